@@ -1,0 +1,81 @@
+"""Every error a user of Holdfast can meet, in one place.
+
+Three kinds are never mixed. *Our bug* is an `InvariantError`, raised by `require` (which, unlike
+`assert`, also runs under ``python -O``). *A peer's violation* is a `ProtocolError`. *The user's or
+the environment's* are the others, each saying what failed, where, and what to do. All of them
+survive pickling, because Spark carries exceptions between processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+class HoldfastError(Exception):
+    """Base of all errors raised by Holdfast."""
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message if hint is None else f"{message}\n  hint: {hint}")
+        self.message = message
+        self.hint = hint
+
+    def __reduce__(self) -> tuple[Callable[..., HoldfastError], tuple[object, ...]]:
+        return _rebuild, (type(self), self.args, dict(self.__dict__))
+
+
+def _rebuild(
+    kind: type[HoldfastError], args: tuple[object, ...], state: dict[str, object]
+) -> HoldfastError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class FlowError(HoldfastError):
+    """The flow, as written, cannot run: an unknown column, a cycle, a name used twice."""
+
+
+class InputError(HoldfastError):
+    """A source delivered rows that do not fit the schema it was declared with."""
+
+
+class OperatorError(HoldfastError):
+    """A step raised, or returned something of the wrong shape, while the flow ran."""
+
+    def __init__(
+        self, *, flow: str, stage: str, operator: str, epoch: int, row: str, cause: str
+    ) -> None:
+        super().__init__(
+            f"flow {flow!r}, stage {stage!r}, operator {operator!r}, epoch {epoch}: {cause}\n"
+            f"  at row: {row}",
+            hint='write Flow(..., on_error="dead-letter") to put such rows aside and go on',
+        )
+        self.flow, self.stage, self.operator = flow, stage, operator
+        self.epoch, self.row, self.cause = epoch, row, cause
+
+
+class HostError(HoldfastError):
+    """The host (Spark, or this machine) cannot carry the flow as asked."""
+
+
+class SiteLostError(HoldfastError):
+    """A site died and its partitions were not protected."""
+
+
+class DivergenceError(HoldfastError):
+    """A frame is not what its digest says: two parties disagree about the same rows."""
+
+
+class ProtocolError(HoldfastError):
+    """A peer sent something that the protocol does not allow."""
+
+
+class InvariantError(HoldfastError):
+    """Holdfast itself is wrong: please report it with the message."""
+
+
+def require(condition: object, message: str) -> None:
+    """Stop with an `InvariantError` unless `condition` holds; never stripped by ``-O``."""
+    if not condition:
+        raise InvariantError(message)

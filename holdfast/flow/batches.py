@@ -1,0 +1,181 @@
+"""Batches in the engine: user columns, followed by the columns that say where a row stands.
+
+The place of a row in the recorded input order is its *order key*: the sequence number of the
+input row it comes from (``__o0``) and, where one input row can cause several output rows, more
+columns that tell those apart (``__o1``, ...). How many there are is known from the plan, never
+from the data. Comparing order keys is all that an ordered merge has to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from holdfast.flow.keys import _hash_column, mix
+
+_PREFIX = "__o"
+
+
+def order_names(width: int) -> list[str]:
+    return [f"{_PREFIX}{i}" for i in range(width)]
+
+
+def is_order_name(name: str) -> bool:
+    return name.startswith(_PREFIX)
+
+
+def with_order(schema: pa.Schema, width: int) -> pa.Schema:
+    """`schema` plus the columns of an order key of `width`."""
+    return pa.schema([*schema, *(pa.field(n, pa.int64(), False) for n in order_names(width))])
+
+
+def order_of(batch: pa.RecordBatch) -> list[np.ndarray]:
+    """The order key's columns, the most significant first."""
+    return [batch.column(n).to_numpy() for n in batch.schema.names if is_order_name(n)]
+
+
+def order_arrays(batch: pa.RecordBatch) -> list[pa.Array]:
+    return [batch.column(n) for n in batch.schema.names if is_order_name(n)]
+
+
+def empty(schema: pa.Schema) -> pa.RecordBatch:
+    return pa.RecordBatch.from_arrays([pa.array([], f.type) for f in schema], schema=schema)
+
+
+def take(batch: pa.RecordBatch, rows: np.ndarray) -> pa.RecordBatch:
+    if rows.size == batch.num_rows and _is_range(rows):
+        return batch
+    return batch.take(pa.array(rows))
+
+
+def _is_range(rows: np.ndarray) -> bool:
+    return bool(rows.size == 0 or (rows[0] == 0 and np.all(rows[1:] > rows[:-1])))
+
+
+def take_column(column: np.ndarray | pa.Array, rows: np.ndarray) -> np.ndarray | pa.Array:
+    return column[rows] if isinstance(column, np.ndarray) else column.take(pa.array(rows))
+
+
+def concat(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+
+
+def merge(batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> pa.RecordBatch:
+    """All rows of `batches` in the order of their order keys."""
+    filled = [b for b in batches if b.num_rows]
+    if not filled:
+        return empty(schema)
+    return sort(concat(filled))
+
+
+def sort(batch: pa.RecordBatch) -> pa.RecordBatch:
+    order = order_of(batch)
+    if len(order) == 1:
+        rows = np.argsort(order[0], kind="stable")  # timsort: linear on a few sorted runs
+    else:
+        rows = np.lexsort(order[::-1])
+    return take(batch, rows)
+
+
+def build(columns: dict[str, object], schema: pa.Schema) -> pa.RecordBatch:
+    """A batch of `schema` from numpy or Arrow columns, cast where that loses nothing."""
+    return pa.RecordBatch.from_arrays([as_array(columns[f.name], f.type) for f in schema], schema=schema)
+
+
+def as_array(values: object, kind: pa.DataType) -> pa.Array:
+    if isinstance(values, pa.ChunkedArray):
+        values = values.combine_chunks()
+    if not isinstance(values, pa.Array):
+        return pa.array(values, kind)
+    return values if values.type == kind else values.cast(kind)
+
+
+def row_digests(batch: pa.RecordBatch) -> np.ndarray:
+    """A 64-bit digest of each row; the digest of a frame is the sum of those of its rows."""
+    total = np.zeros(batch.num_rows, np.uint64)
+    for position, column in enumerate(batch.columns):
+        odd = np.uint64(0x9E3779B97F4A7C15 + 2 * position)
+        if column.null_count == 0 and pa.types.is_integer(column.type):
+            total += column.to_numpy().astype(np.uint64) * odd
+        else:
+            total += _digest_words(column) * odd
+    return mix(total)
+
+
+def _digest_words(column: pa.Array) -> np.ndarray:
+    if pa.types.is_nested(column.type):
+        column = pa.array([repr(v) for v in column.to_pylist()], pa.large_string())
+    return _hash_column(column)[0]
+
+
+def frame_digests(batch: pa.RecordBatch, partition: np.ndarray, partitions: int) -> np.ndarray:
+    """The digest of every consumer partition's frame, given each row's partition."""
+    digests = np.zeros(partitions, np.uint64)
+    np.add.at(digests, partition, row_digests(batch))
+    return digests
+
+
+class Track:
+    """How the watermark moves during one epoch: the steps that any operator can notice.
+
+    ``marks[i]`` is the watermark from the row ``seqs[i]`` on (that row included); ``seqs[0]`` is
+    below every row of the epoch and carries the watermark the epoch starts with. Ingress thins
+    the steps to those that cross a boundary of some event-time operator, so a track is short.
+    """
+
+    START = np.iinfo(np.int64).min
+    NEVER = np.iinfo(np.int64).min
+    END = np.iinfo(np.int64).max
+
+    __slots__ = ("marks", "seqs")
+
+    def __init__(self, seqs: np.ndarray, marks: np.ndarray) -> None:
+        self.seqs, self.marks = seqs, marks
+
+    @classmethod
+    def flat(cls, mark: int) -> Track:
+        """A track on which nothing moves."""
+        return cls(np.array([cls.START]), np.array([mark]))
+
+    @property
+    def final(self) -> int:
+        return int(self.marks[-1])
+
+    def before(self, seqs: np.ndarray) -> np.ndarray:
+        """The watermark that each row finds, its own time not counted."""
+        return self.marks[np.searchsorted(self.seqs, seqs, "left") - 1]
+
+    def crossing(self, marks: np.ndarray) -> np.ndarray:
+        """The sequence number at which the watermark reaches each of `marks`."""
+        return self.seqs[np.searchsorted(self.marks, marks, "left")]
+
+    def split(self, seq: int) -> tuple[Track, Track]:
+        """The track up to the row `seq` (included), and from there on."""
+        at = int(np.searchsorted(self.seqs, seq, "right"))
+        rest = np.concatenate([[self.START], self.seqs[at:]])
+        return (
+            Track(self.seqs[:at], self.marks[:at]),
+            Track(rest, np.concatenate([self.marks[at - 1 : at], self.marks[at:]])),
+        )
+
+    @classmethod
+    def merged(cls, tracks: Sequence[Track]) -> Track:
+        """Join the tracks of several ingresses: each knows the steps of its own rows."""
+        if len(tracks) == 1:
+            return tracks[0]
+        seqs = np.concatenate([t.seqs for t in tracks])
+        marks = np.concatenate([t.marks for t in tracks])
+        order = np.lexsort((marks, seqs))
+        seqs, marks = seqs[order], np.maximum.accumulate(marks[order])
+        keep = np.append(True, (marks[1:] > marks[:-1]) & (seqs[1:] > cls.START))
+        return cls(seqs[keep], marks[keep])
+
+    def to_bytes(self) -> bytes:
+        return self.seqs.tobytes() + self.marks.tobytes()
+
+    @classmethod
+    def from_bytes(cls, data: bytes | memoryview) -> Track:
+        seqs, marks = np.frombuffer(data, np.int64).reshape(2, -1)
+        return cls(seqs, marks)

@@ -1,0 +1,394 @@
+"""Expressions over the columns of a batch, written like Spark's: ``col("dst") % 10``.
+
+An expression is a small tree. It is evaluated on whole columns: with numpy where every operand is
+a plain number without nulls, and with Arrow's kernels otherwise. Both ways give the same types, so
+the schema of a result is learned by evaluating the tree on an empty batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from holdfast.errors import FlowError
+
+Column = np.ndarray | pa.Array
+"""A column inside the engine: numpy for plain numbers without nulls, Arrow for all else."""
+
+
+class Expr:
+    """One node of an expression. Build them with `col` and `lit` and Python's operators."""
+
+    def columns(self) -> Iterator[str]:
+        """The names of the input columns that the expression reads."""
+        raise NotImplementedError
+
+    def eval(self, batch: pa.RecordBatch) -> Any:
+        """The value over `batch`: a `Column`, or a scalar for a literal."""
+        raise NotImplementedError
+
+    def __add__(self, other: Any) -> Expr:
+        return Binary("+", self, wrap(other))
+
+    def __radd__(self, other: Any) -> Expr:
+        return Binary("+", wrap(other), self)
+
+    def __sub__(self, other: Any) -> Expr:
+        return Binary("-", self, wrap(other))
+
+    def __rsub__(self, other: Any) -> Expr:
+        return Binary("-", wrap(other), self)
+
+    def __mul__(self, other: Any) -> Expr:
+        return Binary("*", self, wrap(other))
+
+    def __rmul__(self, other: Any) -> Expr:
+        return Binary("*", wrap(other), self)
+
+    def __truediv__(self, other: Any) -> Expr:
+        return Binary("/", self, wrap(other))
+
+    def __rtruediv__(self, other: Any) -> Expr:
+        return Binary("/", wrap(other), self)
+
+    def __floordiv__(self, other: Any) -> Expr:
+        return Binary("//", self, wrap(other))
+
+    def __mod__(self, other: Any) -> Expr:
+        return Binary("%", self, wrap(other))
+
+    def __eq__(self, other: Any) -> Expr:  # type: ignore[override]
+        return Binary("==", self, wrap(other))
+
+    def __ne__(self, other: Any) -> Expr:  # type: ignore[override]
+        return Binary("!=", self, wrap(other))
+
+    def __lt__(self, other: Any) -> Expr:
+        return Binary("<", self, wrap(other))
+
+    def __le__(self, other: Any) -> Expr:
+        return Binary("<=", self, wrap(other))
+
+    def __gt__(self, other: Any) -> Expr:
+        return Binary(">", self, wrap(other))
+
+    def __ge__(self, other: Any) -> Expr:
+        return Binary(">=", self, wrap(other))
+
+    def __and__(self, other: Any) -> Expr:
+        return Binary("&", self, wrap(other))
+
+    def __or__(self, other: Any) -> Expr:
+        return Binary("|", self, wrap(other))
+
+    def __invert__(self) -> Expr:
+        return Call("not", self)
+
+    def __neg__(self) -> Expr:
+        return Binary("-", lit(0), self)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __bool__(self) -> bool:
+        raise FlowError(
+            f"the expression {self} has no truth value of its own",
+            hint="combine conditions with & | ~ and put each in parentheses",
+        )
+
+    def is_null(self) -> Expr:
+        return Call("is_null", self)
+
+    def fill_null(self, value: Any) -> Expr:
+        return FillNull(self, value)
+
+    def cast(self, to: pa.DataType) -> Expr:
+        return Cast(self, to)
+
+
+class Col(Expr):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def columns(self) -> Iterator[str]:
+        yield self.name
+
+    def eval(self, batch: pa.RecordBatch) -> Column:
+        return column(batch, self.name)
+
+    def __repr__(self) -> str:
+        return f"col({self.name!r})"
+
+
+class Lit(Expr):
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def columns(self) -> Iterator[str]:
+        return iter(())
+
+    def eval(self, batch: pa.RecordBatch) -> Any:
+        return self.value
+
+    def __repr__(self) -> str:
+        return f"lit({self.value!r})"
+
+
+class AtStart(Expr):
+    """A column of the row that opened a session; only inside ``sessions(emit=...)``."""
+
+    PREFIX = "start."
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def columns(self) -> Iterator[str]:
+        yield self.PREFIX + self.name
+
+    def eval(self, batch: pa.RecordBatch) -> Column:
+        return column(batch, self.PREFIX + self.name)
+
+    def __repr__(self) -> str:
+        return f"at_start({self.name!r})"
+
+
+class Binary(Expr):
+    def __init__(self, op: str, left: Expr, right: Expr) -> None:
+        self.op, self.left, self.right = op, left, right
+
+    def columns(self) -> Iterator[str]:
+        yield from self.left.columns()
+        yield from self.right.columns()
+
+    def eval(self, batch: pa.RecordBatch) -> Any:
+        left, right = self.left.eval(batch), self.right.eval(batch)
+        if self.op in ("%", "//"):
+            _refuse_zero(self, right)
+        if not isinstance(left, pa.Array) and not isinstance(right, pa.Array):
+            return _NUMPY[self.op](left, right)
+        return _eval_arrow(self.op, left, right)
+
+    def __repr__(self) -> str:
+        return f"({self.left} {self.op} {self.right})"
+
+
+class Call(Expr):
+    def __init__(self, op: str, arg: Expr) -> None:
+        self.op, self.arg = op, arg
+
+    def columns(self) -> Iterator[str]:
+        yield from self.arg.columns()
+
+    def eval(self, batch: pa.RecordBatch) -> Any:
+        value = self.arg.eval(batch)
+        if self.op == "not":
+            return pc.invert(value) if isinstance(value, pa.Array) else ~value
+        return unwrap(pc.is_null(_as_arrow(value)))
+
+    def __repr__(self) -> str:
+        return f"{self.op}({self.arg})"
+
+
+class Cast(Expr):
+    def __init__(self, arg: Expr, to: pa.DataType) -> None:
+        self.arg, self.to = arg, to
+
+    def columns(self) -> Iterator[str]:
+        yield from self.arg.columns()
+
+    def eval(self, batch: pa.RecordBatch) -> Any:
+        return unwrap(_as_arrow(self.arg.eval(batch)).cast(self.to))
+
+    def __repr__(self) -> str:
+        return f"{self.arg}.cast({self.to})"
+
+
+class FillNull(Expr):
+    def __init__(self, arg: Expr, value: Any) -> None:
+        self.arg, self.value = arg, value
+
+    def columns(self) -> Iterator[str]:
+        yield from self.arg.columns()
+
+    def eval(self, batch: pa.RecordBatch) -> Any:
+        value = self.arg.eval(batch)
+        return unwrap(pc.fill_null(value, self.value)) if isinstance(value, pa.Array) else value
+
+    def __repr__(self) -> str:
+        return f"{self.arg}.fill_null({self.value!r})"
+
+
+def col(name: str) -> Expr:
+    """The column `name` of the rows at hand."""
+    return Col(name)
+
+
+def lit(value: Any) -> Expr:
+    """A constant."""
+    return Lit(value)
+
+
+def at_start(name: str) -> Expr:
+    """In ``sessions(emit=...)``: the column `name` of the row that opened the session."""
+    return AtStart(name)
+
+
+def wrap(value: Any) -> Expr:
+    return value if isinstance(value, Expr) else Lit(value)
+
+
+_NUMPY = {
+    "+": np.add,
+    "-": np.subtract,
+    "*": np.multiply,
+    "/": np.true_divide,
+    "//": np.floor_divide,
+    "%": np.mod,
+    "==": np.equal,
+    "!=": np.not_equal,
+    "<": np.less,
+    "<=": np.less_equal,
+    ">": np.greater,
+    ">=": np.greater_equal,
+    "&": np.bitwise_and,
+    "|": np.bitwise_or,
+}
+_ARROW = {
+    "+": pc.add,
+    "-": pc.subtract,
+    "*": pc.multiply,
+    "/": pc.divide,
+    "==": pc.equal,
+    "!=": pc.not_equal,
+    "<": pc.less,
+    "<=": pc.less_equal,
+    ">": pc.greater,
+    ">=": pc.greater_equal,
+    "&": pc.and_kleene,
+    "|": pc.or_kleene,
+}
+_NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+
+
+def is_plain(kind: pa.DataType) -> bool:
+    """Whether columns of this type are numpy arrays inside the engine (when without nulls)."""
+    return any(test(kind) for test in _NUMBERS)
+
+
+def unwrap(array: pa.Array) -> Column:
+    """Arrow to the engine's form: numpy without copying where that is possible."""
+    if array.null_count == 0 and is_plain(array.type):
+        return array.to_numpy(zero_copy_only=False)
+    return array
+
+
+def column(batch: pa.RecordBatch, name: str) -> Column:
+    return unwrap(batch.column(name))
+
+
+def _as_arrow(value: Any) -> pa.Array:
+    return value if isinstance(value, pa.Array | pa.Scalar) else pa.array(value)
+
+
+def _refuse_zero(expr: Binary, divisor: Any) -> None:
+    values = unwrap(divisor.drop_null()) if isinstance(divisor, pa.Array) else np.asarray(divisor)
+    if np.issubdtype(values.dtype, np.integer) and np.any(values == 0):
+        raise ZeroDivisionError(f"division by zero in {expr}")
+
+
+def _eval_arrow(op: str, left: Any, right: Any) -> Column:
+    """The null-aware way. Result types follow numpy's rules wherever both sides are numbers."""
+    arrays = [_arrow_operand(side) for side in (left, right)]
+    kinds = [a.type for a in arrays]
+    if not all(is_plain(k) for k in kinds):
+        return unwrap(_ARROW[op](*arrays))
+    empty = [
+        np.empty(0, k.to_pandas_dtype()) if isinstance(side, np.ndarray | pa.Array) else side
+        for k, side in zip(kinds, (left, right), strict=True)
+    ]
+    target = pa.from_numpy_dtype(_NUMPY[op](*empty).dtype)
+    if op in _ARROW and not pa.types.is_boolean(target):
+        return unwrap(_ARROW[op](*[a.cast(target) for a in arrays]))
+    if op in _ARROW:
+        return unwrap(_ARROW[op](*arrays))
+    return unwrap(_masked(op, arrays, target))
+
+
+def _arrow_operand(value: Any) -> Any:
+    if isinstance(value, pa.Array):
+        return value
+    return pa.array(value) if isinstance(value, np.ndarray) else pa.scalar(value)
+
+
+def _masked(op: str, arrays: list[Any], target: pa.DataType) -> pa.Array:
+    """numpy's operator where both sides are present, null elsewhere (Arrow has no such kernel)."""
+    length = max(len(a) for a in arrays if isinstance(a, pa.Array))
+    valid = np.ones(length, bool)
+    sides = []
+    for a in arrays:
+        if isinstance(a, pa.Array):
+            valid &= pc.is_valid(a).to_numpy(zero_copy_only=False)
+            a = pc.fill_null(a, 1).to_numpy(zero_copy_only=False)
+        else:
+            a = a.as_py()
+        sides.append(a)
+    return pa.array(_NUMPY[op](*sides), type=target, mask=~valid)
+
+
+# --- aggregates --------------------------------------------------------------------------------
+
+
+class Aggregate:
+    """A function of the rows of a group: built with `count`, `sum_`, `mean` and their like."""
+
+    def __init__(self, kind: str, expr: Expr | None) -> None:
+        self.kind, self.expr = kind, expr
+
+    def columns(self) -> Iterator[str]:
+        return iter(()) if self.expr is None else self.expr.columns()
+
+    def __repr__(self) -> str:
+        return f"{self.kind}({'' if self.expr is None else self.expr})"
+
+
+def _operand(what: str | Expr) -> Expr:
+    return Col(what) if isinstance(what, str) else what
+
+
+def count() -> Aggregate:
+    """The number of rows."""
+    return Aggregate("count", None)
+
+
+def sum_(what: str | Expr) -> Aggregate:
+    """The sum; of integers as int64, of floats folded strictly in sequence order."""
+    return Aggregate("sum", _operand(what))
+
+
+def mean(what: str | Expr) -> Aggregate:
+    """The arithmetic mean, as float64; the sum is folded strictly in sequence order."""
+    return Aggregate("mean", _operand(what))
+
+
+def max_(what: str | Expr) -> Aggregate:
+    """The largest value."""
+    return Aggregate("max", _operand(what))
+
+
+def min_(what: str | Expr) -> Aggregate:
+    """The smallest value."""
+    return Aggregate("min", _operand(what))
+
+
+def first(what: str | Expr) -> Aggregate:
+    """The value of the first row in sequence order."""
+    return Aggregate("first", _operand(what))
+
+
+def last(what: str | Expr) -> Aggregate:
+    """The value of the last row in sequence order."""
+    return Aggregate("last", _operand(what))

@@ -1,0 +1,526 @@
+"""What a user writes: a `Flow`, its streams, and what happens to them.
+
+Nothing runs here. Every call checks what can be known before the run (columns, types, names) and
+adds a node to a graph; `holdfast.flow.plan` cuts the graph into stages.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import pyarrow as pa
+
+from holdfast.errors import FlowError
+from holdfast.flow.expr import Aggregate, Col, Expr, at_start, col, wrap
+from holdfast.flow.operators.base import KeyedOperator, Port, require_columns
+from holdfast.flow.operators.custom import CustomOperator, KeyedFunction
+from holdfast.flow.operators.join import WindowJoin
+from holdfast.flow.operators.row_window import RowWindow
+from holdfast.flow.operators.running import RunningAggregate
+from holdfast.flow.operators.sessions import Sessions
+from holdfast.flow.operators.time_window import TimeWindow
+from holdfast.flow.protection import Protection, none
+from holdfast.flow.sinks import Sink
+from holdfast.flow.sources import Source
+from holdfast.flow.steps import Filter, FlatMap, Select, Step, UserMap
+
+if TYPE_CHECKING:
+    from holdfast.run import Run
+
+Merge = Literal["ordered", "arrival"]
+Duration = int | datetime.timedelta
+DEAD_LETTER = pa.schema(
+    [(n, pa.string()) for n in ("stage", "operator", "error", "row")]
+)
+
+
+@dataclass(eq=False)
+class Node:
+    """One vertex of the graph. Its inputs are streams of nodes made before it."""
+
+    name: str
+    inputs: list[Stream] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class SourceNode(Node):
+    source: Source = None  # type: ignore[assignment]
+    port: Port = None  # type: ignore[assignment]
+
+
+@dataclass(eq=False)
+class StepNode(Node):
+    step: Step = None  # type: ignore[assignment]
+
+
+@dataclass(eq=False)
+class UnionNode(Node):
+    port: Port = None  # type: ignore[assignment]
+    disjoint: bool = True
+
+
+@dataclass(eq=False)
+class KeyedNode(Node):
+    operator: KeyedOperator = None  # type: ignore[assignment]
+    merge: Merge = "ordered"
+    protection: Protection | None = None
+
+
+@dataclass(eq=False)
+class DeadLetterNode(Node):
+    port: Port = field(default_factory=lambda: Port(DEAD_LETTER, 3))
+
+
+@dataclass(eq=False)
+class SinkNode(Node):
+    sink: Sink = None  # type: ignore[assignment]
+
+
+class Flow:
+    """A dataflow: sources, what is done to their rows, and sinks.
+
+    `on_error` says what happens to a row that makes a step raise: ``"stop"`` ends the flow with
+    an error that names the row, ``"dead-letter"`` puts the row aside into `dead_letters`.
+
+    >>> from holdfast import Flow, col, discard, rows, sum_
+    >>> flow = Flow("totals")
+    >>> sales = flow.source("sales", rows(pa.record_batch({"shop": [1, 2, 1], "eur": [5, 7, 9]})))
+    >>> sales.key_by("shop").agg(total=sum_("eur")).sink("totals", discard())
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        on_error: Literal["stop", "dead-letter"] = "stop",
+        protect: Protection | None = None,
+    ) -> None:
+        if on_error not in ("stop", "dead-letter"):
+            raise FlowError(f"flow {name!r}: on_error is 'stop' or 'dead-letter', not {on_error!r}")
+        self.name = name
+        self.on_error = on_error
+        self.protection = protect or none()
+        self.nodes: list[Node] = []
+
+    def source(self, name: str, source: Source, *, event_time: str | None = None) -> Stream:
+        """Rows from `source`; `event_time` names the column that says when each happened."""
+        where = f"flow {self.name!r}, source {name!r}"
+        if not isinstance(source, Source):
+            raise FlowError(
+                f"{where}: {type(source).__name__} is not a source",
+                hint="wrap a DataFrame in spark_batch(df) or spark_stream(df)",
+            )
+        if any(isinstance(n, SourceNode) and n.name == name for n in self.nodes):
+            raise FlowError(f"{where}: the name is taken by another source")
+        _refuse_reserved(source.schema, where)
+        if event_time is not None:
+            require_columns([event_time], source.schema, f"{where}, event_time")
+            _require_time(source.schema, event_time, where)
+        port = Port(source.schema, 1, event_time)
+        node = SourceNode(name, source=source, port=port)
+        return self._add(node, port)
+
+    def dead_letters(self) -> Stream:
+        """The rows that steps raised on, with stage, operator, error and the row as text."""
+        if self.on_error != "dead-letter":
+            raise FlowError(f'flow {self.name!r}: dead letters need Flow(..., on_error="dead-letter")')
+        for node in self.nodes:
+            if isinstance(node, DeadLetterNode):
+                return Stream(self, node, "out", node.port)
+        dead = DeadLetterNode("dead letters")
+        return self._add(dead, dead.port)
+
+    def _add(self, node: Node, port: Port) -> Stream:
+        self.nodes.append(node)
+        return Stream(self, node, "out", port)
+
+    def start(self, spark: Any = None, **options: Any) -> Run:
+        """Run the flow: on Spark, or with ``spark=None`` in plain processes on this machine.
+
+        See `holdfast.run.start` for the options.
+        """
+        from holdfast.run import start
+
+        return start(self, spark, **options)
+
+    def batch(self, spark: Any, inputs: Mapping[str, Any], **options: Any) -> Any:
+        """The same flow as an ordinary Spark job over DataFrames; see `holdfast.spark.batch`."""
+        from holdfast.spark.batch import batch
+
+        return batch(self, spark, inputs, **options)
+
+    def stream(self, spark: Any, inputs: Mapping[str, Any], **options: Any) -> Any:
+        """The same operators under Structured Streaming; see `holdfast.spark.stream`."""
+        from holdfast.spark.stream import stream
+
+        return stream(self, spark, inputs, **options)
+
+
+class Stream:
+    """Rows on their way. Every method gives a new stream and leaves this one as it was."""
+
+    def __init__(self, flow: Flow, node: Node, out: str, port: Port) -> None:
+        self.flow, self.node, self.out, self.port = flow, node, out, port
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self.port.schema
+
+    def _where(self, what: str) -> str:
+        return f"flow {self.flow.name!r}, {what} after {self.node.name!r}"
+
+    def _step(self, step: Step, name: str) -> Stream:
+        return self.flow._add(StepNode(name, [self], step=step), step.port)
+
+    def select(self, *names: str, **exprs: Expr | Any) -> Stream:
+        """Only these columns: named ones as they are, others computed (``app=col("dst") % 10``)."""
+        where = self._where("select")
+        require_columns(names, self.schema, where)
+        columns = {n: col(n) for n in names} | {n: wrap(e) for n, e in exprs.items()}
+        if not columns:
+            raise FlowError(f"{where}: no columns are left")
+        return self._step(Select(self.port, columns, False, where), "select")
+
+    def with_columns(self, **exprs: Expr | Any) -> Stream:
+        """All columns, and these computed ones beside or instead of them."""
+        columns = {n: wrap(e) for n, e in exprs.items()}
+        return self._step(Select(self.port, columns, True, self._where("with_columns")), "with_columns")
+
+    def filter(self, condition: Expr) -> Stream:
+        """Only the rows for which `condition` is true."""
+        if not isinstance(condition, Expr):
+            raise FlowError(
+                f"{self._where('filter')}: {condition!r} is not an expression",
+                hint='write for example col("x") > 0',
+            )
+        return self._step(Filter(self.port, condition, self._where("filter")), "filter")
+
+    def map(self, function: Callable[[pa.RecordBatch], pa.RecordBatch], schema: pa.Schema) -> Stream:
+        """An Arrow function: a batch in, a batch of `schema` with as many rows out.
+
+        It must treat every row by itself: how rows are batched is not fixed.
+        """
+        step = UserMap(self.port, function, _declared(schema, self._where("map")), "arrow", self._where("map"))
+        return self._step(step, step.label)
+
+    def map_pandas(self, function: Callable[[Any], Any], schema: pa.Schema) -> Stream:
+        """Like `map`, with a pandas DataFrame in and out."""
+        where = self._where("map_pandas")
+        step = UserMap(self.port, function, _declared(schema, where), "pandas", where)
+        return self._step(step, step.label)
+
+    def flat_map(self, function: Callable[[pa.RecordBatch], Any], schema: pa.Schema) -> Stream:
+        """Any number of rows for each: the function returns ``(batch, origins)``, where
+        ``origins[i]`` is the input row that output row `i` comes from, ascending."""
+        where = self._where("flat_map")
+        step = FlatMap(self.port, function, _declared(schema, where), where)
+        return self._step(step, step.label)
+
+    def union(self, *others: Stream) -> Stream:
+        """The rows of all these streams, merged in the recorded input order."""
+        streams = [self, *others]
+        where = self._where("union")
+        for other in others:
+            if other.flow is not self.flow:
+                raise FlowError(f"{where}: the streams belong to different flows")
+            if not other.schema.equals(self.schema):
+                raise FlowError(
+                    f"{where}: the streams have different columns",
+                    hint=f"{self.schema.names} and {other.schema.names}; bring them in line with select()",
+                )
+        origins = [_origins(s) for s in streams]
+        disjoint = len(set().union(*origins)) == sum(len(o) for o in origins)
+        width = max(s.port.width for s in streams) + (0 if disjoint else 1)
+        times = {s.port.event_time for s in streams}
+        port = Port(
+            self.schema,
+            width,
+            times.pop() if len(times) == 1 else None,
+            max(s.port.delay for s in streams),
+        )
+        return self.flow._add(UnionNode("union", streams, port=port, disjoint=disjoint), port)
+
+    def key_by(self, *keys: str, merge: Merge = "ordered") -> KeyedStream:
+        """Partition by these columns. ``merge="arrival"`` takes rows as they come, which is faster
+        past a slow producer, and leaves the order of rows from different producers open."""
+        where = self._where("key_by")
+        if not keys:
+            raise FlowError(f"{where}: no key was given")
+        require_columns(keys, self.schema, where)
+        for key in keys:
+            if pa.types.is_nested(self.schema.field(key).type):
+                raise FlowError(f"{where}: {key!r} is {self.schema.field(key).type}, which cannot be a key")
+        if merge not in ("ordered", "arrival"):
+            raise FlowError(f"{where}: merge is 'ordered' or 'arrival', not {merge!r}")
+        return KeyedStream(self, list(keys), merge)
+
+    def sink(self, name: str, sink: Sink) -> None:
+        """Hand the rows out."""
+        where = f"flow {self.flow.name!r}, sink {name!r}"
+        if not isinstance(sink, Sink):
+            raise FlowError(f"{where}: {type(sink).__name__} is not a sink")
+        if any(isinstance(n, SinkNode) and n.name == name for n in self.flow.nodes):
+            raise FlowError(f"{where}: the name is taken by another sink")
+        self.flow.nodes.append(SinkNode(name, [self], sink=sink))
+
+
+class KeyedStream:
+    """A stream with a key: what comes next keeps state for each value of it."""
+
+    def __init__(self, stream: Stream, keys: list[str], merge: Merge) -> None:
+        self.stream, self.keys, self._merge = stream, keys, merge
+        self._protection: Protection | None = None
+
+    def protect(self, protection: Protection) -> KeyedStream:
+        """How the stage that follows is protected; by default as the flow is."""
+        self._protection = protection
+        return self
+
+    def _where(self, what: str) -> str:
+        return self.stream._where(f"{what} by ({', '.join(self.keys)})")
+
+    def _operate(self, operator: KeyedOperator, *more: KeyedStream) -> Outputs:
+        streams = [self.stream, *(k.stream for k in more)]
+        if self._merge == "arrival" and operator.boundaries:
+            raise FlowError(
+                f"{self._where(operator.label)}: event time needs merge='ordered'",
+                hint="with arrival merging rows and watermarks come in no fixed order",
+            )
+        name = f"{operator.label} by ({', '.join(self.keys)})"
+        node = KeyedNode(
+            name, streams, operator=operator, merge=self._merge, protection=self._protection
+        )
+        flow = self.stream.flow
+        flow.nodes.append(node)
+        return Outputs(flow, node, operator)
+
+    def agg(self, **aggregates: Aggregate) -> Stream:
+        """Running aggregates: after each row, those of all rows of its key so far."""
+        where = self._where("agg")
+        _some(aggregates, where)
+        return self._operate(RunningAggregate(self.keys, self.stream.port, aggregates, where)).out
+
+    def window(
+        self,
+        *,
+        rows: int | None = None,
+        time: Duration | None = None,
+        every: Duration | None = None,
+        lateness: Duration = 0,
+        on: str | None = None,
+    ) -> Windowed:
+        """The last `rows` rows of the key, or event-time windows of length `time`; a new one
+        `every` so many rows, or so much time (by default each row, and windows end to end)."""
+        if (rows is None) == (time is None):
+            raise FlowError(f"{self._where('window')}: give either rows= or time=")
+        return Windowed(self, rows, time, every, lateness, on)
+
+    def sessions(
+        self,
+        *,
+        start: Expr,
+        end: Expr,
+        time: str | None = None,
+        emit: Mapping[str, Expr] | None = None,
+    ) -> Stream:
+        """A row for each session: from a row where `start` holds to the next where `end` does.
+
+        `emit` names the columns of the result: ``col("x")`` is taken from the end row,
+        ``at_start("x")`` from the start row. With `time` instead, the result is the key, the
+        values of that column at ``start`` and ``end``, and their difference ``dur``.
+        """
+        where = self._where("sessions")
+        if (emit is None) == (time is None):
+            raise FlowError(f"{where}: give either emit= or time=")
+        if emit is None:
+            assert time is not None
+            emit = {k: Col(k) for k in self.keys}
+            emit |= {"start": at_start(time), "end": col(time), "dur": col(time) - at_start(time)}
+        operator = Sessions(
+            self.keys, self.stream.port, start, end, {n: wrap(e) for n, e in emit.items()}, where
+        )
+        return self._operate(operator).out
+
+    def join(
+        self, other: KeyedStream, *, within: Duration, lateness: Duration = 0, suffix: str = "_right"
+    ) -> Joined:
+        """Pairs of rows of the two streams with equal keys and event times at most `within` apart."""
+        where = self._where("join")
+        if other.keys != self.keys:
+            raise FlowError(f"{where}: the keys differ: {self.keys} and {other.keys}")
+        ports = self.stream.port, other.stream.port
+        for side in ports:
+            if side.event_time is None:
+                raise FlowError(f"{where}: both sides need an event time (source(..., event_time=...))")
+        for key in self.keys:
+            kinds = [p.schema.field(key).type for p in ports]
+            if kinds[0] != kinds[1]:
+                raise FlowError(f"{where}: the key {key!r} is {kinds[0]} on the left, {kinds[1]} on the right")
+        on = (str(ports[0].event_time), str(ports[1].event_time))
+        times = [p.schema.field(o).type for p, o in zip(ports, on, strict=True)]
+        if times[0] != times[1]:
+            raise FlowError(f"{where}: the event times differ in type: {times[0]} and {times[1]}")
+        units = [_units(d, times[0], where) for d in (within, lateness)]
+        operator = WindowJoin(self.keys, *ports, on, units[0], units[1], suffix, where)
+        outputs = self._operate(operator, other)
+        return Joined(outputs)
+
+    def apply(self, function: KeyedFunction) -> Stream:
+        """A keyed operator of your own; see `KeyedFunction`."""
+        operator = CustomOperator(self.keys, self.stream.port, function, self._where("apply"))
+        return self._operate(operator).out
+
+
+class Outputs:
+    """The output streams of a keyed operator."""
+
+    def __init__(self, flow: Flow, node: KeyedNode, operator: KeyedOperator) -> None:
+        self._streams = {n: Stream(flow, node, n, p) for n, p in operator.outputs.items()}
+
+    @property
+    def out(self) -> Stream:
+        return self._streams["out"]
+
+    def __getitem__(self, name: str) -> Stream:
+        return self._streams[name]
+
+
+class TimeWindowed(Stream):
+    """The results of event-time windows. `late` has the rows that came too late for them."""
+
+    late: Stream
+
+
+class Joined(Stream):
+    """The pairs of a window join, and what came too late on either side."""
+
+    def __init__(self, outputs: Outputs) -> None:
+        out = outputs.out
+        super().__init__(out.flow, out.node, out.out, out.port)
+        self.late = outputs["late"]
+        self.late_right = outputs["late_right"]
+
+
+class Windowed:
+    """A keyed stream cut into windows, waiting for ``agg``."""
+
+    def __init__(
+        self,
+        keyed: KeyedStream,
+        rows: int | None,
+        time: Duration | None,
+        every: Duration | None,
+        lateness: Duration,
+        on: str | None,
+    ) -> None:
+        self._keyed, self._rows, self._time = keyed, rows, time
+        self._every, self._lateness, self._on = every, lateness, on
+
+    def agg(self, **aggregates: Aggregate) -> Any:
+        """The aggregates of each window. Of event-time windows, ``.late`` of the result has the
+        rows that came too late."""
+        keyed, port = self._keyed, self._keyed.stream.port
+        where = keyed._where("window")
+        _some(aggregates, where)
+        if self._rows is not None:
+            every = 1 if self._every is None else self._every
+            operator = RowWindow(keyed.keys, port, self._rows, every, aggregates, where)  # type: ignore[arg-type]
+            return keyed._operate(operator).out
+        on = self._on or port.event_time
+        if on is None:
+            raise FlowError(
+                f"{where}: which column is the event time?",
+                hint='say flow.source(..., event_time="ts")',
+            )
+        require_columns([on], port.schema, where)
+        kind = _require_time(port.schema, on, where)
+        assert self._time is not None
+        every = self._time if self._every is None else self._every
+        size, step, lateness = (_units(d, kind, where) for d in (self._time, every, self._lateness))
+        window = TimeWindow(keyed.keys, port, on, size, step, lateness, aggregates, where)
+        outputs = keyed._operate(window)
+        out = outputs.out
+        result = TimeWindowed(out.flow, out.node, out.out, out.port)
+        result.late = outputs["late"]
+        return result
+
+
+def _some(aggregates: Mapping[str, Aggregate], where: str) -> None:
+    if not aggregates:
+        raise FlowError(f"{where}: no aggregate was given", hint="for example agg(n=count())")
+
+
+def _declared(schema: pa.Schema, where: str) -> pa.Schema:
+    if not isinstance(schema, pa.Schema):
+        raise FlowError(f"{where}: the schema of the result must be a pyarrow.Schema")
+    _refuse_reserved(schema, where)
+    return schema
+
+
+def _refuse_reserved(schema: pa.Schema, where: str) -> None:
+    for name in schema.names:
+        if name.startswith("__"):
+            raise FlowError(f"{where}: the column name {name!r} is reserved (it starts with __)")
+        if schema.names.count(name) > 1:
+            raise FlowError(f"{where}: there are two columns {name!r}")
+
+
+def _require_time(schema: pa.Schema, name: str, where: str) -> pa.DataType:
+    kind = schema.field(name).type
+    if not (pa.types.is_int64(kind) or pa.types.is_timestamp(kind)):
+        raise FlowError(f"{where}: an event time is int64 or timestamp, but {name!r} is {kind}")
+    return kind
+
+
+_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
+
+
+def _units(duration: Duration, kind: pa.DataType, where: str) -> int:
+    """A duration in the units of the event time it is compared with."""
+    if isinstance(duration, datetime.timedelta):
+        if not pa.types.is_timestamp(kind):
+            raise FlowError(f"{where}: the event time is {kind}: give durations as whole numbers")
+        return duration // datetime.timedelta(microseconds=1) * _PER_SECOND[kind.unit] // 10**6
+    if not isinstance(duration, int):
+        raise FlowError(f"{where}: {duration!r} is not a duration (a whole number or a timedelta)")
+    if pa.types.is_timestamp(kind) and duration != 0:
+        raise FlowError(f"{where}: the event time is {kind}: give durations as timedelta")
+    return duration
+
+
+def _origins(stream: Stream) -> set[int]:
+    """The sources whose rows a stream descends from."""
+    found: set[int] = set()
+    todo: list[Node] = [stream.node]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, SourceNode | DeadLetterNode):
+            found.add(id(node))
+        todo += [s.node for s in node.inputs]
+    return found
+
+
+def topological(nodes: Sequence[Node], flow: str) -> list[Node]:
+    """The nodes with inputs before consumers, or a `FlowError` that shows the cycle."""
+    done: dict[int, Node] = {}
+    path: list[Node] = []
+
+    def visit(node: Node) -> None:
+        if id(node) in done:
+            return
+        if any(n is node for n in path):
+            at = next(i for i, n in enumerate(path) if n is node)
+            names = " -> ".join(n.name for n in [*path[at:], node][::-1])
+            raise FlowError(f"flow {flow!r} has a cycle: {names}")
+        path.append(node)
+        for stream in node.inputs:
+            visit(stream.node)
+        path.pop()
+        done[id(node)] = node
+
+    for node in nodes:
+        visit(node)
+    return list(done.values())

@@ -1,0 +1,249 @@
+"""Keys: their identity, their partition, and the table from key to state slot.
+
+A key of up to 64 bits of plain numbers is its own identity, packed into one word (a second word
+says which of its columns are null). Any wider key, or one with strings, is identified by 128 bits
+of hash, as git identifies files: two different keys would have to collide in both words. Hashes
+depend on the values alone, never on the process, the run or Python's hash seed, so every site and
+every Spark executor puts a key into the same partition.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+_U = np.uint64
+_GOLDEN, _MIX1, _MIX2 = _U(0x9E3779B97F4A7C15), _U(0xBF58476D1CE4E5B9), _U(0x94D049BB133111EB)
+
+
+class KeyWords(NamedTuple):
+    """The identity of each row's key: one word, and a second where it is needed."""
+
+    low: np.ndarray
+    high: np.ndarray | None
+
+    def take(self, rows: np.ndarray) -> KeyWords:
+        return KeyWords(self.low[rows], None if self.high is None else self.high[rows])
+
+
+def key_words(columns: list[pa.Array]) -> KeyWords:
+    """Identify the key of every row, given the key's columns."""
+    if sum(_bits(c.type) for c in columns) <= 64:
+        return _pack(columns)
+    low = np.zeros(len(columns[0]), _U)
+    high = np.full(len(columns[0]), _MIX2)
+    for column in columns:
+        h1, h2 = _hash_column(column)
+        low = mix(low * _GOLDEN + h1)
+        high = mix(high * _MIX1 + h2)
+    return KeyWords(low.view(np.int64), high.view(np.int64))
+
+
+def partition_of(words: KeyWords, partitions: int) -> np.ndarray:
+    """The partition of every key, as uint16."""
+    z = words.low.view(_U) * _GOLDEN
+    if words.high is not None:
+        # A row without nulls has a zero second word and must land where it lands without one.
+        z ^= words.high.view(_U) * _MIX1
+    z ^= z >> _U(31)
+    z *= _MIX2
+    z >>= _U(32)
+    z *= _U(partitions)
+    z >>= _U(32)
+    return z.astype(np.uint16)
+
+
+def mix(z: np.ndarray) -> np.ndarray:
+    """Spread every bit of each word over the whole word (the finaliser of splitmix64)."""
+    z = (z ^ (z >> _U(30))) * _MIX1
+    z = (z ^ (z >> _U(27))) * _MIX2
+    return z ^ (z >> _U(31))
+
+
+def _bits(kind: pa.DataType) -> int:
+    if pa.types.is_boolean(kind):
+        return 1
+    fixed = pa.types.is_integer(kind) or pa.types.is_temporal(kind) or pa.types.is_floating(kind)
+    return int(kind.bit_width) if fixed else 65
+
+
+def _pack(columns: list[pa.Array]) -> KeyWords:
+    low, nulls = None, None
+    for position, column in enumerate(columns):
+        word = _plain_word(column)
+        low = word if low is None else (low << _U(_bits(column.type))) | word
+        if column.null_count:
+            missing = pc.is_null(column).to_numpy(zero_copy_only=False).astype(np.int64)
+            nulls = (missing << position) if nulls is None else nulls | (missing << position)
+    assert low is not None
+    return KeyWords(np.ascontiguousarray(low).view(np.int64), nulls)
+
+
+def _plain_word(column: pa.Array) -> np.ndarray:
+    """The bits of a number as an unsigned word; equal numbers have equal bits."""
+    kind = column.type
+    if column.null_count:
+        column = column.fill_null(pa.scalar(0, pa.int64()).cast(kind, safe=False))
+    if pa.types.is_temporal(kind):
+        column = column.view(pa.int32() if kind.bit_width == 32 else pa.int64())
+    values = column.to_numpy(zero_copy_only=False)
+    if pa.types.is_floating(kind):
+        values = np.where(np.isnan(values), np.nan, values + 0.0).astype(values.dtype)
+    width = values.dtype.itemsize
+    return values.view(f"u{width}").astype(_U, copy=False)
+
+
+def _hash_column(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    if _bits(column.type) <= 64:
+        word = _plain_word(column)
+        if column.null_count:
+            missing = pc.is_null(column).to_numpy(zero_copy_only=False)
+            return np.where(missing, _MIX2, mix(word)), np.where(missing, _MIX1, mix(~word))
+        return mix(word), mix(~word)
+    if not pa.types.is_dictionary(column.type):
+        column = column.dictionary_encode()
+    values = column.dictionary
+    if not (pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type)):
+        values = values.cast(pa.large_string())
+    values = values.cast(pa.large_binary())
+    h1, h2 = _hash_binary(values)
+    codes = column.indices.fill_null(len(values)).to_numpy(zero_copy_only=False)
+    return np.append(h1, _MIX2)[codes], np.append(h2, _MIX1)[codes]
+
+
+def _hash_binary(values: pa.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Hash byte strings: the sum, over positions, of a well-mixed word of (byte, position)."""
+    offsets = np.frombuffer(values.buffers()[1], np.int64)[values.offset :][: len(values) + 1]
+    lengths = np.diff(offsets)
+    data = np.frombuffer(values.buffers()[2] or b"", np.uint8)[offsets[0] : offsets[-1]]
+    position = np.arange(data.size, dtype=np.int64) - np.repeat(offsets[:-1] - offsets[0], lengths)
+    word = (position.astype(_U) << _U(8)) | data.astype(_U)
+    sums = [_segment_sums(mix(word * m + s), offsets) for m, s in ((_GOLDEN, _MIX1), (_MIX1, _U(1)))]
+    length = lengths.astype(_U)
+    return mix(sums[0] + length), mix(sums[1] ^ (length * _GOLDEN))
+
+
+def _segment_sums(words: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    total = np.concatenate([np.zeros(1, _U), np.cumsum(words, dtype=_U)])
+    ends = offsets - offsets[0]
+    return total[ends[1:]] - total[ends[:-1]]
+
+
+class KeyIndex:
+    """A growing table from key to slot (0, 1, 2, ...), looked up a whole column at a time.
+
+    Open addressing with linear probing, at most half full. Every round of probing is one numpy
+    pass over the rows that are not yet settled; almost all settle in the first.
+    """
+
+    def __init__(self, capacity: int = 512) -> None:
+        self.size = 0
+        self._allocate(max(10, (2 * capacity - 1).bit_length()))
+
+    def _allocate(self, bits: int) -> None:
+        self._bits = bits
+        self._mask = (1 << bits) - 1
+        self._low = np.zeros(1 << bits, np.int64)
+        self._high: np.ndarray | None = None
+        self._slot = np.full(1 << bits, -1, np.int32)
+
+    def _home(self, words: KeyWords) -> np.ndarray:
+        z = words.low.view(_U) * _MIX1
+        if words.high is not None:
+            z ^= words.high.view(_U) * _MIX2
+        z ^= z >> _U(29)
+        z *= _GOLDEN
+        z >>= _U(64 - self._bits)
+        return z.view(np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        high = 0 if self._high is None else self._high.nbytes
+        return self._low.nbytes + self._slot.nbytes + high
+
+    def lookup(self, words: KeyWords) -> tuple[np.ndarray, np.ndarray]:
+        """The slot of every row's key, and the rows that brought a new key, in slot order."""
+        if words.high is not None and self._high is None:
+            self._high = np.zeros(self._mask + 1, np.int64)
+        if self._high is not None and words.high is None:
+            words = KeyWords(words.low, np.zeros(words.low.size, np.int64))
+        first_new = self.size
+        at = self._home(words)
+        slots = self._slot.take(at)
+        hit = self._matches(at, words)
+        hit &= slots >= 0
+        if hit.all():
+            return slots.astype(np.int64), _NO_ROWS
+        fresh: list[np.ndarray] = []
+        pending = np.flatnonzero(~hit)
+        while pending.size:
+            if self._insert(pending, at, words, fresh):
+                at = self._home(words)  # the table grew; every row starts from its new home
+                continue
+            where = at[pending]
+            found = self._slot[where]
+            hit = self._matches(where, words.take(pending))
+            hit &= found >= 0
+            slots[pending[hit]] = found[hit]
+            pending = pending[~hit]
+            at[pending] = (at[pending] + 1) & self._mask
+        rows = np.concatenate(fresh) if fresh else _NO_ROWS
+        assert rows.size == self.size - first_new
+        return slots.astype(np.int64), rows
+
+    def _matches(self, at: np.ndarray, words: KeyWords) -> np.ndarray:
+        same = self._low.take(at) == words.low
+        if self._high is not None:
+            same &= self._high.take(at) == words.high
+        return same
+
+    def _insert(
+        self, pending: np.ndarray, at: np.ndarray, words: KeyWords, fresh: list[np.ndarray]
+    ) -> bool:
+        """Let rows that point at an empty place claim it; the first row of each place wins."""
+        where = at[pending]
+        empty = self._slot[where] < 0
+        if not empty.any():
+            return False
+        rows, where = pending[empty], where[empty]
+        if self.size + rows.size > (self._mask + 1) // 2:
+            self._grow(rows.size)
+            return True
+        claim = -2 - np.arange(rows.size, dtype=np.int32)
+        self._slot[where[::-1]] = claim[::-1]
+        won = self._slot[where] == claim
+        rows, where = rows[won], where[won]
+        self._place(where, words.take(rows), np.arange(self.size, self.size + rows.size))
+        self.size += rows.size
+        fresh.append(rows)
+        return False
+
+    def _place(self, where: np.ndarray, words: KeyWords, slots: np.ndarray) -> None:
+        self._low[where] = words.low
+        if self._high is not None:
+            self._high[where] = words.high
+        self._slot[where] = slots
+
+    def _grow(self, extra: int) -> None:
+        used = self._slot >= 0
+        words = KeyWords(self._low[used], None if self._high is None else self._high[used])
+        slots = self._slot[used]
+        bits = self._bits
+        while self.size + extra > (1 << bits) // 2:
+            bits += 1
+        self._allocate(bits)
+        if words.high is not None:
+            self._high = np.zeros(self._mask + 1, np.int64)
+        at = self._home(words)
+        pending = np.arange(slots.size)
+        while pending.size:
+            free = pending[self._slot[at[pending]] < 0]
+            self._place(at[free], words.take(free), slots[free])
+            pending = pending[self._slot[at[pending]] != slots[pending]]
+            at[pending] = (at[pending] + 1) & self._mask
+
+
+_NO_ROWS = np.empty(0, np.int64)

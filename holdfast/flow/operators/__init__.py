@@ -1,0 +1,1 @@
+"""The built-in keyed operators, and the class for a user's own."""

@@ -1,0 +1,220 @@
+"""What the engine asks of a keyed operator.
+
+An operator is made where the flow is written: it checks its input there and says what it gives,
+what it reads and which event-time boundaries it watches. A site copies it and calls `open`, which
+allocates state for all the partitions the site holds. From then on `process` gets, for each epoch,
+all rows of these partitions in sequence order. No operator ever sees a protocol, a partition or a
+clock.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import pyarrow as pa
+
+from holdfast.errors import FlowError
+from holdfast.flow.batches import Track, with_order
+from holdfast.flow.expr import Aggregate, Col, Column, Expr, is_plain
+from holdfast.flow.keys import KeyWords, key_words
+from holdfast.flow.state import Field, StateTable
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """One output of an operator: its user columns and the width of its order key.
+
+    `delay` is how far, in event time, its rows may trail the watermark at their place in the
+    order: what event-time operators after it have to allow for.
+    """
+
+    schema: pa.Schema
+    width: int = 1
+    event_time: str | None = None
+    delay: int = 0
+
+    @property
+    def full_schema(self) -> pa.Schema:
+        return with_order(self.schema, self.width)
+
+
+class KeyedOperator:
+    """Base of the keyed operators. Subclasses fill in the attributes and the two methods."""
+
+    label = "keyed"
+    ordered = True
+    """Whether the result depends on the order of rows of different producers."""
+
+    def __init__(self, keys: Sequence[str], inputs: Sequence[Port]) -> None:
+        self.keys = list(keys)
+        self.inputs = list(inputs)
+        self.outputs: dict[str, Port] = {}
+        self.needs: list[set[str]] = [set(keys) for _ in inputs]
+        self.boundaries: list[tuple[int, int]] = []
+        self.partitions = 0
+        self.late_rows = 0
+
+    def open(self, partitions: int) -> Self:
+        """A working copy with empty state."""
+        opened = copy.copy(self)
+        opened.partitions = partitions
+        opened._allocate()
+        return opened
+
+    def needed(self, position: int, used: set[str]) -> set[str]:
+        """The columns of an input that it reads, given which of its outputs are used."""
+        for name, port in self.outputs.items():
+            if name in used and port.schema is self.inputs[position].schema:
+                return set(port.schema.names)  # rows of the input are given out as they came
+        return self.needs[position]
+
+    def _allocate(self) -> None:
+        raise NotImplementedError
+
+    def tables(self) -> dict[str, StateTable]:
+        """The state, for whoever snapshots, moves or measures it."""
+        raise NotImplementedError
+
+    def process(
+        self, inputs: list[pa.RecordBatch], track: Track, epoch: int
+    ) -> dict[str, pa.RecordBatch]:
+        """Take one epoch's rows (a batch per input, each in order) and give those it causes."""
+        raise NotImplementedError
+
+    def words(self, batch: pa.RecordBatch) -> KeyWords:
+        return key_words([batch.column(k) for k in self.keys])
+
+    def state_rows(self) -> int:
+        return sum(t.size for t in self.tables().values())
+
+    def state_bytes(self) -> int:
+        return sum(t.nbytes for t in self.tables().values())
+
+    def extract(self, partitions: Sequence[int] | None = None) -> dict[str, pa.RecordBatch]:
+        """The state of some partitions, to be installed elsewhere."""
+        return {name: t.extract(partitions) for name, t in self.tables().items()}
+
+    def install(self, state: dict[str, pa.RecordBatch]) -> None:
+        for name, batch in state.items():
+            self.tables()[name].install(batch)
+
+
+@dataclass(frozen=True)
+class Agg:
+    """An aggregate bound to its input: the types it takes, keeps and gives."""
+
+    name: str
+    kind: str
+    expr: Expr | None
+    taken: pa.DataType
+    given: pa.DataType
+
+    @classmethod
+    def bind(cls, name: str, aggregate: Aggregate, schema: pa.Schema, where: str) -> Agg:
+        if not isinstance(aggregate, Aggregate):
+            raise FlowError(
+                f"{where}: {name}={aggregate!r} is not an aggregate",
+                hint='write for example total=sum_("x") or n=count()',
+            )
+        if aggregate.expr is None:
+            return cls(name, "count", None, pa.int64(), pa.int64())
+        taken = infer(aggregate.expr, schema, f"{where}, aggregate {name!r}")
+        numeric = is_plain(taken) and not pa.types.is_boolean(taken)
+        if aggregate.kind in ("sum", "mean") and not numeric:
+            raise FlowError(f"{where}: {aggregate.kind} of {aggregate.expr} needs numbers, not {taken}")
+        if aggregate.kind in ("max", "min") and not (numeric or pa.types.is_temporal(taken)):
+            raise FlowError(
+                f"{where}: {aggregate.kind} of {aggregate.expr} needs numbers or times, not {taken}"
+            )
+        given = taken
+        if aggregate.kind == "mean":
+            given = pa.float64()
+        elif aggregate.kind == "sum":
+            given = pa.float64() if pa.types.is_floating(taken) else pa.int64()
+        return cls(name, aggregate.kind, aggregate.expr, taken, given)
+
+    @property
+    def field(self) -> Field:
+        """The state it folds into, starting from the neutral element."""
+        match self.kind:
+            case "count":
+                return Field(pa.int64())
+            case "sum" | "mean":
+                whole = self.kind == "sum" and not pa.types.is_floating(self.given)
+                return Field(pa.int64() if whole else pa.float64())
+            case "max" | "min":
+                return Field(self.taken, _neutral(Field(self.taken).dtype, self.kind))
+            case _:
+                return Field(self.taken)
+
+    @property
+    def ufunc(self) -> np.ufunc:
+        # Spark orders NaN above all numbers: max keeps it, min avoids it. So do these.
+        return {"max": np.maximum, "min": np.fmin}.get(self.kind, np.add)
+
+    def values(self, batch: pa.RecordBatch) -> np.ndarray:
+        """The operand over `batch`, as numpy in the type it is folded in."""
+        column = self.column(batch)
+        if isinstance(column, pa.Array) and column.null_count:
+            raise ValueError(
+                f"{self.kind}({self.expr}) met a null; "
+                f"filter such rows out or use fill_null() before aggregating"
+            )
+        return Field(self.taken).stored(column).astype(self.field.dtype, copy=False)
+
+    def column(self, batch: pa.RecordBatch) -> Column:
+        assert self.expr is not None
+        return broadcast(self.expr.eval(batch), batch.num_rows, self.taken)
+
+
+def _neutral(dtype: np.dtype, kind: str) -> float:
+    if dtype.kind == "f":
+        return -np.inf if kind == "max" else np.nan  # fmin prefers anything to NaN
+    info = np.iinfo(dtype)
+    return info.min if kind == "max" else info.max
+
+
+def broadcast(value: Column, rows: int, kind: pa.DataType) -> Column:
+    """A literal, which has no length of its own, as a column."""
+    if isinstance(value, np.ndarray) and value.ndim == 1:
+        return value
+    if isinstance(value, pa.Array):
+        return value
+    scalar = value if isinstance(value, pa.Scalar) else pa.scalar(value, kind)
+    return pa.repeat(scalar, rows)
+
+
+def infer(expr: Expr, schema: pa.Schema, where: str) -> pa.DataType:
+    """The type of an expression over rows of `schema`."""
+    require_columns(expr.columns(), schema, where)
+    batch = pa.RecordBatch.from_arrays([pa.array([], f.type) for f in schema], schema=schema)
+    try:
+        value = expr.eval(batch)
+    except (pa.ArrowException, TypeError, NotImplementedError) as error:
+        raise FlowError(f"{where}: {expr} does not fit the columns {describe(schema)}: {error}") from error
+    if isinstance(value, np.ndarray | np.generic):
+        return pa.from_numpy_dtype(value.dtype)
+    return value.type if isinstance(value, pa.Array | pa.Scalar) else pa.scalar(value).type
+
+
+def require_columns(names: object, schema: pa.Schema, where: str) -> None:
+    for name in names:  # type: ignore[attr-defined]
+        if name not in schema.names:
+            raise FlowError(
+                f"{where}: there is no column {name!r}", hint=f"the columns are {describe(schema)}"
+            )
+
+
+def describe(schema: pa.Schema) -> str:
+    return ", ".join(f"{f.name}: {f.type}" for f in schema)
+
+
+def columns_of(exprs: Sequence[Expr | Aggregate]) -> set[str]:
+    return {name for e in exprs for name in e.columns()}
+
+
+__all__ = ["Agg", "Col", "KeyedOperator", "Port", "broadcast", "columns_of", "infer", "require_columns"]

@@ -1,0 +1,241 @@
+"""Symmetric window join: pairs of rows with equal keys whose times are at most `within` apart.
+
+A pair stands, in the order, where the later of its two rows stands. Lateness is judged in buckets
+of `within`: a row is late when the watermark has passed the end of its bucket plus the allowed
+lateness before it comes. So a row that is kept can only meet rows that are kept, and what no
+row can meet any more is forgotten; neither depends on where epochs are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from holdfast.errors import FlowError
+from holdfast.flow.batches import (
+    Track,
+    concat,
+    empty,
+    is_order_name,
+    order_names,
+    order_of,
+    sort,
+    take,
+)
+from holdfast.flow.expr import column
+from holdfast.flow.keys import KeyWords, key_words, partition_of
+from holdfast.flow.operators.base import KeyedOperator, Port
+from holdfast.flow.operators.time_window import event_times
+from holdfast.flow.state import StateTable
+
+
+class WindowJoin(KeyedOperator):
+    label = "window join"
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        left: Port,
+        right: Port,
+        on: tuple[str, str],
+        within: int,
+        lateness: int,
+        suffix: str,
+        where: str,
+    ) -> None:
+        super().__init__(keys, [left, right])
+        if within < 1 or lateness < 0:
+            raise FlowError(f"{where}: within must be positive and lateness not negative")
+        self.on, self.within = on, within
+        self.hold = lateness + max(left.delay, right.delay)
+        self.boundaries = [(within, self.hold % within)]
+        names = set(left.schema.names)
+        self.right_names: dict[str, str] = {}  # column of the right side -> its name in the output
+        for f in right.schema:
+            if f.name not in keys:
+                given = f.name + suffix if f.name in names else f.name
+                if given in names:
+                    raise FlowError(f"{where}: both sides have a column {given!r}; pass suffix=...")
+                self.right_names[f.name] = given
+                names.add(given)
+        fields = [*left.schema]
+        fields += [pa.field(new, right.schema.field(old).type) for old, new in self.right_names.items()]
+        width = 2 * max(left.width, right.width)
+        self.outputs["out"] = Port(pa.schema(fields), width, left.event_time, self.hold + 2 * within)
+        self.outputs["late"] = Port(left.schema, left.width)
+        self.outputs["late_right"] = Port(right.schema, right.width)
+        self.needs = [set(left.schema.names), set(right.schema.names)]
+
+    def _allocate(self) -> None:
+        self.sides = [_Side(self.keys, p.full_schema, self.partitions) for p in self.inputs]
+
+    def tables(self) -> dict[str, StateTable]:
+        return {"left": self.sides[0], "right": self.sides[1]}  # type: ignore[dict-item]
+
+    def process(
+        self, inputs: list[pa.RecordBatch], track: Track, epoch: int
+    ) -> dict[str, pa.RecordBatch]:
+        kept, late = [], []
+        for batch, on in zip(inputs, self.on, strict=True):
+            mark = track.before(column(batch, "__o0"))
+            fresh = self._bucket_end(event_times(batch, on)) > mark
+            kept.append(take(batch, np.flatnonzero(fresh)))
+            late.append(take(batch, np.flatnonzero(~fresh)))
+        self.late_rows += sum(b.num_rows for b in late)
+        pairs = [self._pairs(kept[0], self.sides[1], flip=False)]
+        self.sides[0].add(kept[0])
+        # The new rows of the left are in by now: this finds old-new and new-new pairs alike.
+        pairs.append(self._pairs(kept[1], self.sides[0], flip=True))
+        self.sides[1].add(kept[1])
+        self._forget(track.final)
+        out = sort(concat(pairs))
+        return {"out": out, "late": late[0], "late_right": late[1]}
+
+    def _bucket_end(self, times: np.ndarray) -> np.ndarray:
+        """The watermark from which on rows of these times are late."""
+        return (times // self.within + 1) * self.within + self.hold
+
+    def _forget(self, mark: int) -> None:
+        if mark == Track.NEVER:
+            return
+        if mark == Track.END:
+            for side in self.sides:
+                side.clear()
+            return
+        oldest = (mark - self.hold) // self.within * self.within  # no row below this is on time
+        for side, on in zip(self.sides, self.on, strict=True):
+            side.forget(on, oldest - self.within)
+
+    def _pairs(self, probe: pa.RecordBatch, side: _Side, flip: bool) -> pa.RecordBatch:
+        schema = self.outputs["out"].full_schema
+        found = [empty(schema)]
+        if probe.num_rows:
+            words = self.words(probe)
+            times = event_times(probe, self.on[1 if flip else 0])
+            for run in side.runs:
+                mine, theirs = run.matches(words)
+                other = event_times(run.batch, self.on[0 if flip else 1])
+                near = np.abs(times[mine] - other[theirs]) <= self.within
+                a, b = take_any(probe, mine[near]), take_any(run.batch, theirs[near])
+                found.append(self._joined(b, a) if flip else self._joined(a, b))
+        return concat(found)
+
+    def _joined(self, left: pa.RecordBatch, right: pa.RecordBatch) -> pa.RecordBatch:
+        port = self.outputs["out"]
+        columns = {n: left.column(n) for n in left.schema.names if not is_order_name(n)}
+        columns |= {new: right.column(old) for old, new in self.right_names.items()}
+        half = port.width // 2
+        a, b = (_padded(order_of(side), half) for side in (left, right))
+        left_later = _after(a, b)
+        order = [np.where(left_later, x, y) for x, y in zip(a, b, strict=True)]
+        order += [np.where(left_later, y, x) for x, y in zip(a, b, strict=True)]
+        columns |= {n: pa.array(c) for n, c in zip(order_names(port.width), order, strict=True)}
+        schema = port.full_schema
+        return pa.RecordBatch.from_arrays([columns[n] for n in schema.names], schema=schema)
+
+
+def take_any(batch: pa.RecordBatch, rows: np.ndarray) -> pa.RecordBatch:
+    return batch.take(pa.array(rows))
+
+
+def _padded(order: list[np.ndarray], width: int) -> list[np.ndarray]:
+    rows = order[0].size
+    return order + [np.zeros(rows, np.int64)] * (width - len(order))
+
+
+def _after(a: list[np.ndarray], b: list[np.ndarray]) -> np.ndarray:
+    """Where the order key `a` is above `b`."""
+    above = np.zeros(a[0].size, bool)
+    equal = np.ones(a[0].size, bool)
+    for x, y in zip(a, b, strict=True):
+        above |= equal & (x > y)
+        equal &= x == y
+    return above
+
+
+class _Run:
+    """Rows sorted by the first word of their key."""
+
+    def __init__(self, batch: pa.RecordBatch, words: KeyWords) -> None:
+        rows = np.argsort(words.low)
+        self.words = words.take(rows)
+        self.batch = take_any(batch, rows)
+
+    def matches(self, words: KeyWords) -> tuple[np.ndarray, np.ndarray]:
+        """All pairs (row of the probe, row of this run) with equal keys."""
+        low = self.words.low
+        start = np.searchsorted(low, words.low, "left")
+        length = np.searchsorted(low, words.low, "right") - start
+        mine = np.repeat(np.arange(words.low.size), length)
+        theirs = np.arange(mine.size) - np.repeat(np.cumsum(length) - length - start, length)
+        a, b = words.high, self.words.high
+        if a is not None or b is not None:
+            zero = np.zeros(1, np.int64)
+            same = (zero if a is None else a[mine]) == (zero if b is None else b[theirs])
+            mine, theirs = mine[same], theirs[same]
+        return mine, theirs
+
+
+class _Side:
+    """The rows of one input that a row of the other may still meet: runs of growing size."""
+
+    def __init__(self, keys: list[str], schema: pa.Schema, partitions: int) -> None:
+        self.keys, self.schema, self.partitions = keys, schema, partitions
+        self.runs: list[_Run] = []
+        self._floor = Track.NEVER
+
+    @property
+    def size(self) -> int:
+        return sum(r.batch.num_rows for r in self.runs)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(r.batch.nbytes + r.words.low.nbytes for r in self.runs)
+
+    def _run(self, batch: pa.RecordBatch) -> _Run:
+        return _Run(batch, key_words([batch.column(k) for k in self.keys]))
+
+    def add(self, batch: pa.RecordBatch) -> None:
+        if batch.num_rows == 0:
+            return
+        self.runs.append(self._run(batch.select(self.schema.names)))
+        while len(self.runs) > 1 and self.runs[-2].batch.num_rows < 2 * self.runs[-1].batch.num_rows:
+            newer, older = self.runs.pop(), self.runs.pop()
+            self.runs.append(self._run(concat([older.batch, newer.batch])))
+
+    def clear(self) -> None:
+        self.runs = []
+
+    def forget(self, on: str, oldest: int) -> None:
+        """Drop rows with a time below `oldest`, once at least half of a run is that old."""
+        if oldest <= self._floor:
+            return
+        self._floor = oldest
+        kept: list[_Run] = []
+        for run in self.runs:
+            rows = np.flatnonzero(event_times(run.batch, on) >= oldest)
+            if 2 * rows.size <= run.batch.num_rows:
+                if rows.size:
+                    kept.append(self._run(take_any(run.batch, rows)))
+            else:
+                kept.append(run)
+        self.runs = kept
+
+    def extract(self, partitions: Sequence[int] | None = None, since: int | None = None) -> pa.RecordBatch:
+        """The rows of some partitions; increments are not finer than everything."""
+        batch = concat([empty(self.schema), *(r.batch for r in self.runs)])
+        if partitions is None:
+            return batch
+        part = partition_of(key_words([batch.column(k) for k in self.keys]), self.partitions)
+        return take_any(batch, np.flatnonzero(np.isin(part, list(partitions))))
+
+    def install(self, state: pa.RecordBatch) -> None:
+        self.add(state)
+
+    def drop(self, partitions: Sequence[int]) -> None:
+        gone = set(partitions)
+        rest = self.extract([p for p in range(self.partitions) if p not in gone])
+        self.runs = []
+        self.add(rest)

@@ -1,0 +1,87 @@
+"""Running aggregate: after every row, the aggregates of all rows of its key so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from holdfast.flow.batches import Track, build, order_arrays, take_column
+from holdfast.flow.expr import Aggregate, Column
+from holdfast.flow.groups import Groups
+from holdfast.flow.operators.base import Agg, KeyedOperator, Port, columns_of
+from holdfast.flow.state import Field, StateTable
+
+
+class RunningAggregate(KeyedOperator):
+    label = "running aggregate"
+
+    def __init__(
+        self, keys: Sequence[str], source: Port, aggregates: Mapping[str, Aggregate], where: str
+    ) -> None:
+        super().__init__(keys, [source])
+        self.aggs = [Agg.bind(n, a, source.schema, where) for n, a in aggregates.items()]
+        self.needs[0] |= columns_of(list(aggregates.values()))
+        fields = [source.schema.field(k) for k in keys]
+        fields += [pa.field(a.name, a.given) for a in self.aggs]
+        self.outputs["out"] = Port(pa.schema(fields), source.width)
+
+    def _allocate(self) -> None:
+        fields = {a.name: a.field for a in self.aggs if a.kind not in ("count", "last")}
+        self.table = StateTable({"__n": Field(pa.int64()), **fields}, self.partitions)
+
+    def tables(self) -> dict[str, StateTable]:
+        return {"groups": self.table}
+
+    def process(
+        self, inputs: list[pa.RecordBatch], track: Track, epoch: int
+    ) -> dict[str, pa.RecordBatch]:
+        batch = inputs[0]
+        operands = {a.name: self._operand(a, batch) for a in self.aggs}  # the part that can raise
+        slots = self.table.slots(self.words(batch))
+        groups = Groups(slots)
+        seen = self.table["__n"][groups.slots]
+        counts = groups.scattered(np.repeat(seen, groups.lengths) + groups.ranks() + 1)
+        columns: dict[str, object] = {k: batch.column(k) for k in self.keys}
+        for agg in self.aggs:
+            columns[agg.name] = self._advance(agg, operands[agg.name], slots, groups, seen, counts)
+        self.table["__n"][groups.slots] = seen + groups.lengths
+        self.table.touch(groups.slots, epoch)
+        out = build(columns, self.outputs["out"].schema)
+        arrays = [*out.columns, *order_arrays(batch)]
+        schema = self.outputs["out"].full_schema
+        return {"out": pa.RecordBatch.from_arrays(arrays, schema=schema)}
+
+    @staticmethod
+    def _operand(agg: Agg, batch: pa.RecordBatch) -> Column:
+        if agg.kind == "count":
+            return np.empty(0)
+        return agg.column(batch) if agg.kind in ("first", "last") else agg.values(batch)
+
+    def _advance(
+        self,
+        agg: Agg,
+        operand: Column,
+        slots: np.ndarray,
+        groups: Groups,
+        seen: np.ndarray,
+        counts: np.ndarray,
+    ) -> object:
+        """Fold the batch into one aggregate's state and give its value after every row."""
+        if agg.kind == "count":
+            return counts
+        if agg.kind == "last":
+            return operand
+        if agg.kind == "first":
+            new = seen == 0
+            opening = groups.rows[groups.starts[new]]
+            self.table.put(agg.name, groups.slots[new], take_column(operand, opening))
+            return self.table.get(agg.name, slots)
+        state = self.table[agg.name]
+        folded = groups.fold(agg.ufunc, state[groups.slots], operand[groups.rows])
+        state[groups.slots] = folded[groups.lasts]
+        result = groups.scattered(folded)
+        if agg.kind == "mean":
+            return result / counts
+        return self.table.fields[agg.name].loaded(result, None)

@@ -1,0 +1,295 @@
+"""From a graph to stages: the flow is cut at every change of key.
+
+Stateless steps join the stage that makes their input. A union is nothing but several exchanges
+into the same consumer. Columns that nobody reads are dropped before they travel. The plan is a
+function of the flow alone, so every site, the controller and the batch job work out the same one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pyarrow as pa
+
+from holdfast.errors import FlowError
+from holdfast.flow.batches import with_order
+from holdfast.flow.graph import (
+    DEAD_LETTER,
+    DeadLetterNode,
+    Flow,
+    KeyedNode,
+    Merge,
+    Node,
+    SinkNode,
+    SourceNode,
+    StepNode,
+    Stream,
+    UnionNode,
+    topological,
+)
+from holdfast.flow.operators.base import KeyedOperator, Port
+from holdfast.flow.protection import Protection
+from holdfast.flow.sinks import Sink
+from holdfast.flow.sources import Source
+from holdfast.flow.steps import Branch, Step
+
+DEAD = "dead"
+"""The register of the rows that a stage has put aside."""
+
+
+@dataclass(eq=False)
+class PlannedStep:
+    """A step of a stage: reads one register, writes another, and keeps only the columns in use."""
+
+    step: Step
+    source: str
+    target: str
+    columns: list[str] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Exchange:
+    """What connects two stages: a register of the producer to an input of the consumer."""
+
+    id: int
+    producer: int
+    register: str
+    consumer: int
+    input: int
+    keys: list[str] | None
+    """None: everything goes to the consumer's only partition (a sink)."""
+    schema: pa.Schema = None
+    """User columns in use, then the order key."""
+
+
+@dataclass(eq=False)
+class Stage:
+    """A head (a source, a keyed operator or a sink) and the stateless steps behind it."""
+
+    id: int
+    name: str
+    kind: Literal["source", "keyed", "sink"]
+    ports: dict[str, Port]
+    source: Source | None = None
+    operator: KeyedOperator | None = None
+    sink: Sink | None = None
+    merge: Merge = "ordered"
+    protection: Protection | None = None
+    steps: list[PlannedStep] = field(default_factory=list)
+    inputs: list[Exchange] = field(default_factory=list)
+    outputs: list[Exchange] = field(default_factory=list)
+    used: dict[str, list[str]] = field(default_factory=dict)
+    """Per register of the head: the columns that are read."""
+
+    @property
+    def event_time(self) -> str | None:
+        return self.ports["out"].event_time if self.kind == "source" else None
+
+
+@dataclass(eq=False)
+class Plan:
+    flow: str
+    on_error: str
+    stages: list[Stage]
+    exchanges: list[Exchange]
+    boundaries: list[tuple[int, int]]
+    """(period, offset) of every set of watermarks at which some operator does something."""
+
+    def stage_named(self, name: str) -> Stage:
+        return next(s for s in self.stages if s.name == name)
+
+    @property
+    def sources(self) -> list[Stage]:
+        return [s for s in self.stages if s.kind == "source"]
+
+    @property
+    def sinks(self) -> list[Stage]:
+        return [s for s in self.stages if s.kind == "sink"]
+
+
+def plan(flow: Flow) -> Plan:
+    """Cut `flow` into stages, or say why it cannot run."""
+    return _Planner(flow).plan()
+
+
+class _Planner:
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self.stages: list[Stage] = []
+        self.exchanges: list[Exchange] = []
+        self._stage_of: dict[int, Stage] = {}
+        self._places: dict[tuple[int, str], list[tuple[Stage, str, Port]]] = {}
+
+    def plan(self) -> Plan:
+        nodes = topological(self.flow.nodes, self.flow.name)
+        self._refuse_pointless(nodes)
+        # Sources first, in the order in which they were written: it is part of the row order.
+        for node in self.flow.nodes:
+            if isinstance(node, SourceNode):
+                self._add_stage(node, "source", {"out": node.port}, source=node.source)
+        for node in nodes:
+            if isinstance(node, KeyedNode):
+                self._add_keyed(node)
+        for node in nodes:
+            if isinstance(node, SinkNode):
+                stage = self._add_stage(node, "sink", {}, sink=node.sink)
+                self._connect(node.inputs[0], stage, 0, None)
+        self._prune()
+        boundaries = {b for s in self.stages if s.operator for b in s.operator.boundaries}
+        return Plan(
+            self.flow.name, self.flow.on_error, self.stages, self.exchanges, sorted(boundaries)
+        )
+
+    def _refuse_pointless(self, nodes: list[Node]) -> None:
+        name = self.flow.name
+        if not any(isinstance(n, SourceNode) for n in nodes):
+            raise FlowError(f"flow {name!r} has no source", hint="start with flow.source(...)")
+        if not any(isinstance(n, SinkNode) for n in nodes):
+            raise FlowError(f"flow {name!r} has no sink", hint="end a stream with .sink(name, ...)")
+        used = {id(s.node) for n in nodes for s in n.inputs}
+        for node in nodes:
+            if id(node) not in used and not isinstance(node, SinkNode):
+                raise FlowError(
+                    f"flow {name!r}: the result of {node.name!r} goes nowhere",
+                    hint="give it a sink or take it out",
+                )
+        dead = any(isinstance(n, DeadLetterNode) for n in nodes)
+        if self.flow.on_error == "dead-letter" and not dead:
+            raise FlowError(
+                f"flow {name!r} puts bad rows aside but nothing takes them",
+                hint='write flow.dead_letters().sink("dead", ...)',
+            )
+
+    def _add_stage(
+        self,
+        node: Node,
+        kind: Literal["source", "keyed", "sink"],
+        ports: dict[str, Port],
+        *,
+        source: Source | None = None,
+        operator: KeyedOperator | None = None,
+        sink: Sink | None = None,
+    ) -> Stage:
+        taken = {s.name for s in self.stages}
+        name, n = node.name, 2
+        while name in taken:
+            name, n = f"{node.name} #{n}", n + 1
+        stage = Stage(
+            len(self.stages), name, kind, ports, source=source, operator=operator, sink=sink
+        )
+        self.stages.append(stage)
+        self._stage_of[id(node)] = stage
+        return stage
+
+    def _add_keyed(self, node: KeyedNode) -> None:
+        stage = self._add_stage(node, "keyed", node.operator.outputs, operator=node.operator)
+        stage.merge = node.merge
+        stage.protection = node.protection or self.flow.protection
+        for position, stream in enumerate(node.inputs):
+            self._connect(stream, stage, position, node.operator.keys)
+
+    def _connect(self, stream: Stream, consumer: Stage, position: int, keys: list[str] | None) -> None:
+        for producer, register, _ in self._place(stream):
+            exchange = Exchange(
+                len(self.exchanges), producer.id, register, consumer.id, position, keys
+            )
+            self.exchanges.append(exchange)
+            producer.outputs.append(exchange)
+            consumer.inputs.append(exchange)
+
+    def _place(self, stream: Stream) -> list[tuple[Stage, str, Port]]:
+        """The stages and registers in which the rows of a stream come to be."""
+        key = (id(stream.node), stream.out)
+        if key not in self._places:
+            self._places[key] = self._find_places(stream)
+        return self._places[key]
+
+    def _find_places(self, stream: Stream) -> list[tuple[Stage, str, Port]]:
+        node = stream.node
+        match node:
+            case SourceNode() | KeyedNode():
+                return [(self._stage_of[id(node)], stream.out, stream.port)]
+            case StepNode():
+                return [
+                    self._append(stage, register, node.step)
+                    for stage, register, _ in self._place(node.inputs[0])
+                ]
+            case UnionNode():
+                return self._place_union(node)
+            case DeadLetterNode():
+                return [(s, DEAD, node.port) for s in self.stages if s.kind != "sink"]
+        raise FlowError(f"flow {self.flow.name!r}: {node.name!r} has no output")
+
+    def _place_union(self, node: UnionNode) -> list[tuple[Stage, str, Port]]:
+        places = []
+        for branch, stream in enumerate(node.inputs):
+            tag = None if node.disjoint else branch
+            for stage, register, port in self._place(stream):
+                if port.width == node.port.width and tag is None:
+                    places.append((stage, register, port))
+                else:
+                    places.append(self._append(stage, register, Branch(port, node.port.width, tag)))
+        return places
+
+    def _append(self, stage: Stage, register: str, step: Step) -> tuple[Stage, str, Port]:
+        target = f"r{len(stage.steps)}"
+        stage.steps.append(PlannedStep(step, register, target))
+        return stage, target, step.port
+
+    def _prune(self) -> None:
+        """Work back from the sinks which columns of which register anyone reads."""
+        for stage in self._consumers_first():
+            wanted: dict[str, set[str]] = {}
+            for exchange in stage.outputs:
+                need = self._needed_by_consumer(exchange, stage)
+                wanted.setdefault(exchange.register, set()).update(need)
+            for planned in reversed(stage.steps):
+                need = wanted.setdefault(planned.target, set())
+                planned.columns = [n for n in planned.step.port.schema.names if n in need]
+                wanted.setdefault(planned.source, set()).update(planned.step.needs(need))
+            for name, port in stage.ports.items():
+                stage.used[name] = [n for n in port.schema.names if n in wanted.get(name, set())]
+            if stage.event_time is not None and stage.event_time not in stage.used["out"]:
+                stage.used["out"].append(stage.event_time)  # ingress computes the watermark from it
+            for exchange in stage.outputs:
+                self._set_schema(exchange, stage, wanted[exchange.register])
+
+    def _consumers_first(self) -> list[Stage]:
+        """Each stage after all of its consumers."""
+        order: list[Stage] = []
+        seen: set[int] = set()
+
+        def visit(stage: Stage) -> None:
+            if stage.id in seen:
+                return
+            seen.add(stage.id)
+            for exchange in stage.outputs:
+                visit(self.stages[exchange.consumer])
+            order.append(stage)
+
+        for stage in self.stages:
+            visit(stage)
+        return order
+
+    def _needed_by_consumer(self, exchange: Exchange, producer: Stage) -> set[str]:
+        consumer = self.stages[exchange.consumer]
+        port = self._port(producer, exchange.register)
+        if consumer.operator is None:
+            return set(port.schema.names)
+        used = {e.register for e in consumer.outputs} | {s.source for s in consumer.steps}
+        return consumer.operator.needed(exchange.input, used)
+
+    def _set_schema(self, exchange: Exchange, stage: Stage, wanted: set[str]) -> None:
+        port = self._port(stage, exchange.register)
+        need = self._needed_by_consumer(exchange, stage)
+        fields = [f for f in port.schema if f.name in need]
+        exchange.schema = with_order(pa.schema(fields), port.width)
+
+    @staticmethod
+    def _port(stage: Stage, register: str) -> Port:
+        if register == DEAD:
+            return Port(DEAD_LETTER, 3)
+        if register in stage.ports:
+            return stage.ports[register]
+        return next(s.step.port for s in stage.steps if s.target == register)

@@ -1,0 +1,139 @@
+"""Where rows come from: descriptions that a user passes to ``flow.source``.
+
+A source has a schema and one or more splits. Each split is a sequence of rows with offsets 0, 1,
+2, ..., read by a `SplitReader` on the ingress that the split was placed on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import pyarrow as pa
+
+from holdfast.errors import FlowError
+
+
+class SplitReader:
+    """Reads one split. `read` returns rows, an empty batch for "nothing yet", or None at the end."""
+
+    def read(self, rows_max: int) -> pa.RecordBatch | None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Called once, when no more rows will be asked for."""
+
+
+class Source:
+    """Base of the sources."""
+
+    schema: pa.Schema
+    splits: int = 1
+    fed = False
+    """Whether rows are pushed to the ingress (by Spark tasks) instead of read by it."""
+
+    def open(self, split: int) -> SplitReader:
+        raise NotImplementedError
+
+
+class Rows(Source):
+    """Rows that are already in memory, one list of batches for each split."""
+
+    def __init__(self, *splits: pa.RecordBatch | pa.Table | Sequence[pa.RecordBatch]) -> None:
+        if not splits:
+            raise FlowError("rows() needs at least one batch or table")
+        self._splits = [_batches(s) for s in splits]
+        first = [b for s in self._splits for b in s]
+        if not first:
+            raise FlowError("rows() needs at least one batch, if only an empty one with a schema")
+        self.schema = first[0].schema
+        self.splits = len(splits)
+
+    def open(self, split: int) -> SplitReader:
+        return _RowsReader(self._splits[split])
+
+
+def _batches(split: pa.RecordBatch | pa.Table | Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
+    if isinstance(split, pa.RecordBatch):
+        return [split]
+    return split.to_batches() if isinstance(split, pa.Table) else list(split)
+
+
+class _RowsReader(SplitReader):
+    def __init__(self, batches: list[pa.RecordBatch]) -> None:
+        self._batches = [b for b in batches if b.num_rows][::-1]
+
+    def read(self, rows_max: int) -> pa.RecordBatch | None:
+        if not self._batches:
+            return None
+        batch = self._batches.pop()
+        if batch.num_rows > rows_max:
+            self._batches.append(batch.slice(rows_max))
+        return batch.slice(0, rows_max)
+
+
+class Generator(Source):
+    """Rows made by a function of (split, first offset, count), at a set rate or as fast as taken.
+
+    The function must give the same rows whenever it is asked for the same offsets.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int, int, int], pa.RecordBatch],
+        schema: pa.Schema,
+        *,
+        rows: int | None = None,
+        rate: float | None = None,
+        splits: int = 1,
+    ) -> None:
+        if splits < 1 or (rows is not None and rows < 0) or (rate is not None and rate <= 0):
+            raise FlowError("generator(): splits and rate must be positive and rows not negative")
+        self.make, self.schema, self.splits = make, schema, splits
+        self.rows_per_split = None if rows is None else -(-rows // splits)
+        self.rate_per_split = None if rate is None else rate / splits
+
+    def open(self, split: int) -> SplitReader:
+        return _GeneratorReader(self, split)
+
+
+class _GeneratorReader(SplitReader):
+    def __init__(self, source: Generator, split: int) -> None:
+        self._source, self._split, self._next = source, split, 0
+        self._started: float | None = None
+
+    def read(self, rows_max: int) -> pa.RecordBatch | None:
+        source = self._source
+        if self._started is None:
+            self._started = time.monotonic()
+        due = rows_max
+        if source.rate_per_split is not None:
+            elapsed = time.monotonic() - self._started
+            due = min(due, int(elapsed * source.rate_per_split) - self._next)
+        if source.rows_per_split is not None:
+            left = source.rows_per_split - self._next
+            if left == 0:
+                return None
+            due = min(due, left)
+        if due <= 0:
+            return pa.RecordBatch.from_pylist([], schema=source.schema)
+        batch = source.make(self._split, self._next, due)
+        self._next += batch.num_rows
+        return batch
+
+
+def rows(*splits: pa.RecordBatch | pa.Table | Sequence[pa.RecordBatch]) -> Source:
+    """A source of rows already in memory; each argument is one split."""
+    return Rows(*splits)
+
+
+def generator(
+    make: Callable[[int, int, int], pa.RecordBatch],
+    schema: pa.Schema,
+    *,
+    rows: int | None = None,
+    rate: float | None = None,
+    splits: int = 1,
+) -> Source:
+    """A source of made-up rows: ``make(split, offset, count)`` gives `count` rows of `schema`."""
+    return Generator(make, schema, rows=rows, rate=rate, splits=splits)
