@@ -1,0 +1,73 @@
+"""Continuous dataflows on a Spark cluster that keep running."""
+
+from holdfast.errors import (
+    DivergenceError,
+    FlowError,
+    HoldfastError,
+    HostError,
+    InputError,
+    OperatorError,
+    SiteLostError,
+)
+from holdfast.flow.expr import (
+    at_start,
+    col,
+    count,
+    first,
+    last,
+    lit,
+    max_,
+    mean,
+    min_,
+    sum_,
+)
+from holdfast.flow.graph import Flow, KeyedStream, Stream
+from holdfast.flow.operators.custom import KeyedFunction, Rows
+from holdfast.flow.protection import none
+from holdfast.flow.sinks import callback, console, discard, parquet
+from holdfast.flow.sources import generator, rows
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DivergenceError",
+    "Flow",
+    "FlowError",
+    "HoldfastError",
+    "HostError",
+    "InputError",
+    "KeyedFunction",
+    "KeyedStream",
+    "OperatorError",
+    "Rows",
+    "SiteLostError",
+    "Stream",
+    "at_start",
+    "callback",
+    "col",
+    "console",
+    "count",
+    "discard",
+    "first",
+    "generator",
+    "last",
+    "lit",
+    "max_",
+    "mean",
+    "min_",
+    "none",
+    "parquet",
+    "rows",
+    "spark_batch",
+    "spark_stream",
+    "sum_",
+]
+
+
+def __getattr__(name: str) -> object:
+    # The Spark ends need pyspark, which takes a while to import: only when they are asked for.
+    if name in ("spark_batch", "spark_stream"):
+        from holdfast.spark import sources
+
+        return getattr(sources, name)
+    raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

@@ -12,6 +12,8 @@ from typing import Literal
 
 import pyarrow as pa
 
+from holdfast.core.ids import ExchangeId, StageId
+from holdfast.core.layout import Shape, StageShape
 from holdfast.errors import FlowError
 from holdfast.flow.batches import with_order
 from holdfast.flow.graph import (
@@ -106,6 +108,32 @@ class Plan:
     @property
     def sinks(self) -> list[Stage]:
         return [s for s in self.stages if s.kind == "sink"]
+
+
+def shape(plan: Plan, partitions: int) -> Shape:
+    """The plan as the core sees it: numbers only."""
+    stages = []
+    for stage in plan.stages:
+        count = partitions if stage.kind == "keyed" else 1
+        if stage.source is not None:
+            count = stage.source.splits
+        stages.append(
+            StageShape(
+                StageId(stage.id),
+                stage.name,
+                stage.kind,
+                count,
+                tuple(ExchangeId(e.id) for e in stage.inputs),
+                tuple(ExchangeId(e.id) for e in stage.outputs),
+                stage.merge == "ordered",
+                stage.protection.copies if stage.protection else 1,
+            )
+        )
+    return Shape(
+        tuple(stages),
+        tuple(StageId(e.producer) for e in plan.exchanges),
+        tuple(StageId(e.consumer) for e in plan.exchanges),
+    )
 
 
 def plan(flow: Flow) -> Plan:

@@ -31,6 +31,8 @@ class Source:
     splits: int = 1
     fed = False
     """Whether rows are pushed to the ingress (by Spark tasks) instead of read by it."""
+    through = False
+    """Of a fed source: whether rows are taken as they come in, or a whole batch at a time."""
 
     def open(self, split: int) -> SplitReader:
         raise NotImplementedError

@@ -1,0 +1,1 @@
+"""What runs in a site: the event loop, connections, and the execution of operators."""

@@ -1,0 +1,29 @@
+"""How a flow is run: the settings of ``flow.start`` that sites need to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from holdfast.core.sequencer import Budget
+from holdfast.errors import FlowError
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`partitions` is per keyed stage. An epoch holds at most `epoch_rows` rows and as many are in
+    flight as `budget` allows; a consumer has room for `window` epochs ahead of the one it is at."""
+
+    partitions: int = 32
+    budget: Budget = field(default_factory=Budget)
+    window: int = 4
+    block_rows: int = 32_768
+    read_ahead_rows: int = 131_072
+    idle_ms: int = 2_000
+    digests: bool = True
+    status_ms: int = 500
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.partitions <= 65_535:
+            raise FlowError(f"partitions must be between 1 and 65,535, not {self.partitions}")
+        if self.window < 1 or self.block_rows < 1 or self.read_ahead_rows < self.block_rows:
+            raise FlowError("window and block_rows must be positive, and read_ahead_rows not smaller")

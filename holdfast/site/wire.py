@@ -1,0 +1,410 @@
+"""The wire between sites, the controller and the tasks that feed a flow.
+
+A message is a fixed prefix (body length, header length, both 32 bits), a header, and a body.
+Headers are msgpack, decoded against the classes below: a peer can only ever make one of them, and
+nothing is unpickled. Bodies are Arrow IPC or raw arrays.
+
+A connection opens with a handshake in which both ends prove that they know the flow's secret:
+
+    server -> client   Challenge(nonce)
+    client -> server   Hello(role, id, nonce, proof)      proof = HMAC(secret, both nonces, role, id)
+    server -> client   Welcome(proof)                     the same, with the parts swapped
+
+Until `Welcome` no message may be longer than a kilobyte. Then, between sites: `Record`, `Bundle`,
+`Ack`, `Blocks`, `SplitState` and `Delivered`, each in the order in which it was sent. `Bundle`
+obliges the receiver to ack its epoch once its stage has processed it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import os
+import struct
+from collections.abc import Callable
+from typing import Any, Union
+
+import msgspec
+import numpy as np
+
+from holdfast.core.layout import Domain, Layout
+from holdfast.core.records import Block, EpochRecord
+from holdfast.errors import ProtocolError
+
+log = logging.getLogger("holdfast.wire")
+
+_PREFIX = struct.Struct("<II")
+HANDSHAKE_BYTES_MAX = 1 << 10
+HEADER_BYTES_MAX = 1 << 22
+BODY_BYTES_MAX = 1 << 30
+HANDSHAKE_S_MAX = 5.0
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of all messages."""
+
+
+# --- handshake ----------------------------------------------------------------------------------
+
+
+class Challenge(Message, frozen=True):
+    nonce: bytes
+
+
+class Hello(Message, frozen=True):
+    role: str
+    id: int
+    nonce: bytes
+    proof: bytes
+
+
+class Welcome(Message, frozen=True):
+    proof: bytes
+
+
+# --- between a site and the controller ----------------------------------------------------------
+
+
+class Register(Message, frozen=True):
+    """I am up, listen here, and run there."""
+
+    site: int
+    attempt: int
+    host: str
+    port: int
+    pid: int
+    domain: Domain
+
+
+class Assign(Message, frozen=True):
+    """Your place in the flow: make your stages and connect to the others, then say `Connected`."""
+
+    layout: Layout
+    addresses: dict[int, tuple[str, int]]
+
+
+class Connected(Message, frozen=True):
+    pass
+
+
+class Start(Message, frozen=True):
+    """Everybody is connected: read your sources."""
+
+
+class Drain(Message, frozen=True):
+    """Take no more rows (only to the sequencer's site)."""
+
+
+class Dismiss(Message, frozen=True):
+    """The flow is over; leave."""
+
+
+class Finished(Message, frozen=True):
+    """I have seen the last epoch through."""
+
+
+class Status(Message, frozen=True):
+    """Figures for whoever watches, as JSON."""
+
+    figures: bytes
+
+
+class Failed(Message, frozen=True):
+    """I cannot go on. `kind` is the class of the error; `detail` what is needed to rebuild it."""
+
+    kind: str
+    detail: dict[str, str | int | None]
+
+
+class Cut(Message, frozen=True):
+    """The sequencer keeps the controller informed of every epoch it cuts."""
+
+    record: EpochRecord
+
+
+# --- between sites ------------------------------------------------------------------------------
+
+
+class Record(Message, frozen=True):
+    record: EpochRecord
+
+
+class Blocks(Message, frozen=True):
+    source: int
+    split: int
+    blocks: tuple[Block, ...]
+
+
+class SplitState(Message, frozen=True):
+    source: int
+    split: int
+    ended: bool
+
+
+class Bundle(Message, frozen=True):
+    """All frames from one site to another in one epoch of an exchange. The body is the track of
+    the watermark (`track` bytes), then the digest of each of the receiver's partitions' frames
+    (`digests` bytes), then an Arrow record batch (nothing, if there are no rows)."""
+
+    exchange: int
+    epoch: int
+    last: bool
+    rows: int
+    track: int
+    digests: int
+
+
+class Ack(Message, frozen=True):
+    exchange: int
+    received: int
+    stable: int
+    credit: int
+
+
+class Delivered(Message, frozen=True):
+    sink: int
+    epoch: int
+
+
+# --- from the tasks that feed a source ----------------------------------------------------------
+
+
+class FeedOpen(Message, frozen=True):
+    """A task begins to hand over one partition of a batch; an earlier attempt's rows are void."""
+
+    source: int
+    batch: int
+    partition: int
+    attempt: int
+
+
+class FeedRows(Message, frozen=True):
+    """Rows (Arrow IPC stream in the body) of the partition opened before on this connection."""
+
+    rows: int
+
+
+class FeedDone(Message, frozen=True):
+    """The partition is complete."""
+
+    rows: int
+
+
+class FeedCommit(Message, frozen=True):
+    """The driver: the batch is complete and consists of these partitions; take it, once."""
+
+    source: int
+    batch: int
+    partitions: int
+
+
+class FeedEnd(Message, frozen=True):
+    """The driver: no batch will follow."""
+
+    source: int
+
+
+class FeedTaken(Message, frozen=True):
+    """To a feeder: what it sent last is held, and there is room for more."""
+
+    ok: bool
+    reason: str
+
+
+_decoder = msgspec.msgpack.Decoder(type=Union[tuple(Message.__subclasses__())])  # noqa: UP007
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message, body_length: int = 0) -> bytes:
+    header = _encoder.encode(message)
+    return _PREFIX.pack(body_length, len(header)) + header
+
+
+def proof(secret: bytes, *parts: bytes | str | int) -> bytes:
+    """What only someone with the secret can say about these parts."""
+    mac = hmac.new(secret, digestmod=hashlib.sha256)
+    for part in parts:
+        data = part if isinstance(part, bytes) else str(part).encode()
+        mac.update(len(data).to_bytes(4, "little") + data)
+    return mac.digest()
+
+
+Handler = Callable[["Connection", Message, memoryview], None]
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One end of an authenticated connection.
+
+    `on_open` is called after the handshake, `on_message` for each message (the body is a view
+    that stays valid), `on_close` once at the end. Reading never pauses: credits, not TCP, hold
+    senders back.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        on_open: Callable[[Connection], None],
+        on_message: Handler,
+        on_close: Callable[[Connection, Exception | None], None],
+        identity: tuple[str, int] | None = None,
+        peer: tuple[str, int] = ("server", -1),
+    ) -> None:
+        self._secret = secret
+        self._on_open, self._on_message, self._on_close = on_open, on_message, on_close
+        self._identity = identity  # as whom we dial; None on the side that was dialled
+        self._peer = peer  # whom we dial
+        self.role, self.id = "", -1
+        self.open = False
+        self._transport: asyncio.Transport | None = None
+        self._nonce = os.urandom(16)
+        self._view = memoryview(bytearray(_PREFIX.size))
+        self._filled = 0
+        self._lengths: tuple[int, int] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.last_heard = 0.0
+        self.bytes_received = 0
+
+    # --- asyncio's side -------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(high=1 << 30)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(HANDSHAKE_S_MAX, self._refuse, "no handshake in time")
+        if self._identity is None:
+            transport.write(encode(Challenge(self._nonce)))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._view[self._filled :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._filled += nbytes
+        self.bytes_received += nbytes
+        if self._filled < self._view.nbytes:
+            return
+        try:
+            self._advance()
+        except (ProtocolError, msgspec.MsgspecError) as error:
+            self._refuse(str(error))
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self.open = False
+        self._on_close(self, error)
+
+    # --- framing --------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """The buffer is full: it holds either a prefix, or a header and a body."""
+        if self._lengths is None:
+            body, header = _PREFIX.unpack(self._view)
+            self._check_lengths(body, header)
+            self._lengths = (body, header)
+            self._expect(body + header)
+            return
+        _, header = self._lengths
+        message = _decoder.decode(self._view[:header])
+        content = self._view[header:]
+        self._lengths = None
+        self._expect(_PREFIX.size)
+        self._dispatch(message, content)
+
+    def _expect(self, nbytes: int) -> None:
+        self._view = memoryview(np.empty(nbytes, np.uint8)).cast("B")  # not zeroed, unlike a bytearray
+        self._filled = 0
+
+    def _check_lengths(self, body: int, header: int) -> None:
+        if not self.open and (body or header > HANDSHAKE_BYTES_MAX):
+            raise ProtocolError("a message before the handshake is too long")
+        if header == 0 or header > HEADER_BYTES_MAX or body > BODY_BYTES_MAX:
+            raise ProtocolError(f"a message of {header} + {body} bytes")
+
+    def _dispatch(self, message: Message, body: memoryview) -> None:
+        if self.open:
+            self._on_message(self, message, body)
+            return
+        match message:
+            case Challenge() if self._identity is not None:
+                role, id_ = self._identity
+                self._challenge = message.nonce
+                said = proof(self._secret, "client", message.nonce, self._nonce, role, id_)
+                self._write(encode(Hello(role, id_, self._nonce, said)))
+            case Hello() if self._identity is None:
+                expected = proof(
+                    self._secret, "client", self._nonce, message.nonce, message.role, message.id
+                )
+                if not hmac.compare_digest(expected, message.proof):
+                    raise ProtocolError("the peer does not know the flow's secret")
+                self._write(
+                    encode(Welcome(proof(self._secret, "server", message.nonce, self._nonce)))
+                )
+                self._opened(message.role, message.id)
+            case Welcome() if self._identity is not None:
+                expected = proof(self._secret, "server", self._nonce, self._challenge)
+                if not hmac.compare_digest(expected, message.proof):
+                    raise ProtocolError("the server does not know the flow's secret")
+                self._opened(*self._peer)
+            case _:
+                raise ProtocolError(f"{type(message).__name__} before the handshake")
+
+    def _opened(self, role: str, id_: int) -> None:
+        self.role, self.id, self.open = role, id_, True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._on_open(self)
+
+    def _refuse(self, reason: str) -> None:
+        peer = self._transport.get_extra_info("peername") if self._transport else None
+        log.warning("refused a connection from %s: %s", peer, reason)
+        self.abort()
+
+    # --- our side -------------------------------------------------------------------------------
+
+    def _write(self, data: bytes) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def send(self, message: Message, body: list[Any] | None = None) -> None:
+        """Queue a message. `body` is a list of buffers."""
+        if body is None:
+            self._write(encode(message))
+            return
+        views = [memoryview(b).cast("B") for b in body]
+        self._write(encode(message, sum(v.nbytes for v in views)))
+        for view in views:
+            self._write(view)  # type: ignore[arg-type]
+
+    @property
+    def queued(self) -> int:
+        """Bytes that the kernel has not taken yet."""
+        return self._transport.get_write_buffer_size() if self._transport else 0
+
+    def close(self) -> None:
+        """Send what is queued, then close."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+ConnectionMaker = Callable[[], Connection]
+
+
+async def listen(make: ConnectionMaker, host: str, port: int = 0) -> tuple[asyncio.Server, int]:
+    server = await asyncio.get_running_loop().create_server(make, host, port, backlog=512)
+    return server, server.sockets[0].getsockname()[1]
+
+
+async def dial(make: ConnectionMaker, address: tuple[str, int]) -> Connection:
+    """Connect; the handshake goes on by itself and ends in `on_open` or `on_close`."""
+    _, connection = await asyncio.get_running_loop().create_connection(make, *address)
+    return connection  # type: ignore[return-value]
