@@ -53,8 +53,8 @@ EDGES: dict[State, set[State]] = {
 BACKOFF_MS = (0, 100, 500, 1_000, 2_000, 5_000)
 """How long a site waits before its n-th relaunch; the last value repeats."""
 
-DEATHS_BEFORE_START_MAX = 20
-"""A site that never comes up is a fault of the set-up, not of the weather."""
+STILLBORN_MAX = 5
+"""So many lives of a site in a row that ended before they registered are a fault of the set-up."""
 
 
 class Controller:
@@ -70,6 +70,7 @@ class Controller:
         self.addresses: dict[SiteId, tuple[str, int]] = {}
         self.domains: dict[SiteId, Domain] = {}
         self.attempts: dict[SiteId, int] = dict.fromkeys([*sites, *standbys], 0)
+        self._stillborn: dict[SiteId, int] = dict.fromkeys(self.attempts, 0)
         self._connected: set[SiteId] = set()
         self._finished: set[SiteId] = set()
 
@@ -108,6 +109,7 @@ class Controller:
             return []  # an earlier life of this site, or none of ours
         self.addresses[event.site] = event.address
         self.domains[event.site] = event.domain
+        self._stillborn[event.site] = 0
         self.history.append(f"site {event.site} registered (attempt {event.attempt})")
         if self.state is State.GATHERING and all(s in self.addresses for s in self.sites):
             self._become(State.CONNECTING)
@@ -129,13 +131,14 @@ class Controller:
         attempt = event.attempt + 1
         self.attempts[event.site] = attempt
         self.history.append(f"site {event.site} failed: {event.reason}")
+        self._stillborn[event.site] += 1
         for known in (self.addresses, self.domains):
             known.pop(event.site, None)
         running = self.state in (State.RUNNING, State.DRAINING)
         if running and event.site in self.sites and event.site not in self._finished:
             return self._end(State.FAILED, self._lost(event))
-        if attempt >= DEATHS_BEFORE_START_MAX:
-            reason = f"site {event.site} died {attempt} times before the flow could start"
+        if self._stillborn[event.site] >= STILLBORN_MAX:
+            reason = f"site {event.site} was launched {STILLBORN_MAX} times and never came up"
             return self._end(State.FAILED, HostError(f"{reason}: {event.reason}"))
         if self.state is State.CONNECTING and event.site in self.sites:
             self._become(State.GATHERING)  # the others are assigned anew when it is back

@@ -169,7 +169,8 @@ class Binary(Expr):
         if self.op in ("%", "//"):
             _refuse_zero(self, right)
         if not isinstance(left, pa.Array) and not isinstance(right, pa.Array):
-            return _NUMPY[self.op](left, right)
+            with np.errstate(all="ignore"):
+                return _NUMPY[self.op](left, right)
         return _eval_arrow(self.op, left, right)
 
     def __repr__(self) -> str:
@@ -186,7 +187,10 @@ class Call(Expr):
     def eval(self, batch: pa.RecordBatch) -> Any:
         value = self.arg.eval(batch)
         if self.op == "not":
-            return pc.invert(value) if isinstance(value, pa.Array) else ~value
+            if not isinstance(value, pa.Array):
+                return ~value
+            whole = pa.types.is_integer(value.type)
+            return pc.bit_wise_not(value) if whole else pc.invert(value)
         return unwrap(pc.is_null(_as_arrow(value)))
 
     def __repr__(self) -> str:
@@ -216,7 +220,9 @@ class FillNull(Expr):
 
     def eval(self, batch: pa.RecordBatch) -> Any:
         value = self.arg.eval(batch)
-        return unwrap(pc.fill_null(value, self.value)) if isinstance(value, pa.Array) else value
+        kind = value.type if isinstance(value, pa.Array) else pa.from_numpy_dtype(value.dtype)
+        fill = pa.scalar(self.value, kind)  # looked at even without a null, to find a misfit early
+        return unwrap(pc.fill_null(value, fill)) if isinstance(value, pa.Array) else value
 
     def __repr__(self) -> str:
         return f"{self.arg}.fill_null({self.value!r})"
@@ -301,21 +307,14 @@ def _refuse_zero(expr: Binary, divisor: Any) -> None:
 
 
 def _eval_arrow(op: str, left: Any, right: Any) -> Column:
-    """The null-aware way. Result types follow numpy's rules wherever both sides are numbers."""
+    """The null-aware way. Between numbers it is numpy's operator still, so that a row's value does
+    not depend on whether there is a null in some other row."""
     arrays = [_arrow_operand(side) for side in (left, right)]
     kinds = [a.type for a in arrays]
-    if not all(is_plain(k) for k in kinds):
+    logical = op in ("&", "|") and all(pa.types.is_boolean(k) for k in kinds)
+    if logical or not all(is_plain(k) for k in kinds):
         return unwrap(_ARROW[op](*arrays))
-    empty = [
-        np.empty(0, k.to_pandas_dtype()) if isinstance(side, np.ndarray | pa.Array) else side
-        for k, side in zip(kinds, (left, right), strict=True)
-    ]
-    target = pa.from_numpy_dtype(_NUMPY[op](*empty).dtype)
-    if op in _ARROW and not pa.types.is_boolean(target):
-        return unwrap(_ARROW[op](*[a.cast(target) for a in arrays]))
-    if op in _ARROW:
-        return unwrap(_ARROW[op](*arrays))
-    return unwrap(_masked(op, arrays, target))
+    return unwrap(_masked(op, left, right))
 
 
 def _arrow_operand(value: Any) -> Any:
@@ -324,19 +323,18 @@ def _arrow_operand(value: Any) -> Any:
     return pa.array(value) if isinstance(value, np.ndarray) else pa.scalar(value)
 
 
-def _masked(op: str, arrays: list[Any], target: pa.DataType) -> pa.Array:
-    """numpy's operator where both sides are present, null elsewhere (Arrow has no such kernel)."""
-    length = max(len(a) for a in arrays if isinstance(a, pa.Array))
-    valid = np.ones(length, bool)
-    sides = []
-    for a in arrays:
-        if isinstance(a, pa.Array):
-            valid &= pc.is_valid(a).to_numpy(zero_copy_only=False)
-            a = pc.fill_null(a, 1).to_numpy(zero_copy_only=False)
-        else:
-            a = a.as_py()
-        sides.append(a)
-    return pa.array(_NUMPY[op](*sides), type=target, mask=~valid)
+def _masked(op: str, *sides: Any) -> pa.Array:
+    """numpy's operator where both sides are present, null elsewhere."""
+    null = np.zeros(max(len(s) for s in sides if isinstance(s, pa.Array)), bool)
+    filled = []
+    for side in sides:
+        if isinstance(side, pa.Array):
+            null |= pc.is_null(side).to_numpy(zero_copy_only=False)
+            one = pa.scalar(1, pa.int64()).cast(side.type)
+            side = pc.fill_null(side, one).to_numpy(zero_copy_only=False)
+        filled.append(side)
+    with np.errstate(all="ignore"):
+        return pa.array(_NUMPY[op](*filled), mask=null)
 
 
 # --- aggregates --------------------------------------------------------------------------------
@@ -356,7 +354,7 @@ class Aggregate:
 
 
 def _operand(what: str | Expr) -> Expr:
-    return Col(what) if isinstance(what, str) else what
+    return Col(what) if isinstance(what, str) else wrap(what)
 
 
 def count() -> Aggregate:

@@ -85,15 +85,23 @@ def _pack(columns: list[pa.Array]) -> KeyWords:
 def _plain_word(column: pa.Array) -> np.ndarray:
     """The bits of a number as an unsigned word; equal numbers have equal bits."""
     kind = column.type
-    if column.null_count:
-        column = column.fill_null(pa.scalar(0, pa.int64()).cast(kind, safe=False))
     if pa.types.is_temporal(kind):
         column = column.view(pa.int32() if kind.bit_width == 32 else pa.int64())
+    if column.null_count:
+        column = column.fill_null(pa.scalar(0, pa.int64()).cast(column.type))
     values = column.to_numpy(zero_copy_only=False)
     if pa.types.is_floating(kind):
         values = np.where(np.isnan(values), np.nan, values + 0.0).astype(values.dtype)
     width = values.dtype.itemsize
     return values.view(f"u{width}").astype(_U, copy=False)
+
+
+_BYTES = (
+    pa.types.is_binary,
+    pa.types.is_large_binary,
+    pa.types.is_fixed_size_binary,
+    pa.types.is_binary_view,
+)
 
 
 def _hash_column(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
@@ -106,7 +114,7 @@ def _hash_column(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     if not pa.types.is_dictionary(column.type):
         column = column.dictionary_encode()
     values = column.dictionary
-    if not (pa.types.is_binary(values.type) or pa.types.is_large_binary(values.type)):
+    if not any(test(values.type) for test in _BYTES):
         values = values.cast(pa.large_string())
     values = values.cast(pa.large_binary())
     h1, h2 = _hash_binary(values)

@@ -127,19 +127,19 @@ class Discard(Sink):
 class _DiscardWriter(SinkWriter):
     def __init__(self, clock: str | None) -> None:
         self._clock = clock
-        self._rows, self._digest = 0, np.uint64(0)
+        self._rows, self._digest = 0, 0
         self._latency = np.zeros(0)
 
     def write(self, epoch: int, batch: pa.RecordBatch) -> None:
         self._rows += batch.num_rows
-        self._digest += row_digests(batch).sum(dtype=np.uint64)
+        self._digest = (self._digest + int(row_digests(batch).sum(dtype=np.uint64))) % (1 << 64)
         if self._clock is not None and batch.num_rows:
             born = batch.column(self._clock).to_numpy()
             seen = (time.time() * 1e6 - born) / 1e3
             self._latency = np.concatenate([self._latency, seen])[-2_000_000:]
 
     def report(self) -> dict[str, Any]:
-        figures: dict[str, Any] = {"rows": self._rows, "digest": f"{int(self._digest):016x}"}
+        figures: dict[str, Any] = {"rows": self._rows, "digest": f"{self._digest:016x}"}
         if self._latency.size:
             tail = self._latency[self._latency.size // 5 :]  # the start-up is not the steady state
             figures |= {f"p{q}_ms": float(np.percentile(tail, q)) for q in (50, 99)}

@@ -139,6 +139,22 @@ class StateTable:
         values = self._columns[name][slots]
         return self.fields[name].loaded(values, None if null is None else null[slots])
 
+    def backup(self, slots: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
+        """What these slots hold, for `put_back`."""
+        return {
+            name: (column[slots], self._null[name][slots] if name in self._null else None)
+            for name, column in self._columns.items()
+        }
+
+    def put_back(
+        self, slots: np.ndarray, held: Mapping[str, tuple[np.ndarray, np.ndarray | None]]
+    ) -> None:
+        """Undo what was done to these slots since `backup`."""
+        for name, (values, null) in held.items():
+            self._columns[name][slots] = values
+            if name in self._null:
+                self._null[name][slots] = False if null is None else null
+
     def _admit(self, words: KeyWords, partition: np.ndarray | None) -> None:
         size = self._index.size
         if size > self._capacity:
@@ -172,6 +188,8 @@ class StateTable:
 
     def remove(self, slots: np.ndarray) -> None:
         """Forget the state of these slots. Slots handed out before are void afterwards."""
+        slots = np.unique(slots)
+        slots = slots[~self._dead[slots]]
         self._dead[slots] = True
         self._dead_count += slots.size
         if 2 * self._dead_count > max(self._index.size, 1024):

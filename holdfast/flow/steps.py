@@ -52,7 +52,7 @@ class Select(Step):
         for name, expr in self.exprs.items():
             if isinstance(expr, Col) and expr.name == source.event_time:
                 return name, source.delay
-        return None, 0
+        return None, source.delay
 
     def needs(self, wanted: set[str]) -> set[str]:
         return {c for name in wanted for c in self.exprs[name].columns()}
@@ -105,8 +105,7 @@ class UserMap(Step):
         self.function, self.form = function, form
         self.label = getattr(function, "__name__", form)
         self.source = source
-        time = source.event_time if source.event_time in schema.names else None
-        self.port = Port(schema, source.width, time, source.delay if time else 0)
+        self.port = Port(schema, source.width, _time_of(source, schema), source.delay)
 
     def needs(self, wanted: set[str]) -> set[str]:
         return set(self.source.schema.names)
@@ -142,8 +141,7 @@ class FlatMap(Step):
         self.function = function
         self.label = getattr(function, "__name__", "flat_map")
         self.source = source
-        time = source.event_time if source.event_time in schema.names else None
-        self.port = Port(schema, source.width + 1, time, source.delay if time else 0)
+        self.port = Port(schema, source.width + 1, _time_of(source, schema), source.delay)
 
     def needs(self, wanted: set[str]) -> set[str]:
         return set(self.source.schema.names)
@@ -199,6 +197,14 @@ def _with_order_of(
     )
 
 
+def _time_of(source: Port, schema: pa.Schema) -> str | None:
+    """The event time after a user's function: the column of the same name and type."""
+    name = source.event_time
+    if name is None or name not in schema.names:
+        return None
+    return name if schema.field(name).type == source.schema.field(name).type else None
+
+
 def _checked(result: Any, schema: pa.Schema, label: str) -> pa.RecordBatch:
     """A user's result, if it has the columns it promised."""
     if isinstance(result, pa.Table):
@@ -216,6 +222,8 @@ def _checked(result: Any, schema: pa.Schema, label: str) -> pa.RecordBatch:
             raise TypeError(
                 f"{label}() returned {field.name!r} as {column.type}, not {field.type}: {error}"
             ) from error
+        if arrays[-1].null_count and not field.nullable:
+            raise TypeError(f"{label}() returned a null in {field.name!r}, which it declared without")
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 

@@ -124,21 +124,22 @@ class FedReader(SplitReader):
                 self._head_taken = following.rows
         self._answer_waiting()
 
-    def commit(self, batch: int, partitions: int, reply: Reply) -> None:
+    def commit(self, batch: int, partitions: tuple[int, ...], reply: Reply) -> None:
         """Take a staged batch: all of its partitions, in order, once."""
         if batch <= self._committed:
             reply(True, "taken")
             return
-        parts = [self._staged.pop((batch, p), None) for p in range(partitions)]
-        if any(p is None or not p.done for p in parts):
-            missing = [i for i, p in enumerate(parts) if p is None or not p.done]
+        parts = {p: self._staged.get((batch, p)) for p in sorted(partitions)}
+        missing = [p for p, part in parts.items() if part is None or not part.done]
+        if missing:
             reply(False, f"batch {batch}: partition {missing[0]} is not complete")
             return
         self._committed = batch
-        for part in parts:
-            assert part is not None
-            for rows in part.batches:
+        for partition in parts:
+            for rows in self._staged.pop((batch, partition)).batches:
                 self._take(rows)
+        for stale in [key for key in self._staged if key[0] <= batch]:
+            del self._staged[stale]
         if self._ready_bytes >= HELD_BYTES_MAX:
             self._waiting.append(reply)
         else:

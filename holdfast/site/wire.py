@@ -197,7 +197,7 @@ class FeedCommit(Message, frozen=True):
 
     source: int
     batch: int
-    partitions: int
+    partitions: tuple[int, ...]
 
 
 class FeedEnd(Message, frozen=True):
@@ -215,6 +215,10 @@ class FeedTaken(Message, frozen=True):
 
 _decoder = msgspec.msgpack.Decoder(type=Union[tuple(Message.__subclasses__())])  # noqa: UP007
 _encoder = msgspec.msgpack.Encoder()
+
+
+def decode(header: bytes | memoryview) -> Message:
+    return _decoder.decode(header)
 
 
 def encode(message: Message, body_length: int = 0) -> bytes:
@@ -310,7 +314,7 @@ class Connection(asyncio.BufferedProtocol):
             self._expect(body + header)
             return
         _, header = self._lengths
-        message = _decoder.decode(self._view[:header])
+        message = decode(self._view[:header])
         content = self._view[header:]
         self._lengths = None
         self._expect(_PREFIX.size)

@@ -48,6 +48,8 @@ class KeyedOperator:
     label = "keyed"
     ordered = True
     """Whether the result depends on the order of rows of different producers."""
+    clocked = False
+    """Whether results stand where the watermark moved: at rows of any source."""
 
     def __init__(self, keys: Sequence[str], inputs: Sequence[Port]) -> None:
         self.keys = list(keys)
@@ -164,11 +166,17 @@ class Agg:
                 f"{self.kind}({self.expr}) met a null; "
                 f"filter such rows out or use fill_null() before aggregating"
             )
-        return Field(self.taken).stored(column).astype(self.field.dtype, copy=False)
+        values = Field(self.taken).stored(column).astype(self.field.dtype, copy=False)
+        return one_zero(values) if self.kind in ("max", "min") else values
 
     def column(self, batch: pa.RecordBatch) -> Column:
         assert self.expr is not None
         return broadcast(self.expr.eval(batch), batch.num_rows, self.taken)
+
+
+def one_zero(values: np.ndarray) -> np.ndarray:
+    """Floats with -0.0 as 0.0: which of the two a maximum gives is up to the processor."""
+    return values + values.dtype.type(0) if values.dtype.kind == "f" else values
 
 
 def _neutral(dtype: np.dtype, kind: str) -> float:
@@ -194,7 +202,7 @@ def infer(expr: Expr, schema: pa.Schema, where: str) -> pa.DataType:
     batch = pa.RecordBatch.from_arrays([pa.array([], f.type) for f in schema], schema=schema)
     try:
         value = expr.eval(batch)
-    except (pa.ArrowException, TypeError, NotImplementedError) as error:
+    except Exception as error:
         raise FlowError(f"{where}: {expr} does not fit the columns {describe(schema)}: {error}") from error
     if isinstance(value, np.ndarray | np.generic):
         return pa.from_numpy_dtype(value.dtype)
@@ -217,4 +225,4 @@ def columns_of(exprs: Sequence[Expr | Aggregate]) -> set[str]:
     return {name for e in exprs for name in e.columns()}
 
 
-__all__ = ["Agg", "Col", "KeyedOperator", "Port", "broadcast", "columns_of", "infer", "require_columns"]
+__all__ = ["Agg", "Col", "KeyedOperator", "Port", "broadcast", "columns_of", "infer", "one_zero", "require_columns"]

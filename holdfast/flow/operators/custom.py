@@ -78,13 +78,16 @@ class CustomOperator(KeyedOperator):
         self.function = function
         self.label = type(function).__name__
         self.needs[0] |= set(source.schema.names)
+        self._fields = {n: _field(n, s, f"{where}, {self.label}") for n, s in function.state.items()}
+        if not isinstance(function.output, pa.Schema):
+            raise FlowError(f"{where}: {self.label}.output must be a pyarrow.Schema")
         fields = [source.schema.field(k) for k in keys if k not in function.output.names]
-        self.outputs["out"] = Port(pa.schema([*fields, *function.output]), source.width)
+        schema = pa.schema([*fields, *function.output])
+        self.outputs["out"] = Port(schema, source.width, delay=source.delay)
 
     def _allocate(self) -> None:
         self.function = copy.deepcopy(self.function)
-        fields = {n: Field(kind, fill) for n, (kind, fill) in self.function.state.items()}
-        self.table = StateTable(fields, self.partitions)
+        self.table = StateTable(self._fields, self.partitions)
 
     def tables(self) -> dict[str, StateTable]:
         return {"state": self.table}
@@ -97,14 +100,13 @@ class CustomOperator(KeyedOperator):
             return {"out": empty(self.outputs["out"].full_schema)}
         slots = self.table.slots(self.words(batch))
         touched = np.unique(slots)
-        before = {n: self.table[n][touched].copy() for n in self.table.fields}
+        before = self.table.backup(touched)
         try:
             rows, columns = self.function.process(Rows(batch, slots), self.table)
             out = self._output(batch, np.asarray(rows), columns)
         except Exception:
             # The state is as if the rows had never come, so that they can be tried one by one.
-            for name, values in before.items():
-                self.table[name][touched] = values
+            self.table.put_back(touched, before)
             raise
         self.table.touch(touched, epoch)
         return {"out": out}
@@ -118,8 +120,12 @@ class CustomOperator(KeyedOperator):
                 raise TypeError(
                     f"process() named {rows.size} rows but gave {len(columns[name])} values of {name!r}"
                 )
+        if rows.size and rows.dtype.kind not in "iu":
+            raise TypeError(f"process() must name the emitting rows by number, not as {rows.dtype}")
         if np.any(rows[1:] <= rows[:-1]):
             raise TypeError("process() must name the emitting rows once each, in ascending order")
+        if rows.size and (rows[0] < 0 or rows[-1] >= batch.num_rows):
+            raise TypeError(f"process() got {batch.num_rows} rows and named one outside of them")
         origin = take(batch, rows) if rows.size else batch.slice(0, 0)
         port = self.outputs["out"]
         arrays = [
@@ -127,3 +133,20 @@ class CustomOperator(KeyedOperator):
             for f in port.schema
         ]
         return pa.RecordBatch.from_arrays([*arrays, *order_arrays(origin)], schema=port.full_schema)
+
+
+def _field(name: str, spec: object, where: str) -> Field:
+    """A column of state as the user declared it."""
+    if name.startswith("__"):
+        raise FlowError(f"{where}: the name {name!r} of a state is reserved (it starts with __)")
+    if not (isinstance(spec, tuple) and len(spec) == 2 and isinstance(spec[0], pa.DataType)):
+        raise FlowError(f"{where}: state {name!r} is {spec!r}", hint="give (type, value of a new key)")
+    field = Field(*spec)
+    try:
+        field.loaded(field.allocate(1), None)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        hint = "times are kept as whole numbers; only text and the like can start as None"
+        raise FlowError(
+            f"{where}: state {name!r} cannot start as {spec[1]!r}: {error}", hint=hint
+        ) from error
+    return field

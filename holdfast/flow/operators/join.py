@@ -1,6 +1,7 @@
 """Symmetric window join: pairs of rows with equal keys whose times are at most `within` apart.
 
-A pair stands, in the order, where the later of its two rows stands. Lateness is judged in buckets
+A pair stands, in the order, where the later of its two rows stands; where both sides may have
+rows of the same place, one more column says which side's was the later. Lateness is judged in buckets
 of `within`: a row is late when the watermark has passed the end of its bucket plus the allowed
 lateness before it comes. So a row that is kept can only meet rows that are kept, and what no
 row can meet any more is forgotten; neither depends on where epochs are cut.
@@ -43,12 +44,13 @@ class WindowJoin(KeyedOperator):
         within: int,
         lateness: int,
         suffix: str,
+        shared: bool,
         where: str,
     ) -> None:
         super().__init__(keys, [left, right])
         if within < 1 or lateness < 0:
             raise FlowError(f"{where}: within must be positive and lateness not negative")
-        self.on, self.within = on, within
+        self.on, self.within, self.shared = on, within, shared
         self.hold = lateness + max(left.delay, right.delay)
         self.boundaries = [(within, self.hold % within)]
         names = set(left.schema.names)
@@ -62,7 +64,7 @@ class WindowJoin(KeyedOperator):
                 names.add(given)
         fields = [*left.schema]
         fields += [pa.field(new, right.schema.field(old).type) for old, new in self.right_names.items()]
-        width = 2 * max(left.width, right.width)
+        width = 2 * max(left.width, right.width) + shared
         self.outputs["out"] = Port(pa.schema(fields), width, left.event_time, self.hold + 2 * within)
         self.outputs["late"] = Port(left.schema, left.width)
         self.outputs["late_right"] = Port(right.schema, right.width)
@@ -126,11 +128,13 @@ class WindowJoin(KeyedOperator):
         port = self.outputs["out"]
         columns = {n: left.column(n) for n in left.schema.names if not is_order_name(n)}
         columns |= {new: right.column(old) for old, new in self.right_names.items()}
-        half = port.width // 2
+        half = max(p.width for p in self.inputs)
         a, b = (_padded(order_of(side), half) for side in (left, right))
         left_later = _after(a, b)
         order = [np.where(left_later, x, y) for x, y in zip(a, b, strict=True)]
         order += [np.where(left_later, y, x) for x, y in zip(a, b, strict=True)]
+        if self.shared:  # rows i and j of one source may be joined as (i, j) and as (j, i)
+            order.append(left_later.astype(np.int64))
         columns |= {n: pa.array(c) for n, c in zip(order_names(port.width), order, strict=True)}
         schema = port.full_schema
         return pa.RecordBatch.from_arrays([columns[n] for n in schema.names], schema=schema)

@@ -14,7 +14,7 @@ from holdfast.errors import FlowError
 from holdfast.flow.batches import Track, as_array, order_arrays, take
 from holdfast.flow.expr import Aggregate
 from holdfast.flow.groups import Groups
-from holdfast.flow.operators.base import Agg, KeyedOperator, Port, columns_of
+from holdfast.flow.operators.base import Agg, KeyedOperator, Port, columns_of, one_zero
 from holdfast.flow.state import Field, StateTable
 
 
@@ -44,7 +44,7 @@ class RowWindow(KeyedOperator):
                 self.rings.setdefault(repr(agg.expr), agg.name)
         fields = [source.schema.field(k) for k in keys]
         fields += [pa.field(a.name, a.given) for a in self.aggs]
-        self.outputs["out"] = Port(pa.schema(fields), source.width)
+        self.outputs["out"] = Port(pa.schema(fields), source.width, delay=source.delay)
 
     def _allocate(self) -> None:
         by_name = {a.name: a for a in self.aggs}
@@ -127,6 +127,8 @@ class _Windows:
         for agg in aggs:
             if agg.kind == "mean":
                 results[agg.name] = results[agg.name] / self.count
+            elif agg.kind in ("max", "min"):
+                results[agg.name] = one_zero(results[agg.name])
         return results
 
     def _start(self, agg: Agg) -> np.ndarray:
@@ -139,7 +141,7 @@ class _Windows:
         if age == 0:
             return values[self.due], None
         wanted = self.due_index - age
-        value = values[self.due - age]  # right where the row is in this batch
+        value = values[np.maximum(self.due - age, 0)]  # right where the row is in this batch
         earlier = np.flatnonzero(wanted < self.due_base)
         value[earlier] = ring[self.due_slot[earlier], wanted[earlier] % self.rows]
         present = wanted >= 0

@@ -25,7 +25,7 @@ class RunningAggregate(KeyedOperator):
         self.needs[0] |= columns_of(list(aggregates.values()))
         fields = [source.schema.field(k) for k in keys]
         fields += [pa.field(a.name, a.given) for a in self.aggs]
-        self.outputs["out"] = Port(pa.schema(fields), source.width)
+        self.outputs["out"] = Port(pa.schema(fields), source.width, delay=source.delay)
 
     def _allocate(self) -> None:
         fields = {a.name: a.field for a in self.aggs if a.kind not in ("count", "last")}

@@ -35,9 +35,17 @@ class Sessions(KeyedOperator):
         super().__init__(keys, [source])
         self.start, self.end, self.emit = start, end, dict(emit)
         for what, condition in (("start", start), ("end", end)):
+            if not isinstance(condition, Expr):
+                raise FlowError(
+                    f"{where}: {what}={condition!r} is not an expression",
+                    hint='write for example col("cmd") == 1',
+                )
             kind = infer(condition, source.schema, f"{where}, {what}")
             if not pa.types.is_boolean(kind):
                 raise FlowError(f"{where}: {what}={condition} is not a condition but {kind}")
+        for name in source.schema.names:
+            if AtStart.PREFIX + name in source.schema.names:
+                raise FlowError(f"{where}: {AtStart.PREFIX + name!r} means at_start({name!r}); rename it")
         opened = [pa.field(AtStart.PREFIX + f.name, f.type) for f in source.schema]
         both = pa.schema([*source.schema, *opened])
         fields = [pa.field(n, infer(e, both, f"{where}, emit {n!r}")) for n, e in emit.items()]
@@ -45,7 +53,7 @@ class Sessions(KeyedOperator):
         self.kept = sorted(n.removeprefix(AtStart.PREFIX) for n in read if n.startswith(AtStart.PREFIX))
         plain = {n for n in read if not n.startswith(AtStart.PREFIX)}
         self.needs[0] |= plain | set(self.kept) | columns_of([start, end])
-        self.outputs["out"] = Port(pa.schema(fields), source.width)
+        self.outputs["out"] = Port(pa.schema(fields), source.width, delay=source.delay)
         self._kinds = {n: source.schema.field(n).type for n in self.kept}
 
     def _allocate(self) -> None:

@@ -24,6 +24,7 @@ START, END = "window_start", "window_end"
 
 class TimeWindow(KeyedOperator):
     label = "time window"
+    clocked = True
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class TimeWindow(KeyedOperator):
         self._key_kinds = [source.schema.field(k).type for k in keys]
 
     def _allocate(self) -> None:
-        fields = {f"key.{k}": Field(t) for k, t in zip(self.keys, self._key_kinds, strict=True)}
+        fields = {f"__key.{k}": Field(t) for k, t in zip(self.keys, self._key_kinds, strict=True)}
         fields |= {a.name: a.field for a in self.aggs}
         base = {"__n": Field(pa.int64()), "__window": Field(pa.int64()), "__hash": Field(pa.int64())}
         self.table = StateTable(base | fields, self.partitions)
@@ -119,7 +120,7 @@ class TimeWindow(KeyedOperator):
         self.table["__window"][first_slots] = window[opening]
         self.table["__hash"][first_slots] = _key_hash(words.take(opening))
         for key in self.keys:
-            self.table.put(f"key.{key}", first_slots, batch.column(key).take(pa.array(first_rows)))
+            self.table.put(f"__key.{key}", first_slots, batch.column(key).take(pa.array(first_rows)))
         for agg in self.aggs:
             operand = operands[agg.name]
             if agg.kind == "first":
@@ -160,7 +161,7 @@ class TimeWindow(KeyedOperator):
         port = self.outputs["out"]
         start = window * self.every
         time = Field(self.time_kind)
-        columns: list[pa.Array] = [self.table.get(f"key.{k}", slots) for k in self.keys]
+        columns: list[pa.Array] = [self.table.get(f"__key.{k}", slots) for k in self.keys]
         columns += [time.loaded(start.astype(time.dtype), None)]
         columns += [time.loaded((start + self.size).astype(time.dtype), None)]
         for agg in self.aggs:

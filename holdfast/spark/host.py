@@ -1,0 +1,135 @@
+"""Sites as Spark tasks: every site is a long-lived job of one task.
+
+Each life of a site is a job of its own, so that the loss of one never cancels another, and so that
+Spark's limit on a task's failures never applies: when a site dies it is the controller that has it
+launched again. A task that Spark itself retries ends at once, for the same reason.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+from pyspark import InheritableThread, TaskContext
+from pyspark.sql import SparkSession
+
+from holdfast.errors import HostError
+from holdfast.flow.graph import Flow
+from holdfast.flow.plan import Plan
+from holdfast.site.runtime import SiteConfig, run_site
+from holdfast.spark.session import cause, use_this_python
+
+log = logging.getLogger("holdfast.spark")
+
+OnExit = Callable[[int, int, str], None]
+
+UNFIT = {
+    "spark.speculation": "a second attempt at a site's task would be a second site",
+    "spark.dynamicAllocation.enabled": "executors come and go under the sites",
+    "spark.excludeOnFailure.enabled": "an executor that lost a site could not host it again",
+}
+
+
+class SparkHost:
+    """Launches sites on the executors of a Spark session."""
+
+    name = "spark"
+
+    def __init__(self, spark: Any, plan: Plan, sites: int) -> None:
+        if not isinstance(spark, SparkSession) or not hasattr(spark, "_jsparkSession"):
+            raise HostError(
+                f"{type(spark).__module__}.{type(spark).__name__} is not a classic SparkSession: "
+                "Spark Connect cannot host sites, because a Connect client is not in the cluster's "
+                "network and cannot see its task slots",
+                hint="start the flow from a driver (spark-submit, or SparkSession.builder.master(...))",
+            )
+        use_this_python(spark)
+        self._spark = spark
+        self._context = spark.sparkContext
+        self._closed = False
+        self._flow_name = plan.flow
+        self.application = self._context.applicationId
+        self._local = self._context.master.startswith("local")
+        self.listen_host = "127.0.0.1" if self._local else "0.0.0.0"
+        self.advertise_host = self.listen_host if self._local else self._driver_host()
+        self._threads: list[threading.Thread] = []
+        self._refuse_unfit()
+        self._count_slots(sites, sum(1 for s in plan.sources if s.source and s.source.fed))
+
+    def _driver_host(self) -> str:
+        return str(self._context.getConf().get("spark.driver.host"))
+
+    def _refuse_unfit(self) -> None:
+        conf = self._context.getConf()
+        for key, reason in UNFIT.items():
+            if str(conf.get(key, "false")).lower() == "true":
+                raise HostError(f"{key} is on: {reason}", hint=f"set {key}=false")
+
+    def _count_slots(self, sites: int, feeds: int) -> None:
+        """Refuse if not all sites, and a task for each source that Spark feeds, can run at once."""
+        java = self._context._jsc.sc()
+        profile = java.resourceProfileManager().defaultResourceProfile()
+        slots = java.maxNumConcurrentTasks(profile)
+        if slots < sites + feeds:
+            raise HostError(
+                f"the flow needs {sites + feeds} task slots ({sites} sites, {feeds} for the queries "
+                f"that feed it) and Spark has {slots} (master {self._context.master})",
+                hint="give Spark more cores, such as local[8], or start fewer sites",
+            )
+
+    def launch(self, flow: Flow, config: SiteConfig, on_exit: OnExit) -> None:
+        thread = InheritableThread(
+            target=self._run_job, args=(flow, config, on_exit), daemon=True, name="holdfast-site"
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    def _group(self, config: SiteConfig) -> str:
+        return f"holdfast-{self._flow_name}-{id(self)}"
+
+    def _run_job(self, flow: Flow, config: SiteConfig, on_exit: OnExit) -> None:
+        life = f", life {config.attempt + 1}" if config.attempt else ""
+        description = f"Holdfast flow {self._flow_name!r}: site {config.site}{life}"
+        reason = "its Spark job ended"
+        try:
+            self._context.setJobGroup(self._group(config), description, interruptOnCancel=True)
+            one_row = self._spark.range(0, 1, 1, 1)
+            one_row.mapInArrow(_site_task(flow, config), "site long").collect()
+        except Exception as error:
+            reason = f"its Spark job failed: {cause(error)}"
+        if not self._closed:
+            on_exit(config.site, config.attempt, reason)
+
+    def close(self) -> None:
+        """Let the dismissed sites end their jobs; cancel those that do not."""
+        self._closed = True
+        for thread in self._threads:
+            thread.join(timeout=5)
+        if any(t.is_alive() for t in self._threads):
+            self._context.cancelJobGroup(f"holdfast-{self._flow_name}-{id(self)}")
+
+
+def _site_task(
+    flow: Flow, config: SiteConfig
+) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for _ in batches:
+            pass
+        context = TaskContext.get()
+        if context is not None and context.attemptNumber() > 0:
+            return  # Spark's retry of a life that is over: the controller launches the next
+        run_site(flow, replace(config, executor=_executor()))
+        yield pa.record_batch({"site": pa.array([config.site], pa.int64())})
+
+    return task
+
+
+def _executor() -> str:
+    """The executor's JVM: the parent of the daemon that forked this worker."""
+    with open(f"/proc/{os.getppid()}/stat") as stat:
+        return f"{os.uname().nodename}/jvm-{stat.read().rsplit(')', 1)[1].split()[1]}"

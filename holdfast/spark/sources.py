@@ -1,0 +1,218 @@
+"""Spark DataFrames as sources: their rows go from the executors straight to the ingress."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql import DataFrame
+from pyspark.sql.pandas.types import to_arrow_schema
+
+from holdfast.errors import FlowError
+from holdfast.flow.sources import Source
+from holdfast.site import wire
+from holdfast.site.client import FeedClient
+
+log = logging.getLogger("holdfast.spark")
+
+
+class SparkSource(Source):
+    """Base of both kinds: one split, fed by Spark tasks, in an order that can be given."""
+
+    fed = True
+
+    def __init__(self, df: DataFrame, order_by: Sequence[str]) -> None:
+        for name in order_by:
+            if name not in df.columns:
+                raise FlowError(
+                    f"order_by: there is no column {name!r}", hint=f"the columns are {df.columns}"
+                )
+        self.df: DataFrame | None = df
+        self.order_by = list(order_by)
+        self.schema = pa.schema(
+            [pa.field(f.name, f.type) for f in to_arrow_schema(df.schema, timezone="UTC")]
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Sites need the schema; the DataFrame lives on the driver only.
+        return self.__dict__ | {"df": None}
+
+    def feeder(self) -> Any:
+        raise NotImplementedError
+
+
+class SparkBatch(SparkSource):
+    """A batch DataFrame, read once, in order."""
+
+    through = True
+
+    def feeder(self) -> _BatchFeeder:
+        return _BatchFeeder(self)
+
+
+class SparkStream(SparkSource):
+    """A streaming DataFrame: each micro-batch is handed over by its tasks, then committed."""
+
+    def __init__(
+        self,
+        df: DataFrame,
+        order_by: Sequence[str],
+        checkpoint: str | None,
+        trigger: dict[str, Any] | None,
+    ) -> None:
+        super().__init__(df, order_by)
+        self.checkpoint, self.trigger = checkpoint, trigger
+
+    def feeder(self) -> _StreamFeeder:
+        return _StreamFeeder(self)
+
+
+def spark_batch(df: DataFrame, *, order_by: str | Sequence[str] = ()) -> Source:
+    """The rows of a batch DataFrame, ordered by the columns `order_by`, or as Spark has them."""
+    if df.isStreaming:
+        raise FlowError("spark_batch(): this DataFrame is a stream", hint="use spark_stream(df)")
+    return SparkBatch(df, [order_by] if isinstance(order_by, str) else order_by)
+
+
+def spark_stream(
+    df: DataFrame,
+    *,
+    order_by: str | Sequence[str] = (),
+    checkpoint: str | None = None,
+    trigger: dict[str, Any] | None = None,
+) -> Source:
+    """The rows of a streaming DataFrame, with whatever Spark SQL was applied to it.
+
+    Micro-batches are taken in turn, rows within one by `order_by`, or as Spark has them.
+    `checkpoint` is the query's checkpoint location; `trigger` what ``writeStream.trigger`` takes,
+    such as ``{"availableNow": True}`` to read what is there and end.
+    """
+    if not df.isStreaming:
+        raise FlowError("spark_stream(): this DataFrame is not a stream", hint="use spark_batch(df)")
+    order = [order_by] if isinstance(order_by, str) else order_by
+    return SparkStream(df, order, checkpoint, trigger)
+
+
+def _hand_over(
+    address: tuple[str, int], secret: bytes, source: int, batch: int
+) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """What a feeding task runs: push its partition to the ingress, and say how many rows."""
+
+    def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        context = TaskContext.get()
+        assert context is not None
+        partition, attempt = context.partitionId(), context.taskAttemptId()
+        client = FeedClient(address, secret)
+        rows = 0
+        try:
+            if client.ask(wire.FeedOpen(source, batch, partition, attempt)) != "taken":
+                for rows_batch in batches:
+                    if rows_batch.num_rows:
+                        client.send_rows(rows_batch)
+                        rows += rows_batch.num_rows
+                client.ask(wire.FeedDone(rows))
+        finally:
+            client.close()
+        yield pa.record_batch({"partition": pa.array([partition]), "rows": pa.array([rows])})
+
+    return task
+
+
+_HANDED = "partition long, rows long"
+
+
+class _Feeder:
+    """Runs on the driver; `failed` is called with the error if feeding breaks down."""
+
+    def __init__(self) -> None:
+        self.failed: Callable[[Exception], None] = lambda error: None
+        self._stopped = False
+
+    def _commit(self, message: wire.Message) -> None:
+        client = FeedClient(self._address, self._secret)
+        try:
+            client.ask(message)
+        finally:
+            client.close()
+
+    def start(self, address: tuple[str, int], secret: bytes, source: int) -> None:
+        self._address, self._secret, self._source = address, secret, source
+        self._thread = threading.Thread(target=self._guarded, daemon=True, name="holdfast-feed")
+        self._thread.start()
+
+    def _guarded(self) -> None:
+        try:
+            self._feed()
+        except Exception as error:
+            if not self._stopped:
+                self.failed(FlowError(f"feeding a source from Spark failed: {error}"))
+
+    def _feed(self) -> None:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        self._stopped = True
+
+
+class _BatchFeeder(_Feeder):
+    def __init__(self, source: SparkBatch) -> None:
+        super().__init__()
+        self._spark_source = source
+
+    def _feed(self) -> None:
+        df = self._spark_source.df
+        assert df is not None
+        context = df.sparkSession.sparkContext
+        self._group = f"holdfast-feed-{id(self)}"
+        context.setJobGroup(self._group, "Holdfast: feed a batch DataFrame", interruptOnCancel=True)
+        if self._spark_source.order_by:
+            df = df.orderBy(*self._spark_source.order_by)
+        task = _hand_over(self._address, self._secret, self._source, 0)
+        df.mapInArrow(task, _HANDED).collect()
+        self._commit(wire.FeedEnd(self._source))
+
+    def stop(self) -> None:
+        super().stop()
+        df = self._spark_source.df
+        if df is not None and hasattr(self, "_group"):
+            df.sparkSession.sparkContext.cancelJobGroup(self._group)
+
+
+class _StreamFeeder(_Feeder):
+    def __init__(self, source: SparkStream) -> None:
+        super().__init__()
+        self._spark_source = source
+        self._query: Any = None
+
+    def _feed(self) -> None:
+        source = self._spark_source
+        assert source.df is not None
+        checkpoint = source.checkpoint or tempfile.mkdtemp(prefix="holdfast-feed-")
+        writer = source.df.writeStream.foreachBatch(self._take_batch)
+        writer = writer.option("checkpointLocation", checkpoint).queryName(f"holdfast-feed-{id(self)}")
+        if source.trigger:
+            writer = writer.trigger(**source.trigger)
+        self._query = writer.start()
+        if self._stopped:
+            self._query.stop()
+        self._query.awaitTermination()
+        if not self._stopped:
+            self._commit(wire.FeedEnd(self._source))
+
+    def _take_batch(self, df: DataFrame, batch: int) -> None:
+        if self._spark_source.order_by:
+            df = df.orderBy(*self._spark_source.order_by)
+        task = _hand_over(self._address, self._secret, self._source, batch)
+        handed = df.mapInArrow(task, _HANDED).collect()
+        partitions = tuple(sorted(row["partition"] for row in handed))
+        self._commit(wire.FeedCommit(self._source, batch, partitions))
+
+    def stop(self) -> None:
+        super().stop()
+        if self._query is not None:
+            self._query.stop()
