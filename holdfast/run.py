@@ -54,6 +54,8 @@ class Host(Protocol):
     name: str
     application: str
     listen_host: str
+    advertise_host: str
+    """Where sites find the controller."""
 
     def launch(
         self, flow: Flow, config: SiteConfig, on_exit: Callable[[int, int, str], None]
@@ -98,6 +100,8 @@ def start(
     host = host or ProcessHost()
     if listen is not None:
         host.listen_host = listen
+        if listen not in ("", "0.0.0.0", "::"):
+            host.advertise_host = listen
     options = replace(options or Options(), partitions=partitions)
     run = Run(flow, planned, host, sites, standbys, options)
     run._begin(start_timeout)
@@ -240,7 +244,7 @@ class Run:
             site,
             attempt,
             self._secret,
-            (self._reachable_host(), self._port),
+            (self._host.advertise_host, self._port),
             self._host.listen_host,
             self.options,
             self._host.application,
@@ -249,9 +253,6 @@ class Run:
             self._host.launch(self.flow, config, self._on_exit)
         except Exception as error:
             self._handle(FlowFailed(site, error))
-
-    def _reachable_host(self) -> str:
-        return getattr(self._host, "advertise_host", None) or self._host.listen_host
 
     def _on_exit(self, site: int, attempt: int, reason: str) -> None:
         """A site's process has ended (called from any thread)."""

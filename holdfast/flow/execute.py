@@ -13,7 +13,18 @@ import numpy as np
 import pyarrow as pa
 
 from holdfast.errors import OperatorError
-from holdfast.flow.batches import Track, concat, empty, is_order_name, merge, order_names, order_of, take
+from holdfast.flow.batches import (
+    Track,
+    concat,
+    empty,
+    is_order_name,
+    merge,
+    order_names,
+    order_of,
+    row_digests,
+    sort,
+    take,
+)
 from holdfast.flow.graph import DEAD_LETTER
 from holdfast.flow.operators.base import KeyedOperator, Port
 from holdfast.flow.plan import DEAD, Plan, PlannedStep, Stage
@@ -31,6 +42,7 @@ class StageRunner:
         )
         self._dead: list[pa.RecordBatch] = []
         self.dead_rows = 0
+        self._over_dead = _descendants(stage, DEAD)
 
     def run_source(self, batch: pa.RecordBatch, epoch: int) -> dict[int, pa.RecordBatch]:
         """Send a source's rows (with their order key) through the stage's steps."""
@@ -66,9 +78,13 @@ class StageRunner:
 
     def _finish(self, registers: dict[str, pa.RecordBatch], epoch: int) -> dict[int, pa.RecordBatch]:
         for planned in self.stage.steps:
-            registers[planned.target] = self._step(planned, registers[planned.source], epoch)
+            if planned.target not in self._over_dead:
+                registers[planned.target] = self._step(planned, registers[planned.source], epoch)
         registers[DEAD] = concat([empty(_DEAD_PORT.full_schema), *self._dead])
         self._dead = []
+        for planned in self.stage.steps:
+            if planned.target in self._over_dead:
+                registers[planned.target] = self._step(planned, registers[planned.source], epoch)
         return {e.id: registers[e.register].select(e.schema.names) for e in self.stage.outputs}
 
     # --- user code, and what happens when it raises ---------------------------------------------
@@ -83,7 +99,7 @@ class StageRunner:
             out = step.run(batch)
         except Exception as error:
             if batch.num_rows == 1:
-                self._put_aside(step.label, batch, epoch, error)
+                self._put_aside(step.label, planned.target, batch, epoch, error)
                 return self._step(planned, batch.slice(0, 0), epoch)
             half = batch.num_rows // 2
             parts = [batch.slice(0, half), batch.slice(half)]
@@ -97,43 +113,80 @@ class StageRunner:
         into calls, so a batch with bad rows can be fed to it in ever smaller pieces."""
         assert self.operator is not None
         try:
-            return self.operator.process(inputs, track, epoch)
+            with np.errstate(all="ignore"):
+                return self.operator.process(inputs, track, epoch)
         except Exception as error:
-            seqs = np.unique(np.concatenate([order_of(b)[0] for b in inputs if b.num_rows]))
-            if seqs.size <= 1:
-                bad = next(b for b in inputs if b.num_rows)
-                self._put_aside(self.operator.label, bad, epoch, error)
+            rows = sum(b.num_rows for b in inputs)
+            if rows == 0:
+                raise  # no row is to blame
+            if rows == 1:
+                position = next(i for i, b in enumerate(inputs) if b.num_rows)
+                place = f"in{position}"
+                self._put_aside(self.operator.label, place, inputs[position], epoch, error)
                 return self.operator.process([b.slice(0, 0) for b in inputs], track, epoch)
-            middle = int(seqs[seqs.size // 2 - 1])
-            results = [
-                self._operate(part, part_track, epoch)
-                for part, part_track in zip(_split(inputs, middle), track.split(middle), strict=True)
-            ]
-            return {name: concat([r[name] for r in results]) for name in results[0]}
+            first, second = _halves(inputs)
+            # The watermark's step at the first row of the second half comes after that row; and
+            # after those of the first half that stand at the same place.
+            seq = min(int(order_of(b)[0][0]) for b in second if b.num_rows)
+            tracks = track.split(seq - 1)
+            results = [self._operate(p, t, epoch) for p, t in zip((first, second), tracks, strict=True)]
+            return {name: sort(concat([r[name] for r in results])) for name in results[0]}
 
-    def _put_aside(self, label: str, batch: pa.RecordBatch, epoch: int, error: Exception) -> None:
+    def _put_aside(
+        self, label: str, place: str, batch: pa.RecordBatch, epoch: int, error: Exception
+    ) -> None:
+        """Stop at the one row of `batch`, or make a dead letter of it. A step over dead letters
+        always stops: there is nowhere left to put them."""
         cause = f"{type(error).__name__}: {error}"
         user = batch.select([n for n in batch.schema.names if not is_order_name(n)])
-        rows = [json.dumps(r, default=str) for r in user.to_pylist()]
-        if self.plan.on_error == "stop":
+        row = json.dumps(user.to_pylist()[0], default=str)
+        if self.plan.on_error == "stop" or place in self._over_dead:
             raise OperatorError(
                 flow=self.plan.flow,
                 stage=self.stage.name,
                 operator=label,
                 epoch=epoch,
-                row=f"sequence number {order_of(batch)[0][0]}: {rows[0]}",
+                row=f"sequence number {order_of(batch)[0][0]}: {row}",
                 cause=cause,
             ) from error
-        self.dead_rows += len(rows)
-        n = len(rows)
-        columns = [[self.stage.name] * n, [label] * n, [cause] * n, rows]
-        order = [order_of(batch)[0], np.full(n, self.stage.id), np.arange(n)]
-        arrays = [pa.array(c, pa.string()) for c in columns] + [pa.array(o) for o in order]
+        self.dead_rows += 1
+        arrays = [pa.array([v], pa.string()) for v in (self.stage.name, label, cause, row)]
+        order = [int(order_of(batch)[0][0]), self.stage.id, _tell_apart(batch, place)]
+        arrays += [pa.array([o], pa.int64()) for o in order]
         self._dead.append(pa.RecordBatch.from_arrays(arrays, schema=_DEAD_PORT.full_schema))
 
 
-def _split(inputs: list[pa.RecordBatch], seq: int) -> tuple[list[pa.RecordBatch], list[pa.RecordBatch]]:
-    """Each input's rows up to the sequence number `seq`, and those after it."""
-    first = [take(b, np.flatnonzero(order_of(b)[0] <= seq)) for b in inputs]
-    second = [take(b, np.flatnonzero(order_of(b)[0] > seq)) for b in inputs]
+def _descendants(stage: Stage, register: str) -> set[str]:
+    """The registers that steps of `stage` fill, directly or not, from `register`."""
+    found = {register}
+    for planned in stage.steps:
+        if planned.source in found:
+            found.add(planned.target)
+    return found - {register}
+
+
+def _tell_apart(batch: pa.RecordBatch, place: str) -> int:
+    """A number for the one row of `batch` at `place` in its stage: several rows with the same
+    sequence number may be put aside, on different sites, and need places of their own."""
+    order = batch.select([n for n in batch.schema.names if is_order_name(n)])
+    named = order.append_column("place", pa.array([place]))
+    return int(row_digests(named).view(np.int64)[0])
+
+
+def _halves(inputs: list[pa.RecordBatch]) -> tuple[list[pa.RecordBatch], list[pa.RecordBatch]]:
+    """The first half of all rows in their order, and the second; of equals, by input."""
+    width = max(len(order_of(b)) for b in inputs)
+    columns: list[list[np.ndarray]] = [[] for _ in range(width + 1)]
+    for position, batch in enumerate(inputs):
+        order = order_of(batch)
+        zero = np.zeros(batch.num_rows, np.int64)
+        for level in range(width):
+            columns[level].append(order[level] if level < len(order) else zero)
+        columns[width].append(zero + position)
+    ranked = np.lexsort([np.concatenate(c) for c in reversed(columns)])
+    early = np.zeros(ranked.size, bool)
+    early[ranked[: ranked.size // 2]] = True
+    parts = np.split(early, np.cumsum([b.num_rows for b in inputs])[:-1])
+    first = [take(b, np.flatnonzero(e)) for b, e in zip(inputs, parts, strict=True)]
+    second = [take(b, np.flatnonzero(~e)) for b, e in zip(inputs, parts, strict=True)]
     return first, second

@@ -173,6 +173,7 @@ class Stream:
         return f"flow {self.flow.name!r}, {what} after {self.node.name!r}"
 
     def _step(self, step: Step, name: str) -> Stream:
+        _refuse_reserved(step.port.schema, self._where(name))
         return self.flow._add(StepNode(name, [self], step=step), step.port)
 
     def select(self, *names: str, **exprs: Expr | Any) -> Stream:
@@ -224,6 +225,8 @@ class Stream:
         streams = [self, *others]
         where = self._where("union")
         for other in others:
+            if not isinstance(other, Stream):
+                raise FlowError(f"{where}: {type(other).__name__} is not a stream")
             if other.flow is not self.flow:
                 raise FlowError(f"{where}: the streams belong to different flows")
             if not other.schema.equals(self.schema):
@@ -231,8 +234,7 @@ class Stream:
                     f"{where}: the streams have different columns",
                     hint=f"{self.schema.names} and {other.schema.names}; bring them in line with select()",
                 )
-        origins = [_origins(s) for s in streams]
-        disjoint = len(set().union(*origins)) == sum(len(o) for o in origins)
+        disjoint = _disjoint(streams)
         width = max(s.port.width for s in streams) + (0 if disjoint else 1)
         times = {s.port.event_time for s in streams}
         port = Port(
@@ -251,10 +253,18 @@ class Stream:
             raise FlowError(f"{where}: no key was given")
         require_columns(keys, self.schema, where)
         for key in keys:
-            if pa.types.is_nested(self.schema.field(key).type):
+            if keys.count(key) > 1:
+                raise FlowError(f"{where}: the key {key!r} is given twice")
+            kind = self.schema.field(key).type
+            if pa.types.is_nested(kind) or pa.types.is_interval(kind):
                 raise FlowError(f"{where}: {key!r} is {self.schema.field(key).type}, which cannot be a key")
         if merge not in ("ordered", "arrival"):
             raise FlowError(f"{where}: merge is 'ordered' or 'arrival', not {merge!r}")
+        if _descends_from_dead_letters(self):
+            raise FlowError(
+                f"{where}: dead letters cannot be keyed, for a stage cannot feed itself",
+                hint="sink them, and read them with another flow",
+            )
         return KeyedStream(self, list(keys), merge)
 
     def sink(self, name: str, sink: Sink) -> None:
@@ -289,6 +299,8 @@ class KeyedStream:
                 f"{self._where(operator.label)}: event time needs merge='ordered'",
                 hint="with arrival merging rows and watermarks come in no fixed order",
             )
+        for port in operator.outputs.values():
+            _refuse_reserved(port.schema, self._where(operator.label))
         name = f"{operator.label} by ({', '.join(self.keys)})"
         node = KeyedNode(
             name, streams, operator=operator, merge=self._merge, protection=self._protection
@@ -338,6 +350,9 @@ class KeyedStream:
         if emit is None:
             assert time is not None
             emit = {k: Col(k) for k in self.keys}
+            for key in ("start", "end", "dur"):
+                if key in emit:
+                    raise FlowError(f"{where}: the key {key!r} has the name of a result", hint="use emit=")
             emit |= {"start": at_start(time), "end": col(time), "dur": col(time) - at_start(time)}
         operator = Sessions(
             self.keys, self.stream.port, start, end, {n: wrap(e) for n, e in emit.items()}, where
@@ -349,6 +364,10 @@ class KeyedStream:
     ) -> Joined:
         """Pairs of rows of the two streams with equal keys and event times at most `within` apart."""
         where = self._where("join")
+        if not isinstance(other, KeyedStream):
+            raise FlowError(f"{where}: {type(other).__name__} has no key", hint="use key_by() on it")
+        if other.stream.flow is not self.stream.flow:
+            raise FlowError(f"{where}: the streams belong to different flows")
         if other.keys != self.keys:
             raise FlowError(f"{where}: the keys differ: {self.keys} and {other.keys}")
         ports = self.stream.port, other.stream.port
@@ -364,7 +383,8 @@ class KeyedStream:
         if times[0] != times[1]:
             raise FlowError(f"{where}: the event times differ in type: {times[0]} and {times[1]}")
         units = [_units(d, times[0], where) for d in (within, lateness)]
-        operator = WindowJoin(self.keys, *ports, on, units[0], units[1], suffix, where)
+        shared = not _disjoint([self.stream, other.stream])
+        operator = WindowJoin(self.keys, *ports, on, units[0], units[1], suffix, shared, where)
         outputs = self._operate(operator, other)
         return Joined(outputs)
 
@@ -483,7 +503,11 @@ def _units(duration: Duration, kind: pa.DataType, where: str) -> int:
     if isinstance(duration, datetime.timedelta):
         if not pa.types.is_timestamp(kind):
             raise FlowError(f"{where}: the event time is {kind}: give durations as whole numbers")
-        return duration // datetime.timedelta(microseconds=1) * _PER_SECOND[kind.unit] // 10**6
+        micros = duration // datetime.timedelta(microseconds=1)
+        units, rest = divmod(micros * _PER_SECOND[kind.unit], 10**6)
+        if rest:
+            raise FlowError(f"{where}: {duration} is not a whole number of the units of {kind}")
+        return units
     if not isinstance(duration, int):
         raise FlowError(f"{where}: {duration!r} is not a duration (a whole number or a timedelta)")
     if pa.types.is_timestamp(kind) and duration != 0:
@@ -491,16 +515,42 @@ def _units(duration: Duration, kind: pa.DataType, where: str) -> int:
     return duration
 
 
-def _origins(stream: Stream) -> set[int]:
-    """The sources whose rows a stream descends from."""
-    found: set[int] = set()
+def _ancestors(stream: Stream) -> dict[int, Node]:
+    """All nodes that a stream descends from, by their identity."""
+    found: dict[int, Node] = {}
     todo: list[Node] = [stream.node]
     while todo:
         node = todo.pop()
-        if isinstance(node, SourceNode | DeadLetterNode):
-            found.add(id(node))
-        todo += [s.node for s in node.inputs]
+        if id(node) not in found:
+            found[id(node)] = node
+            todo += [s.node for s in node.inputs]
     return found
+
+
+def _disjoint(streams: Sequence[Stream]) -> bool:
+    """Whether no two of these streams can have rows of the same place in the input order.
+
+    So it is when they descend from different sources. But the results of event-time windows, and
+    dead letters, may stand at a row of any source.
+    """
+    seen: set[int] = set()
+    for stream in streams:
+        nodes = _ancestors(stream)
+        for node in nodes.values():
+            anywhere = isinstance(node, DeadLetterNode) or (
+                isinstance(node, KeyedNode) and node.operator.clocked
+            )
+            if anywhere and len(streams) > 1:
+                return False
+        origins = {i for i, node in nodes.items() if isinstance(node, SourceNode)}
+        if seen & origins:
+            return False
+        seen |= origins
+    return True
+
+
+def _descends_from_dead_letters(stream: Stream) -> bool:
+    return any(isinstance(n, DeadLetterNode) for n in _ancestors(stream).values())
 
 
 def topological(nodes: Sequence[Node], flow: str) -> list[Node]:

@@ -1,0 +1,1 @@
+"""A world without processes or sockets for the same core and the same operators."""

@@ -21,6 +21,7 @@ class ProcessHost:
     name = "processes"
     application = "local"
     listen_host = "127.0.0.1"
+    advertise_host = "127.0.0.1"
 
     def __init__(self) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}

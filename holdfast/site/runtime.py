@@ -57,12 +57,12 @@ from holdfast.flow.plan import Plan, plan, shape
 from holdfast.site import bundles, wire
 from holdfast.site.feed import FedReader
 from holdfast.site.ingress import Split
+from holdfast.site.memory import fitting, limit_bytes
 from holdfast.site.stages import SiteStages
 
 log = logging.getLogger("holdfast.site")
 
 POLL_S = 0.001
-CONTROLLER_GONE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ class Site:
             (StageId(s.id), n) for s in self.plan.sources for n in range(s.source.splits)  # type: ignore[union-attr]
         ]
         sinks = [StageId(s.id) for s in self.plan.sinks]
-        return Sequencer(splits, sinks, self.config.options.budget)
+        return Sequencer(splits, sinks, fitting(self.config.options.budget, limit_bytes()))
 
     async def _connect(self, site: SiteId, address: tuple[str, int]) -> None:
         try:
@@ -536,6 +536,7 @@ class Site:
             "site": self.id,
             "pid": os.getpid(),
             "rss_mb": usage.ru_maxrss / 1024,
+            "memory_limit_mb": limit_bytes() / 2**20,
             "cpu_s": usage.ru_utime + usage.ru_stime,
             "queued_bytes": sum(c.queued for c in self._peers.values()),
             "held_bundles": sum(p.held() for p in self._dataflow.producers.values())

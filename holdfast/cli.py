@@ -1,0 +1,170 @@
+"""The command line: ``holdfast run``, ``holdfast demo``, ``holdfast bench``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from holdfast.errors import FlowError, HoldfastError
+from holdfast.flow.graph import Flow
+
+BENCHES = ("throughput", "scaling")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse, run, and turn Holdfast's own errors into one readable message and exit status 2."""
+    options = _parser().parse_args(argv)
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    console = Console()
+    try:
+        return int(options.command(options, console))
+    except HoldfastError as error:
+        print(f"holdfast: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="holdfast", description="Continuous dataflows on a Spark cluster that keep running."
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_run(commands)
+    demo = commands.add_parser(
+        "demo",
+        help="run the network-monitoring flow on an embedded Spark, with a live table",
+        description="Runs the papers' network-monitoring flow on an embedded Spark and checks its "
+        "result against the same flow as a Spark batch job. Exit status 1 if they differ.",
+    )
+    demo.add_argument("--seconds", type=float, default=20.0, help="how long packets come (20)")
+    demo.add_argument("--sites", type=int, default=2, help="how many sites run the flow (2)")
+    demo.set_defaults(command=_demo)
+    _add_bench(commands)
+    return parser
+
+
+def _add_run(commands: Any) -> None:
+    run = commands.add_parser(
+        "run",
+        help="run a flow file",
+        description="Runs a Python file that defines `flow` (a holdfast.Flow), or a function "
+        "`flow(spark)` that returns one. The same file can go to spark-submit if it starts the "
+        "flow itself under `if __name__ == '__main__'`.",
+        epilog="example: holdfast run examples/dmz.py --sites 4 --master 'local[8]'",
+    )
+    run.add_argument("file", metavar="FLOW.py", help="the file that defines the flow")
+    run.add_argument("--sites", type=int, default=2, help="how many sites run the flow (2)")
+    run.add_argument("--standbys", type=int, default=0, help="sites that wait in reserve (0)")
+    run.add_argument("--partitions", type=int, default=32, help="partitions of a keyed stage (32)")
+    run.add_argument(
+        "--host",
+        choices=("spark", "process"),
+        default="spark",
+        help="where sites run: as Spark tasks, or as plain processes on this machine (spark)",
+    )
+    run.add_argument(
+        "--master", help="Spark master to connect to (an embedded one with room for the sites)"
+    )
+    run.add_argument("--seconds", type=float, help="stop after so long (when the sources end)")
+    run.add_argument("--listen", help="address that controller and sites listen on")
+    run.add_argument("--quiet", action="store_true", help="no live table")
+    run.add_argument("--json", metavar="FILE", help="write the final status to FILE")
+    run.set_defaults(command=_run)
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="measure Holdfast, and Spark beside it",
+        description="Runs a benchmark, prints a table and optionally writes its figures as JSON. "
+        "throughput: the network-monitoring flow against Structured Streaming on the same cores. "
+        "scaling: cost per row as keys and partitions grow.",
+    )
+    bench.add_argument("name", choices=BENCHES, help="which one")
+    bench.add_argument("--quick", action="store_true", help="fewer rows and repeats")
+    bench.add_argument("--json", metavar="FILE", help="write the figures to FILE")
+    bench.set_defaults(command=_bench)
+
+
+def _run(options: argparse.Namespace, console: Console) -> int:
+    from holdfast.dashboard import watch
+
+    spark = _session(options) if options.host == "spark" else None
+    try:
+        flow = load_flow(options.file, spark)
+        run = flow.start(
+            spark,
+            sites=options.sites,
+            standbys=options.standbys,
+            partitions=options.partitions,
+            listen=options.listen,
+        )
+        with run:
+            if options.quiet:
+                run._ended.wait(options.seconds)
+            else:
+                watch(run, console, options.seconds)
+        run.wait()
+        if options.json:
+            with open(options.json, "w") as file:
+                json.dump(run.status(), file, indent=2, default=str)
+    finally:
+        if spark is not None:
+            spark.stop()
+    return 0
+
+
+def _session(options: argparse.Namespace) -> Any:
+    from pyspark.sql import SparkSession
+
+    from holdfast.spark.session import local_session
+
+    if options.master is None:
+        return local_session("holdfast", options.sites + options.standbys + 4)
+    return SparkSession.builder.master(options.master).appName("holdfast").getOrCreate()
+
+
+def load_flow(path: str, spark: Any) -> Flow:
+    """The flow that a file defines."""
+    if not os.path.isfile(path):
+        raise FlowError(f"there is no file {path}")
+    # Not "__main__", so that a file that starts its flow itself does not do so here.
+    names = runpy.run_path(path, run_name="holdfast_flow_file")
+    found = names.get("flow")
+    if callable(found) and not isinstance(found, Flow):
+        found = found(spark)
+    if not isinstance(found, Flow):
+        raise FlowError(
+            f"{path} defines no flow",
+            hint="name it `flow`, or write a function `flow(spark)` that returns it",
+        )
+    return found
+
+
+def _demo(options: argparse.Namespace, console: Console) -> int:
+    from holdfast.demo import demo
+
+    return 0 if demo(options.seconds, options.sites, console) else 1
+
+
+def _bench(options: argparse.Namespace, console: Console) -> int:
+    import importlib
+
+    module = importlib.import_module(f"holdfast.bench.{options.name}")
+    figures = module.bench(quick=options.quick, console=console)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(figures, file, indent=2)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""The watermark: how far event time has come, row by row, in the recorded input order.
+
+At a row it is the least, over all sources that declare an event time, of the largest time that the
+source has shown up to and including that row; it never falls. A source that has shown none yet
+holds it at `Track.NEVER`, one that is idle does not hold it at all. What leaves this module is
+thinned to the steps that some event-time operator can notice, so a track stays short however many
+rows there are. The batch job and the live ingress both compute it here, and only here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from holdfast.flow.batches import Track
+
+Steps = tuple[np.ndarray, np.ndarray]
+"""Sequence numbers, and the watermark from each of those rows on."""
+
+_NO_STEPS: Steps = (np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+class Watermark:
+    """The watermark over rows that come block by block, each block of one source and in order.
+
+    >>> mark = Watermark([0], boundaries=[(10, 0)])
+    >>> seqs, marks = mark.advance(0, np.arange(5), np.array([3, 12, 11, 19, 25]))
+    >>> seqs.tolist(), marks.tolist()
+    ([0, 1, 4], [3, 12, 25])
+    """
+
+    def __init__(self, sources: Iterable[int], boundaries: Sequence[tuple[int, int]]) -> None:
+        self.boundaries = [(period, offset % period) for period, offset in boundaries]
+        self._top = {source: Track.NEVER for source in sources}
+        self._idle: set[int] = set()
+        self._value = Track.NEVER
+        self._reported = Track.NEVER  # the mark at the last row; a step is a move away from it
+
+    @property
+    def value(self) -> int:
+        """The watermark after everything that was said so far."""
+        return self._value
+
+    def advance(self, source: int, seqs: np.ndarray, times: np.ndarray) -> Steps:
+        """Take the source's next rows, in order; give the steps at them that matter."""
+        if seqs.size == 0:
+            return _NO_STEPS
+        self._idle.discard(source)
+        own = np.maximum(np.maximum.accumulate(times), self._top[source])
+        self._top[source] = int(own[-1])
+        marks = np.maximum(np.minimum(own, self._held_at(source)), self._value)
+        self._value = int(marks[-1])
+        return self._thinned(seqs, marks)
+
+    def observe(self, source: int, max_time: int) -> None:
+        """Rows of `source` have come whose times another machine has: their steps are its to
+        report, here only the largest time is known. Not to be called for an empty block."""
+        self._idle.discard(source)
+        self._top[source] = max(self._top[source], max_time)
+        self._settle()
+        self._reported = self._value
+
+    def idle(self, source: int) -> None:
+        """`source` holds nothing back until it has a row again. What that sets free is a step at
+        the next row of any source: only rows have a place in the order."""
+        self._idle.add(source)
+        self._settle()
+
+    def end(self, seq: int) -> Steps:
+        """The input has ended before `seq`, which no row has: everything closes there."""
+        self._value = self._reported = Track.END
+        return np.array([seq], np.int64), np.array([Track.END], np.int64)
+
+    def _held_at(self, but: int | None = None) -> int:
+        """Where the sources that count (leaving out one) hold the watermark."""
+        tops = (t for s, t in self._top.items() if s != but and s not in self._idle)
+        return min(tops, default=Track.END)
+
+    def _settle(self) -> None:
+        held = self._held_at()
+        if held != Track.END:  # with all sources idle nothing is known, so nothing moves
+            self._value = max(self._value, held)
+
+    def _thinned(self, seqs: np.ndarray, marks: np.ndarray) -> Steps:
+        line = np.concatenate([[self._reported], marks])
+        self._reported = self._value
+        moved = np.zeros(marks.size, bool)
+        for period, offset in self.boundaries:
+            cell = cells(line, period, offset)
+            moved |= cell[1:] != cell[:-1]
+        return seqs[moved], marks[moved]
+
+
+def cells(marks: np.ndarray, period: int, offset: int) -> np.ndarray:
+    """``floor((marks - offset) / period)`` for an offset below the period, without overflow."""
+    quotient, rest = np.divmod(marks, period)
+    return quotient - (rest < offset)
+
+
+def track_of(steps: Sequence[Steps], start: int = Track.NEVER) -> Track:
+    """The track that begins at the mark `start` and takes these steps."""
+    seqs = np.concatenate([np.array([Track.START]), *(s for s, _ in steps)])
+    return Track(seqs, np.concatenate([np.array([start]), *(m for _, m in steps)]))

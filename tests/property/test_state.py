@@ -1,0 +1,268 @@
+"""The state table against a dict: writing, growing, forgetting, and moving partitions."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.flow.keys import KeyWords, key_words, partition_of
+from holdfast.flow.state import CHUNK_BITS, Field, StateTable
+
+from .harness import examples, rows_of, through_ipc
+
+PARTITIONS = 6
+US = pa.timestamp("us")
+FIELDS = {
+    "n": Field(pa.int64()),
+    "x": Field(pa.float64(), -1.5),
+    "flag": Field(pa.bool_(), False),
+    "small": Field(pa.uint8(), 7),
+    "text": Field(pa.string()),
+    "raw": Field(pa.binary()),
+    "at": Field(US),
+    "day": Field(pa.date32()),
+    "ring": Field(pa.float32(), 0, 3),
+    "words": Field(pa.string(), 0, 2),
+}
+POOLS: dict[str, list] = {
+    "n": [0, 1, -(2**63), 2**63 - 1, None],
+    "x": [0.0, -0.0, float("nan"), 1e300, None],
+    "flag": [True, False, None],
+    "small": [0, 255, None],
+    "text": ["", "a", "\u00df", None],
+    "raw": [b"", b"\xff\x00", None],
+    "at": [0, -1, 10**15, None],
+    "day": [0, -1, 19000, None],
+}
+FRESH = {"n": 0, "x": -1.5, "flag": False, "small": 7, "text": None, "raw": None, "at": 0, "day": 0}
+
+
+def words_for(keys: list[int | None]) -> KeyWords:
+    return key_words([pa.array(keys, pa.int64())])
+
+
+class Model:
+    """Key -> column -> value, beside a real table that is told the same."""
+
+    def __init__(self) -> None:
+        self.table = StateTable(FIELDS, PARTITIONS)
+        self.rows: dict[int | None, dict[str, Any]] = {}
+
+    def slots(self, keys: list[int | None]) -> np.ndarray:
+        for key in keys:
+            fresh = FRESH | {"ring": (0.0,) * 3, "words": (None,) * 2}
+            self.rows.setdefault(key, fresh)
+        return self.table.slots(words_for(keys))
+
+    def write(self, keys: list[int | None], rng: random.Random, epoch: int) -> None:
+        slots = self.slots(keys)
+        for name, pool in POOLS.items():
+            values = [rng.choice(pool) for _ in keys]
+            self.table.put(name, slots, pa.array(values, FIELDS[name].kind))
+            for key, value in zip(keys, values, strict=True):
+                self.rows[key] = self.rows[key] | {name: value}
+        for key, slot in zip(keys, slots.tolist(), strict=True):
+            ring, text = [rng.randrange(9) / 2 for _ in range(3)], [rng.choice(["q", None]), "r"]
+            self.table["ring"][slot] = ring
+            self.table["words"][slot] = text
+            self.rows[key] = self.rows[key] | {"ring": tuple(ring), "words": tuple(text)}
+        self.table.touch(slots, epoch)
+
+    def remove(self, keys: list[int | None]) -> None:
+        known = [k for k in keys if k in self.rows]
+        if known:
+            self.table.remove(self.table.slots(words_for(known)))
+        for key in known:
+            self.rows.pop(key, None)
+
+    def check(self) -> None:
+        assert self.table.size == len(self.rows) == self.table.live().size
+        assert self.table.nbytes > 0
+        keys = list(self.rows)
+        if not keys:
+            return
+        slots = self.table.slots(words_for(keys))
+        for name in POOLS:
+            want = pa.array([self.rows[k][name] for k in keys], FIELDS[name].kind)
+            got = self.table.get(name, slots)
+            assert got.type == want.type
+            assert comparable(got) == comparable(want), name
+        for name in ("ring", "words"):
+            want = [self.rows[k][name] for k in keys]
+            assert [tuple(v) for v in self.table[name][slots].tolist()] == want
+
+
+def comparable(column: pa.Array) -> list:
+    return rows_of(pa.record_batch({"c": column}))
+
+
+def key_lists() -> st.SearchStrategy[list[int | None]]:
+    return st.lists(st.none() | st.integers(-20, 20), max_size=12)
+
+
+@examples(60)
+@given(
+    st.lists(st.tuples(st.sampled_from(["write", "remove", "move", "drop"]), key_lists()), max_size=9),
+    st.integers(0, 2**32),
+)
+def test_a_table_is_a_dict(actions: list[tuple[str, list]], seed: int) -> None:
+    rng = random.Random(seed)
+    model = Model()
+    for epoch, (action, keys) in enumerate(actions):
+        if action == "write":
+            model.write(keys, rng, epoch)
+        elif action == "remove":
+            model.remove(keys)
+        elif action == "move":
+            moved = StateTable(FIELDS, PARTITIONS)
+            for part in range(PARTITIONS):
+                moved.install(through_ipc(model.table.extract([part])))
+            model.table = moved
+        elif model.rows:
+            gone = set(rng.sample(range(PARTITIONS), 2))
+            model.table.drop(gone)
+            parts = partition_of(words_for(list(model.rows)), PARTITIONS).tolist()
+            for key, part in zip(list(model.rows), parts, strict=True):
+                if part in gone:
+                    del model.rows[key]
+        model.check()
+
+
+def test_extract_gives_each_partition_once() -> None:
+    table = StateTable({"n": Field(pa.int64())}, PARTITIONS)
+    keys = np.arange(5000)
+    slots = table.slots(KeyWords(keys, None))
+    table["n"][slots] = keys
+    whole = table.extract()
+    assert sorted(whole.column("n").to_pylist()) == keys.tolist()
+    parts = [table.extract([p]) for p in range(PARTITIONS)]
+    assert sum(p.num_rows for p in parts) == 5000
+    for number, part in enumerate(parts):
+        assert set(part.column("__part").to_pylist()) == {number}
+    assert table.extract([]).num_rows == 0
+    assert table.extract([]).schema.equals(whole.schema)
+
+
+def test_install_overwrites_and_adds() -> None:
+    a, b = (StateTable({"n": Field(pa.int64()), "s": Field(pa.string())}, 4) for _ in range(2))
+    for table, keys in ((a, [1, 2, 3]), (b, [2, 3, 4])):
+        slots = table.slots(words_for(keys))
+        table["n"][slots] = np.array(keys) * (10 if table is a else 100)
+        texts = ["x", None, "z"] if table is a else [None, "y", None]
+        table.put("s", slots, pa.array(texts, pa.string()))
+    a.install(b.extract())
+    slots = a.slots(words_for([1, 2, 3, 4]))
+    assert a["n"][slots].tolist() == [10, 200, 300, 400]
+    assert a.get("s", slots).to_pylist() == ["x", None, "y", None]
+    a.install(StateTable({"n": Field(pa.int64()), "s": Field(pa.string())}, 4).extract())
+    assert a.size == 4
+
+
+def test_since_gives_the_chunks_that_changed() -> None:
+    table = StateTable({"n": Field(pa.int64())}, 4)
+    rows = 3 << CHUNK_BITS
+    slots = table.slots(KeyWords(np.arange(rows), None))
+    table.touch(slots, 1)
+    assert table.extract(since=0).num_rows == rows
+    assert table.extract(since=1).num_rows == 0
+    table["n"][slots[5]] = 9
+    table.touch(slots[5:6], 4)
+    changed = table.extract(since=1)
+    assert changed.num_rows == 1 << CHUNK_BITS
+    assert 9 in changed.column("n").to_pylist()
+    copy = StateTable({"n": Field(pa.int64())}, 4)
+    copy.install(table.extract())
+    assert copy.extract(since=3).num_rows >= 1 << CHUNK_BITS  # what changed is known there too
+    assert copy.extract(since=4).num_rows == 0
+
+
+def test_an_increment_brings_a_copy_up_to_date() -> None:
+    rng = random.Random(3)
+    model, copy = Model(), StateTable(FIELDS, PARTITIONS)
+    for epoch in range(6):
+        model.write(rng.choices(range(3000), k=700), rng, epoch)
+        copy.install(through_ipc(model.table.extract(since=epoch - 1)))
+    model.table = copy
+    model.check()
+
+
+def test_a_removed_key_starts_afresh() -> None:
+    model = Model()
+    model.write([1, 2, None], random.Random(1), 0)
+    model.remove([1, None])
+    model.check()
+    model.slots([1, None])
+    model.check()
+
+
+def test_removing_twice_counts_once() -> None:
+    table = StateTable({"n": Field(pa.int64())}, 4)
+    slots = table.slots(words_for([1, 2, 3]))
+    table.remove(np.array([slots[0], slots[0]]))
+    table.remove(slots[:1])
+    assert table.size == 2
+
+
+def test_many_come_and_go() -> None:
+    """Slots are given back: the table does not grow with all keys that ever were."""
+    table = StateTable({"n": Field(pa.int64()), "s": Field(pa.string())}, 4)
+    for start in range(0, 60_000, 1000):
+        keys = np.arange(start, start + 1000)
+        slots = table.slots(KeyWords(keys, None))
+        assert table["n"][slots].sum() == 0
+        table["n"][slots] = keys
+        if start:
+            old = table.slots(KeyWords(keys - 1000, None))
+            assert table["n"][old].tolist() == (keys - 1000).tolist()
+            table.remove(old)
+    assert table.size == 1000
+    assert table.nbytes < 400_000
+
+
+def test_of_a_slot_named_twice_the_last_value_stays() -> None:
+    table = StateTable({"s": Field(pa.string()), "n": Field(pa.int64())}, 4)
+    slots = table.slots(words_for([5, 5, 6, 5]))
+    table.put("s", slots, pa.array(["a", None, "c", "d"]))
+    table.put("n", slots, pa.array([1, 2, 3, None]))
+    assert table.get("s", slots).to_pylist() == ["d", "d", "c", "d"]
+    assert table.get("n", slots).to_pylist() == [None, None, 3, None]
+
+
+def test_backup_and_put_back() -> None:
+    table = StateTable({"s": Field(pa.string()), "n": Field(pa.int64())}, 4)
+    slots = table.slots(words_for([1, 2, 3]))
+    table["n"][slots] = [4, 5, 6]
+    held = table.backup(slots[:2])
+    table.put("n", slots, pa.array([None, 0, None], pa.int64()))
+    table.put("s", slots, pa.array(["x", "y", "z"]))
+    table.put_back(slots[:2], held)
+    assert table.get("n", slots).to_pylist() == [4, 5, None]
+    assert table.get("s", slots).to_pylist() == [None, None, "z"]
+
+
+@pytest.mark.parametrize("kind", [pa.timestamp("ns", "UTC"), pa.duration("ms"), pa.time32("s")])
+def test_times_keep_their_type(kind: pa.DataType) -> None:
+    table = StateTable({"t": Field(kind)}, 4)
+    values = pa.array([0, None, 86_000], pa.int32() if kind.bit_width == 32 else pa.int64()).view(kind)
+    slots = table.slots(words_for([1, 2, 3]))
+    table.put("t", slots, values)
+    assert table.get("t", slots).equals(values)
+    moved = StateTable({"t": Field(kind)}, 4)
+    moved.install(through_ipc(table.extract()))
+    assert moved.get("t", moved.slots(words_for([1, 2, 3]))).equals(values)
+
+
+def test_objects_keep_their_type() -> None:
+    kind = pa.list_(pa.int64())
+    table = StateTable({"l": Field(kind), "d": Field(pa.dictionary(pa.int32(), pa.string()))}, 4)
+    slots = table.slots(words_for([1, 2, 3]))
+    table.put("l", slots, pa.array([[1, 2], None, []], kind))
+    table.put("d", slots, pa.array(["a", None, "a"]).dictionary_encode())
+    assert table.get("l", slots).to_pylist() == [[1, 2], None, []]
+    assert table.get("d", slots).to_pylist() == ["a", None, "a"]
