@@ -34,12 +34,16 @@ class Budget:
     epoch_rows_max: int = 131_072
     epochs_in_flight_max: int = 6
     bytes_in_flight_max: int = 64 << 20
+    small_in_flight_max: int = 2
+    """An epoch that is less than half full waits until fewer than so many are in flight: it would
+    only queue behind them, and fills up in the meantime."""
 
 
 @dataclass(slots=True)
 class _Split:
     blocks: deque[Block] = field(default_factory=deque)
     next_offset: int = 0
+    rows_waiting: int = 0
     idle: bool = False
     ended: bool = False
 
@@ -92,6 +96,7 @@ class Sequencer:
                 )
             split.next_offset = block.end
             split.blocks.append(block)
+            split.rows_waiting += block.rows
             split.idle = False
 
     def _on_epoch_delivered(self, event: EpochDelivered) -> None:
@@ -107,7 +112,7 @@ class Sequencer:
         return effects
 
     def _cut(self) -> EpochRecord | None:
-        if self.finished or not self._has_room():
+        if self.finished or not self._has_room() or self._better_wait():
             return None
         ranges, nbytes = ([], 0) if self._draining else self._take_blocks()
         exhausted = all(s.ended and not s.blocks for s in self.splits.values())
@@ -133,6 +138,11 @@ class Sequencer:
             and sum(self._in_flight.values()) < self.budget.bytes_in_flight_max
         )
 
+    def _better_wait(self) -> bool:
+        if len(self._in_flight) < self.budget.small_in_flight_max:
+            return False
+        return 2 * sum(s.rows_waiting for s in self.splits.values()) < self.budget.epoch_rows_max
+
     def _take_blocks(self) -> tuple[list[Range], int]:
         """Whole blocks, a turn for each split, until the epoch is full; then in row order."""
         taken: dict[tuple[StageId, int], list[Block]] = {}
@@ -144,6 +154,7 @@ class Sequencer:
             blocks = self.splits[key].blocks
             if blocks:
                 block = blocks.popleft()
+                self.splits[key].rows_waiting -= block.rows
                 taken.setdefault(key, []).append(block)
                 rows, nbytes = rows + block.rows, nbytes + block.nbytes
                 waiting.append(key)

@@ -9,6 +9,7 @@ from the data. Comparing order keys is all that an ordered merge has to do.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import pyarrow as pa
@@ -40,6 +41,7 @@ def order_arrays(batch: pa.RecordBatch) -> list[pa.Array]:
     return [batch.column(n) for n in batch.schema.names if is_order_name(n)]
 
 
+@lru_cache(maxsize=1024)
 def empty(schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([pa.array([], f.type) for f in schema], schema=schema)
 

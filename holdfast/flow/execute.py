@@ -40,8 +40,10 @@ class StageRunner:
         self.operator: KeyedOperator | None = (
             stage.operator.open(partitions) if stage.operator else None
         )
+        self._gives_dead_letters = any(e.register == DEAD for e in stage.outputs)
         self._dead: list[pa.RecordBatch] = []
         self.dead_rows = 0
+        self._read = {e.register for e in stage.outputs} | {s.source for s in stage.steps}
         self._over_dead = _descendants(stage, DEAD)
 
     def run_source(self, batch: pa.RecordBatch, epoch: int) -> dict[int, pa.RecordBatch]:
@@ -62,10 +64,6 @@ class StageRunner:
                 kept[name] = registers[name].select(names)
         return self._finish(kept, epoch)
 
-    @property
-    def _read(self) -> set[str]:
-        return {e.register for e in self.stage.outputs} | {s.source for s in self.stage.steps}
-
     def merged(self, inputs: list[list[pa.RecordBatch]]) -> list[pa.RecordBatch]:
         """One batch for each input of the head, in sequence order."""
         arity = 1 + max(e.input for e in self.stage.inputs)
@@ -80,8 +78,9 @@ class StageRunner:
         for planned in self.stage.steps:
             if planned.target not in self._over_dead:
                 registers[planned.target] = self._step(planned, registers[planned.source], epoch)
-        registers[DEAD] = concat([empty(_DEAD_PORT.full_schema), *self._dead])
-        self._dead = []
+        if self._gives_dead_letters:
+            registers[DEAD] = concat([empty(_DEAD_PORT.full_schema), *self._dead])
+            self._dead = []
         for planned in self.stage.steps:
             if planned.target in self._over_dead:
                 registers[planned.target] = self._step(planned, registers[planned.source], epoch)
@@ -129,7 +128,10 @@ class StageRunner:
             # after those of the first half that stand at the same place.
             seq = min(int(order_of(b)[0][0]) for b in second if b.num_rows)
             tracks = track.split(seq - 1)
-            results = [self._operate(p, t, epoch) for p, t in zip((first, second), tracks, strict=True)]
+            results = [
+                self._operate(first, tracks[0], epoch),
+                self._operate(second, tracks[1], epoch),
+            ]
             return {name: sort(concat([r[name] for r in results])) for name in results[0]}
 
     def _put_aside(

@@ -352,7 +352,9 @@ class KeyedStream:
             emit = {k: Col(k) for k in self.keys}
             for key in ("start", "end", "dur"):
                 if key in emit:
-                    raise FlowError(f"{where}: the key {key!r} has the name of a result", hint="use emit=")
+                    raise FlowError(
+                        f"{where}: the key {key!r} has the name of a result", hint="use emit="
+                    )
             emit |= {"start": at_start(time), "end": col(time), "dur": col(time) - at_start(time)}
         operator = Sessions(
             self.keys, self.stream.port, start, end, {n: wrap(e) for n, e in emit.items()}, where
@@ -365,7 +367,7 @@ class KeyedStream:
         """Pairs of rows of the two streams with equal keys and event times at most `within` apart."""
         where = self._where("join")
         if not isinstance(other, KeyedStream):
-            raise FlowError(f"{where}: {type(other).__name__} has no key", hint="use key_by() on it")
+            raise FlowError(f"{where}: {type(other).__name__} has no key", hint="use key_by()")
         if other.stream.flow is not self.stream.flow:
             raise FlowError(f"{where}: the streams belong to different flows")
         if other.keys != self.keys:

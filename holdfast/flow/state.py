@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from holdfast.flow.keys import KeyIndex, KeyWords, partition_of
 CHUNK_BITS = 10
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Field:
     """One column of state: its Arrow type, the value of a new key, and how many per key."""
 
@@ -29,7 +30,7 @@ class Field:
     fill: Any = 0
     width: int | None = None
 
-    @property
+    @cached_property
     def dtype(self) -> np.dtype:
         """How numpy stores it: numbers and times as numbers, everything else as objects."""
         if is_plain(self.kind):

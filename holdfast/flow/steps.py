@@ -223,7 +223,7 @@ def _checked(result: Any, schema: pa.Schema, label: str) -> pa.RecordBatch:
                 f"{label}() returned {field.name!r} as {column.type}, not {field.type}: {error}"
             ) from error
         if arrays[-1].null_count and not field.nullable:
-            raise TypeError(f"{label}() returned a null in {field.name!r}, which it declared without")
+            raise TypeError(f"{label}() returned a null in {field.name!r}, declared not nullable")
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 

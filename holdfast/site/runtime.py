@@ -415,7 +415,7 @@ class Site:
         except Exception as error:
             self._fail(error)
         if isinstance(order, IngestEpoch):
-            self._read_ahead()
+            asyncio.get_running_loop().call_soon(self._read_ahead)
         asyncio.get_running_loop().call_soon(self._do_one)
 
     def _finish(self) -> None:
@@ -461,6 +461,8 @@ class Site:
                 wire.Blocks(source, number, (block,)),
                 BlocksAvailable(StageId(source), number, (block,)),
             )
+            if block.rows < options.block_rows:
+                return  # that was all there is; asking again at once would only find crumbs
         else:
             return
         if split.ended:

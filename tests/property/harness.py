@@ -12,6 +12,7 @@ import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +20,6 @@ from hypothesis import settings
 
 from holdfast.flow.batches import Track, is_order_name, merge, order_of, with_order
 from holdfast.flow.execute import StageRunner
-from holdfast.flow.expr import is_plain
 from holdfast.flow.graph import Flow
 from holdfast.flow.keys import key_words, partition_of
 from holdfast.flow.plan import Plan, Stage, plan
@@ -144,7 +144,7 @@ class _Cluster:
     def run(self) -> Result:
         total = len(self.given.turns)
         bounds = [0, *sorted(min(c, total) for c in self.shape.cuts), total]
-        for epoch, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        for epoch, (start, stop) in enumerate(pairwise(bounds)):
             if epoch == self.shape.move_at:
                 self._move()
             self._epoch(epoch, start, stop, last=epoch == len(bounds) - 2)
@@ -283,7 +283,7 @@ def through_ipc(batch: pa.RecordBatch) -> pa.RecordBatch:
 def _require_unique_order(batch: pa.RecordBatch, stage: str) -> None:
     """An order key that two rows share would leave their order to chance."""
     keys = list(zip(*(c.tolist() for c in order_of(batch)), strict=True))
-    twice = [(a, b) for a, b in zip(keys, keys[1:], strict=False) if a >= b]
+    twice = [(a, b) for a, b in pairwise(keys) if a >= b]
     assert not twice, f"into {stage!r}: order keys not ascending: {twice[0]}"
 
 
@@ -298,7 +298,6 @@ __all__ = [
     "Shape",
     "bits_of",
     "examples",
-    "is_plain",
     "naive_marks",
     "rows_of",
     "run",

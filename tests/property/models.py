@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from holdfast.flow.batches import Track
+
 from .harness import Input, rows_of
 
 Row = dict[str, Any]

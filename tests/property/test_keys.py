@@ -48,9 +48,7 @@ def canonical(column: pa.Array) -> list:
         column = column.view(pa.int32() if column.type.bit_width == 32 else pa.int64())
     same = {True: "true", False: "false"} if pa.types.is_boolean(column.type) else {}
     values = [same.get(v, v) for v in column.to_pylist()]
-    return [
-        ("NaN" if math.isnan(v) else v + 0.0) if isinstance(v, float) else v for v in values
-    ]
+    return [("NaN" if math.isnan(v) else v + 0.0) if isinstance(v, float) else v for v in values]
 
 
 @st.composite
@@ -127,7 +125,9 @@ def test_strings_are_the_same_key_in_every_encoding() -> None:
     plain = words_of(pa.array(values, pa.string()))
     for kind in kinds:
         assert words_of(pa.array(values, kind)) == plain
-    reordered = pa.DictionaryArray.from_arrays([2, 1, None, 0, 1, 3], ["\u00df", "a", "", "x" * 100])
+    reordered = pa.DictionaryArray.from_arrays(
+        [2, 1, None, 0, 1, 3], ["\u00df", "a", "", "x" * 100]
+    )
     assert words_of(reordered) == plain
 
 
@@ -159,9 +159,9 @@ def test_partitions_are_pinned() -> None:
 
 @pytest.mark.parametrize("seed", ["0", "12345"])
 def test_partitions_do_not_depend_on_the_process(seed: str) -> None:
-    tests = Path(__file__).parent
-    code = "from property import test_keys; print(test_keys.pinned_partitions())"
-    roots = [str(Path(holdfast.__file__).parent.parent), str(tests.parent)]
+    code = f"import {__name__} as here; print(here.pinned_partitions())"
+    top = Path(__file__).parents[__name__.count(".")]
+    roots = [str(Path(holdfast.__file__).parent.parent), str(top)]
     env = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(roots)}
     out = subprocess.run(
         [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
@@ -198,7 +198,8 @@ class Model:
         assert sorted(self.slots.values()) == list(range(index.size))
         # The rows that brought a key: the first of each, in the order of the slots.
         assert slots[fresh].tolist() == list(range(size, index.size))
-        assert fresh.tolist() == [keys.index(keys[row]) for row in fresh.tolist()]
+        earliest = {key: row for row, key in reversed(list(enumerate(keys)))}
+        assert fresh.tolist() == [earliest[keys[row]] for row in fresh.tolist()]
 
 
 @examples(60)

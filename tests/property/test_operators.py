@@ -32,6 +32,7 @@ from holdfast.flow.operators.custom import KeyedFunction
 from holdfast.flow.plan import plan
 from holdfast.flow.sinks import discard
 from holdfast.flow.sources import rows
+
 from . import models
 from .harness import (
     Input,
@@ -232,9 +233,7 @@ def test_time_window(world: World, size: int, per: int, lateness: int, two: bool
     result = check(flow, given_, world.shape)
     marks = naive_marks(plan(flow), given_)
     stream = models.stream(given_, "s")
-    out, late = models.time_window(
-        stream, world.keys, "ts", size, every, lateness, aggs, marks
-    )
+    out, late = models.time_window(stream, world.keys, "ts", size, every, lateness, aggs, marks)
     schema = without_order(result.sinks["out"]).schema
     assert _closed(result.sinks["out"]) == sorted(models.expected(out, schema), key=repr)
     expect(result, "late", late)
@@ -348,7 +347,12 @@ class Changes(KeyedFunction):
 
     state = {"last": (pa.string(), None), "seen": (pa.int64(), 0), "top": (pa.float64(), -1e9)}  # noqa: RUF012
     output = pa.schema(
-        [("before", pa.string()), ("name", pa.string()), ("seen", pa.int64()), ("top", pa.float64())]
+        [
+            ("before", pa.string()),
+            ("name", pa.string()),
+            ("seen", pa.int64()),
+            ("top", pa.float64()),
+        ]
     )
 
     def process(self, rows: Any, state: Any) -> tuple[np.ndarray, dict[str, Any]]:
@@ -439,12 +443,8 @@ def test_stateless_steps(world: World) -> None:
         if (x is not None and x > 0) or r["name"] == "y":
             wanted.append((order, r | {"x": x, "y": 3, "z": r["v"] > 0}))
     expect(result, "picked", wanted)
-    expect(
-        result, "arrow", [(o, r | {"twice": 2 * r["i"], "n": r["n"] // 7}) for o, r in stream]
-    )
-    expect(
-        result, "pandas", [(o, r | {"twice": 2 * r["i"]}) for o, r in stream if r["i"] != 2]
-    )
+    expect(result, "arrow", [(o, r | {"twice": 2 * r["i"], "n": r["n"] // 7}) for o, r in stream])
+    expect(result, "pandas", [(o, r | {"twice": 2 * r["i"]}) for o, r in stream if r["i"] != 2])
     expect(result, "flat", _repeated(stream))
 
 
@@ -501,7 +501,9 @@ def test_an_expression_does_not_mind_the_batch(op: str, a: Any, b: Any, seed: in
     whole = run(flow, given_).rows("out")
     assert run(flow, given_, Shape(cuts=range(12))).rows("out") == whole
     if op not in "&|":
-        missing = [any(row[n] is None for n in [*a.columns(), *b.columns()]) for row in batch.to_pylist()]
+        missing = [
+            any(row[n] is None for n in [*a.columns(), *b.columns()]) for row in batch.to_pylist()
+        ]
         assert [row[0] is None for row in whole] == missing
 
 
@@ -558,7 +560,9 @@ def test_diamond(world: World, flat: bool) -> None:
     both.sink("both", discard())
     result = check(flow, world.input, world.shape)
     stream = models.stream(world.input, "s")
-    model = [((*o, 0, 0)[: 3 if flat else 1] + (0,) * (not flat), r) for o, r in stream if r["i"] < 50]
+    model = [
+        ((*o, 0, 0)[: 3 if flat else 1] + (0,) * (not flat), r) for o, r in stream if r["i"] < 50
+    ]
     if flat:
         model += [((*o, 1), r) for o, r in _repeated(stream)]
     else:
@@ -619,7 +623,7 @@ def test_join_after_windows(world: World) -> None:
 
 
 @pytest.mark.parametrize("fresh", [True, False], ids=["to fresh runners", "between runners"])
-@examples(25)
+@examples(8)
 @given(worlds(), st.integers(1, 4), st.integers(1, 4))
 def test_state_moves_half_way(fresh: bool, world: World, sites: int, after: int) -> None:
     """All kinds of state at once: extracted, carried and installed in the middle of the run."""

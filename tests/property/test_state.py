@@ -108,7 +108,9 @@ def key_lists() -> st.SearchStrategy[list[int | None]]:
 
 @examples(60)
 @given(
-    st.lists(st.tuples(st.sampled_from(["write", "remove", "move", "drop"]), key_lists()), max_size=9),
+    st.lists(
+        st.tuples(st.sampled_from(["write", "remove", "move", "drop"]), key_lists()), max_size=9
+    ),
     st.integers(0, 2**32),
 )
 def test_a_table_is_a_dict(actions: list[tuple[str, list]], seed: int) -> None:
@@ -249,7 +251,9 @@ def test_backup_and_put_back() -> None:
 @pytest.mark.parametrize("kind", [pa.timestamp("ns", "UTC"), pa.duration("ms"), pa.time32("s")])
 def test_times_keep_their_type(kind: pa.DataType) -> None:
     table = StateTable({"t": Field(kind)}, 4)
-    values = pa.array([0, None, 86_000], pa.int32() if kind.bit_width == 32 else pa.int64()).view(kind)
+    values = pa.array([0, None, 86_000], pa.int32() if kind.bit_width == 32 else pa.int64()).view(
+        kind
+    )
     slots = table.slots(words_for([1, 2, 3]))
     table.put("t", slots, values)
     assert table.get("t", slots).equals(values)

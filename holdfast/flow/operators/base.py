@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -24,7 +25,7 @@ from holdfast.flow.keys import KeyWords, key_words
 from holdfast.flow.state import Field, StateTable
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Port:
     """One output of an operator: its user columns and the width of its order key.
 
@@ -37,7 +38,7 @@ class Port:
     event_time: str | None = None
     delay: int = 0
 
-    @property
+    @cached_property
     def full_schema(self) -> pa.Schema:
         return with_order(self.schema, self.width)
 
@@ -139,7 +140,7 @@ class Agg:
             given = pa.float64() if pa.types.is_floating(taken) else pa.int64()
         return cls(name, aggregate.kind, aggregate.expr, taken, given)
 
-    @property
+    @cached_property
     def field(self) -> Field:
         """The state it folds into, starting from the neutral element."""
         match self.kind:
@@ -225,4 +226,14 @@ def columns_of(exprs: Sequence[Expr | Aggregate]) -> set[str]:
     return {name for e in exprs for name in e.columns()}
 
 
-__all__ = ["Agg", "Col", "KeyedOperator", "Port", "broadcast", "columns_of", "infer", "one_zero", "require_columns"]
+__all__ = [
+    "Agg",
+    "Col",
+    "KeyedOperator",
+    "Port",
+    "broadcast",
+    "columns_of",
+    "infer",
+    "one_zero",
+    "require_columns",
+]

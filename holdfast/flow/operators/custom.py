@@ -78,7 +78,8 @@ class CustomOperator(KeyedOperator):
         self.function = function
         self.label = type(function).__name__
         self.needs[0] |= set(source.schema.names)
-        self._fields = {n: _field(n, s, f"{where}, {self.label}") for n, s in function.state.items()}
+        here = f"{where}, {self.label}"
+        self._fields = {n: _field(n, spec, here) for n, spec in function.state.items()}
         if not isinstance(function.output, pa.Schema):
             raise FlowError(f"{where}: {self.label}.output must be a pyarrow.Schema")
         fields = [source.schema.field(k) for k in keys if k not in function.output.names]
@@ -140,7 +141,8 @@ def _field(name: str, spec: object, where: str) -> Field:
     if name.startswith("__"):
         raise FlowError(f"{where}: the name {name!r} of a state is reserved (it starts with __)")
     if not (isinstance(spec, tuple) and len(spec) == 2 and isinstance(spec[0], pa.DataType)):
-        raise FlowError(f"{where}: state {name!r} is {spec!r}", hint="give (type, value of a new key)")
+        hint = "give (type, value of a new key)"
+        raise FlowError(f"{where}: state {name!r} is {spec!r}", hint=hint)
     field = Field(*spec)
     try:
         field.loaded(field.allocate(1), None)

@@ -44,8 +44,9 @@ class Sessions(KeyedOperator):
             if not pa.types.is_boolean(kind):
                 raise FlowError(f"{where}: {what}={condition} is not a condition but {kind}")
         for name in source.schema.names:
-            if AtStart.PREFIX + name in source.schema.names:
-                raise FlowError(f"{where}: {AtStart.PREFIX + name!r} means at_start({name!r}); rename it")
+            taken = AtStart.PREFIX + name
+            if taken in source.schema.names:
+                raise FlowError(f"{where}: {taken!r} means at_start({name!r}); rename the column")
         opened = [pa.field(AtStart.PREFIX + f.name, f.type) for f in source.schema]
         both = pa.schema([*source.schema, *opened])
         fields = [pa.field(n, infer(e, both, f"{where}, emit {n!r}")) for n, e in emit.items()]

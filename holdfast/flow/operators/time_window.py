@@ -120,7 +120,8 @@ class TimeWindow(KeyedOperator):
         self.table["__window"][first_slots] = window[opening]
         self.table["__hash"][first_slots] = _key_hash(words.take(opening))
         for key in self.keys:
-            self.table.put(f"__key.{key}", first_slots, batch.column(key).take(pa.array(first_rows)))
+            values = batch.column(key).take(pa.array(first_rows))
+            self.table.put(f"__key.{key}", first_slots, values)
         for agg in self.aggs:
             operand = operands[agg.name]
             if agg.kind == "first":

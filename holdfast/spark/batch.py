@@ -1,0 +1,542 @@
+"""The same flow as an ordinary Spark job over DataFrames: backfill for users, oracle for tests.
+
+Every input row gets the sequence number that it has, or would have, in a live run; from then on
+the stages run the very code that sites run. A first, small job per source learns how many rows
+each part of it has and how its event times move; the rest is lazy. A keyed stage is one shuffle
+of parcels, and merges them as it reads, so memory does not grow with the input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from holdfast.core.ids import Epoch, StageId
+from holdfast.core.records import EpochRecord, Range
+from holdfast.errors import FlowError, InputError
+from holdfast.flow.batches import Track, with_order as with_order_columns
+from holdfast.flow.execute import StageRunner
+from holdfast.flow.graph import Flow
+from holdfast.flow.groups import Groups
+from holdfast.flow.operators.time_window import event_times
+from holdfast.flow.plan import Exchange, Plan, Stage
+from holdfast.flow.steps import conform
+from holdfast.flow.watermark import Steps, Watermark, track_of
+from holdfast.spark import parcels
+from holdfast.spark.session import use_this_python
+
+BLOCK, SPLIT = "__block", "__split"
+_SPLIT_BITS = 20
+_RANGE_ROWS, _RANGES_MAX = 500_000, 64
+_SURVEY_DDL = "code long, rows long, at array<long>, marks array<long>"
+
+
+def batch(
+    flow: Flow,
+    spark: SparkSession,
+    inputs: Mapping[str, DataFrame],
+    *,
+    records: Sequence[EpochRecord | Mapping[str, Any]] | None = None,
+    partitions: int = 8,
+    sink: str | None = None,
+    with_order: bool = False,
+) -> Any:
+    """The rows of the flow's sink as a DataFrame; of several sinks, a dict of them by name.
+
+    Rows of an input come in the order of the DataFrame, or of its source's ``order_by`` columns
+    (which should tell all rows apart), and one source after the other; with `records`, the epoch
+    records of a live run, in the order of that run. A source with several splits then needs a
+    column ``__split`` that says which split a row is of. `with_order` adds the order key of every
+    result, ``__o0`` and so on, by which the DataFrame can be sorted.
+    """
+    use_this_python(spark)
+    planned = parcels.checked_plan(flow, inputs, partitions, streaming=False)
+    job = _Job(planned, _order(planned, inputs, records), partitions)
+    results = {s.name: job.result(s, with_order) for s in parcels.wanted_sinks(planned, sink)}
+    return results if len(results) > 1 else next(iter(results.values()))
+
+
+# --- stages as DataFrames -------------------------------------------------------------------------
+
+
+class _Job:
+    """The DataFrames of the stages. Consumers of a stage share one shuffle of its parcels, which
+    Spark then computes once per query (ReusedExchange)."""
+
+    def __init__(self, planned: Plan, order: _Order, partitions: int) -> None:
+        self.plan, self.order, self.partitions = planned, order, partitions
+        self._parcels: dict[tuple[int, ...], DataFrame] = {}
+
+    def result(self, sink: Stage, with_order: bool) -> DataFrame:
+        schema = parcels.sink_schema(sink, with_order)
+        made = []
+        for producer, exchanges in self._by_producer(sink):
+            outlet = _Rows(exchanges, schema)
+            made.append(self._run(producer, outlet))
+        return reduce(DataFrame.unionAll, made)
+
+    def _by_producer(self, stage: Stage) -> list[tuple[Stage, list[Exchange]]]:
+        producers = dict.fromkeys(e.producer for e in stage.inputs)
+        return [
+            (self.plan.stages[p], [e for e in stage.inputs if e.producer == p]) for p in producers
+        ]
+
+    def _run(self, stage: Stage, outlet: _Rows | _Parcels) -> DataFrame:
+        planned, lean = parcels.shipped(self.plan, stage)
+        if stage.kind == "source":
+            read = self.order.sources[stage.id]
+            task: Any = _SourceTask(planned, lean, read, outlet, stage.source.schema)
+            return read.df.mapInArrow(task, outlet.ddl)
+        task = _KeyedTask(planned, lean, self.order.track, self.partitions, outlet)
+        sent = self._sent_to(stage).repartitionById(self.partitions, F.col("bucket"))
+        return sent.sortWithinPartitions("low").mapInArrow(task, outlet.ddl)
+
+    def _sent_to(self, stage: Stage) -> DataFrame:
+        """All parcels for a keyed stage; with a single producer also those for its siblings."""
+        producers = self._by_producer(stage)
+        if len(producers) == 1:
+            producer = producers[0][0]
+            keyed = [e for e in producer.outputs if e.keys is not None]
+            return self._parcels_of(producer, keyed)
+        return reduce(DataFrame.unionAll, [self._parcels_of(p, e) for p, e in producers])
+
+    def _parcels_of(self, producer: Stage, exchanges: list[Exchange]) -> DataFrame:
+        key = tuple(e.id for e in exchanges)
+        if key not in self._parcels:
+            self._parcels[key] = self._run(producer, _Parcels(exchanges, self.partitions))
+        return self._parcels[key]
+
+
+class _Parcels:
+    """A task's result as parcels for the stages that come next."""
+
+    ddl = parcels.DDL
+
+    def __init__(self, exchanges: list[Exchange], partitions: int) -> None:
+        self.exchanges, self.partitions = exchanges, partitions
+
+    def __call__(self, outputs: dict[int, pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        packed = parcels.pack(outputs, self.exchanges, self.partitions)
+        for start in range(0, packed.num_rows, 64):  # some megabytes at a time
+            yield packed.slice(start, 64)
+
+
+class _Rows:
+    """A task's result as the rows of a sink."""
+
+    def __init__(self, exchanges: list[Exchange], schema: pa.Schema) -> None:
+        self.exchanges, self.schema = exchanges, schema
+        self.ddl = parcels.spark_schema(schema)
+
+    def __call__(self, outputs: dict[int, pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for exchange in self.exchanges:
+            rows = outputs[exchange.id]
+            if rows.num_rows:
+                yield parcels.to_spark(rows, self.schema)
+
+
+class _KeyedTask:
+    """Some buckets of a keyed stage, over their parcels in the order of ``low``."""
+
+    def __init__(
+        self,
+        planned: Plan,
+        stage: Stage,
+        track: Track,
+        partitions: int,
+        outlet: _Rows | _Parcels,
+    ) -> None:
+        self.plan, self.stage, self.track = planned, stage, track
+        self.partitions, self.outlet = partitions, outlet
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        runner = StageRunner(self.plan, self.stage, self.partitions)
+        merge, track = _Merge([e.id for e in self.stage.inputs]), self.track
+        for arrived in batches:
+            for exchange, low, rows in parcels.unpack(arrived, set(merge.held)):
+                if merge.due:
+                    ready = merge.below(low)
+                    before, track = track.split(low - 1)
+                    yield from self.outlet(runner.run_keyed(ready, before, 0))
+                merge.add(exchange, rows)
+        if merge.touched:
+            yield from self.outlet(runner.run_keyed(merge.rest(), track, 0))
+
+
+class _Merge:
+    """Rows that have come and may still be preceded by others.
+
+    Parcels come in the order of their lowest sequence number, so whatever is below the next
+    one's is complete.
+    """
+
+    def __init__(self, exchanges: list[int]) -> None:
+        self.held: dict[int, list[pa.RecordBatch]] = {e: [] for e in exchanges}
+        self.touched = False
+        self._rows, self._goal = 0, parcels.BLOCK_ROWS
+
+    @property
+    def due(self) -> bool:
+        return self._rows >= self._goal
+
+    def add(self, exchange: int, rows: pa.RecordBatch) -> None:
+        self.held[exchange].append(rows)
+        self._rows += rows.num_rows
+        self.touched = True
+
+    def below(self, seq: int) -> list[list[pa.RecordBatch]]:
+        """Take out the rows below the sequence number `seq`, per exchange."""
+        taken = []
+        for exchange, batches in self.held.items():
+            early = [b.column("__o0").to_numpy() < seq for b in batches]
+            taken.append([b.filter(pa.array(e)) for b, e in zip(batches, early, strict=True)])
+            kept = [b.filter(pa.array(~e)) for b, e in zip(batches, early, strict=True)]
+            self.held[exchange] = [b for b in kept if b.num_rows]
+        self._rows = sum(b.num_rows for held in self.held.values() for b in held)
+        self._goal = 2 * self._rows + parcels.BLOCK_ROWS  # or long overlaps are gone through again
+        return taken
+
+    def rest(self) -> list[list[pa.RecordBatch]]:
+        return list(self.held.values())
+
+
+# --- the order of the input -----------------------------------------------------------------------
+
+
+@dataclass
+class _Read:
+    """A source's DataFrame and how its rows are numbered.
+
+    A row's *code* says which block (Spark partition, or range of the order columns) and split it
+    is in; ``first[code]`` is the offset of the block's first row in its split. ``ranges[split]``
+    has the offsets at which recorded ranges start and end, and their first sequence numbers.
+    """
+
+    df: DataFrame
+    name: str
+    split_column: bool
+    rows: dict[int, int] = field(default_factory=dict)
+    first: dict[int, int] = field(default_factory=dict)
+    steps: dict[int, Steps] = field(default_factory=dict)
+    ranges: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"df": None, "steps": {}}
+
+    def split_rows(self, split: int) -> int:
+        return sum(n for code, n in self.rows.items() if _split_of(code) == split)
+
+    def locate(self) -> None:
+        """Work out the offset of every block's first row: blocks of a split, one after another."""
+        reached: dict[int, int] = {}
+        for code in sorted(self.rows):
+            split = _split_of(code)
+            self.first[code] = reached.get(split, 0)
+            reached[split] = self.first[code] + self.rows[code]
+
+    def seqs(self, split: int, offsets: np.ndarray) -> np.ndarray:
+        """The sequence numbers of a split's rows; -1 for those that no epoch has."""
+        if split not in self.ranges:
+            return np.full(offsets.size, -1, np.int64)
+        starts, ends, seqs = self.ranges[split]
+        at = np.searchsorted(starts, offsets, "right") - 1
+        inside = (at >= 0) & (offsets < ends[at])
+        return np.where(inside, seqs[at] + offsets - starts[at], -1)
+
+
+def _split_of(code: int) -> int:
+    return code & ((1 << _SPLIT_BITS) - 1)
+
+
+@dataclass
+class _Order:
+    """All sources with their numbering, and the watermark over their rows."""
+
+    sources: dict[int, _Read]
+    track: Track
+
+
+def _order(
+    planned: Plan,
+    inputs: Mapping[str, DataFrame],
+    records: Sequence[EpochRecord | Mapping[str, Any]] | None,
+) -> _Order:
+    known = None if records is None else [_as_record(r) for r in records]
+    reads = {s.id: _survey(planned, s, inputs[s.name], known) for s in planned.sources}
+    if known is None:
+        known = [_one_epoch(reads)]
+    _number(planned, reads, known)
+    track = Track.flat(Track.NEVER)
+    if planned.boundaries:
+        track = _track(planned, reads, known)
+    return _Order(reads, track)
+
+
+def _as_record(record: EpochRecord | Mapping[str, Any]) -> EpochRecord:
+    if isinstance(record, EpochRecord):
+        return record
+    ranges = tuple(Range(StageId(s), p, a, b, None) for s, p, a, b in record["ranges"])
+    idle = tuple(StageId(s) for s in record.get("idle", ()))
+    ended = bool(record.get("ended", False))
+    return EpochRecord(Epoch(record["epoch"]), record["base"], ranges, idle, ended, ended)
+
+
+def _one_epoch(reads: dict[int, _Read]) -> EpochRecord:
+    """Without records: everything in one epoch, source after source."""
+    ranges = [Range(StageId(s), 0, 0, r.split_rows(0), None) for s, r in reads.items()]
+    return EpochRecord(Epoch(0), 0, tuple(r for r in ranges if r.rows), (), True, True)
+
+
+def _number(planned: Plan, reads: dict[int, _Read], records: list[EpochRecord]) -> None:
+    """Tell every source the sequence numbers of its ranges."""
+    found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for record in records:
+        seq = record.base
+        for r in record.ranges:
+            found.setdefault((r.source, r.split), []).append((r.start, r.end, seq))
+            seq += r.rows
+    for (source, split), ranges in found.items():
+        if source not in reads:
+            raise FlowError(f"flow {planned.flow!r}: the records name {source}, which is no source")
+        read = reads[source]
+        _refuse_missing(planned.flow, read, split, max(end for _, end, _ in ranges))
+        read.ranges[split] = np.array(sorted(ranges), np.int64).T
+
+
+def _refuse_missing(flow: str, read: _Read, split: int, end: int) -> None:
+    where = f"flow {flow!r}, source {read.name!r}"
+    if split > 0 and not read.split_column:
+        raise FlowError(
+            f"{where}: the records name split {split}, but the DataFrame has no column {SPLIT!r}",
+            hint="add one that says which split each row is of",
+        )
+    if end > read.split_rows(split):
+        raise FlowError(
+            f"{where}: the records go up to row {end} of split {split}, "
+            f"but the DataFrame has {read.split_rows(split)}"
+        )
+
+
+def _track(planned: Plan, reads: dict[int, _Read], records: list[EpochRecord]) -> Track:
+    """The watermark over all recorded rows, from the steps that each block has by itself.
+
+    A row can only move the watermark if it does so within its own block; so these few rows, in
+    sequence order, are all that has to be looked at. As live, an epoch's idle sources let go
+    behind its last row.
+    """
+    timed = [s.id for s in planned.sources if s.event_time is not None]
+    mark = Watermark(timed, planned.boundaries)
+    candidates = {s: _candidates(reads[s]) for s in timed}
+    steps: list[Steps] = []
+    end = 0
+    for record in records:
+        end = record.base
+        for r in record.ranges:
+            if r.source in candidates and r.rows:
+                steps.append(mark.advance(r.source, *_within(candidates[r.source], end, end + r.rows)))
+            end += r.rows
+        for source in set(record.idle) & set(timed):
+            mark.idle(source)
+        if record.idle:
+            steps.append((np.array([end - 1]), np.array([mark.value])))
+    if not records or records[-1].ended:
+        steps.append(mark.end(end))
+    return _rising(track_of(steps))
+
+
+def _candidates(read: _Read) -> Steps:
+    """The rows of a source at which its own largest time may move on, by sequence number."""
+    seqs, marks = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for code, (at, values) in read.steps.items():
+        seqs.append(read.seqs(_split_of(code), read.first[code] + at))
+        marks.append(values)
+    seq, mark = np.concatenate(seqs), np.concatenate(marks)
+    order = np.argsort(seq, kind="stable")
+    return seq[order], mark[order]
+
+
+def _within(candidates: Steps, start: int, end: int) -> Steps:
+    """The candidates in ``[start, end)``, and the first row: a row, if of no time that matters,
+    ends its source's idleness."""
+    seqs, marks = candidates
+    a, b = np.searchsorted(seqs, [start, end])
+    return np.append(start, seqs[a:b]), np.append(Track.NEVER, marks[a:b])
+
+
+def _rising(track: Track) -> Track:
+    seqs, marks = track.seqs, np.maximum.accumulate(track.marks)
+    keep = np.append(True, marks[1:] > marks[:-1])
+    return Track(seqs[keep], marks[keep])
+
+
+# --- reading a source -----------------------------------------------------------------------------
+
+
+def _survey(
+    planned: Plan, stage: Stage, df: DataFrame, records: list[EpochRecord] | None
+) -> _Read:
+    """Count a source's rows by block and split, and find the steps of their event times."""
+    assert stage.source is not None
+    splits = records is not None and SPLIT in df.columns
+    used = [*stage.used["out"], *([SPLIT] if splits else [])]
+    order = parcels.order_columns(stage)
+    blocked = _ranged(df, order, used) if order else _as_it_is(df, used)
+    read = _Read(blocked.select(*used, BLOCK), stage.name, splits)
+    on = stage.event_time if planned.boundaries else None
+    schema = pa.schema([stage.source.schema.field(on)]) if on else pa.schema([])
+    count = _SurveyTask(schema, on, planned.boundaries, stage.name)
+    names = [*([on] if on else []), *([SPLIT] if splits else []), BLOCK]
+    for row in blocked.select(*names).mapInArrow(count, _SURVEY_DDL).collect():
+        read.rows[row.code] = row.rows
+        read.steps[row.code] = (np.array(row.at, np.int64), np.array(row.marks, np.int64))
+    read.locate()
+    return read
+
+
+def _as_it_is(df: DataFrame, used: list[str]) -> DataFrame:
+    """The DataFrame in its own order: by Spark partition, and as rows come within one.
+
+    What a shuffle gives may come in another order, or be cut otherwise, when it is run again;
+    then the order of one run is kept.
+    """
+    df = df.select(*used)
+    if "Exchange" in df._jdf.queryExecution().executedPlan().toString():
+        df = df.localCheckpoint()
+    return df.withColumn(BLOCK, F.spark_partition_id())
+
+
+def _ranged(df: DataFrame, order: list[str], used: list[str]) -> DataFrame:
+    """The DataFrame sorted by `order`, in blocks that are ranges of these columns.
+
+    Not with ``orderBy``: its ranges are drawn anew whenever the DataFrame is run.
+    """
+    df = df.select(*dict.fromkeys([*used, *order]))
+    bounds = _bounds(df, order)
+    whole = F.struct(*order)
+    above = [(whole >= bound).cast("int") for bound in bounds]
+    df = df.withColumn(BLOCK, reduce(Column.__add__, above, F.lit(0)))
+    return df.repartitionById(len(bounds) + 1, F.col(BLOCK)).sortWithinPartitions(BLOCK, *order)
+
+
+def _bounds(df: DataFrame, order: list[str]) -> list[Column]:
+    """Values of the order columns that cut the rows into parts of about equal size."""
+    rows = df.count()
+    parts = min(-(-rows // _RANGE_ROWS), _RANGES_MAX)
+    if parts <= 1:
+        return []
+    keys = df.select(*order)
+    sample = keys.sample(min(1.0, 200 * parts / rows), seed=7).orderBy(*order).collect()
+    chosen = dict.fromkeys(sample[i * len(sample) // parts] for i in range(1, parts))
+    kinds = {f.name: f.dataType for f in keys.schema}
+    return [
+        F.struct(*[F.lit(row[n]).cast(kinds[n]).alias(n) for n in order]) for row in chosen
+    ]
+
+
+class _Places:
+    """Where rows stand: their code, and their position among the rows of that code."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, int] = {}
+
+    def of(self, batch: pa.RecordBatch) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+        """Code, rows of the batch, and position of each, for every code in it."""
+        codes = batch.column(BLOCK).to_numpy().astype(np.int64) << _SPLIT_BITS
+        if SPLIT in batch.schema.names:
+            codes = codes | batch.column(SPLIT).to_numpy().astype(np.int64)
+        groups = Groups(codes)
+        for code, start, length in zip(groups.slots, groups.starts, groups.lengths, strict=True):
+            seen = self.seen.get(int(code), 0)
+            self.seen[int(code)] = seen + int(length)
+            yield int(code), groups.rows[start : start + length], np.arange(seen, seen + length)
+
+
+class _SurveyTask:
+    """Count rows by code; with `on`, also find where their largest time passes a boundary."""
+
+    def __init__(
+        self, schema: pa.Schema, on: str | None, boundaries: list[tuple[int, int]], name: str
+    ) -> None:
+        self.schema, self.on, self.boundaries, self.name = schema, on, boundaries, name
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        places, marks, steps = _Places(), {}, {}
+        for batch in parcels.blocks(batches):
+            times = self._times(batch)
+            for code, rows, at in places.of(batch):
+                mark = marks.setdefault(code, Watermark([0], self.boundaries))
+                found = steps.setdefault(code, [])
+                if times is not None:
+                    found.append(mark.advance(0, at, times[rows]))
+        yield self._result(places.seen, steps)
+
+    def _times(self, batch: pa.RecordBatch) -> np.ndarray | None:
+        if self.on is None:
+            return None
+        rows = conform(batch.select(self.schema.names), self.schema, self.name)
+        if rows.column(self.on).null_count:
+            raise InputError(f"source {self.name!r}: the event time {self.on!r} is null")
+        return event_times(rows, self.on)
+
+    @staticmethod
+    def _result(seen: dict[int, int], steps: dict[int, list[Steps]]) -> pa.RecordBatch:
+        at = [[int(x) for s, _ in steps[c] for x in s] for c in seen]
+        marks = [[int(x) for _, m in steps[c] for x in m] for c in seen]
+        longs = pa.list_(pa.int64())
+        return pa.record_batch(
+            {
+                "code": pa.array(list(seen), pa.int64()),
+                "rows": pa.array(list(seen.values()), pa.int64()),
+                "at": pa.array(at, longs),
+                "marks": pa.array(marks, longs),
+            }
+        )
+
+
+class _SourceTask:
+    """Number a source's rows and send them through the steps of its stage."""
+
+    def __init__(
+        self,
+        planned: Plan,
+        stage: Stage,
+        read: _Read,
+        outlet: _Rows | _Parcels,
+        declared: pa.Schema,
+    ) -> None:
+        self.plan, self.stage, self.read, self.outlet = planned, stage, read, outlet
+        self.schema = pa.schema([declared.field(n) for n in stage.used["out"]])
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        runner, places = StageRunner(self.plan, self.stage, 1), _Places()
+        for batch in parcels.blocks(batches):
+            seqs = np.full(batch.num_rows, -1, np.int64)
+            for code, rows, at in places.of(batch):
+                offsets = self.read.first.get(code, 0) + at
+                seqs[rows] = self.read.seqs(_split_of(code), offsets)
+            self._refuse_change(places.seen.items(), done=False)
+            yield from self.outlet(runner.run_source(self._numbered(batch, seqs), 0))
+        self._refuse_change(places.seen.items(), done=True)
+
+    def _numbered(self, batch: pa.RecordBatch, seqs: np.ndarray) -> pa.RecordBatch:
+        rows = conform(batch.select(self.schema.names), self.schema, self.stage.name)
+        full = with_order_columns(self.schema, 1)
+        numbered = pa.RecordBatch.from_arrays([*rows.columns, pa.array(seqs)], schema=full)
+        return numbered if (seqs >= 0).all() else numbered.filter(pa.array(seqs >= 0))
+
+    def _refuse_change(self, seen: Iterable[tuple[int, int]], done: bool) -> None:
+        """Between the survey and now the DataFrame must not have been cut in another way."""
+        for code, rows in seen:
+            expected = self.read.rows.get(code, 0)
+            if rows > expected or (done and rows < expected):
+                raise InputError(
+                    f"source {self.stage.name!r}: its DataFrame gave other rows when read again",
+                    hint="persist() it, or give the source order_by columns",
+                )

@@ -1,0 +1,218 @@
+"""What travels between the stages of a Spark job: parcels, not rows.
+
+A *parcel* is one Spark row that holds many rows of the flow: what one task sends over one exchange
+to one hash bucket, as Arrow bytes. So Spark's shuffle and its state API handle a few large binary
+values instead of every row, the engine's own types (unsigned integers, nanoseconds, dictionaries)
+survive the trip, and inputs with different columns can share a shuffle. ``low`` is the lowest
+sequence number inside: sorted by it, parcels can be merged without holding a whole bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+from pyspark.sql import DataFrame
+from pyspark.sql.pandas.types import from_arrow_schema
+from pyspark.sql.types import StructType
+
+from holdfast.errors import FlowError
+from holdfast.flow.batches import concat, is_order_name, take
+from holdfast.flow.graph import Flow
+from holdfast.flow.keys import key_words, partition_of
+from holdfast.flow.plan import Exchange, Plan, Stage, plan
+
+DDL = "exchange int, bucket int, low long, data binary"
+SCHEMA = pa.schema(
+    [("exchange", pa.int32()), ("bucket", pa.int32()), ("low", pa.int64()), ("data", pa.binary())]
+)
+BLOCK_ROWS = 65_536
+"""So many rows go into one call of a stage, if there are as many: calls cost, rows hardly do."""
+
+
+# --- parcels ------------------------------------------------------------------------------------
+
+
+def pack(
+    outputs: Mapping[int, pa.RecordBatch], exchanges: Sequence[Exchange], partitions: int
+) -> pa.RecordBatch:
+    """The rows that a stage gave, as parcels for those of its exchanges that are asked for."""
+    made: list[tuple[int, int, int, bytes]] = []
+    for exchange in exchanges:
+        batch = outputs[exchange.id]
+        for bucket, rows in _by_bucket(batch, exchange.keys, partitions):
+            low = int(rows.column("__o0").to_numpy().min())
+            made.append((exchange.id, bucket, low, to_bytes(rows)))
+    columns = list(zip(*made, strict=True)) or [()] * 4
+    arrays = [pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)]
+    return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
+
+
+def _by_bucket(
+    batch: pa.RecordBatch, keys: list[str] | None, partitions: int
+) -> Iterator[tuple[int, pa.RecordBatch]]:
+    if batch.num_rows == 0:
+        return
+    if keys is None:
+        yield 0, batch
+        return
+    bucket = partition_of(key_words([batch.column(k) for k in keys]), partitions)
+    order = np.argsort(bucket, kind="stable")
+    batch, bucket = take(batch, order), bucket[order]
+    starts = np.flatnonzero(np.append(True, bucket[1:] != bucket[:-1]))
+    for start, end in zip(starts, np.append(starts[1:], bucket.size), strict=True):
+        yield int(bucket[start]), batch.slice(start, end - start)
+
+
+def unpack(parcels: pa.RecordBatch, only: set[int]) -> Iterator[tuple[int, int, pa.RecordBatch]]:
+    """Exchange, lowest sequence number and rows of each parcel of the exchanges `only`."""
+    exchanges, lows = (parcels.column(n).to_numpy() for n in ("exchange", "low"))
+    data = parcels.column("data")
+    for i in np.flatnonzero(np.isin(exchanges, list(only))):
+        yield int(exchanges[i]), int(lows[i]), from_bytes(data[int(i)].as_buffer())
+
+
+def to_bytes(batch: pa.RecordBatch) -> bytes:
+    out = pa.BufferOutputStream()
+    with pa.ipc.new_stream(out, batch.schema) as writer:
+        writer.write_batch(batch)
+    return out.getvalue().to_pybytes()
+
+
+def from_bytes(data: pa.Buffer | bytes) -> pa.RecordBatch:
+    with pa.ipc.open_stream(data) as reader:
+        return reader.read_next_batch()
+
+
+def blocks(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """The same rows in batches of a size worth a call."""
+    held: list[pa.RecordBatch] = []
+    rows = 0
+    for batch in batches:
+        if batch.num_rows:
+            held.append(batch)
+            rows += batch.num_rows
+        if rows >= BLOCK_ROWS:
+            yield concat(held)
+            held, rows = [], 0
+    if held:
+        yield concat(held)
+
+
+# --- Spark's types ------------------------------------------------------------------------------
+
+
+def spark_schema(schema: pa.Schema) -> StructType:
+    """The Spark schema of a stream's columns."""
+    return from_arrow_schema(arrow_for_spark(schema))
+
+
+def arrow_for_spark(schema: pa.Schema) -> pa.Schema:
+    """`schema` with every type that Spark lacks replaced by one that holds its values."""
+    return pa.schema([pa.field(f.name, _spark_kind(f.type), f.nullable) for f in schema])
+
+
+_WIDER = {
+    pa.uint8(): pa.int16(),
+    pa.uint16(): pa.int32(),
+    pa.uint32(): pa.int64(),
+    pa.uint64(): pa.decimal128(20, 0),
+    pa.float16(): pa.float32(),
+    pa.string_view(): pa.string(),
+    pa.binary_view(): pa.binary(),
+}
+
+
+def _spark_kind(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_dictionary(kind):
+        return _spark_kind(kind.value_type)
+    if pa.types.is_timestamp(kind):
+        return pa.timestamp("us", "UTC" if kind.tz else None)
+    if pa.types.is_duration(kind):
+        return pa.duration("us")
+    if pa.types.is_date64(kind):
+        return pa.date32()
+    if pa.types.is_fixed_size_binary(kind):
+        return pa.binary()
+    return _WIDER.get(kind, kind)
+
+
+def to_spark(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """Rows in the types of `arrow_for_spark`. Below a microsecond Spark has no time: cut off."""
+    arrays = []
+    for field in schema:
+        column = batch.column(field.name)
+        if column.type != field.type:
+            temporal = pa.types.is_temporal(field.type)
+            column = column.cast(field.type, safe=not temporal)
+        arrays.append(column)
+    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+class Opening:
+    """A task that turns a sink's parcels into rows."""
+
+    def __init__(self, exchanges: Sequence[Exchange], schema: pa.Schema) -> None:
+        self.only, self.schema = {e.id for e in exchanges}, schema
+
+    def __call__(self, parcels: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in parcels:
+            for _, _, rows in unpack(batch, self.only):
+                yield to_spark(rows, self.schema)
+
+
+# --- the plan, as the Spark jobs use it -----------------------------------------------------------
+
+
+def shipped(plan: Plan, stage: Stage) -> tuple[Plan, Stage]:
+    """What a task needs of them: not the rows, DataFrames and files of the flow's two ends."""
+    return replace(plan, stages=[], exchanges=[]), replace(stage, source=None, sink=None)
+
+
+def checked_plan(flow: Flow, inputs: Mapping[str, DataFrame], partitions: int, streaming: bool) -> Plan:
+    """The flow's plan, if `inputs` has the rows that it needs."""
+    planned = plan(flow)
+    if not 1 <= partitions <= 65_535:
+        raise FlowError(f"partitions must be between 1 and 65,535, not {partitions}")
+    names = [s.name for s in planned.sources]
+    for name in inputs:
+        if name not in names:
+            raise FlowError(
+                f"flow {flow.name!r} has no source {name!r}", hint=f"its sources are {names}"
+            )
+    for stage in planned.sources:
+        where = f"flow {flow.name!r}, source {stage.name!r}"
+        df = inputs.get(stage.name)
+        if df is None:
+            raise FlowError(f"{where}: inputs has no DataFrame for it")
+        if df.isStreaming != streaming:
+            wanted = "a streaming DataFrame" if streaming else "not a streaming DataFrame"
+            raise FlowError(f"{where}: the input must be {wanted}")
+        for name in [*stage.used["out"], *order_columns(stage)]:
+            if name not in df.columns:
+                raise FlowError(
+                    f"{where}: the DataFrame has no column {name!r}",
+                    hint=f"its columns are {df.columns}",
+                )
+    return planned
+
+
+def order_columns(stage: Stage) -> list[str]:
+    """The columns that a source was told to order its rows by, if it was."""
+    return list(getattr(stage.source, "order_by", None) or ())
+
+
+def wanted_sinks(planned: Plan, sink: str | None) -> list[Stage]:
+    names = [s.name for s in planned.sinks]
+    if sink is not None and sink not in names:
+        raise FlowError(f"flow {planned.flow!r} has no sink {sink!r}", hint=f"its sinks are {names}")
+    return [s for s in planned.sinks if sink in (None, s.name)]
+
+
+def sink_schema(stage: Stage, with_order: bool) -> pa.Schema:
+    """The columns of a sink, in Spark's types."""
+    schema = stage.inputs[0].schema
+    fields = [f for f in schema if with_order or not is_order_name(f.name)]
+    return arrow_for_spark(pa.schema(fields))

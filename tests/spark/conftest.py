@@ -1,0 +1,24 @@
+"""One quiet Spark session for all tests that need one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+from holdfast.spark.session import local_session
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator[SparkSession]:
+    # Spark's Python workers see the environment, not the driver's sys.path.
+    root = str(Path(__file__).parents[2])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    conf = {"spark.ui.enabled": "false", "spark.sql.shuffle.partitions": "2"}
+    session = local_session("holdfast tests", 2, **conf)
+    session.conf.set("spark.sql.session.timeZone", "UTC")
+    yield session
+    session.stop()
