@@ -67,7 +67,7 @@ class Host(Protocol):
 class Feeder(Protocol):
     """Something on the controller's side that pushes rows into a fed source."""
 
-    def start(self, address: tuple[str, int], secret: bytes, source: int) -> None: ...
+    def start(self, address: tuple[str, int], secret: bytes, source: int, name: str) -> None: ...
 
     def stop(self) -> None: ...
 
@@ -335,7 +335,7 @@ class Run:
                 site = self._controller.layout.sites[stage.id][0][0]
                 feeder = stage.source.feeder()  # type: ignore[attr-defined]
                 feeder.failed = lambda error, s=site: self._post(FlowFailed(s, error))
-                feeder.start(self._controller.addresses[site], self._secret, stage.id)
+                feeder.start(self._controller.addresses[site], self._secret, stage.id, stage.name)
                 self._feeders.append(feeder)
 
     def _stop_feeders(self) -> None:

@@ -590,6 +590,33 @@ def test_one_of_several_rows_with_the_same_sequence_number_is_bad() -> None:
     assert results[0] == results[1]
 
 
+def test_rows_of_one_place_find_the_same_watermark_though_one_is_bad() -> None:
+    """The second row moves the watermark past 10, but only after all that descends from it."""
+    batch = pa.record_batch({"k": [1, 1, 1], "t": [1, 20, 21], "y": [1.0, 2.0, 3.0]})
+
+    def earlier(given: pa.RecordBatch) -> tuple[pa.RecordBatch, np.ndarray]:
+        """Each row, and three more from before; one of them is bad."""
+        origins = np.repeat(np.arange(given.num_rows), 4)
+        out = given.take(pa.array(origins))
+        copy = np.arange(out.num_rows) % 4
+        times = np.where(copy > 0, 6, out.column("t").to_numpy())
+        y = out.column("y").to_numpy()
+        y = pa.array(y, mask=(copy == 2) & (y == 2.0))
+        return pa.record_batch({"k": out.column("k"), "t": times, "y": y}), origins
+
+    for shape in (Shape(), Shape(cuts=[1, 2], partitions=3, sites=2)):
+        flow = Flow("shop", on_error="dead-letter")
+        stream = flow.source("in", rows(batch), event_time="t").flat_map(earlier, batch.schema)
+        windows = stream.key_by("k").window(time=10).agg(n=count(), sy=sum_("y"))
+        windows.sink("out", discard())
+        windows.late.sink("late", discard())
+        flow.dead_letters().sink("dead", discard())
+        result = run(flow, Input.of(**{"in": batch}), shape)
+        assert [r[1:5:2] for r in result.rows("out")] == [(0, 6), (20, 2)]
+        assert result.sinks["late"].column("__o0").to_pylist() == [2, 2, 2]
+        assert result.sinks["dead"].column("__o0").to_pylist() == [1]
+
+
 def test_a_bad_row_on_both_sides_of_a_join_is_put_aside_twice() -> None:
     """Both sides have the row, at the same place; neither copy of it may be lost."""
     batch = pa.record_batch(

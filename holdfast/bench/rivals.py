@@ -56,6 +56,7 @@ def session(cores: int = 2, memory: str = "4g") -> SparkSession:
         "spark.driver.memory": memory,
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
+        "spark.driver.extraJavaOptions": "-XX:+UseParallelGC",  # for throughput, not short pauses
         "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
         # applyInPandasWithState pads its own frames in a way that pandas warns about.
@@ -141,7 +142,10 @@ def plain(
     partitions: int | None = None,
     to_parquet: bool = False,
 ) -> dict[str, Any]:
-    """A state variable per key, as in Spark's guide. Slow: give it some 10,000 rows."""
+    """A state variable per key, as in Spark's guide. Slow: give it some 10,000 rows.
+
+    `transformWithState` imports the package protobuf, which PySpark does not install by itself.
+    """
     partitions = partitions or spark.sparkContext.defaultParallelism
     with _settings(spark, partitions, "rocksdb"):
         rows = _read(spark, input_dir, files_per_batch)

@@ -40,10 +40,10 @@ class StageRunner:
         self.operator: KeyedOperator | None = (
             stage.operator.open(partitions) if stage.operator else None
         )
-        self._gives_dead_letters = any(e.register == DEAD for e in stage.outputs)
         self._dead: list[pa.RecordBatch] = []
         self.dead_rows = 0
         self._read = {e.register for e in stage.outputs} | {s.source for s in stage.steps}
+        self._gives_dead_letters = DEAD in self._read
         self._over_dead = _descendants(stage, DEAD)
 
     def run_source(self, batch: pa.RecordBatch, epoch: int) -> dict[int, pa.RecordBatch]:

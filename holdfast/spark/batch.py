@@ -20,7 +20,7 @@ from pyspark.sql import functions as F
 
 from holdfast.core.ids import Epoch, StageId
 from holdfast.core.records import EpochRecord, Range
-from holdfast.errors import FlowError, InputError
+from holdfast.errors import FlowError, InputError, require
 from holdfast.flow.batches import Track, with_order as with_order_columns
 from holdfast.flow.execute import StageRunner
 from holdfast.flow.graph import Flow
@@ -394,6 +394,7 @@ def _survey(
     count = _SurveyTask(schema, on, planned.boundaries, stage.name)
     names = [*([on] if on else []), *([SPLIT] if splits else []), BLOCK]
     for row in blocked.select(*names).mapInArrow(count, _SURVEY_DDL).collect():
+        require(row.code not in read.rows, f"block {row.code} is in two Spark partitions")
         read.rows[row.code] = row.rows
         read.steps[row.code] = (np.array(row.at, np.int64), np.array(row.marks, np.int64))
     read.locate()
@@ -404,10 +405,12 @@ def _as_it_is(df: DataFrame, used: list[str]) -> DataFrame:
     """The DataFrame in its own order: by Spark partition, and as rows come within one.
 
     What a shuffle gives may come in another order, or be cut otherwise, when it is run again;
-    then the order of one run is kept.
+    then the order of one run is kept. So it is with rows from the driver's memory, for which
+    Spark's optimizer works out the partition's number before there are partitions.
     """
     df = df.select(*used)
-    if "Exchange" in df._jdf.queryExecution().executedPlan().toString():
+    how = df._jdf.queryExecution().executedPlan().toString()
+    if "Exchange" in how or "LocalTableScan" in how:
         df = df.localCheckpoint()
     return df.withColumn(BLOCK, F.spark_partition_id())
 

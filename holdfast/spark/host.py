@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,8 @@ from holdfast.spark.session import cause, use_this_python
 log = logging.getLogger("holdfast.spark")
 
 OnExit = Callable[[int, int, str], None]
+
+EXECUTORS_S_MAX = 20.0
 
 UNFIT = {
     "spark.speculation": "a second attempt at a site's task would be a second site",
@@ -52,6 +55,7 @@ class SparkHost:
         self._spark = spark
         self._context = spark.sparkContext
         self._closed = False
+        self._group = f"holdfast-{plan.flow}-{id(self)}"
         self._flow_name = plan.flow
         self.application = self._context.applicationId
         self._local = self._context.master.startswith("local")
@@ -72,15 +76,23 @@ class SparkHost:
 
     def _count_slots(self, sites: int, feeds: int) -> None:
         """Refuse if not all sites, and a task for each source that Spark feeds, can run at once."""
-        java = self._context._jsc.sc()
-        profile = java.resourceProfileManager().defaultResourceProfile()
-        slots = java.maxNumConcurrentTasks(profile)
+        deadline = time.monotonic() + (0 if self._local_threads() else EXECUTORS_S_MAX)
+        while (slots := self._slots()) < sites + feeds and time.monotonic() < deadline:
+            time.sleep(0.2)  # executors register one by one after the session has started
         if slots < sites + feeds:
             raise HostError(
                 f"the flow needs {sites + feeds} task slots ({sites} sites, {feeds} for the queries "
                 f"that feed it) and Spark has {slots} (master {self._context.master})",
                 hint="give Spark more cores, such as local[8], or start fewer sites",
             )
+
+    def _local_threads(self) -> bool:
+        return self._context.master.startswith("local") and "cluster" not in self._context.master
+
+    def _slots(self) -> int:
+        java = self._context._jsc.sc()
+        profile = java.resourceProfileManager().defaultResourceProfile()
+        return int(java.maxNumConcurrentTasks(profile))
 
     def launch(self, flow: Flow, config: SiteConfig, on_exit: OnExit) -> None:
         thread = InheritableThread(
@@ -89,15 +101,12 @@ class SparkHost:
         self._threads.append(thread)
         thread.start()
 
-    def _group(self, config: SiteConfig) -> str:
-        return f"holdfast-{self._flow_name}-{id(self)}"
-
     def _run_job(self, flow: Flow, config: SiteConfig, on_exit: OnExit) -> None:
         life = f", life {config.attempt + 1}" if config.attempt else ""
         description = f"Holdfast flow {self._flow_name!r}: site {config.site}{life}"
         reason = "its Spark job ended"
         try:
-            self._context.setJobGroup(self._group(config), description, interruptOnCancel=True)
+            self._context.setJobGroup(self._group, description, interruptOnCancel=True)
             one_row = self._spark.range(0, 1, 1, 1)
             one_row.mapInArrow(_site_task(flow, config), "site long").collect()
         except Exception as error:
@@ -111,7 +120,7 @@ class SparkHost:
         for thread in self._threads:
             thread.join(timeout=5)
         if any(t.is_alive() for t in self._threads):
-            self._context.cancelJobGroup(f"holdfast-{self._flow_name}-{id(self)}")
+            self._context.cancelJobGroup(self._group)
 
 
 def _site_task(

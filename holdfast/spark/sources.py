@@ -17,6 +17,7 @@ from holdfast.errors import FlowError
 from holdfast.flow.sources import Source
 from holdfast.site import wire
 from holdfast.site.client import FeedClient
+from holdfast.spark.session import cause, use_this_python
 
 log = logging.getLogger("holdfast.spark")
 
@@ -32,6 +33,7 @@ class SparkSource(Source):
                 raise FlowError(
                     f"order_by: there is no column {name!r}", hint=f"the columns are {df.columns}"
                 )
+        use_this_python(df.sparkSession)
         self.df: DataFrame | None = df
         self.order_by = list(order_by)
         self.schema = pa.schema(
@@ -140,8 +142,8 @@ class _Feeder:
         finally:
             client.close()
 
-    def start(self, address: tuple[str, int], secret: bytes, source: int) -> None:
-        self._address, self._secret, self._source = address, secret, source
+    def start(self, address: tuple[str, int], secret: bytes, source: int, name: str) -> None:
+        self._address, self._secret, self._source, self._name = address, secret, source, name
         self._thread = threading.Thread(target=self._guarded, daemon=True, name="holdfast-feed")
         self._thread.start()
 
@@ -150,7 +152,7 @@ class _Feeder:
             self._feed()
         except Exception as error:
             if not self._stopped:
-                self.failed(FlowError(f"feeding a source from Spark failed: {error}"))
+                self.failed(FlowError(f"feeding source {self._name!r} failed: {cause(error)}"))
 
     def _feed(self) -> None:
         raise NotImplementedError
@@ -169,7 +171,7 @@ class _BatchFeeder(_Feeder):
         assert df is not None
         context = df.sparkSession.sparkContext
         self._group = f"holdfast-feed-{id(self)}"
-        context.setJobGroup(self._group, "Holdfast: feed a batch DataFrame", interruptOnCancel=True)
+        context.setJobGroup(self._group, f"Holdfast: feed source {self._name!r}", interruptOnCancel=True)
         if self._spark_source.order_by:
             df = df.orderBy(*self._spark_source.order_by)
         task = _hand_over(self._address, self._secret, self._source, 0)

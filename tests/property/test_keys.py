@@ -63,7 +63,7 @@ def key_columns(draw: st.DrawFn) -> list[pa.Array]:
     return columns
 
 
-@examples(150)
+@examples(100)
 @given(key_columns(), st.data())
 def test_keys_are_equal_exactly_where_their_values_are(
     columns: list[pa.Array], data: st.DataObject
@@ -78,7 +78,7 @@ def test_keys_are_equal_exactly_where_their_values_are(
     assert single == words
 
 
-@examples(60)
+@examples(40)
 @given(key_columns(), st.sampled_from([1, 2, 7, 1000, 65535]))
 def test_partitions_follow_the_key_alone(columns: list[pa.Array], partitions: int) -> None:
     whole = partition_of(key_words(columns), partitions)
@@ -202,7 +202,7 @@ class Model:
         assert fresh.tolist() == [earliest[keys[row]] for row in fresh.tolist()]
 
 
-@examples(60)
+@examples(40)
 @given(st.integers(0, 2**32), st.lists(st.tuples(st.integers(0, 900), st.booleans()), max_size=6))
 def test_index_is_a_dict(seed: int, calls: list[tuple[int, bool]]) -> None:
     rng = np.random.default_rng(seed)

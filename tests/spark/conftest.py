@@ -18,7 +18,7 @@ def spark() -> Iterator[SparkSession]:
     root = str(Path(__file__).parents[2])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     conf = {"spark.ui.enabled": "false", "spark.sql.shuffle.partitions": "2"}
-    session = local_session("holdfast tests", 2, **conf)
+    session = local_session("holdfast tests", 6, **conf)
     session.conf.set("spark.sql.session.timeZone", "UTC")
     yield session
     session.stop()

@@ -62,10 +62,11 @@ def so_far(*keys: str) -> Any:
     return in_order(*keys).rowsBetween(Window.unboundedPreceding, 0)
 
 
-def events(spark: SparkSession, count: int = 600, seed: int = 1, parts: int = 3) -> DataFrame:
-    """Rows with null keys, disorder in time, and floats that add up differently in every order."""
+def events(spark: SparkSession, count: int = 600, seed: int = 1) -> DataFrame:
+    """Rows with null keys, disorder in time, and floats that add up differently in every order;
+    in as many Spark partitions as there are cores."""
     rng = np.random.default_rng(seed)
-    batch = pa.RecordBatch.from_pydict(
+    table = pa.Table.from_pydict(
         {
             "i": np.arange(count),
             "k": [None if x == 0 else f"key {x}" for x in rng.integers(0, 9, count)],
@@ -77,17 +78,7 @@ def events(spark: SparkSession, count: int = 600, seed: int = 1, parts: int = 3)
         },
         schema=EVENTS,
     )
-    return in_parts(spark, batch, parts)
-
-
-def in_parts(spark: SparkSession, batch: pa.RecordBatch, parts: int) -> DataFrame:
-    """A DataFrame with these rows in their order, in so many Spark partitions."""
-    data = batch.to_pylist()
-    cuts = [len(data) * p // parts for p in range(parts + 1)]
-    ddl = batch_module.parcels.spark_schema(batch.schema)
-    lists = [data[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
-    rdd = spark.sparkContext.parallelize(lists, parts).flatMap(lambda x: x)
-    return spark.createDataFrame(rdd, ddl, verifySchema=False)
+    return spark.createDataFrame(table)
 
 
 def source(flow: Flow, name: str = "events", schema: pa.Schema = EVENTS, **options: Any) -> Any:
@@ -241,7 +232,7 @@ ORDERS = pa.schema([("i", pa.int64()), ("k", pa.string()), ("at", pa.int64()), (
 
 def two_streams(spark: SparkSession) -> dict[str, DataFrame]:
     left = events(spark, 200)
-    right = events(spark, 150, seed=2, parts=2)
+    right = events(spark, 150, seed=2)
     return {"events": left, "orders": right.selectExpr("i", "k", "ts at", "g item")}
 
 
@@ -266,17 +257,11 @@ def joined_sql(inputs: dict[str, DataFrame], seq: Callable[[str], Any]) -> dict[
     rated = both.withColumn("a", tops[0]).withColumn("b", tops[1])
     late = rated.selectExpr("seq", "coalesce((floor(t / 30) + 1) * 30 + 10 <= if(a < b, a, b), false) late")
     left, right = left.join(late, "seq"), right.join(late, "seq")
-    on = (
-        left["k"].eqNullSafe(right["k"])
-        & (F.abs(left["t"] - right["t"]) <= 30)
-        & ~left["late"]
-        & ~right["late"]
-    )
-    pairs = left.join(right, on).select(
-        left["i"], left["k"], "ts", "v", right["i"].alias("i_right"), "at", "item"
-    )
+    other = right.where("not late").selectExpr("i i_right", "k key", "at", "item")
+    near = F.col("k").eqNullSafe(F.col("key")) & (F.abs(F.col("ts") - F.col("at")) <= 30)
+    pairs = left.where("not late").join(other, near)
     return {
-        "out": pairs,
+        "out": pairs.select("i", "k", "ts", "v", "i_right", "at", "item"),
         "late left": left.where("late").select("i", "k", "ts", "v"),
         "late right": right.where("late").select("i", "k", "at", "item"),
     }

@@ -4,8 +4,8 @@ A pair stands, in the order, where the later of its two rows stands; where both 
 rows of the same place, one more column says which side's was the later.
 
 Lateness is judged in buckets of `within`: a row is late when the watermark has passed the end of
-its bucket plus the allowed lateness before it comes. So a row that is kept can only meet rows that are kept, and what no
-row can meet any more is forgotten; neither depends on where epochs are cut.
+its bucket plus the allowed lateness before it comes. So a row that is kept can only meet rows that
+are kept, and what no row can meet any more is forgotten; neither depends on where epochs are cut.
 """
 
 from __future__ import annotations

@@ -1,0 +1,39 @@
+"""Click streams: visits per page and minute, and which page visits end in a purchase.
+
+    holdfast run examples/clicks.py --host process --seconds 10
+"""
+
+import numpy as np
+import pyarrow as pa
+
+from holdfast import Flow, col, count, discard, generator, last, sum_
+
+CLICKS = pa.schema([("user", pa.int32()), ("page", pa.int32()), ("ts", pa.int64())])
+ORDERS = pa.schema([("user", pa.int32()), ("cents", pa.int64()), ("ts", pa.int64())])
+
+
+def make_clicks(split: int, offset: int, n: int) -> pa.RecordBatch:
+    """Ten clicks a millisecond; the same offsets always give the same clicks."""
+    at = np.arange(offset, offset + n)
+    user, page = at * 7_919 % 5_000, at * 104_729 % 40
+    return pa.record_batch([user.astype("i4"), page.astype("i4"), at // 10], schema=CLICKS)
+
+
+def make_orders(split: int, offset: int, n: int) -> pa.RecordBatch:
+    """One order every 10 milliseconds."""
+    at = np.arange(offset, offset + n)
+    user, cents = at * 15_485_863 % 5_000, 500 + at * 31 % 9_500
+    return pa.record_batch([user.astype("i4"), cents, at * 10], schema=ORDERS)
+
+
+flow = Flow("clicks")
+clicks = flow.source("clicks", generator(make_clicks, CLICKS, rate=50_000), event_time="ts")
+orders = flow.source("orders", generator(make_orders, ORDERS, rate=500), event_time="ts")
+
+per_minute = clicks.key_by("page").window(time=60_000, lateness=1_000).agg(visits=count())
+per_minute.sink("visits per minute", discard())
+
+bought = clicks.key_by("user").join(orders.key_by("user"), within=2_000)
+revenue = bought.select("page", "cents").key_by("page")
+revenue.agg(orders=count(), cents=sum_("cents"), latest=last("cents")).sink("revenue", discard())
+orders.filter(col("cents") > 9_000).sink("large orders", discard())

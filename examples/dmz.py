@@ -1,0 +1,27 @@
+"""The network-monitoring flow of the papers, on made-up packets.
+
+    holdfast run examples/dmz.py --sites 2 --seconds 10
+    spark-submit --master 'local[4]' examples/dmz.py
+"""
+
+from holdfast import Flow, at_start, col, discard, generator, max_, mean
+from holdfast.bench.dmz import SCHEMA, DmzRows
+
+flow = Flow("dmz")
+packets = flow.source("packets", generator(DmzRows(splits=2), SCHEMA, rate=100_000, splits=2))
+sessions = packets.key_by("src", "dst").sessions(
+    start=col("kind") == 0,
+    end=col("kind") == 1,
+    emit={"app": col("dst") % 10, "src": col("src"), "dur": col("ts") - at_start("ts")},
+)
+stats = sessions.key_by("app", "src").window(rows=100, every=10)
+stats.agg(worst=max_("dur"), typical=mean("dur")).sink("alerts", discard())
+
+if __name__ == "__main__":
+    from pyspark.sql import SparkSession
+
+    spark = SparkSession.builder.appName("dmz").getOrCreate()
+    with flow.start(spark, sites=2) as run:
+        run.wait(timeout=10)
+    print(run.sink_report("alerts"))
+    spark.stop()

@@ -1,0 +1,253 @@
+"""Flows on real processes and real sockets."""
+
+import os
+import signal
+import socket
+import time
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from holdfast import (
+    Flow,
+    FlowError,
+    HostError,
+    InputError,
+    OperatorError,
+    SiteLostError,
+    col,
+    count,
+    discard,
+    generator,
+    parquet,
+    rows,
+    sum_,
+)
+from holdfast.bench.dmz import DmzRows, dmz_flow, oracle
+from holdfast.core.sequencer import Budget
+from holdfast.flow.options import Options
+
+
+def numbers(split: int, offset: int, n: int) -> pa.RecordBatch:
+    at = np.arange(offset, offset + n)
+    return pa.record_batch({"k": pa.array(at % 13), "v": pa.array(at * (split + 1))})
+
+
+NUMBERS = numbers(0, 0, 0).schema
+
+
+def test_the_dmz_flow_gives_the_oracles_answer(kept) -> None:
+    make = DmzRows(keys=20_000, splits=2)
+    run = dmz_flow(make.source(rows=400_000), discard()).start(sites=2)
+    kept.append(run)
+    assert run.wait(60)
+    expected = oracle(400_000, keys=20_000, splits=2)
+    report = run.sink_report("alerts")
+    assert (report["rows"], report["digest"]) == (expected["rows"], expected["digest"])
+    status = run.status()
+    assert status["state"] == "done" and status["rows_in"] == 400_000
+    assert len({d.process for d in status["domains"].values()}) == 2
+
+
+@pytest.mark.parametrize(("sites", "partitions"), [(1, 1), (3, 5), (4, 64)])
+def test_sites_and_partitions_do_not_change_the_result(kept, tmp_path, sites, partitions) -> None:
+    flow = Flow("sums")
+    source = flow.source("numbers", generator(numbers, NUMBERS, rows=60_000))
+    source.key_by("k").agg(total=sum_("v"), n=count()).sink("out", parquet(tmp_path / "out"))
+    options = Options(budget=Budget(epoch_rows_max=7_000), block_rows=3_000, read_ahead_rows=9_000)
+    run = flow.start(sites=sites, partitions=partitions, options=options)
+    kept.append(run)
+    assert run.wait(60)
+    table = pq.read_table(tmp_path / "out")
+    assert table.num_rows == 60_000
+    v = np.arange(60_000)
+    for k in range(13):
+        mine = table.filter(pa.compute.equal(table["k"], k))
+        assert np.array_equal(mine["total"].to_numpy(), np.cumsum(v[v % 13 == k]))
+    assert len(run.records()) > 5
+
+
+def test_draining_delivers_everything_that_was_taken(kept) -> None:
+    flow = Flow("endless")
+    source = flow.source("numbers", generator(numbers, NUMBERS, rate=200_000, splits=2))
+    source.key_by("k").agg(n=count()).sink("out", discard())
+    run = flow.start(sites=2)
+    kept.append(run)
+    time.sleep(1)
+    assert run.state == "running"
+    run.stop()
+    taken = sum(r.rows for r in run.records())
+    assert taken > 0 and run.sink_report("out")["rows"] == taken
+
+
+def test_a_killed_site_stops_an_unprotected_flow_and_names_what_is_lost(kept) -> None:
+    flow = Flow("doomed")
+    source = flow.source("numbers", generator(numbers, NUMBERS, rate=50_000))
+    source.key_by("k").agg(n=count()).sink("out", discard())
+    run = flow.start(sites=2, partitions=8)
+    kept.append(run)
+    while len(run.status()["sites"]) < 2:
+        time.sleep(0.05)
+    victim = next(s["pid"] for s in run.status()["sites"] if s["site"] == 1)
+    os.kill(victim, signal.SIGKILL)
+    with pytest.raises(SiteLostError, match=r"site 1 died.*'running aggregate by \(k\)': 4-7"):
+        run.wait(30)
+    assert run.state == "failed"
+
+
+def test_a_site_killed_before_the_start_is_launched_again(kept) -> None:
+    from holdfast.site.process_host import ProcessHost
+
+    class Clumsy(ProcessHost):
+        """Kills the first three lives of site 1."""
+
+        launches = 0
+
+        def launch(self, flow, config, on_exit) -> None:
+            super().launch(flow, config, on_exit)
+            if config.site == 1 and config.attempt < 3:
+                self._processes[1].kill()
+            self.launches += 1
+
+    flow = Flow("patient")
+    flow.source("numbers", generator(numbers, NUMBERS, rows=1_000)).sink("out", discard())
+    host = Clumsy()
+    run = flow.start(sites=2, host=host)
+    kept.append(run)
+    assert run.wait(30)
+    assert host.launches == 5 and run.status()["relaunches"] == {1: 3}
+
+
+def test_standbys_register_and_wait(kept) -> None:
+    flow = Flow("spare")
+    flow.source("numbers", generator(numbers, NUMBERS, rate=1_000)).sink("out", discard())
+    run = flow.start(sites=1, standbys=1)
+    kept.append(run)
+    deadline = time.monotonic() + 20
+    while len(run.status()["domains"]) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert set(run.status()["domains"]) == {0, 1}
+    run.stop()
+
+
+def broken(batch: pa.RecordBatch) -> pa.RecordBatch:
+    if 4_321 in batch.column("v").to_pylist():
+        raise ValueError("I do not like 4321")
+    return batch
+
+
+def test_a_function_that_raises_stops_the_flow_and_names_the_row(kept) -> None:
+    flow = Flow("fragile")
+    source = flow.source("numbers", generator(numbers, NUMBERS, rows=10_000))
+    source.map(broken, NUMBERS).key_by("k").agg(n=count()).sink("out", discard())
+    run = flow.start(sites=2)
+    kept.append(run)
+    with pytest.raises(OperatorError) as caught:
+        run.wait(30)
+    text = str(caught.value)
+    for part in ("flow 'fragile'", "stage 'numbers'", "operator 'broken'", "epoch", "4321"):
+        assert part in text
+    assert caught.value.operator == "broken"
+
+
+def test_dead_letters_hold_exactly_the_bad_rows(kept, tmp_path) -> None:
+    flow = Flow("tolerant", on_error="dead-letter")
+    source = flow.source("numbers", generator(numbers, NUMBERS, rows=10_000))
+    source.map(broken, NUMBERS).key_by("k").agg(n=count()).sink("out", discard())
+    flow.dead_letters().sink("dead", parquet(tmp_path / "dead"))
+    run = flow.start(sites=2)
+    kept.append(run)
+    assert run.wait(30)
+    (letter,) = pq.read_table(tmp_path / "dead").to_pylist()
+    assert letter["operator"] == "broken" and "4321" in letter["row"]
+    assert run.sink_report("out")["rows"] == 9_999
+
+
+def test_a_row_that_does_not_fit_the_schema_is_named(kept) -> None:
+    schema = pa.schema([pa.field("k", pa.int64(), nullable=False)])
+
+    def make(split: int, offset: int, n: int) -> pa.RecordBatch:
+        values = [None if i == 777 else i for i in range(offset, offset + n)]
+        return pa.record_batch({"k": pa.array(values, pa.int64())})
+
+    flow = Flow("misfit")
+    flow.source("numbers", generator(make, schema, rows=2_000)).sink("out", discard())
+    run = flow.start(sites=1)
+    kept.append(run)
+    with pytest.raises(InputError, match=r"source 'numbers'.*'k'[\s\S]*row"):
+        run.wait(30)
+
+
+def test_a_stranger_at_the_door_changes_nothing(kept) -> None:
+    flow = Flow("calm")
+    source = flow.source("numbers", generator(numbers, NUMBERS, rate=20_000, rows=40_000))
+    source.key_by("k").agg(n=count()).sink("out", discard())
+    run = flow.start(sites=2)
+    kept.append(run)
+    doors = [*run._controller.addresses.values(), ("127.0.0.1", run._port)]
+    for door in doors:
+        for data in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b""):
+            with socket.create_connection(door, timeout=5) as stranger:
+                stranger.sendall(data)
+    assert run.wait(30)
+    assert run.sink_report("out")["rows"] == 40_000
+
+
+def test_a_stalled_sink_pushes_back_to_the_source(kept, tmp_path) -> None:
+    gate = tmp_path / "gate"
+
+    def hold(epoch: int, batch: pa.RecordBatch) -> None:
+        while not gate.exists():
+            time.sleep(0.02)
+
+    from holdfast import callback
+
+    flow = Flow("blocked")
+    source = flow.source("numbers", generator(numbers, NUMBERS, rows=2_000_000, splits=2))
+    left = source.key_by("k").agg(n=count())
+    right = source.filter(col("v") >= 0).key_by("v").agg(n=count()).select(k=col("v"), n=col("n"))
+    left.union(right).key_by("k").agg(n=count()).sink("out", discard())
+    source.select("k").sink("slow", callback(hold))
+    run = flow.start(sites=2, options=Options(budget=Budget(epoch_rows_max=20_000)))
+    kept.append(run)
+    time.sleep(3)
+    first = run.status()["rows_in"]
+    time.sleep(1)
+    assert run.status()["rows_in"] == first < 2_000_000
+    gate.touch()
+    assert run.wait(60)
+    assert run.sink_report("out")["rows"] == 4_000_000
+
+
+def test_impossible_starts_are_refused() -> None:
+    flow = Flow("none")
+    flow.source("numbers", rows(numbers(0, 0, 5))).sink("out", discard())
+    with pytest.raises(FlowError, match="sites must be at least 1"):
+        flow.start(sites=0)
+    with pytest.raises(FlowError, match="partitions must be between"):
+        flow.start(partitions=100_000)
+
+
+def test_a_site_that_cannot_start_says_why(tmp_path) -> None:
+    (tmp_path / "alerts").mkdir()
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "alerts" / "old.parquet")
+    flow = Flow("late")
+    flow.source("numbers", rows(numbers(0, 0, 5))).sink("out", parquet(tmp_path / "alerts"))
+    with pytest.raises(FlowError, match="already holds parquet files"):
+        flow.start(sites=1)
+
+
+def test_sites_that_never_come_up_are_a_host_error() -> None:
+    from holdfast.site.process_host import ProcessHost
+
+    class Hopeless(ProcessHost):
+        def launch(self, flow, config, on_exit) -> None:
+            super().launch(flow, config, on_exit)
+            self._processes[config.site].kill()
+
+    flow = Flow("hopeless")
+    flow.source("numbers", rows(numbers(0, 0, 5))).sink("out", discard())
+    with pytest.raises(HostError, match="never came up"):
+        flow.start(sites=1, host=Hopeless(), start_timeout=30)

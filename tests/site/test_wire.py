@@ -1,0 +1,167 @@
+"""Connections: only who knows the secret gets in, and nothing malformed does harm."""
+
+import asyncio
+import contextlib
+import os
+import struct
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from holdfast.site import wire
+
+SECRET = b"a secret of thirty-two bytes....."
+
+
+class End:
+    """One end of a connection, with everything that happened to it."""
+
+    def __init__(self, secret: bytes = SECRET, identity: tuple[str, int] | None = None) -> None:
+        self.opened: list[wire.Connection] = []
+        self.messages: list[tuple[wire.Message, bytes]] = []
+        self.closed = asyncio.Event()
+        self.changed = asyncio.Event()
+        self._secret, self._identity = secret, identity
+
+    def make(self) -> wire.Connection:
+        def on_open(connection: wire.Connection) -> None:
+            self.opened.append(connection)
+            self.changed.set()
+
+        def on_message(_: wire.Connection, message: wire.Message, body: memoryview) -> None:
+            self.messages.append((message, bytes(body)))
+            self.changed.set()
+
+        def on_close(_: wire.Connection, error: Exception | None) -> None:
+            self.closed.set()
+            self.changed.set()
+
+        return wire.Connection(self._secret, on_open, on_message, on_close, self._identity)
+
+    async def until(self, condition) -> None:
+        while not condition():
+            self.changed.clear()
+            await asyncio.wait_for(self.changed.wait(), 5)
+
+
+async def server() -> tuple[End, asyncio.Server, tuple[str, int]]:
+    end = End()
+    listening, port = await wire.listen(end.make, "127.0.0.1")
+    return end, listening, ("127.0.0.1", port)
+
+
+def test_messages_and_bodies_arrive_in_order() -> None:
+    async def main() -> None:
+        end, listening, address = await server()
+        client = End(identity=("site", 3))
+        await wire.dial(client.make, address)
+        await client.until(lambda: client.opened)
+        big = os.urandom(3_000_000)
+        for epoch in range(3):
+            body = [b"ab", big] if epoch == 1 else None
+            client.opened[0].send(wire.Delivered(7, epoch), body)
+        await end.until(lambda: len(end.messages) == 3)
+        assert [m.epoch for m, _ in end.messages] == [0, 1, 2]
+        assert end.messages[1][1] == b"ab" + big
+        assert (end.opened[0].role, end.opened[0].id) == ("site", 3)
+        listening.close()
+
+    asyncio.run(main())
+
+
+def test_a_client_with_another_secret_is_refused() -> None:
+    async def main() -> None:
+        end, listening, address = await server()
+        client = End(b"another secret", ("site", 0))
+        await wire.dial(client.make, address)
+        await asyncio.wait_for(client.closed.wait(), 5)
+        assert not end.opened and not client.opened
+        listening.close()
+
+    asyncio.run(main())
+
+
+def test_a_server_with_another_secret_is_refused() -> None:
+    """A Welcome that only echoes is not enough: the client checks the server's proof too."""
+
+    async def main() -> None:
+        async def impostor(reader, writer) -> None:
+            writer.write(wire.encode(wire.Challenge(b"x" * 16)))
+            await reader.read(100)
+            writer.write(wire.encode(wire.Welcome(b"y" * 32)))
+            await writer.drain()
+
+        listening = await asyncio.start_server(impostor, "127.0.0.1", 0)
+        client = End(identity=("site", 0))
+        await wire.dial(client.make, listening.sockets[0].getsockname())
+        await asyncio.wait_for(client.closed.wait(), 5)
+        assert not client.opened
+        listening.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        struct.pack("<II", 0, 0xFFFFFFFF),
+        struct.pack("<II", 0xFFFFFFFF, 10),
+        struct.pack("<II", 0, 4) + b"\xc1\xc1\xc1\xc1",
+        wire.encode(wire.Delivered(0, 0)),
+        wire.encode(wire.Hello("site", 0, b"n" * 16, b"p" * 32)),
+    ],
+)
+def test_a_stranger_is_refused_and_others_are_served(data: bytes) -> None:
+    async def main() -> None:
+        end, listening, address = await server()
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(data)
+        with contextlib.suppress(ConnectionResetError):
+            await asyncio.wait_for(reader.read(-1), 5)  # the challenge, then the end
+        assert not end.opened and not end.messages
+        client = End(identity=("site", 1))
+        await wire.dial(client.make, address)
+        await client.until(lambda: client.opened)
+        listening.close()
+
+    asyncio.run(main())
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.binary(max_size=300))
+def test_arbitrary_bytes_never_crash_the_decoder(data: bytes) -> None:
+    async def main() -> None:
+        end = End()
+        connection = end.make()
+
+        class Transport(asyncio.Transport):
+            closing = False
+
+            def write(self, _: object) -> None: ...
+
+            def set_write_buffer_limits(self, high=None, low=None) -> None: ...
+
+            def get_extra_info(self, name: str, default=None):
+                return None
+
+            def is_closing(self) -> bool:
+                return self.closing
+
+            def abort(self) -> None:
+                self.closing = True
+
+        transport = Transport()
+        connection.connection_made(transport)
+        rest = data
+        while rest and not transport.closing:
+            buffer = connection.get_buffer(-1)
+            part = rest[: len(buffer)]
+            buffer[: len(part)] = part
+            connection.buffer_updated(len(part))
+            rest = rest[len(part) :]
+        assert not end.opened
+        connection.connection_lost(None)
+
+    asyncio.run(main())
