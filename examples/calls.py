@@ -1,6 +1,6 @@
 """Call records: customers whose calls suddenly become much longer, with an operator of one's own.
 
-    holdfast run examples/calls.py --host process --seconds 10
+holdfast run examples/calls.py --host process --seconds 10
 """
 
 from typing import Any, ClassVar

@@ -1,6 +1,6 @@
 """Click streams: visits per page and minute, and which page visits end in a purchase.
 
-    holdfast run examples/clicks.py --host process --seconds 10
+holdfast run examples/clicks.py --host process --seconds 10
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """The network-monitoring flow of the papers, on made-up packets.
 
-    holdfast run examples/dmz.py --sites 2 --seconds 10
-    spark-submit --master 'local[4]' examples/dmz.py
+holdfast run examples/dmz.py --sites 2 --seconds 10
+spark-submit --master 'local[4]' examples/dmz.py
 """
 
 from holdfast import Flow, at_start, col, discard, generator, max_, mean

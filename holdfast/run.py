@@ -7,6 +7,7 @@ gathers the sites, watches them and ends the flow; rows never pass through it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import threading
@@ -91,7 +92,9 @@ def start(
     sites listen on: loopback by default on a local master, all interfaces on a cluster.
     """
     if sites < 1 or standbys < 0:
-        raise errors.FlowError(f"sites must be at least 1 and standbys not negative, not {sites}, {standbys}")
+        raise errors.FlowError(
+            f"sites must be at least 1 and standbys not negative, not {sites}, {standbys}"
+        )
     planned = plan(flow)
     if host is None and spark is not None:
         from holdfast.spark.host import SparkHost
@@ -167,7 +170,7 @@ class Run:
         return {}
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the flow has ended; raise its error. False if it still runs after `timeout`."""
+        """Wait until the flow has ended; raise its error. False if it runs on after `timeout`."""
         ended = self._ended.wait(timeout)
         if ended:
             self._thread.join(timeout=30)
@@ -180,7 +183,9 @@ class Run:
         if not self._ended.is_set():
             self._post(StopRequested(drain))
         if not self.wait(timeout):
-            log.warning("flow %r did not drain within %s s; it is ended now", self.flow.name, timeout)
+            log.warning(
+                "flow %r did not drain within %s s; it is ended now", self.flow.name, timeout
+            )
             self._post(StopRequested(drain=False))
             self.wait()
 
@@ -210,7 +215,7 @@ class Run:
                 self._ended.wait(30)
                 raise errors.HostError(
                     f"flow {self.flow.name!r} did not start within {timeout} s: "
-                    f"{len(missing)} of {len(self._controller.sites)} sites have not registered {missing}",
+                    f"{len(missing)} of {len(self._controller.sites)} sites have not registered",
                     hint=f"are there free task slots for them? last events: {reason or 'none'}",
                 )
 
@@ -259,10 +264,8 @@ class Run:
         self._post(SiteFailed(SiteId(site), attempt, reason))
 
     def _post(self, event: ControllerEvent) -> None:
-        try:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the flow has ended
             self._loop.call_soon_threadsafe(self._handle, event)
-        except RuntimeError:
-            pass  # the loop is closed: the flow has ended
 
     def _accept(self) -> wire.Connection:
         return wire.Connection(self._secret, lambda c: None, self._on_message, self._on_close)

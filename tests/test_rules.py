@@ -8,7 +8,19 @@ from pathlib import Path
 import holdfast
 
 ROOT = Path(holdfast.__file__).parent
-LAYERS = ["errors", "core", "flow", "site", "run", "spark", "sim", "dashboard", "bench", "demo", "cli"]
+LAYERS = [
+    "errors",
+    "core",
+    "flow",
+    "site",
+    "run",
+    "spark",
+    "sim",
+    "dashboard",
+    "bench",
+    "demo",
+    "cli",
+]
 MAY_IMPORT = {
     "errors": set(),
     "core": {"errors"},

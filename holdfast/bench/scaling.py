@@ -69,7 +69,9 @@ def _wait_for(run: Run, rows: int) -> tuple[int, float]:
 def _reading(run: Run) -> tuple[int, float]:
     """Rows processed by the first keyed stage, and processor seconds of all sites."""
     sites = run.status()["sites"]
-    rows = sum(s["rows_in"] for site in sites for s in site["stages"] if s["stage"].startswith("sess"))
+    rows = sum(
+        s["rows_in"] for site in sites for s in site["stages"] if s["stage"].startswith("sess")
+    )
     return rows, sum(site["cpu_s"] for site in sites)
 
 

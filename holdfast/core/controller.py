@@ -60,7 +60,9 @@ STILLBORN_MAX = 5
 class Controller:
     """The machine. `sites` run the flow; `standbys` register and wait."""
 
-    def __init__(self, shape: Shape, sites: Sequence[SiteId], standbys: Sequence[SiteId] = ()) -> None:
+    def __init__(
+        self, shape: Shape, sites: Sequence[SiteId], standbys: Sequence[SiteId] = ()
+    ) -> None:
         self.shape = shape
         self.sites = list(sites)
         self.standbys = list(standbys)
@@ -150,7 +152,7 @@ class Controller:
         lost = self.layout.lost_with(event.site, self.shape)
         names = "; ".join(f"{name!r}: {_ranges(parts)}" for name, parts in lost.items())
         return SiteLostError(
-            f"site {event.site} died ({event.reason}) and its partitions were not protected: {names}",
+            f"site {event.site} died ({event.reason}); its partitions were not protected: {names}",
             hint="start the flow again, or protect its stages",
         )
 

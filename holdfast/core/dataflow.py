@@ -89,7 +89,9 @@ class Dataflow:
         self._records[record.epoch] = record
         if record.last:
             self._last = record.epoch
-        effects = [e for s in self.stages.values() if s.shape.kind == "source" for e in self._next(s)]
+        effects = [
+            e for s in self.stages.values() if s.shape.kind == "source" for e in self._next(s)
+        ]
         self._trim_records()
         return effects + self._finish_site()
 

@@ -51,7 +51,9 @@ class Producer:
     def on_ack(self, ack: AckArrived) -> list[SendBundle]:
         lane = self.lanes.get(ack.consumer)
         if lane is None:
-            raise ProtocolError(f"exchange {self.exchange}: ack from site {ack.consumer}, no consumer")
+            raise ProtocolError(
+                f"exchange {self.exchange}: ack from site {ack.consumer}, no consumer"
+            )
         lane.received = max(lane.received, ack.received)
         lane.stable = max(lane.stable, ack.stable)
         lane.credit = max(lane.credit, ack.credit)
@@ -80,7 +82,8 @@ class Producer:
             epochs = [b.epoch for b in lane.kept]
             require(epochs == sorted(epochs), f"site {site}: kept bundles are out of order")
             require(
-                all(b.epoch > lane.stable for b in lane.kept), f"site {site}: a stable bundle is kept"
+                all(b.epoch > lane.stable for b in lane.kept),
+                f"site {site}: a stable bundle is kept",
             )
 
 
@@ -98,12 +101,15 @@ class Consumer:
         """Take a bundle in; False if it is one that came before and is dropped."""
         seen = self.received.get(event.producer)
         if seen is None:
-            raise ProtocolError(f"exchange {self.exchange}: bundle from site {event.producer}, no producer")
+            raise ProtocolError(
+                f"exchange {self.exchange}: bundle from site {event.producer}, no producer"
+            )
         if event.epoch <= seen:
             return False
         if event.epoch != seen + 1:
             raise ProtocolError(
-                f"exchange {self.exchange}: site {event.producer} sent epoch {event.epoch} after {seen}"
+                f"exchange {self.exchange}: site {event.producer} sent epoch {event.epoch} "
+                f"after {seen}"
             )
         parts = self._arrived.setdefault(event.epoch, {}).setdefault(event.producer, [])
         parts.append(event.bundle)
@@ -132,9 +138,13 @@ class Consumer:
     def ack(self, producer: SiteId) -> SendAck:
         received = self.received[producer]
         # Without protection what was received is never asked for again.
-        return SendAck(self.exchange, producer, received, received, Epoch(self.finished + self.window))
+        return SendAck(
+            self.exchange, producer, received, received, Epoch(self.finished + self.window)
+        )
 
     def check_invariants(self) -> None:
         for site, received in self.received.items():
             require(received >= self.finished, f"site {site}: finished runs ahead of received")
-        require(all(e > self.finished for e in self._arrived), "bundles of a finished epoch are kept")
+        require(
+            all(e > self.finished for e in self._arrived), "bundles of a finished epoch are kept"
+        )

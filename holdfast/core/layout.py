@@ -64,7 +64,9 @@ class Layout:
     def lost_with(self, site: SiteId, shape: Shape) -> dict[str, list[int]]:
         """By stage name: the partitions that have no copy left when `site` is gone."""
         lost = {
-            stage.name: [p for p, copies in enumerate(self.sites[stage.id]) if set(copies) == {site}]
+            stage.name: [
+                p for p, copies in enumerate(self.sites[stage.id]) if set(copies) == {site}
+            ]
             for stage in shape.stages
         }
         return {name: partitions for name, partitions in lost.items() if partitions}

@@ -91,8 +91,8 @@ class Sequencer:
         for block in event.blocks:
             if block.start != split.next_offset or block.rows <= 0:
                 raise ProtocolError(
-                    f"source {event.source}, split {event.split}: block [{block.start}, {block.end}) "
-                    f"does not follow offset {split.next_offset}"
+                    f"source {event.source}, split {event.split}: block [{block.start}, "
+                    f"{block.end}) does not follow offset {split.next_offset}"
                 )
             split.next_offset = block.end
             split.blocks.append(block)
@@ -170,7 +170,9 @@ class Sequencer:
         """Sources all of whose splits are idle or have ended, and have nothing waiting."""
         sources = sorted({source for source, _ in self.splits})
         quiet = {
-            s: all((v.idle or v.ended) and not v.blocks for k, v in self.splits.items() if k[0] == s)
+            s: all(
+                (v.idle or v.ended) and not v.blocks for k, v in self.splits.items() if k[0] == s
+            )
             for s in sources
         }
         return tuple(s for s in sources if quiet[s])

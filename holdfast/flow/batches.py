@@ -83,7 +83,9 @@ def sort(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 def build(columns: dict[str, object], schema: pa.Schema) -> pa.RecordBatch:
     """A batch of `schema` from numpy or Arrow columns, cast where that loses nothing."""
-    return pa.RecordBatch.from_arrays([as_array(columns[f.name], f.type) for f in schema], schema=schema)
+    return pa.RecordBatch.from_arrays(
+        [as_array(columns[f.name], f.type) for f in schema], schema=schema
+    )
 
 
 def as_array(values: object, kind: pa.DataType) -> pa.Array:

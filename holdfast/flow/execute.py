@@ -74,7 +74,9 @@ class StageRunner:
             merged.append(merge([b for i in at for b in inputs[i]], schema))
         return merged
 
-    def _finish(self, registers: dict[str, pa.RecordBatch], epoch: int) -> dict[int, pa.RecordBatch]:
+    def _finish(
+        self, registers: dict[str, pa.RecordBatch], epoch: int
+    ) -> dict[int, pa.RecordBatch]:
         for planned in self.stage.steps:
             if planned.target not in self._over_dead:
                 registers[planned.target] = self._step(planned, registers[planned.source], epoch)

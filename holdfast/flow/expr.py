@@ -8,7 +8,7 @@ the schema of a result is learned by evaluating the tree on an empty batch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 
 from holdfast.errors import FlowError
 
-Column = np.ndarray | pa.Array
+Column: TypeAlias = np.ndarray | pa.Array
 """A column inside the engine: numpy for plain numbers without nulls, Arrow for all else."""
 
 

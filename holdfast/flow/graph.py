@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 
 Merge = Literal["ordered", "arrival"]
 Duration = int | datetime.timedelta
-DEAD_LETTER = pa.schema(
-    [(n, pa.string()) for n in ("stage", "operator", "error", "row")]
-)
+DEAD_LETTER = pa.schema([(n, pa.string()) for n in ("stage", "operator", "error", "row")])
 
 
 @dataclass(eq=False)
@@ -126,7 +124,9 @@ class Flow:
     def dead_letters(self) -> Stream:
         """The rows that steps raised on, with stage, operator, error and the row as text."""
         if self.on_error != "dead-letter":
-            raise FlowError(f'flow {self.name!r}: dead letters need Flow(..., on_error="dead-letter")')
+            raise FlowError(
+                f'flow {self.name!r}: dead letters need Flow(..., on_error="dead-letter")'
+            )
         for node in self.nodes:
             if isinstance(node, DeadLetterNode):
                 return Stream(self, node, "out", node.port)
@@ -188,7 +188,9 @@ class Stream:
     def with_columns(self, **exprs: Expr | Any) -> Stream:
         """All columns, and these computed ones beside or instead of them."""
         columns = {n: wrap(e) for n, e in exprs.items()}
-        return self._step(Select(self.port, columns, True, self._where("with_columns")), "with_columns")
+        return self._step(
+            Select(self.port, columns, True, self._where("with_columns")), "with_columns"
+        )
 
     def filter(self, condition: Expr) -> Stream:
         """Only the rows for which `condition` is true."""
@@ -199,12 +201,16 @@ class Stream:
             )
         return self._step(Filter(self.port, condition, self._where("filter")), "filter")
 
-    def map(self, function: Callable[[pa.RecordBatch], pa.RecordBatch], schema: pa.Schema) -> Stream:
+    def map(
+        self, function: Callable[[pa.RecordBatch], pa.RecordBatch], schema: pa.Schema
+    ) -> Stream:
         """An Arrow function: a batch in, a batch of `schema` with as many rows out.
 
         It must treat every row by itself: how rows are batched is not fixed.
         """
-        step = UserMap(self.port, function, _declared(schema, self._where("map")), "arrow", self._where("map"))
+        step = UserMap(
+            self.port, function, _declared(schema, self._where("map")), "arrow", self._where("map")
+        )
         return self._step(step, step.label)
 
     def map_pandas(self, function: Callable[[Any], Any], schema: pa.Schema) -> Stream:
@@ -232,7 +238,7 @@ class Stream:
             if not other.schema.equals(self.schema):
                 raise FlowError(
                     f"{where}: the streams have different columns",
-                    hint=f"{self.schema.names} and {other.schema.names}; bring them in line with select()",
+                    hint=f"{self.schema.names} and {other.schema.names}; align them with select()",
                 )
         disjoint = _disjoint(streams)
         width = max(s.port.width for s in streams) + (0 if disjoint else 1)
@@ -257,7 +263,9 @@ class Stream:
                 raise FlowError(f"{where}: the key {key!r} is given twice")
             kind = self.schema.field(key).type
             if pa.types.is_nested(kind) or pa.types.is_interval(kind):
-                raise FlowError(f"{where}: {key!r} is {self.schema.field(key).type}, which cannot be a key")
+                raise FlowError(
+                    f"{where}: {key!r} is {self.schema.field(key).type}, which cannot be a key"
+                )
         if merge not in ("ordered", "arrival"):
             raise FlowError(f"{where}: merge is 'ordered' or 'arrival', not {merge!r}")
         if _descends_from_dead_letters(self):
@@ -362,9 +370,14 @@ class KeyedStream:
         return self._operate(operator).out
 
     def join(
-        self, other: KeyedStream, *, within: Duration, lateness: Duration = 0, suffix: str = "_right"
+        self,
+        other: KeyedStream,
+        *,
+        within: Duration,
+        lateness: Duration = 0,
+        suffix: str = "_right",
     ) -> Joined:
-        """Pairs of rows of the two streams with equal keys and event times at most `within` apart."""
+        """Pairs of rows with equal keys and event times at most `within` apart."""
         where = self._where("join")
         if not isinstance(other, KeyedStream):
             raise FlowError(f"{where}: {type(other).__name__} has no key", hint="use key_by()")
@@ -375,11 +388,15 @@ class KeyedStream:
         ports = self.stream.port, other.stream.port
         for side in ports:
             if side.event_time is None:
-                raise FlowError(f"{where}: both sides need an event time (source(..., event_time=...))")
+                raise FlowError(
+                    f"{where}: both sides need an event time (source(..., event_time=...))"
+                )
         for key in self.keys:
             kinds = [p.schema.field(key).type for p in ports]
             if kinds[0] != kinds[1]:
-                raise FlowError(f"{where}: the key {key!r} is {kinds[0]} on the left, {kinds[1]} on the right")
+                raise FlowError(
+                    f"{where}: the key {key!r} is {kinds[0]} on the left, {kinds[1]} on the right"
+                )
         on = (str(ports[0].event_time), str(ports[1].event_time))
         times = [p.schema.field(o).type for p, o in zip(ports, on, strict=True)]
         if times[0] != times[1]:

@@ -68,5 +68,3 @@ class Groups:
         out = np.empty_like(sorted_values)
         out[self.rows] = sorted_values
         return out
-
-

@@ -129,7 +129,9 @@ def _hash_binary(values: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     data = np.frombuffer(values.buffers()[2] or b"", np.uint8)[offsets[0] : offsets[-1]]
     position = np.arange(data.size, dtype=np.int64) - np.repeat(offsets[:-1] - offsets[0], lengths)
     word = (position.astype(_U) << _U(8)) | data.astype(_U)
-    sums = [_segment_sums(mix(word * m + s), offsets) for m, s in ((_GOLDEN, _MIX1), (_MIX1, _U(1)))]
+    sums = [
+        _segment_sums(mix(word * m + s), offsets) for m, s in ((_GOLDEN, _MIX1), (_MIX1, _U(1)))
+    ]
     length = lengths.astype(_U)
     return mix(sums[0] + length), mix(sums[1] ^ (length * _GOLDEN))
 

@@ -26,4 +26,6 @@ class Options:
         if not 1 <= self.partitions <= 65_535:
             raise FlowError(f"partitions must be between 1 and 65,535, not {self.partitions}")
         if self.window < 1 or self.block_rows < 1 or self.read_ahead_rows < self.block_rows:
-            raise FlowError("window and block_rows must be positive, and read_ahead_rows not smaller")
+            raise FlowError(
+                "window and block_rows must be positive, and read_ahead_rows not smaller"
+            )

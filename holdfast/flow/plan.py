@@ -217,7 +217,9 @@ class _Planner:
         for position, stream in enumerate(node.inputs):
             self._connect(stream, stage, position, node.operator.keys)
 
-    def _connect(self, stream: Stream, consumer: Stage, position: int, keys: list[str] | None) -> None:
+    def _connect(
+        self, stream: Stream, consumer: Stage, position: int, keys: list[str] | None
+    ) -> None:
         for producer, register, _ in self._place(stream):
             exchange = Exchange(
                 len(self.exchanges), producer.id, register, consumer.id, position, keys

@@ -163,7 +163,7 @@ class _ConsoleWriter(SinkWriter):
 
 
 class Callback(Sink):
-    """Calls ``function(epoch, batch)`` on the egress site, at least once for each epoch with rows."""
+    """Calls ``function(epoch, batch)`` on the egress site, at least once for an epoch with rows."""
 
     def __init__(self, function: Callable[[int, pa.RecordBatch], None]) -> None:
         self.function = function
@@ -181,9 +181,7 @@ class _CallbackWriter(SinkWriter):
             self._function(epoch, batch)
 
 
-def parquet(
-    path: str | os.PathLike[str], *, roll_s: float = 1.0, with_order: bool = False
-) -> Sink:
+def parquet(path: str | os.PathLike[str], *, roll_s: float = 1.0, with_order: bool = False) -> Sink:
     """Write a directory of parquet files; a new one at most every `roll_s` seconds."""
     return Parquet(path, roll_s=roll_s, with_order=with_order)
 

@@ -15,7 +15,7 @@ from holdfast.errors import FlowError
 
 
 class SplitReader:
-    """Reads one split. `read` returns rows, an empty batch for "nothing yet", or None at the end."""
+    """Reads a split. `read` returns rows, an empty batch for "nothing yet", or None at the end."""
 
     def read(self, rows_max: int) -> pa.RecordBatch | None:
         raise NotImplementedError

@@ -215,7 +215,9 @@ class StateTable:
             "__changed": pa.array(self._changed[slots >> CHUNK_BITS]),
         }
         for name, field in self.fields.items():
-            arrays[name] = self.get(name, slots) if field.width is None else self._lists(name, slots)
+            arrays[name] = (
+                self.get(name, slots) if field.width is None else self._lists(name, slots)
+            )
         return pa.RecordBatch.from_pydict(arrays)
 
     def _lists(self, name: str, slots: np.ndarray) -> pa.Array:

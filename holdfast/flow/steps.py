@@ -149,7 +149,9 @@ class FlatMap(Step):
     def run(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         given = self.function(batch.select(self.source.schema.names))
         if not isinstance(given, tuple) or len(given) != 2:
-            raise TypeError(f"{self.label}() must return (batch, origins), not {type(given).__name__}")
+            raise TypeError(
+                f"{self.label}() must return (batch, origins), not {type(given).__name__}"
+            )
         result = _checked(given[0], self.port.schema, self.label)
         origin = np.asarray(given[1])
         if origin.size != result.num_rows:
@@ -182,7 +184,11 @@ class Branch(Step):
         order += [zeros] * (self.port.width - len(order))
         if self.branch is not None:
             order[-1] = pa.array(np.full(batch.num_rows, self.branch, np.int64))
-        user = [(f, c) for f, c in zip(batch.schema, batch.columns, strict=True) if not is_order_name(f.name)]
+        user = [
+            (f, c)
+            for f, c in zip(batch.schema, batch.columns, strict=True)
+            if not is_order_name(f.name)
+        ]
         fields = [f for f, _ in user]
         fields += [pa.field(n, pa.int64(), False) for n in order_names(self.port.width)]
         return pa.RecordBatch.from_arrays([*(c for _, c in user), *order], schema=pa.schema(fields))
@@ -214,7 +220,9 @@ def _checked(result: Any, schema: pa.Schema, label: str) -> pa.RecordBatch:
     arrays = []
     for field in schema:
         if field.name not in result.schema.names:
-            raise TypeError(f"{label}() returned no column {field.name!r}; it promised {schema.names}")
+            raise TypeError(
+                f"{label}() returned no column {field.name!r}; it promised {schema.names}"
+            )
         column = result.column(field.name)
         try:
             arrays.append(as_array(column, field.type))

@@ -32,7 +32,7 @@ class Watermark:
 
     def __init__(self, sources: Iterable[int], boundaries: Sequence[tuple[int, int]]) -> None:
         self.boundaries = [(period, offset % period) for period, offset in boundaries]
-        self._top = {source: Track.NEVER for source in sources}
+        self._top = dict.fromkeys(sources, Track.NEVER)
         self._idle: set[int] = set()
         self._value = Track.NEVER
         self._reported = Track.NEVER  # the mark at the last row; a step is a move away from it

@@ -72,7 +72,9 @@ class _Collected(SinkWriter):
 class World:
     """A flow on `sites` simulated sites. `results` has what each sink got, by epoch."""
 
-    def __init__(self, flow: Flow, *, sites: int = 2, seed: int = 0, options: Options | None = None) -> None:
+    def __init__(
+        self, flow: Flow, *, sites: int = 2, seed: int = 0, options: Options | None = None
+    ) -> None:
         self.options = options or Options()
         self.plan = plan(flow)
         self.random = random.Random(seed)
@@ -190,7 +192,9 @@ class World:
             case IngestEpoch() | ProcessBundles():
                 site.orders.append(effect)
             case SendBundle():
-                bundle = self._over_the_wire(effect) if effect.consumer != site_id else effect.bundle
+                bundle = (
+                    self._over_the_wire(effect) if effect.consumer != site_id else effect.bundle
+                )
                 self._send(
                     site_id,
                     effect.consumer,

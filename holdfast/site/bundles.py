@@ -50,7 +50,9 @@ class Router:
         """The consumer partition of every row."""
         if self.exchange.keys is None:
             return np.zeros(batch.num_rows, np.uint16)
-        return partition_of(key_words([batch.column(k) for k in self.exchange.keys]), self.partitions)
+        return partition_of(
+            key_words([batch.column(k) for k in self.exchange.keys]), self.partitions
+        )
 
     def split(self, batch: pa.RecordBatch, track: Track) -> dict[SiteId, Frames]:
         """One bundle for each consumer site, an empty one where it gets no rows."""
@@ -91,7 +93,9 @@ class Checker:
             )
 
 
-def encode(frames: Frames, exchange: int, epoch: int, last: bool) -> tuple[wire.Bundle, list[object]]:
+def encode(
+    frames: Frames, exchange: int, epoch: int, last: bool
+) -> tuple[wire.Bundle, list[object]]:
     """The message and the buffers of its body."""
     track = frames.track.to_bytes()
     digests = b"" if frames.digests is None else frames.digests.tobytes()

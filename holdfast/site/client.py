@@ -22,7 +22,9 @@ class FeedClient:
         try:
             self._socket = socket.create_connection(address, timeout=10)
         except OSError as error:
-            raise HostError(f"cannot reach the ingress at {address[0]}:{address[1]}: {error}") from error
+            raise HostError(
+                f"cannot reach the ingress at {address[0]}:{address[1]}: {error}"
+            ) from error
         self._shake_hands(secret)
         self._socket.settimeout(None)  # an answer comes when there is room, however long it takes
 

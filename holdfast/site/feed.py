@@ -82,7 +82,9 @@ class FedReader(SplitReader):
         self._staged[batch, partition] = _Partition(attempt)
         reply(True, "")
 
-    def rows(self, batch: int, partition: int, attempt: int, rows: pa.RecordBatch, reply: Reply) -> None:
+    def rows(
+        self, batch: int, partition: int, attempt: int, rows: pa.RecordBatch, reply: Reply
+    ) -> None:
         staged = self._staged.get((batch, partition))
         if staged is None or staged.attempt != attempt:
             reply(False, "another attempt at this partition has begun")

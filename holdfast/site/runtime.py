@@ -212,7 +212,9 @@ class Site:
         try:
             self._receive(connection, message, body)
         except ProtocolError as error:
-            log.warning("site %s: %s from %s: %s", self.id, type(message).__name__, connection.id, error)
+            log.warning(
+                "site %s: %s from %s: %s", self.id, type(message).__name__, connection.id, error
+            )
             connection.abort()
         except Exception as error:
             self._fail(error)
@@ -253,7 +255,11 @@ class Site:
             case wire.Dismiss():
                 self._leave()
             case (
-                wire.FeedOpen() | wire.FeedRows() | wire.FeedDone() | wire.FeedCommit() | wire.FeedEnd()
+                wire.FeedOpen()
+                | wire.FeedRows()
+                | wire.FeedDone()
+                | wire.FeedCommit()
+                | wire.FeedEnd()
             ):
                 self._on_feed(connection, message, body)
             case _:
@@ -282,7 +288,9 @@ class Site:
 
     def _make_sequencer(self) -> Sequencer:
         splits = [
-            (StageId(s.id), n) for s in self.plan.sources for n in range(s.source.splits)  # type: ignore[union-attr]
+            (StageId(s.id), n)
+            for s in self.plan.sources
+            for n in range(s.source.splits)  # type: ignore[union-attr]
         ]
         sinks = [StageId(s.id) for s in self.plan.sinks]
         return Sequencer(splits, sinks, fitting(self.config.options.budget, limit_bytes()))

@@ -321,7 +321,9 @@ class Connection(asyncio.BufferedProtocol):
         self._dispatch(message, content)
 
     def _expect(self, nbytes: int) -> None:
-        self._view = memoryview(np.empty(nbytes, np.uint8)).cast("B")  # not zeroed, unlike a bytearray
+        self._view = memoryview(np.empty(nbytes, np.uint8)).cast(
+            "B"
+        )  # not zeroed, unlike a bytearray
         self._filled = 0
 
     def _check_lengths(self, body: int, header: int) -> None:
@@ -411,4 +413,4 @@ async def listen(make: ConnectionMaker, host: str, port: int = 0) -> tuple[async
 async def dial(make: ConnectionMaker, address: tuple[str, int]) -> Connection:
     """Connect; the handshake goes on by itself and ends in `on_open` or `on_close`."""
     _, connection = await asyncio.get_running_loop().create_connection(make, *address)
-    return connection  # type: ignore[return-value]
+    return connection

@@ -21,7 +21,8 @@ from pyspark.sql import functions as F
 from holdfast.core.ids import Epoch, StageId
 from holdfast.core.records import EpochRecord, Range
 from holdfast.errors import FlowError, InputError, require
-from holdfast.flow.batches import Track, with_order as with_order_columns
+from holdfast.flow.batches import Track
+from holdfast.flow.batches import with_order as with_order_columns
 from holdfast.flow.execute import StageRunner
 from holdfast.flow.graph import Flow
 from holdfast.flow.groups import Groups
@@ -78,7 +79,7 @@ class _Job:
         schema = parcels.sink_schema(sink, with_order)
         made = []
         for producer, exchanges in self._by_producer(sink):
-            outlet = _Rows(exchanges, schema)
+            outlet = parcels.ToRows(exchanges, schema)
             made.append(self._run(producer, outlet))
         return reduce(DataFrame.unionAll, made)
 
@@ -88,7 +89,7 @@ class _Job:
             (self.plan.stages[p], [e for e in stage.inputs if e.producer == p]) for p in producers
         ]
 
-    def _run(self, stage: Stage, outlet: _Rows | _Parcels) -> DataFrame:
+    def _run(self, stage: Stage, outlet: parcels.Outlet) -> DataFrame:
         planned, lean = parcels.shipped(self.plan, stage)
         if stage.kind == "source":
             read = self.order.sources[stage.id]
@@ -110,36 +111,9 @@ class _Job:
     def _parcels_of(self, producer: Stage, exchanges: list[Exchange]) -> DataFrame:
         key = tuple(e.id for e in exchanges)
         if key not in self._parcels:
-            self._parcels[key] = self._run(producer, _Parcels(exchanges, self.partitions))
+            outlet = parcels.ToParcels(exchanges, self.partitions)
+            self._parcels[key] = self._run(producer, outlet)
         return self._parcels[key]
-
-
-class _Parcels:
-    """A task's result as parcels for the stages that come next."""
-
-    ddl = parcels.DDL
-
-    def __init__(self, exchanges: list[Exchange], partitions: int) -> None:
-        self.exchanges, self.partitions = exchanges, partitions
-
-    def __call__(self, outputs: dict[int, pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        packed = parcels.pack(outputs, self.exchanges, self.partitions)
-        for start in range(0, packed.num_rows, 64):  # some megabytes at a time
-            yield packed.slice(start, 64)
-
-
-class _Rows:
-    """A task's result as the rows of a sink."""
-
-    def __init__(self, exchanges: list[Exchange], schema: pa.Schema) -> None:
-        self.exchanges, self.schema = exchanges, schema
-        self.ddl = parcels.spark_schema(schema)
-
-    def __call__(self, outputs: dict[int, pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for exchange in self.exchanges:
-            rows = outputs[exchange.id]
-            if rows.num_rows:
-                yield parcels.to_spark(rows, self.schema)
 
 
 class _KeyedTask:
@@ -151,7 +125,7 @@ class _KeyedTask:
         stage: Stage,
         track: Track,
         partitions: int,
-        outlet: _Rows | _Parcels,
+        outlet: parcels.Outlet,
     ) -> None:
         self.plan, self.stage, self.track = planned, stage, track
         self.partitions, self.outlet = partitions, outlet
@@ -340,7 +314,9 @@ def _track(planned: Plan, reads: dict[int, _Read], records: list[EpochRecord]) -
         end = record.base
         for r in record.ranges:
             if r.source in candidates and r.rows:
-                steps.append(mark.advance(r.source, *_within(candidates[r.source], end, end + r.rows)))
+                steps.append(
+                    mark.advance(r.source, *_within(candidates[r.source], end, end + r.rows))
+                )
             end += r.rows
         for source in set(record.idle) & set(timed):
             mark.idle(source)
@@ -379,9 +355,7 @@ def _rising(track: Track) -> Track:
 # --- reading a source -----------------------------------------------------------------------------
 
 
-def _survey(
-    planned: Plan, stage: Stage, df: DataFrame, records: list[EpochRecord] | None
-) -> _Read:
+def _survey(planned: Plan, stage: Stage, df: DataFrame, records: list[EpochRecord] | None) -> _Read:
     """Count a source's rows by block and split, and find the steps of their event times."""
     assert stage.source is not None
     splits = records is not None and SPLIT in df.columns
@@ -438,9 +412,7 @@ def _bounds(df: DataFrame, order: list[str]) -> list[Column]:
     sample = keys.sample(min(1.0, 200 * parts / rows), seed=7).orderBy(*order).collect()
     chosen = dict.fromkeys(sample[i * len(sample) // parts] for i in range(1, parts))
     kinds = {f.name: f.dataType for f in keys.schema}
-    return [
-        F.struct(*[F.lit(row[n]).cast(kinds[n]).alias(n) for n in order]) for row in chosen
-    ]
+    return [F.struct(*[F.lit(row[n]).cast(kinds[n]).alias(n) for n in order]) for row in chosen]
 
 
 class _Places:
@@ -511,7 +483,7 @@ class _SourceTask:
         planned: Plan,
         stage: Stage,
         read: _Read,
-        outlet: _Rows | _Parcels,
+        outlet: parcels.Outlet,
         declared: pa.Schema,
     ) -> None:
         self.plan, self.stage, self.read, self.outlet = planned, stage, read, outlet

@@ -163,6 +163,40 @@ class Opening:
                 yield to_spark(rows, self.schema)
 
 
+# --- what a task does with its results ---------------------------------------------------------
+
+
+class ToParcels:
+    """A task's result as parcels for the stages that come next."""
+
+    ddl: str | StructType = DDL
+
+    def __init__(self, exchanges: list[Exchange], partitions: int) -> None:
+        self.exchanges, self.partitions = exchanges, partitions
+
+    def __call__(self, outputs: dict[int, pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        packed = pack(outputs, self.exchanges, self.partitions)
+        for start in range(0, packed.num_rows, 64):  # some megabytes at a time
+            yield packed.slice(start, 64)
+
+
+class ToRows:
+    """A task's result as the rows of a sink."""
+
+    def __init__(self, exchanges: list[Exchange], schema: pa.Schema) -> None:
+        self.exchanges, self.schema = exchanges, schema
+        self.ddl: str | StructType = spark_schema(schema)
+
+    def __call__(self, outputs: dict[int, pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for exchange in self.exchanges:
+            rows = outputs[exchange.id]
+            if rows.num_rows:
+                yield to_spark(rows, self.schema)
+
+
+Outlet = ToParcels | ToRows
+
+
 # --- the plan, as the Spark jobs use it -----------------------------------------------------------
 
 
@@ -171,7 +205,9 @@ def shipped(plan: Plan, stage: Stage) -> tuple[Plan, Stage]:
     return replace(plan, stages=[], exchanges=[]), replace(stage, source=None, sink=None)
 
 
-def checked_plan(flow: Flow, inputs: Mapping[str, DataFrame], partitions: int, streaming: bool) -> Plan:
+def checked_plan(
+    flow: Flow, inputs: Mapping[str, DataFrame], partitions: int, streaming: bool
+) -> Plan:
     """The flow's plan, if `inputs` has the rows that it needs."""
     planned = plan(flow)
     if not 1 <= partitions <= 65_535:
@@ -207,7 +243,9 @@ def order_columns(stage: Stage) -> list[str]:
 def wanted_sinks(planned: Plan, sink: str | None) -> list[Stage]:
     names = [s.name for s in planned.sinks]
     if sink is not None and sink not in names:
-        raise FlowError(f"flow {planned.flow!r} has no sink {sink!r}", hint=f"its sinks are {names}")
+        raise FlowError(
+            f"flow {planned.flow!r} has no sink {sink!r}", hint=f"its sinks are {names}"
+        )
     return [s for s in planned.sinks if sink in (None, s.name)]
 
 

@@ -95,7 +95,9 @@ def spark_stream(
     such as ``{"availableNow": True}`` to read what is there and end.
     """
     if not df.isStreaming:
-        raise FlowError("spark_stream(): this DataFrame is not a stream", hint="use spark_batch(df)")
+        raise FlowError(
+            "spark_stream(): this DataFrame is not a stream", hint="use spark_batch(df)"
+        )
     order = [order_by] if isinstance(order_by, str) else order_by
     return SparkStream(df, order, checkpoint, trigger)
 
@@ -171,7 +173,9 @@ class _BatchFeeder(_Feeder):
         assert df is not None
         context = df.sparkSession.sparkContext
         self._group = f"holdfast-feed-{id(self)}"
-        context.setJobGroup(self._group, f"Holdfast: feed source {self._name!r}", interruptOnCancel=True)
+        context.setJobGroup(
+            self._group, f"Holdfast: feed source {self._name!r}", interruptOnCancel=True
+        )
         if self._spark_source.order_by:
             df = df.orderBy(*self._spark_source.order_by)
         task = _hand_over(self._address, self._secret, self._source, 0)
@@ -196,7 +200,9 @@ class _StreamFeeder(_Feeder):
         assert source.df is not None
         checkpoint = source.checkpoint or tempfile.mkdtemp(prefix="holdfast-feed-")
         writer = source.df.writeStream.foreachBatch(self._take_batch)
-        writer = writer.option("checkpointLocation", checkpoint).queryName(f"holdfast-feed-{id(self)}")
+        writer = writer.option("checkpointLocation", checkpoint).queryName(
+            f"holdfast-feed-{id(self)}"
+        )
         if source.trigger:
             writer = writer.trigger(**source.trigger)
         self._query = writer.start()

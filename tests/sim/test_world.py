@@ -111,7 +111,9 @@ def test_a_stalled_stage_holds_the_source_back_and_nothing_deadlocks(
     assert len(world.records) <= SMALL.budget.epochs_in_flight_max
     assert held <= SMALL.read_ahead_rows + SMALL.block_rows, "and the source"
     finished = [
-        s.finished for site in world.sites.values() for s in site.dataflow.stages.values()
+        s.finished
+        for site in world.sites.values()
+        for s in site.dataflow.stages.values()
         if s.shape.name == "time window by (g)"
     ]
     assert all(f >= SMALL.window - 1 for f in finished), "other branches go on within their credit"

@@ -1,3 +1,5 @@
+import contextlib
+
 import pytest
 
 from holdfast.run import Run
@@ -10,7 +12,5 @@ def kept():
     yield runs
     for run in runs:
         if not run.finished:
-            try:
+            with contextlib.suppress(Exception):
                 run.stop(drain=False, timeout=20)
-            except Exception:
-                pass

@@ -102,15 +102,19 @@ def same(got: DataFrame, wanted: DataFrame) -> None:
 
 def test_running_aggregates(spark: SparkSession) -> None:
     flow = Flow("running")
-    agg = source(flow).key_by("k").agg(
-        rows=count(),
-        total=sum_("v"),
-        whole=sum_("n"),
-        mid=mean("v"),
-        high=max_("v"),
-        low=min_("n"),
-        opening=first("i"),
-        latest=last("k"),
+    agg = (
+        source(flow)
+        .key_by("k")
+        .agg(
+            rows=count(),
+            total=sum_("v"),
+            whole=sum_("n"),
+            mid=mean("v"),
+            high=max_("v"),
+            low=min_("n"),
+            opening=first("i"),
+            latest=last("k"),
+        )
     )
     agg.sink("out", discard())
     df = events(spark)
@@ -154,7 +158,12 @@ def test_row_windows(spark: SparkSession, every: int) -> None:
 
 def test_sessions(spark: SparkSession) -> None:
     flow = Flow("sessions")
-    emit = {"k": col("k"), "opened": at_start("ts"), "with_": at_start("v"), "dur": col("ts") - at_start("ts")}
+    emit = {
+        "k": col("k"),
+        "opened": at_start("ts"),
+        "with_": at_start("v"),
+        "dur": col("ts") - at_start("ts"),
+    }
     keyed = source(flow).key_by("k")
     keyed.sessions(start=col("cmd") == 1, end=col("cmd") == 2, emit=emit).sink("out", discard())
     df = events(spark)
@@ -184,7 +193,9 @@ def test_tumbling_windows_and_late_rows(spark: SparkSession) -> None:
     rated = rated.withColumn("late", F.expr("coalesce(start + 50 + 15 <= mark, false)"))
     wanted = (
         rated.where("not late")
-        .groupBy("k", F.col("start").alias("window_start"), F.expr("start + 50").alias("window_end"))
+        .groupBy(
+            "k", F.col("start").alias("window_start"), F.expr("start + 50").alias("window_end")
+        )
         .agg(
             F.count(F.lit(1)).alias("n"),
             F.sum("n").alias("total"),
@@ -227,7 +238,9 @@ def test_sliding_windows_over_timestamps(spark: SparkSession) -> None:
     same(flow.batch(spark, {"events": df}), wanted)
 
 
-ORDERS = pa.schema([("i", pa.int64()), ("k", pa.string()), ("at", pa.int64()), ("item", pa.int32())])
+ORDERS = pa.schema(
+    [("i", pa.int64()), ("k", pa.string()), ("at", pa.int64()), ("item", pa.int32())]
+)
 
 
 def two_streams(spark: SparkSession) -> dict[str, DataFrame]:
@@ -255,7 +268,9 @@ def joined_sql(inputs: dict[str, DataFrame], seq: Callable[[str], Any]) -> dict[
     before = Window.orderBy("seq").rowsBetween(Window.unboundedPreceding, -1)
     tops = [F.max(F.when(F.col("side") == s, F.col("t"))).over(before) for s in (0, 1)]
     rated = both.withColumn("a", tops[0]).withColumn("b", tops[1])
-    late = rated.selectExpr("seq", "coalesce((floor(t / 30) + 1) * 30 + 10 <= if(a < b, a, b), false) late")
+    late = rated.selectExpr(
+        "seq", "coalesce((floor(t / 30) + 1) * 30 + 10 <= if(a < b, a, b), false) late"
+    )
     left, right = left.join(late, "seq"), right.join(late, "seq")
     other = right.where("not late").selectExpr("i i_right", "k key", "at", "item")
     near = F.col("k").eqNullSafe(F.col("key")) & (F.abs(F.col("ts") - F.col("at")) <= 30)
@@ -284,10 +299,15 @@ def test_join_in_a_recorded_order(spark: SparkSession) -> None:
         ranges = [[0, 0, epoch * 20, epoch * 20 + 20], [1, 0, epoch * 15, epoch * 15 + 15]]
         record: Any = {"epoch": epoch, "base": base, "ranges": ranges, "ended": epoch == 9}
         if epoch % 2:
-            record = EpochRecord(epoch, base, tuple(Range(*r, None) for r in ranges), (), False, epoch == 9)
+            record = EpochRecord(
+                epoch, base, tuple(Range(*r, None) for r in ranges), (), False, epoch == 9
+            )
         records.append(record)
         base += 35
-    numbers = {"events": F.expr("i div 20 * 35 + i % 20"), "orders": F.expr("i div 15 * 35 + 20 + i % 15")}
+    numbers = {
+        "events": F.expr("i div 20 * 35 + i % 20"),
+        "orders": F.expr("i div 15 * 35 + 20 + i % 15"),
+    }
     wanted = joined_sql(inputs, numbers.__getitem__)
     results = joined_flow().batch(spark, inputs, records=records)
     for name in ("out", "late left", "late right"):
@@ -342,8 +362,12 @@ def test_stateless_steps(spark: SparkSession) -> None:
     flow = Flow("stateless")
     stream = source(flow).filter((col("n") > 0) & ~col("k").is_null())
     stream.with_columns(w=col("v") / 3, k=col("k").fill_null("?")).sink("computed", discard())
-    stream.flat_map(repeat, pa.schema([("k", pa.string()), ("i", pa.int64())])).sink("flat", discard())
-    stream.map_pandas(doubled, pa.schema([("k", pa.string()), ("n", pa.int64())])).sink("pandas", discard())
+    stream.flat_map(repeat, pa.schema([("k", pa.string()), ("i", pa.int64())])).sink(
+        "flat", discard()
+    )
+    stream.map_pandas(doubled, pa.schema([("k", pa.string()), ("n", pa.int64())])).sink(
+        "pandas", discard()
+    )
     df = events(spark)
     kept = df.where("n > 0 and k is not null")
     results = flow.batch(spark, {"events": df})
@@ -468,7 +492,9 @@ def test_idle_sources_and_an_input_that_has_not_ended(spark: SparkSession) -> No
     stream.key_by("g").window(time=100).agg(n=count()).sink("out", discard())
     df = events(spark)
     inputs = {"events": df, "quiet": df.limit(0)}
-    parts = [{"epoch": e, "base": 100 * e, "ranges": [[1, 0, 100 * e, 100 * e + 100]]} for e in range(6)]
+    parts = [
+        {"epoch": e, "base": 100 * e, "ranges": [[1, 0, 100 * e, 100 * e + 100]]} for e in range(6)
+    ]
     # The source without rows holds everything back, until it is declared idle after epoch 2.
     assert flow.batch(spark, inputs, records=parts).count() == 0
     parts[2]["idle"] = [0]
@@ -487,11 +513,19 @@ def test_idle_sources_and_an_input_that_has_not_ended(spark: SparkSession) -> No
 
 
 def test_types_that_spark_lacks(spark: SparkSession) -> None:
-    schema = pa.schema([("a", pa.uint32()), ("t", pa.timestamp("ns")), ("d", pa.dictionary(pa.int8(), pa.string()))])
+    schema = pa.schema(
+        [
+            ("a", pa.uint32()),
+            ("t", pa.timestamp("ns")),
+            ("d", pa.dictionary(pa.int8(), pa.string())),
+        ]
+    )
     flow = Flow("types")
     stream = flow.source("s", rows(pa.RecordBatch.from_pylist([], schema=schema)))
     stream.key_by("d").agg(a=last("a"), t=max_("t"), n=count()).sink("out", discard())
-    df = spark.sql("select id a, timestamp_ntz'2024-05-01 00:00:00' + make_interval(0,0,0,0,0,0,id) t, 'x' d from range(3)")
+    df = spark.sql(
+        "select id a, timestamp_ntz'2024-05-01 00:00:00' + make_interval(0,0,0,0,0,0,id) t, 'x' d from range(3)"
+    )
     wanted = df.selectExpr("d", "a", "t", "a + 1 n")
     same(flow.batch(spark, {"s": df.coalesce(1)}), wanted)
 

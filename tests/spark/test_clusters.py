@@ -103,7 +103,9 @@ def standalone(folder: Path) -> Iterator[str]:
         for n in (1, 2):
             size = ("--cores", "2", "--memory", "1g")
             worker = "org.apache.spark.deploy.worker.Worker"
-            wait_for(launch(f"worker{n}", worker, *listen, *size, address), "(Successfully registered)")
+            wait_for(
+                launch(f"worker{n}", worker, *listen, *size, address), "(Successfully registered)"
+            )
         yield address
     finally:
         for process in reversed(started):

@@ -263,7 +263,9 @@ def test_the_flow_file_runs_from_the_command_line(tmp_path: Path) -> None:
     )
     status = tmp_path / "status.json"
     command = [sys.executable, "-m", "holdfast.cli", "run", str(file), "--sites", "2", "--quiet"]
-    done = subprocess.run([*command, "--json", str(status)], capture_output=True, text=True, timeout=90)
+    done = subprocess.run(
+        [*command, "--json", str(status)], capture_output=True, text=True, timeout=90
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(status.read_text())["rows_in"] == 5_000
     missing = subprocess.run([*command[:4], "nowhere.py"], capture_output=True, text=True)

@@ -128,7 +128,9 @@ class Agg:
         taken = infer(aggregate.expr, schema, f"{where}, aggregate {name!r}")
         numeric = is_plain(taken) and not pa.types.is_boolean(taken)
         if aggregate.kind in ("sum", "mean") and not numeric:
-            raise FlowError(f"{where}: {aggregate.kind} of {aggregate.expr} needs numbers, not {taken}")
+            raise FlowError(
+                f"{where}: {aggregate.kind} of {aggregate.expr} needs numbers, not {taken}"
+            )
         if aggregate.kind in ("max", "min") and not (numeric or pa.types.is_temporal(taken)):
             raise FlowError(
                 f"{where}: {aggregate.kind} of {aggregate.expr} needs numbers or times, not {taken}"
@@ -204,7 +206,9 @@ def infer(expr: Expr, schema: pa.Schema, where: str) -> pa.DataType:
     try:
         value = expr.eval(batch)
     except Exception as error:
-        raise FlowError(f"{where}: {expr} does not fit the columns {describe(schema)}: {error}") from error
+        raise FlowError(
+            f"{where}: {expr} does not fit the columns {describe(schema)}: {error}"
+        ) from error
     if isinstance(value, np.ndarray | np.generic):
         return pa.from_numpy_dtype(value.dtype)
     return value.type if isinstance(value, pa.Array | pa.Scalar) else pa.scalar(value).type

@@ -63,18 +63,20 @@ class KeyedFunction:
     output: ClassVar[pa.Schema] = pa.schema([])
     """The columns of the result (the key's columns come before them)."""
 
-    def process(
-        self, rows: Rows, state: StateTable
-    ) -> tuple[np.ndarray, dict[str, Any]]:
+    def process(self, rows: Rows, state: StateTable) -> tuple[np.ndarray, dict[str, Any]]:
         """Update `state`; return the rows (ascending) that emit something, and their columns."""
         raise NotImplementedError
 
 
 class CustomOperator(KeyedOperator):
-    def __init__(self, keys: Sequence[str], source: Port, function: KeyedFunction, where: str) -> None:
+    def __init__(
+        self, keys: Sequence[str], source: Port, function: KeyedFunction, where: str
+    ) -> None:
         super().__init__(keys, [source])
         if not isinstance(function, KeyedFunction):
-            raise FlowError(f"{where}: {function!r} is not a KeyedFunction", hint="pass an instance")
+            raise FlowError(
+                f"{where}: {function!r} is not a KeyedFunction", hint="pass an instance"
+            )
         self.function = function
         self.label = type(function).__name__
         self.needs[0] |= set(source.schema.names)
@@ -112,14 +114,17 @@ class CustomOperator(KeyedOperator):
         self.table.touch(touched, epoch)
         return {"out": out}
 
-    def _output(self, batch: pa.RecordBatch, rows: np.ndarray, columns: dict[str, Any]) -> pa.RecordBatch:
+    def _output(
+        self, batch: pa.RecordBatch, rows: np.ndarray, columns: dict[str, Any]
+    ) -> pa.RecordBatch:
         missing = set(self.function.output.names) - set(columns)
         if missing:
             raise TypeError(f"process() returned no column {sorted(missing)[0]!r}")
         for name in self.function.output.names:
             if len(columns[name]) != rows.size:
                 raise TypeError(
-                    f"process() named {rows.size} rows but gave {len(columns[name])} values of {name!r}"
+                    f"process() named {rows.size} rows, "
+                    f"but gave {len(columns[name])} values of {name!r}"
                 )
         if rows.size and rows.dtype.kind not in "iu":
             raise TypeError(f"process() must name the emitting rows by number, not as {rows.dtype}")

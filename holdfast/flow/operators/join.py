@@ -64,9 +64,13 @@ class WindowJoin(KeyedOperator):
                 self.right_names[f.name] = given
                 names.add(given)
         fields = [*left.schema]
-        fields += [pa.field(new, right.schema.field(old).type) for old, new in self.right_names.items()]
+        fields += [
+            pa.field(new, right.schema.field(old).type) for old, new in self.right_names.items()
+        ]
         width = 2 * max(left.width, right.width) + shared
-        self.outputs["out"] = Port(pa.schema(fields), width, left.event_time, self.hold + 2 * within)
+        self.outputs["out"] = Port(
+            pa.schema(fields), width, left.event_time, self.hold + 2 * within
+        )
         self.outputs["late"] = Port(left.schema, left.width)
         self.outputs["late_right"] = Port(right.schema, right.width)
         self.needs = [set(left.schema.names), set(right.schema.names)]
@@ -206,7 +210,9 @@ class _Side:
         if batch.num_rows == 0:
             return
         self.runs.append(self._run(batch.select(self.schema.names)))
-        while len(self.runs) > 1 and self.runs[-2].batch.num_rows < 2 * self.runs[-1].batch.num_rows:
+        while (
+            len(self.runs) > 1 and self.runs[-2].batch.num_rows < 2 * self.runs[-1].batch.num_rows
+        ):
             newer, older = self.runs.pop(), self.runs.pop()
             self.runs.append(self._run(concat([older.batch, newer.batch])))
 
@@ -228,7 +234,9 @@ class _Side:
                 kept.append(run)
         self.runs = kept
 
-    def extract(self, partitions: Sequence[int] | None = None, since: int | None = None) -> pa.RecordBatch:
+    def extract(
+        self, partitions: Sequence[int] | None = None, since: int | None = None
+    ) -> pa.RecordBatch:
         """The rows of some partitions; increments are not finer than everything."""
         batch = concat([empty(self.schema), *(r.batch for r in self.runs)])
         if partitions is None:

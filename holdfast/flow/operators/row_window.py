@@ -33,7 +33,9 @@ class RowWindow(KeyedOperator):
         super().__init__(keys, [source])
         for what, value in (("rows", rows), ("every", every)):
             if not isinstance(value, int) or value < 1:
-                raise FlowError(f"{where}: {what} must be a whole number of at least 1, not {value!r}")
+                raise FlowError(
+                    f"{where}: {what} must be a whole number of at least 1, not {value!r}"
+                )
         self.rows, self.every = rows, every
         self.aggs = [Agg.bind(n, a, source.schema, where) for n, a in aggregates.items()]
         self.needs[0] |= columns_of(list(aggregates.values()))
@@ -116,9 +118,7 @@ class _Windows:
         self.due_slot = groups.sorted_slots[due]
         self.count = np.minimum(self.due_index + 1, rows)
 
-    def fold(
-        self, aggs: list[Agg], values: np.ndarray, ring: np.ndarray
-    ) -> dict[str, np.ndarray]:
+    def fold(self, aggs: list[Agg], values: np.ndarray, ring: np.ndarray) -> dict[str, np.ndarray]:
         results = {a.name: self._start(a) for a in aggs}
         for age in range(self.rows - 1, -1, -1):
             value, present = self._at_age(age, values, ring)

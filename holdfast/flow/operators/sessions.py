@@ -51,7 +51,9 @@ class Sessions(KeyedOperator):
         both = pa.schema([*source.schema, *opened])
         fields = [pa.field(n, infer(e, both, f"{where}, emit {n!r}")) for n, e in emit.items()]
         read = columns_of(list(emit.values()))
-        self.kept = sorted(n.removeprefix(AtStart.PREFIX) for n in read if n.startswith(AtStart.PREFIX))
+        self.kept = sorted(
+            n.removeprefix(AtStart.PREFIX) for n in read if n.startswith(AtStart.PREFIX)
+        )
         plain = {n for n in read if not n.startswith(AtStart.PREFIX)}
         self.needs[0] |= plain | set(self.kept) | columns_of([start, end])
         self.outputs["out"] = Port(pa.schema(fields), source.width, delay=source.delay)

@@ -41,7 +41,9 @@ class TimeWindow(KeyedOperator):
         if size < 1 or every < 1 or lateness < 0:
             raise FlowError(f"{where}: time and every must be positive and lateness not negative")
         if every > size:
-            raise FlowError(f"{where}: every={every} is longer than time={size}: rows would be lost")
+            raise FlowError(
+                f"{where}: every={every} is longer than time={size}: rows would be lost"
+            )
         self.on, self.size, self.every = on, size, every
         self.hold = lateness + source.delay
         self.boundaries = [(every, (size + self.hold) % every)]
@@ -58,7 +60,11 @@ class TimeWindow(KeyedOperator):
     def _allocate(self) -> None:
         fields = {f"__key.{k}": Field(t) for k, t in zip(self.keys, self._key_kinds, strict=True)}
         fields |= {a.name: a.field for a in self.aggs}
-        base = {"__n": Field(pa.int64()), "__window": Field(pa.int64()), "__hash": Field(pa.int64())}
+        base = {
+            "__n": Field(pa.int64()),
+            "__window": Field(pa.int64()),
+            "__hash": Field(pa.int64()),
+        }
         self.table = StateTable(base | fields, self.partitions)
         self._next_close = Track.END
 
@@ -107,9 +113,7 @@ class TimeWindow(KeyedOperator):
         rows = np.repeat(np.arange(times.size), per_row).reshape(inside.shape)
         return rows[inside], window[inside]
 
-    def _add(
-        self, batch: pa.RecordBatch, rows: np.ndarray, window: np.ndarray, epoch: int
-    ) -> None:
+    def _add(self, batch: pa.RecordBatch, rows: np.ndarray, window: np.ndarray, epoch: int) -> None:
         # Whatever can raise comes before the first change of state.
         operands = {a.name: self._operand(a, batch, rows) for a in self.aggs}
         words = self.words(batch).take(rows)
