@@ -128,11 +128,13 @@ class StateTable:
     def put(self, name: str, slots: np.ndarray, values: Column) -> None:
         """Store a column of any type, nulls included; of a slot named twice the last one stays."""
         self._columns[name][slots] = self.fields[name].stored(values)
-        has_null = isinstance(values, pa.Array) and values.null_count > 0
-        if has_null and name not in self._null:
-            self._null[name] = np.zeros(self._capacity, bool)
+        null: np.ndarray | bool = False
+        if isinstance(values, pa.Array) and values.null_count > 0:
+            null = values.is_null().to_numpy(zero_copy_only=False)
+            if name not in self._null:
+                self._null[name] = np.zeros(self._capacity, bool)
         if name in self._null:
-            self._null[name][slots] = values.is_null().to_numpy(False) if has_null else False
+            self._null[name][slots] = null
 
     def get(self, name: str, slots: np.ndarray) -> pa.Array:
         """The stored column as Arrow, nulls included."""

@@ -7,8 +7,8 @@ nothing is unpickled. Bodies are Arrow IPC or raw arrays.
 A connection opens with a handshake in which both ends prove that they know the flow's secret:
 
     server -> client   Challenge(nonce)
-    client -> server   Hello(role, id, nonce, proof)      proof = HMAC(secret, both nonces, role, id)
-    server -> client   Welcome(proof)                     the same, with the parts swapped
+    client -> server   Hello(role, id, nonce, proof)    proof = HMAC(secret, both nonces, role, id)
+    server -> client   Welcome(proof)                   the same, with the parts swapped
 
 Until `Welcome` no message may be longer than a kilobyte. Then, between sites: `Record`, `Bundle`,
 `Ack`, `Blocks`, `SplitState` and `Delivered`, each in the order in which it was sent. `Bundle`
@@ -321,9 +321,7 @@ class Connection(asyncio.BufferedProtocol):
         self._dispatch(message, content)
 
     def _expect(self, nbytes: int) -> None:
-        self._view = memoryview(np.empty(nbytes, np.uint8)).cast(
-            "B"
-        )  # not zeroed, unlike a bytearray
+        self._view = np.empty(nbytes, np.uint8).data  # not zeroed, unlike a bytearray
         self._filled = 0
 
     def _check_lengths(self, body: int, header: int) -> None:

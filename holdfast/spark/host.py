@@ -49,7 +49,7 @@ class SparkHost:
                 f"{type(spark).__module__}.{type(spark).__name__} is not a classic SparkSession: "
                 "Spark Connect cannot host sites, because a Connect client is not in the cluster's "
                 "network and cannot see its task slots",
-                hint="start the flow from a driver (spark-submit, or SparkSession.builder.master(...))",
+                hint="start it from a driver: spark-submit, or SparkSession.builder.master(...)",
             )
         use_this_python(spark)
         self._spark = spark
@@ -81,8 +81,8 @@ class SparkHost:
             time.sleep(0.2)  # executors register one by one after the session has started
         if slots < sites + feeds:
             raise HostError(
-                f"the flow needs {sites + feeds} task slots ({sites} sites, {feeds} for the queries "
-                f"that feed it) and Spark has {slots} (master {self._context.master})",
+                f"the flow needs {sites + feeds} task slots ({sites} sites, {feeds} for the "
+                f"queries that feed it) and Spark has {slots} (master {self._context.master})",
                 hint="give Spark more cores, such as local[8], or start fewer sites",
             )
 
