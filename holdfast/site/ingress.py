@@ -88,7 +88,7 @@ class Ingress:
         self._mark = Watermark(self._with_time, plan.boundaries) if plan.boundaries else None
 
     def epoch(self, record: EpochRecord) -> tuple[pa.RecordBatch, Track]:
-        """This site's rows of an epoch, in order, and the steps that the watermark takes at them."""
+        """This site's rows of an epoch, in order, and the steps the watermark takes at them."""
         batches, steps, seq = [], [], record.base
         start = Track.NEVER if self._mark is None else self._mark.value
         for r in record.ranges:

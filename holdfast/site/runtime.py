@@ -50,7 +50,7 @@ from holdfast.core.events import (
 from holdfast.core.ids import Epoch, ExchangeId, SiteId, StageId
 from holdfast.core.layout import Domain, Layout
 from holdfast.core.sequencer import Sequencer
-from holdfast.errors import HoldfastError, OperatorError, ProtocolError
+from holdfast.errors import HoldfastError, HostError, OperatorError, ProtocolError
 from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
 from holdfast.flow.plan import Plan, plan, shape
@@ -63,6 +63,7 @@ from holdfast.site.stages import SiteStages
 log = logging.getLogger("holdfast.site")
 
 POLL_S = 0.001
+PEER_LOST_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,21 @@ class Site:
         if self._peers.get(SiteId(connection.id)) is connection:
             del self._peers[SiteId(connection.id)]
             log.info("site %s: connection to site %s is lost", self.id, connection.id)
+            if self._started:
+                loop = asyncio.get_running_loop()
+                loop.call_later(PEER_LOST_S, self._give_up, connection.id)
+
+    def _give_up(self, peer: int) -> None:
+        """Without protection what was on a broken connection is lost. If the peer has died the
+        controller knows by now, and this site is dismissed; if not, somebody must say so."""
+        if self._started:
+            self._fail(
+                HostError(
+                    f"the connection between sites {self.id} and {peer} broke, and what was on it "
+                    "is not protected",
+                    hint="start the flow again; is the network between the executors sound?",
+                )
+            )
 
     def _on_message(
         self, connection: wire.Connection, message: wire.Message, body: memoryview
@@ -428,6 +444,7 @@ class Site:
 
     def _finish(self) -> None:
         assert self._stages is not None and self._controller is not None
+        self._started = False
         self._stages.close()
         self._send_status()
         self._controller.send(wire.Finished())

@@ -119,7 +119,7 @@ class SparkHost:
         self._closed = True
         for thread in self._threads:
             thread.join(timeout=5)
-        if any(t.is_alive() for t in self._threads):
+        if any(t.is_alive() for t in self._threads) and self._context._jsc is not None:
             self._context.cancelJobGroup(self._group)
 
 

@@ -29,7 +29,7 @@ def local_session(app: str, cores: int, **conf: str) -> SparkSession:
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     if "JAVA_HOME" not in os.environ and (home := bundled_java()) is not None:
         os.environ["JAVA_HOME"] = home
-    builder = SparkSession.builder.master(f"local[{cores},100]").appName(app)
+    builder = SparkSession.builder.master(f"local[{cores},4]").appName(app)
     settings = {
         "spark.ui.showConsoleProgress": "false",
         "spark.driver.host": "127.0.0.1",

@@ -83,13 +83,9 @@ def test_draining_delivers_everything_that_was_taken(kept) -> None:
 
 
 def test_a_killed_site_stops_an_unprotected_flow_and_names_what_is_lost(kept) -> None:
-    flow = Flow("doomed")
-    source = flow.source("numbers", generator(numbers, NUMBERS, rate=50_000))
-    source.key_by("k").agg(n=count()).sink("out", discard())
-    run = flow.start(sites=2, partitions=8)
+    run = endless("doomed").start(sites=2, partitions=8)
     kept.append(run)
-    while len(run.status()["sites"]) < 2:
-        time.sleep(0.05)
+    wait_for_figures(run, 2)
     victim = next(s["pid"] for s in run.status()["sites"] if s["site"] == 1)
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(SiteLostError, match=r"site 1 died.*'running aggregate by \(k\)': 4-7"):
@@ -219,6 +215,64 @@ def test_a_stalled_sink_pushes_back_to_the_source(kept, tmp_path) -> None:
     gate.touch()
     assert run.wait(60)
     assert run.sink_report("out")["rows"] == 4_000_000
+
+
+def test_a_broken_connection_between_sites_is_said_and_not_waited_for(kept) -> None:
+    flow = endless("cut")
+    run = flow.start(sites=2)
+    kept.append(run)
+    wait_for_figures(run, 2)
+    pids = {s["pid"] for s in run.status()["sites"]}
+    cut_connection_between(pids)
+    with pytest.raises(HostError, match="connection between sites . and . broke"):
+        run.wait(30)
+
+
+def endless(name: str) -> Flow:
+    flow = Flow(name)
+    source = flow.source("numbers", generator(numbers, NUMBERS, rate=50_000))
+    source.key_by("k").agg(n=count()).sink("out", discard())
+    return flow
+
+
+def wait_for_figures(run, sites: int) -> None:
+    deadline = time.monotonic() + 20
+    while len(run.status()["sites"]) < sites and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def cut_connection_between(pids: set[int]) -> None:
+    """Shut down, from within one of them, the socket that two processes share.
+
+    pidfd_getfd duplicates a descriptor of a child of ours; shutting the copy down ends the
+    connection for both, and neither process is touched otherwise.
+    """
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    ends: dict[tuple, int] = {}
+    for pid in pids:
+        handle = os.pidfd_open(pid)
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            if not os.readlink(f"/proc/{pid}/fd/{name}").startswith("socket:"):
+                continue
+            copied = libc.syscall(438, handle, int(name), 0)
+            assert copied >= 0, os.strerror(ctypes.get_errno())
+            end = socket.socket(fileno=copied)
+            try:
+                key = (end.getsockname(), end.getpeername())
+            except OSError:  # it listens
+                key = None
+            if key is None or end.family != socket.AF_INET:
+                end.close()
+                continue
+            if (key[1], key[0]) in ends:  # the other end is in the other process
+                end.shutdown(socket.SHUT_RDWR)
+                end.close()
+                return
+            ends[key] = pid
+            end.close()
+    raise AssertionError("the sites are not connected")
 
 
 def test_impossible_starts_are_refused() -> None:
