@@ -7,6 +7,7 @@ import json
 import os
 import runpy
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -109,9 +110,10 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         )
         with run:
             if options.quiet:
-                run._ended.wait(options.seconds)
+                run.ended(options.seconds)
             else:
-                watch(run, console, options.seconds)
+                until = time.monotonic() + (options.seconds or float("inf"))
+                watch(run, console, lambda: time.monotonic() >= until)
         run.wait()
         if options.json:
             with open(options.json, "w") as file:

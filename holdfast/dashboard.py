@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console, Group
@@ -24,14 +25,14 @@ class Dashboard:
         for name, justify in (
             ("site", "right"),
             ("stage", "left"),
-            ("partitions", "right"),
+            ("parts", "right"),
             ("epoch", "right"),
             ("rows/s", "right"),
             ("rows", "right"),
             ("keys", "right"),
             ("state MB", "right"),
         ):
-            table.add_column(name, justify=justify)  # type: ignore[arg-type]
+            table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
         for site in status["sites"]:
             for index, stage in enumerate(site["stages"]):
                 table.add_row(*self._row(site, stage, now, first=index == 0))
@@ -71,13 +72,14 @@ class Dashboard:
         )
 
 
-def watch(run: Run, console: Console, seconds: float | None = None) -> None:
-    """Show the live table until the flow ends, or for so many seconds."""
+def watch(run: Run, console: Console, enough: Callable[[], bool] = lambda: False) -> None:
+    """Show the live table until the flow ends, or `enough` says so."""
     board = Dashboard()
-    until = None if seconds is None else time.monotonic() + seconds
     with Live(console=console, auto_refresh=False, transient=False) as live:
         while True:
-            ended = run._ended.wait(1.0)
+            ended = run.ended(1.0)
             live.update(board.render(run.status(), time.monotonic()), refresh=True)
-            if ended or (until is not None and time.monotonic() >= until):
-                return
+            if ended or enough():
+                break
+    if not console.is_terminal:
+        console.print()  # Live ends without a new line there

@@ -79,10 +79,7 @@ def _demo(spark: SparkSession, folder: Path, seconds: float, sites: int, console
     run = flow.start(spark, sites=sites)
     console.print(f"The flow runs on {sites} sites; packets come for {seconds:.0f} s.")
     traffic.start()
-    watch(run, console, seconds)
-    traffic.join()
-    while run.status()["rows_in"] < traffic.rows and run.state == "running":
-        time.sleep(0.1)
+    watch(run, console, lambda: not traffic.is_alive() and run.status()["rows_in"] >= traffic.rows)
     run.stop()
     console.print(f"Delivered everything. Checking {traffic.rows:,} packets with the batch job ...")
     return _check(spark, packets, alerts, console)

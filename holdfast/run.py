@@ -19,7 +19,7 @@ from typing import Any, Protocol, assert_never
 import msgspec
 
 from holdfast import errors
-from holdfast.core.controller import Controller, State
+from holdfast.core.controller import Controller
 from holdfast.core.effects import (
     AssignSites,
     ControllerEffect,
@@ -177,6 +177,10 @@ class Run:
             if self.error is not None:
                 raise self.error
         return ended
+
+    def ended(self, timeout: float | None = None) -> bool:
+        """Whether the flow has ended, well or not, waiting at most `timeout` seconds for it."""
+        return self._ended.wait(timeout)
 
     def stop(self, *, drain: bool = True, timeout: float | None = 60.0) -> None:
         """End the flow: take no more rows and, with `drain`, deliver those that were taken."""
@@ -345,10 +349,6 @@ class Run:
         feeders, self._feeders = self._feeders, []
         for feeder in feeders:
             feeder.stop()
-
-    @property
-    def finished(self) -> bool:
-        return self._controller.state in (State.DONE, State.FAILED)
 
 
 def _rebuilt(message: wire.Failed) -> Exception:

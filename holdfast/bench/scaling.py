@@ -58,7 +58,7 @@ def _cost(keys: int, partitions: int, rows: int) -> float:
 
 
 def _wait_for(run: Run, rows: int) -> tuple[int, float]:
-    while not run.finished:
+    while not run.ended(0):
         reading = _reading(run)
         if reading[0] >= rows:
             return reading

@@ -150,7 +150,7 @@ def _with_ends(spark: SparkSession, work: Path, sizes: _Sizes) -> float:
 
 def _first_rows(run: Run, rows: int) -> tuple[float, int]:
     """Wait until so many rows are in: the warm-up that the rival gets too."""
-    while not run.finished:
+    while not run.ended(0):
         taken = run.status()["rows_in"]
         if taken >= rows:
             return time.monotonic(), taken

@@ -92,6 +92,7 @@ class _Job:
     def _run(self, stage: Stage, outlet: parcels.Outlet) -> DataFrame:
         planned, lean = parcels.shipped(self.plan, stage)
         if stage.kind == "source":
+            assert stage.source is not None
             read = self.order.sources[stage.id]
             task: Any = _SourceTask(planned, lean, read, outlet, stage.source.schema)
             return read.df.mapInArrow(task, outlet.ddl)
@@ -442,7 +443,9 @@ class _SurveyTask:
         self.schema, self.on, self.boundaries, self.name = schema, on, boundaries, name
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        places, marks, steps = _Places(), {}, {}
+        places = _Places()
+        marks: dict[int, Watermark] = {}
+        steps: dict[int, list[Steps]] = {}
         for batch in parcels.blocks(batches):
             times = self._times(batch)
             for code, rows, at in places.of(batch):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 from pyspark.sql import SparkSession
+
+_LOG4J = Path(__file__).with_name("log4j2.properties")
 
 
 def use_this_python(spark: Any) -> None:
@@ -27,6 +30,7 @@ def use_this_python(spark: Any) -> None:
 def local_session(app: str, cores: int, **conf: str) -> SparkSession:
     """An embedded Spark for demos, benchmarks and tests: quiet, and with this interpreter."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     if "JAVA_HOME" not in os.environ and (home := bundled_java()) is not None:
         os.environ["JAVA_HOME"] = home
     builder = SparkSession.builder.master(f"local[{cores},4]").appName(app)
@@ -35,7 +39,7 @@ def local_session(app: str, cores: int, **conf: str) -> SparkSession:
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.sql.shuffle.partitions": "4",
-        "spark.log.level": "ERROR",
+        "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile=file:{_LOG4J}",
     }
     for key, value in {**settings, **conf}.items():
         builder = builder.config(key, value)

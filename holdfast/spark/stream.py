@@ -14,7 +14,7 @@ if the session has the check switched off.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import struct
 import uuid
 from collections import OrderedDict
@@ -81,10 +81,10 @@ def _refuse_event_time(planned: Plan) -> None:
     for stage in planned.stages:
         if stage.operator is not None and stage.operator.boundaries:
             raise FlowError(
-                f"flow {planned.flow!r}: {stage.name!r} cannot run under Structured Streaming: what "
-                f"it gives depends on the watermark over all rows, but Spark calls an operator only "
-                f"for buckets that have rows in a micro-batch, and never says that the input ended",
-                hint="run the flow with flow.start(...), or over a batch DataFrame with flow.batch(...)",
+                f"flow {planned.flow!r}: {stage.name!r} cannot run under Structured Streaming: its "
+                "results depend on the watermark over all rows, but Spark calls an operator only "
+                "for buckets with rows in the micro-batch, and never says that the input ended",
+                hint="use flow.start(...), or flow.batch(...) over a batch DataFrame",
             )
 
 
@@ -363,11 +363,13 @@ def _chaining(spark: SparkSession) -> Callable[[DataFrame, _BucketTask], DataFra
     """The kind of state that more than one stage of a query can have in this session."""
     if spark.conf.get(_CHECK, "true") == "false":
         return _in_pandas
-    if importlib.util.find_spec("google.protobuf.descriptor") is None:
+    try:
+        importlib.import_module("google.protobuf.descriptor")
+    except ImportError as error:
         raise HostError(
             "several keyed stages in one streaming query need the package protobuf",
             hint=f"install it, or set {_CHECK}=false to chain applyInPandasWithState",
-        )
+        ) from error
     if _PROVIDER not in spark.conf.getAll:
         spark.conf.set(_PROVIDER, _ROCKSDB)
     elif spark.conf.get(_PROVIDER) != _ROCKSDB:

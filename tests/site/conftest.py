@@ -11,6 +11,6 @@ def kept():
     runs: list[Run] = []
     yield runs
     for run in runs:
-        if not run.finished:
+        if not run.ended(0):
             with contextlib.suppress(Exception):
                 run.stop(drain=False, timeout=20)
