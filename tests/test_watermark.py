@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,7 +62,7 @@ def test_steps_are_only_those_that_matter(given: Blocks) -> None:
     marks = [Track.NEVER, *naive(given, 3)]
     moves = [
         seq
-        for seq, (a, b) in enumerate(zip(marks, marks[1:], strict=False))
+        for seq, (a, b) in enumerate(itertools.pairwise(marks))
         if any(cell(a, *line) != cell(b, *line) for line in BOUNDARIES)
     ]
     assert track.seqs[1:].tolist() == moves

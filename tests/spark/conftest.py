@@ -17,8 +17,14 @@ def spark() -> Iterator[SparkSession]:
     # Spark's Python workers see the environment, not the driver's sys.path.
     root = str(Path(__file__).parents[2])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    conf = {"spark.ui.enabled": "false", "spark.sql.shuffle.partitions": "2"}
+    conf = {
+        # Slots for sites and for what feeds them. A task that fails is not tried again.
+        "spark.master": "local[6]",
+        "spark.default.parallelism": "2",
+        "spark.ui.enabled": "false",
+        "spark.sql.shuffle.partitions": "2",
+        "spark.sql.session.timeZone": "UTC",
+    }
     session = local_session("holdfast tests", 6, **conf)
-    session.conf.set("spark.sql.session.timeZone", "UTC")
     yield session
     session.stop()

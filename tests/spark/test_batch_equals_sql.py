@@ -85,6 +85,11 @@ def source(flow: Flow, name: str = "events", schema: pa.Schema = EVENTS, **optio
     return flow.source(name, rows(pa.RecordBatch.from_pylist([], schema=schema)), **options)
 
 
+def batch(flow: Flow, spark: SparkSession, inputs: dict[str, DataFrame], **options: Any) -> Any:
+    """Few partitions: every task costs, and the machine is small."""
+    return flow.batch(spark, inputs, partitions=3, **options)
+
+
 def content(df: DataFrame) -> list[str]:
     """The rows as a sorted list; repr() tells floats apart to the last bit."""
     return sorted(repr(tuple(r)) for r in df.collect())
@@ -130,7 +135,7 @@ def test_running_aggregates(spark: SparkSession) -> None:
         F.first("i").over(over).alias("opening"),
         F.last("k").over(over).alias("latest"),
     )
-    same(flow.batch(spark, {"events": df}), wanted)
+    same(batch(flow, spark, {"events": df}), wanted)
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -153,7 +158,7 @@ def test_row_windows(spark: SparkSession, every: int) -> None:
         F.row_number().over(order).alias("number"),
     )
     wanted = wanted.where(F.col("number") % every == 0).drop("number")
-    same(flow.batch(spark, {"events": df}, partitions=3), wanted)
+    same(batch(flow, spark, {"events": df}), wanted)
 
 
 def test_sessions(spark: SparkSession) -> None:
@@ -173,7 +178,7 @@ def test_sessions(spark: SparkSession) -> None:
     wanted = relevant.where("cmd = 2 and last_cmd = 1").selectExpr(
         "k", "last_ts opened", "last_v with_", "ts - last_ts dur"
     )
-    same(flow.batch(spark, {"events": df}), wanted)
+    same(batch(flow, spark, {"events": df}), wanted)
 
 
 def watermarked(df: DataFrame) -> DataFrame:
@@ -204,7 +209,7 @@ def test_tumbling_windows_and_late_rows(spark: SparkSession) -> None:
             F.max_by("v", "i").alias("tail"),
         )
     )
-    results = flow.batch(spark, {"events": df})
+    results = batch(flow, spark, {"events": df})
     same(results["out"], wanted)
     same(results["late"], rated.where("late").select(*EVENTS.names))
 
@@ -235,7 +240,7 @@ def test_sliding_windows_over_timestamps(spark: SparkSession) -> None:
             "total",
         )
     )
-    same(flow.batch(spark, {"events": df}), wanted)
+    same(batch(flow, spark, {"events": df}), wanted)
 
 
 ORDERS = pa.schema(
@@ -285,7 +290,7 @@ def joined_sql(inputs: dict[str, DataFrame], seq: Callable[[str], Any]) -> dict[
 def test_join(spark: SparkSession) -> None:
     inputs = two_streams(spark)
     wanted = joined_sql(inputs, lambda s: F.col("i") + (0 if s == "events" else 200))
-    results = joined_flow().batch(spark, inputs)
+    results = batch(joined_flow(), spark, inputs)
     for name in ("out", "late right"):
         same(results[name], wanted[name])
     # The second source starts only when the first has ended: until then nothing of that is late.
@@ -309,7 +314,7 @@ def test_join_in_a_recorded_order(spark: SparkSession) -> None:
         "orders": F.expr("i div 15 * 35 + 20 + i % 15"),
     }
     wanted = joined_sql(inputs, numbers.__getitem__)
-    results = joined_flow().batch(spark, inputs, records=records)
+    results = batch(joined_flow(), spark, inputs, records=records)
     for name in ("out", "late left", "late right"):
         same(results[name], wanted[name])
 
@@ -341,7 +346,7 @@ def test_custom_operator(spark: SparkSession) -> None:
     df = events(spark)
     lagged = df.withColumn("before", F.lag("n").over(in_order("k")))
     wanted = lagged.where("abs(n - before) > 500").select("k", "i", "before")
-    same(flow.batch(spark, {"events": df}), wanted)
+    same(batch(flow, spark, {"events": df}), wanted)
 
 
 # --- streams that meet, part and go on ------------------------------------------------------------
@@ -370,9 +375,11 @@ def test_stateless_steps(spark: SparkSession) -> None:
     )
     df = events(spark)
     kept = df.where("n > 0 and k is not null")
-    results = flow.batch(spark, {"events": df})
+    results = batch(flow, spark, {"events": df})
     same(results["computed"], kept.withColumn("w", F.col("v") / 3))
-    repeated = kept.select("k", "i", F.explode(F.expr("array_repeat(0, cmd)"))).select("k", "i")
+    repeated = kept.select("k", "i", F.explode(F.expr("array_repeat(0, int(cmd))"))).select(
+        "k", "i"
+    )
     same(results["flat"], repeated)
     same(results["pandas"], kept.selectExpr("k", "n * 2 n"))
 
@@ -389,7 +396,7 @@ def test_two_keyed_stages_with_fan_out_and_union(spark: SparkSession) -> None:
     first_stage = df.select("i", F.sum("n").over(over).alias("total"))
     group = F.expr("if(total > 0, i % 3, i % 2)")
     running = F.sum("total").over(so_far("g")).alias("sum")
-    results = flow.batch(spark, {"events": df})
+    results = batch(flow, spark, {"events": df})
     same(results["out"], first_stage.withColumn("g", group).select("g", "i", running))
     pairs = F.avg("total").over(in_order("g").rowsBetween(-1, 0)).alias("m")
     wanted = first_stage.where("total > 0").withColumn("g", group).select("g", pairs)
@@ -409,7 +416,7 @@ def test_dead_letters(spark: SparkSession) -> None:
     stream.key_by("k").agg(n=count(), i=last("i")).sink("out", discard())
     flow.dead_letters().sink("dead", discard())
     df = events(spark)
-    results = flow.batch(spark, {"events": df})
+    results = batch(flow, spark, {"events": df})
     over = so_far("k")
     good = df.where("i % 50 != 7")
     same(results["out"], good.select("k", F.count(F.lit(1)).over(over).alias("n"), "i"))
@@ -425,7 +432,7 @@ def test_an_error_of_user_code_comes_out(spark: SparkSession) -> None:
     schema = pa.schema([EVENTS.field(n) for n in ("k", "i", "n")])
     source(flow).map(fragile, schema).sink("out", discard())
     with pytest.raises(Exception, match="a bad row"):
-        flow.batch(spark, {"events": events(spark)}).collect()
+        batch(flow, spark, {"events": events(spark)}).collect()
 
 
 # --- the order of rows ----------------------------------------------------------------------------
@@ -448,9 +455,9 @@ def test_order_columns_and_a_sorted_input(spark: SparkSession, monkeypatch: Any)
     df = events(spark)
     mixed = df.repartition(3).orderBy(F.hash("i")).selectExpr("*", "i div 50 day")
     flow = running_flow(spark_batch(mixed, order_by=["day", "i"]))
-    same(flow.batch(spark, {"events": mixed}), running_sql(df))
+    same(batch(flow, spark, {"events": mixed}), running_sql(df))
     plain = running_flow(rows(pa.RecordBatch.from_pylist([], schema=EVENTS)))
-    same(plain.batch(spark, {"events": mixed.orderBy("i")}), running_sql(df))
+    same(batch(plain, spark, {"events": mixed.orderBy("i")}), running_sql(df))
 
 
 def test_order_key_and_more_rows_than_fit_a_block(spark: SparkSession) -> None:
@@ -459,7 +466,7 @@ def test_order_key_and_more_rows_than_fit_a_block(spark: SparkSession) -> None:
     )
     schema = pa.schema([EVENTS.field(n) for n in ("i", "k", "v")])
     flow = running_flow(rows(pa.RecordBatch.from_pylist([], schema=schema)))
-    got = flow.batch(spark, {"events": df}, partitions=2, with_order=True)
+    got = batch(flow, spark, {"events": df}, with_order=True)
     wanted = running_sql(df).withColumn("__o0", F.col("i"))
     assert got.columns == wanted.columns
     digest = [F.count(F.lit(1)), F.bit_xor(F.xxhash64(*got.columns))]
@@ -480,9 +487,9 @@ def test_recorded_order_of_two_splits(spark: SparkSession) -> None:
     taken = df.where("i < 60 or i % 2 = 1").withColumn("j", place)
     over = Window.partitionBy("k").orderBy("j").rowsBetween(Window.unboundedPreceding, 0)
     wanted = taken.select("k", "i", F.sum("v").over(over).alias("total"))
-    same(flow.batch(spark, {"events": split}, records=records), wanted)
+    same(batch(flow, spark, {"events": split}, records=records), wanted)
     with pytest.raises(FlowError, match="__split"):
-        flow.batch(spark, {"events": df}, records=records)
+        batch(flow, spark, {"events": df}, records=records)
 
 
 def test_idle_sources_and_an_input_that_has_not_ended(spark: SparkSession) -> None:
@@ -496,7 +503,7 @@ def test_idle_sources_and_an_input_that_has_not_ended(spark: SparkSession) -> No
         {"epoch": e, "base": 100 * e, "ranges": [[1, 0, 100 * e, 100 * e + 100]]} for e in range(6)
     ]
     # The source without rows holds everything back, until it is declared idle after epoch 2.
-    assert flow.batch(spark, inputs, records=parts).count() == 0
+    assert batch(flow, spark, inputs, records=parts).count() == 0
     parts[2]["idle"] = [0]
     mark = Window.orderBy("i").rowsBetween(Window.unboundedPreceding, -1)
     rated = df.withColumn("mark", F.when(F.col("i") >= 300, F.max("ts").over(mark)))
@@ -506,7 +513,7 @@ def test_idle_sources_and_an_input_that_has_not_ended(spark: SparkSession) -> No
     wanted = kept.where(F.col("start") + 100 <= end).groupBy(
         "g", F.col("start").alias("window_start"), F.expr("start + 100").alias("window_end")
     )
-    same(flow.batch(spark, inputs, records=parts), wanted.agg(F.count(F.lit(1)).alias("n")))
+    same(batch(flow, spark, inputs, records=parts), wanted.agg(F.count(F.lit(1)).alias("n")))
 
 
 # --- types, and what is refused -------------------------------------------------------------------
@@ -524,10 +531,11 @@ def test_types_that_spark_lacks(spark: SparkSession) -> None:
     stream = flow.source("s", rows(pa.RecordBatch.from_pylist([], schema=schema)))
     stream.key_by("d").agg(a=last("a"), t=max_("t"), n=count()).sink("out", discard())
     df = spark.sql(
-        "select id a, timestamp_ntz'2024-05-01 00:00:00' + make_interval(0,0,0,0,0,0,id) t, 'x' d from range(3)"
+        "select id a, timestamp_ntz'2024-05-01 00:00:00' + make_interval(0,0,0,0,0,0,id) t, 'x' d "
+        "from range(3)"
     )
     wanted = df.selectExpr("d", "a", "t", "a + 1 n")
-    same(flow.batch(spark, {"s": df.coalesce(1)}), wanted)
+    same(batch(flow, spark, {"s": df.coalesce(1)}), wanted)
 
 
 def test_refusals(spark: SparkSession) -> None:
@@ -539,9 +547,9 @@ def test_refusals(spark: SparkSession) -> None:
         ({"events": df, "other": df}, "no source 'other'"),
     ):
         with pytest.raises(FlowError, match=words):
-            flow.batch(spark, inputs)
+            batch(flow, spark, inputs)
     with pytest.raises(FlowError, match="no sink 'x'"):
-        flow.batch(spark, {"events": df}, sink="x")
+        batch(flow, spark, {"events": df}, sink="x")
     beyond = [{"epoch": 0, "base": 0, "ranges": [[0, 0, 0, 11]], "idle": [], "ended": True}]
     with pytest.raises(FlowError, match="up to row 11"):
-        flow.batch(spark, {"events": df}, records=beyond)
+        batch(flow, spark, {"events": df}, records=beyond)
