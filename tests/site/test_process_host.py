@@ -224,7 +224,7 @@ def test_a_broken_connection_between_sites_is_said_and_not_waited_for(kept) -> N
     wait_for_figures(run, 2)
     pids = {s["pid"] for s in run.status()["sites"]}
     cut_connection_between(pids)
-    with pytest.raises(HostError, match="connection between sites . and . broke"):
+    with pytest.raises(HostError, match=r"connection between sites . and . broke"):
         run.wait(30)
 
 
