@@ -34,7 +34,7 @@ class Budget:
     epoch_rows_max: int = 131_072
     epochs_in_flight_max: int = 6
     bytes_in_flight_max: int = 64 << 20
-    small_in_flight_max: int = 2
+    small_in_flight_max: int = 1
     """An epoch that is less than half full waits until fewer than so many are in flight: it would
     only queue behind them, and fills up in the meantime."""
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 import pyarrow as pa
 
-from holdfast.flow.keys import _hash_column, mix
+from holdfast.flow.keys import _hash_column
 
 _PREFIX = "__o"
 
@@ -101,14 +101,18 @@ def row_digests(batch: pa.RecordBatch) -> np.ndarray:
     total = np.zeros(batch.num_rows, np.uint64)
     for position, column in enumerate(batch.columns):
         odd = np.uint64(0x9E3779B97F4A7C15 + 2 * position)
-        if column.null_count == 0 and pa.types.is_integer(column.type):
-            total += column.to_numpy().astype(np.uint64) * odd
-        else:
-            total += _digest_words(column) * odd
-    return mix(total)
+        total += np.multiply(_digest_words(column), odd, dtype=np.uint64, casting="unsafe")
+    total ^= total >> np.uint64(32)
+    total *= np.uint64(0xBF58476D1CE4E5B9)
+    total ^= total >> np.uint64(29)
+    return total
 
 
 def _digest_words(column: pa.Array) -> np.ndarray:
+    if column.null_count == 0 and pa.types.is_integer(column.type):
+        return column.to_numpy()
+    if column.null_count == 0 and pa.types.is_float64(column.type):
+        return column.to_numpy().view(np.uint64)
     if pa.types.is_nested(column.type):
         column = pa.array([repr(v) for v in column.to_pylist()], pa.large_string())
     return _hash_column(column)[0]

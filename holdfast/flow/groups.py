@@ -63,6 +63,12 @@ class Groups:
             at, value, lengths = at[more] + 1, value[more], lengths[more]
         return out
 
+    def in_row_order(self, positions: np.ndarray) -> np.ndarray:
+        """Where to find, in `positions` (sorted positions, once each), those of ascending rows."""
+        where = np.full(self.rows.size, -1)
+        where[self.rows[positions]] = np.arange(positions.size)
+        return where[where >= 0]
+
     def scattered(self, sorted_values: np.ndarray) -> np.ndarray:
         """Values by sorted position, put back into the rows' own order."""
         out = np.empty_like(sorted_values)

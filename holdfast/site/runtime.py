@@ -64,6 +64,7 @@ log = logging.getLogger("holdfast.site")
 
 POLL_S = 0.001
 PEER_LOST_S = 1.0
+REDIAL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -282,9 +283,11 @@ class Site:
                 raise ProtocolError(f"a site does not expect {type(message).__name__}")
 
     def _on_assign(self, message: wire.Assign) -> None:
-        for connection in self._peers.values():
-            connection.abort()
+        # A peer that was assigned earlier may have connected already; nothing was sent yet on any
+        # connection, so those that are open stay good.
+        peers = self._peers
         self._unassigned()
+        self._peers = peers
         self._layout = message.layout
         self._stages = SiteStages(self.plan, message.layout, self.id, self.config.options)
         self._dataflow = Dataflow(self.id, self.shape, message.layout, self.config.options.window)
@@ -296,10 +299,8 @@ class Site:
         if message.layout.sequencer == self.id:
             self._sequencer = self._make_sequencer()
         self._expected = {SiteId(s) for s in message.addresses if s != self.id}
-        for site, address in message.addresses.items():
-            if site > self.id:
-                task = asyncio.ensure_future(self._connect(SiteId(site), address))
-                task.add_done_callback(lambda t: t.cancelled() or t.exception())
+        task = asyncio.ensure_future(self._connect(message))
+        task.add_done_callback(lambda t: t.cancelled() or t.exception())
         self._when_connected()
 
     def _make_sequencer(self) -> Sequencer:
@@ -311,7 +312,16 @@ class Site:
         sinks = [StageId(s.id) for s in self.plan.sinks]
         return Sequencer(splits, sinks, fitting(self.config.options.budget, limit_bytes()))
 
-    async def _connect(self, site: SiteId, address: tuple[str, int]) -> None:
+    async def _connect(self, assigned: wire.Assign) -> None:
+        """Dial the sites with higher numbers, again and again until the flow starts: a peer may
+        not be there yet, or be about to find out that it lives anew."""
+        while self._layout is assigned.layout and not self._started:
+            for site, address in assigned.addresses.items():
+                if site > self.id and site not in self._peers:
+                    await self._dial(SiteId(site), address)
+            await asyncio.sleep(REDIAL_S)
+
+    async def _dial(self, site: SiteId, address: tuple[str, int]) -> None:
         try:
             await wire.dial(lambda: self._dialled(site), address)
         except OSError as error:
@@ -453,6 +463,9 @@ class Site:
 
     def _on_start(self) -> None:
         assert self._stages is not None
+        if not self._expected.issubset(self._peers):
+            missing = sorted(self._expected - self._peers.keys())
+            raise HostError(f"site {self.id} lost its connection to site {missing[0]} at the start")
         self._started = True
         for split in self._stages.splits:
             if isinstance(split.reader, FedReader):

@@ -18,7 +18,12 @@ SINK = 9
 
 
 def sequencer(splits=((0, 0),), **budget) -> Sequencer:
-    limits = {"epoch_rows_max": 100, "epochs_in_flight_max": 3, "bytes_in_flight_max": 10_000}
+    limits = {
+        "epoch_rows_max": 100,
+        "epochs_in_flight_max": 3,
+        "bytes_in_flight_max": 10_000,
+        "small_in_flight_max": 2,
+    }
     return Sequencer(splits, [SINK], Budget(**(limits | budget)))
 
 

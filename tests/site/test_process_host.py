@@ -116,6 +116,30 @@ def test_a_site_killed_before_the_start_is_launched_again(kept) -> None:
     assert host.launches == 5 and run.status()["relaunches"] == {1: 3}
 
 
+def test_a_site_may_be_assigned_long_after_its_peer(kept, monkeypatch) -> None:
+    """The peer has connected to it by then, and that connection must stay."""
+    from holdfast.core.effects import AssignSites
+    from holdfast.run import Run
+    from holdfast.site import wire
+
+    apply = Run._apply
+
+    def late_for_site_1(self, effect) -> None:
+        if not isinstance(effect, AssignSites):
+            return apply(self, effect)
+        message = wire.Assign(effect.layout, {int(s): a for s, a in effect.addresses.items()})
+        self._connections[0].send(message)
+        self._loop.call_later(1, self._connections[1].send, message)
+
+    monkeypatch.setattr(Run, "_apply", late_for_site_1)
+    flow = Flow("late")
+    source = flow.source("numbers", generator(numbers, NUMBERS, rows=1_000))
+    source.key_by("k").agg(n=count()).sink("out", discard())
+    run = flow.start(sites=2, start_timeout=10)
+    kept.append(run)
+    assert run.wait(10)
+
+
 def test_standbys_register_and_wait(kept) -> None:
     flow = Flow("spare")
     flow.source("numbers", generator(numbers, NUMBERS, rate=1_000)).sink("out", discard())

@@ -80,14 +80,14 @@ class RowWindow(KeyedOperator):
         results |= {a.name: windows.count for a in self.aggs if a.kind == "count"}
         self.table["__n"][groups.slots] = seen + groups.lengths
         self.table.touch(groups.slots, epoch)
-        return {"out": self._output(batch, groups.rows[due], results)}
+        return {"out": self._output(batch, groups, due, results)}
 
     def _output(
-        self, batch: pa.RecordBatch, rows: np.ndarray, results: dict[str, np.ndarray]
+        self, batch: pa.RecordBatch, groups: Groups, due: np.ndarray, results: dict[str, np.ndarray]
     ) -> pa.RecordBatch:
         """Put the results, which are grouped by key, back into the order of their rows."""
-        restore = np.sort((rows << 32) | np.arange(rows.size)) & 0xFFFFFFFF
-        origin = take(batch, rows[restore])
+        restore = groups.in_row_order(due)
+        origin = take(batch, groups.rows[due[restore]])
         port = self.outputs["out"]
         arrays = [origin.column(k) for k in self.keys]
         for agg in self.aggs:

@@ -101,9 +101,8 @@ class Sessions(KeyedOperator):
         return value
 
     def _emit(self, batch: pa.RecordBatch, groups: Groups, closing: np.ndarray) -> pa.RecordBatch:
+        closing = closing[groups.in_row_order(closing)]
         rows = groups.rows[closing]
-        order = np.argsort(rows)
-        closing, rows = closing[order], rows[order]
         ends = take(batch, rows)
         from_state = groups.is_first[closing]
         arrays, names = list(ends.columns), list(ends.schema.names)
