@@ -15,6 +15,7 @@ from rich.console import Console
 
 from holdfast.bench import dmz
 from holdfast.bench.report import Figure, show
+from holdfast.errors import InvariantError
 from holdfast.flow.sinks import discard
 from holdfast.run import Run
 
@@ -54,7 +55,19 @@ def _cost(keys: int, partitions: int, rows: int) -> float:
     before = _wait_for(run, warm)
     run.wait()
     after = _reading(run)
+    _require_keys(run, keys)
     return (after[1] - before[1]) / (after[0] - before[0]) * 1e9
+
+
+def _require_keys(run: Run, keys: int) -> None:
+    """A figure for a million keys must come from a million keys."""
+    held = sum(s["keys"] for site in run.status()["sites"] for s in site["stages"] if _first(s))
+    if held != keys:
+        raise InvariantError(f"the first keyed stage holds {held} keys instead of {keys}")
+
+
+def _first(stage: dict[str, Any]) -> bool:
+    return str(stage["stage"]).startswith("sessions")
 
 
 def _wait_for(run: Run, rows: int) -> tuple[int, float]:
@@ -69,9 +82,7 @@ def _wait_for(run: Run, rows: int) -> tuple[int, float]:
 def _reading(run: Run) -> tuple[int, float]:
     """Rows processed by the first keyed stage, and processor seconds of all sites."""
     sites = run.status()["sites"]
-    rows = sum(
-        s["rows_in"] for site in sites for s in site["stages"] if s["stage"].startswith("sess")
-    )
+    rows = sum(s["rows_in"] for site in sites for s in site["stages"] if _first(s))
     return rows, sum(site["cpu_s"] for site in sites)
 
 

@@ -52,7 +52,7 @@ class _Sizes:
 
     def __init__(self, quick: bool) -> None:
         self.repeats = 1 if quick else 3
-        self.holdfast_rows = 10_000_000 if quick else 30_000_000
+        self.holdfast_rows = 20_000_000 if quick else 40_000_000
         self.rival_rows = 6_000_000 if quick else 12_000_000
         self.plain_rows = 20_000 if quick else 40_000
         self.file_rows = 300_000

@@ -13,6 +13,7 @@ from holdfast.errors import HostError, ProtocolError
 from holdfast.site import wire
 
 _PREFIX = struct.Struct("<II")
+UNANSWERED_MAX = 16
 
 
 class FeedClient:
@@ -25,6 +26,7 @@ class FeedClient:
             raise HostError(
                 f"cannot reach the ingress at {address[0]}:{address[1]}: {error}"
             ) from error
+        self._unanswered = 0
         self._shake_hands(secret)
         self._socket.settimeout(None)  # an answer comes when there is room, however long it takes
 
@@ -59,16 +61,29 @@ class FeedClient:
         self._socket.sendall(wire.encode(message, size))
         if size:
             self._socket.sendall(body)
+        self._unanswered += 1
+        while self._unanswered > 1:
+            self._answer()
+        return self._answer()
+
+    def _answer(self) -> str:
         taken = self._receive(wire.FeedTaken)
+        self._unanswered -= 1
         if not taken.ok:
-            raise HostError(f"the ingress refused {type(message).__name__}: {taken.reason}")
+            raise HostError(f"the ingress refused rows: {taken.reason}")
         return str(taken.reason)
 
     def send_rows(self, batch: pa.RecordBatch) -> None:
+        """Send rows; waits only when too many of those before have not been taken yet."""
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, batch.schema) as writer:
             writer.write_batch(batch)
-        self.ask(wire.FeedRows(batch.num_rows), sink.getvalue())
+        body = sink.getvalue()
+        self._socket.sendall(wire.encode(wire.FeedRows(batch.num_rows), body.size))
+        self._socket.sendall(body)
+        self._unanswered += 1
+        if self._unanswered >= UNANSWERED_MAX:
+            self._answer()
 
     def close(self) -> None:
         self._socket.close()

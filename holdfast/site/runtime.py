@@ -542,10 +542,8 @@ class Site:
                 reader.open(message.batch, message.partition, message.attempt, reply)
             case wire.FeedRows():
                 opened = self._feeds[connection]
-                with pa.ipc.open_stream(pa.py_buffer(body)) as stream:
-                    rows = stream.read_all().combine_chunks().to_batches()
-                for batch in rows or []:
-                    reader.rows(opened.batch, opened.partition, opened.attempt, batch, reply)
+                rows = _fed_rows(body)
+                reader.rows(opened.batch, opened.partition, opened.attempt, rows, reply)
             case wire.FeedDone():
                 opened = self._feeds[connection]
                 reader.done(opened.batch, opened.partition, opened.attempt, reply)
@@ -586,6 +584,17 @@ class Site:
             "latency_ms": _quantiles(list(self._latency_ms)),
         }
         self._controller.send(wire.Status(msgspec.json.encode(figures)))
+
+
+def _fed_rows(body: memoryview) -> pa.RecordBatch:
+    """The one batch of an Arrow IPC stream."""
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(body)) as stream:
+            batch = stream.read_next_batch()
+        batch.validate()
+        return batch
+    except (pa.ArrowException, OSError, StopIteration) as error:
+        raise ProtocolError(f"rows that are no Arrow batch: {error}") from error
 
 
 def _quantiles(samples: list[float]) -> dict[str, float] | None:
