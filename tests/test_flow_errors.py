@@ -716,7 +716,7 @@ def test_a_flat_map_that_breaks_its_promise(given: Any, cause: str) -> None:
     ("given", "cause"),
     [
         (([0], {}), "no column 'ratio'"),
-        (([0], {"ratio": [1, 2]}), "named 1 rows but gave 2 values of 'ratio'"),
+        (([0], {"ratio": [1, 2]}), "named 1 rows, but gave 2 values of 'ratio'"),
         (([0, 0], {"ratio": [1, 2]}), "ascending order"),
         (([7], {"ratio": [1]}), "outside of them"),
         (([-1], {"ratio": [1]}), "outside of them"),
