@@ -833,3 +833,10 @@ def test_conform_refuses_what_can_never_be_cast() -> None:
         conform(batch, DECLARED, "in")
     with pytest.raises(InputError, match=r"\(none\)"):
         conform(batch.slice(0, 0), DECLARED, "in")
+
+
+def test_what_belongs_to_event_time_windows_is_refused_for_row_windows() -> None:
+    keyed = Flow("shop").source("in", rows(SMALL)).key_by("k")
+    for extra in ({"lateness": 5}, {"on": "t"}):
+        with pytest.raises(FlowError, match="go with time=, not rows="):
+            keyed.window(rows=3, **extra)

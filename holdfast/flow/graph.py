@@ -336,6 +336,10 @@ class KeyedStream:
         `every` so many rows, or so much time (by default each row, and windows end to end)."""
         if (rows is None) == (time is None):
             raise FlowError(f"{self._where('window')}: give either rows= or time=")
+        if rows is not None and (lateness != 0 or on is not None):
+            raise FlowError(
+                f"{self._where('window')}: lateness= and on= belong to time=, not rows="
+            )
         return Windowed(self, rows, time, every, lateness, on)
 
     def sessions(

@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 
 import pyarrow as pa
 
+from holdfast.errors import ProtocolError
 from holdfast.flow.sources import SplitReader
+from holdfast.site import wire
 
 Reply = Callable[[bool, str], None]
 
@@ -157,3 +159,57 @@ class FedReader(SplitReader):
             self._ready.append(rows)
             self._ready_bytes += rows.nbytes
             self.on_ready()
+
+
+class Feeds:
+    """The feeders' connections to one site: turns their messages into calls of the readers."""
+
+    def __init__(self, readers: dict[int, FedReader]) -> None:
+        self._readers = readers
+        self._opened: dict[wire.Connection, wire.FeedOpen] = {}
+
+    def forget(self, connection: wire.Connection) -> None:
+        """The connection is gone; what it had not completed waits for another attempt."""
+        self._opened.pop(connection, None)
+
+    def take(self, connection: wire.Connection, message: wire.Message, body: memoryview) -> None:
+        def reply(ok: bool, reason: str) -> None:
+            connection.send(wire.FeedTaken(ok, reason))
+
+        match message:
+            case wire.FeedOpen():
+                reader = self._reader(message.source)
+                self._opened[connection] = message
+                reader.open(message.batch, message.partition, message.attempt, reply)
+            case wire.FeedRows():
+                reader, at = self._feed(connection)
+                reader.rows(*at, _decoded(body), reply)
+            case wire.FeedDone():
+                reader, at = self._feed(connection)
+                reader.done(*at, reply)
+            case wire.FeedCommit():
+                self._reader(message.source).commit(message.batch, message.partitions, reply)
+            case wire.FeedEnd():
+                self._reader(message.source).end(reply)
+
+    def _feed(self, connection: wire.Connection) -> tuple[FedReader, tuple[int, int, int]]:
+        opened = self._opened.get(connection)
+        if opened is None:
+            raise ProtocolError("rows of a feed that was not opened")
+        return self._reader(opened.source), (opened.batch, opened.partition, opened.attempt)
+
+    def _reader(self, source: int) -> FedReader:
+        if source not in self._readers:
+            raise ProtocolError(f"source {source} is not fed here")
+        return self._readers[source]
+
+
+def _decoded(body: memoryview) -> pa.RecordBatch:
+    """The one batch of an Arrow IPC stream."""
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(body)) as stream:
+            batch = stream.read_next_batch()
+        batch.validate()
+        return batch
+    except (pa.ArrowException, OSError, StopIteration) as error:
+        raise ProtocolError(f"rows that are no Arrow batch: {error}") from error

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any, assert_never
 
 import msgspec
-import pyarrow as pa
 
 from holdfast.core.dataflow import Dataflow
 from holdfast.core.effects import (
@@ -55,7 +54,7 @@ from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
 from holdfast.flow.plan import Plan, plan, shape
 from holdfast.site import bundles, wire
-from holdfast.site.feed import FedReader
+from holdfast.site.feed import FedReader, Feeds
 from holdfast.site.ingress import Split
 from holdfast.site.memory import fitting, limit_bytes
 from holdfast.site.stages import SiteStages
@@ -107,7 +106,7 @@ class Site:
         self._started = False
         self._cut_at: dict[int, float] = {}
         self._latency_ms: deque[float] = deque(maxlen=2_000)
-        self._feeds: dict[wire.Connection, wire.FeedOpen] = {}
+        self._feeds = Feeds({})
         self._quiet_since: dict[Split, float] = {}
         self._work.clear()
 
@@ -203,7 +202,7 @@ class Site:
             self._when_connected()
 
     def _on_peer_lost(self, connection: wire.Connection, error: Exception | None) -> None:
-        self._feeds.pop(connection, None)
+        self._feeds.forget(connection)
         if self._peers.get(SiteId(connection.id)) is connection:
             del self._peers[SiteId(connection.id)]
             log.info("site %s: connection to site %s is lost", self.id, connection.id)
@@ -278,7 +277,7 @@ class Site:
                 | wire.FeedCommit()
                 | wire.FeedEnd()
             ):
-                self._on_feed(connection, message, body)
+                self._feeds.take(connection, message, body)
             case _:
                 raise ProtocolError(f"a site does not expect {type(message).__name__}")
 
@@ -290,6 +289,10 @@ class Site:
         self._peers = peers
         self._layout = message.layout
         self._stages = SiteStages(self.plan, message.layout, self.id, self.config.options)
+        fed = {s.stage.id: s.reader for s in self._stages.splits if isinstance(s.reader, FedReader)}
+        for reader in fed.values():
+            reader.on_ready = self._read_ahead
+        self._feeds = Feeds(fed)
         self._dataflow = Dataflow(self.id, self.shape, message.layout, self.config.options.window)
         for exchange in self.plan.exchanges:
             if exchange.id in self._dataflow.consumers:
@@ -467,9 +470,6 @@ class Site:
             missing = sorted(self._expected - self._peers.keys())
             raise HostError(f"site {self.id} lost its connection to site {missing[0]} at the start")
         self._started = True
-        for split in self._stages.splits:
-            if isinstance(split.reader, FedReader):
-                split.reader.on_ready = self._read_ahead
         self._poll()
 
     def _poll(self) -> None:
@@ -521,44 +521,6 @@ class Site:
                 wire.SplitState(source, number, False), SplitIdle(StageId(source), number)
             )
 
-    def _on_feed(
-        self, connection: wire.Connection, message: wire.Message, body: memoryview
-    ) -> None:
-        if isinstance(message, wire.FeedOpen):
-            self._feeds[connection] = message
-        match message:
-            case wire.FeedOpen() | wire.FeedCommit() | wire.FeedEnd():
-                reader = self._fed(message.source)
-            case _:
-                if connection not in self._feeds:
-                    raise ProtocolError("rows of a feed that was not opened")
-                reader = self._fed(self._feeds[connection].source)
-
-        def reply(ok: bool, reason: str) -> None:
-            connection.send(wire.FeedTaken(ok, reason))
-
-        match message:
-            case wire.FeedOpen():
-                reader.open(message.batch, message.partition, message.attempt, reply)
-            case wire.FeedRows():
-                opened = self._feeds[connection]
-                rows = _fed_rows(body)
-                reader.rows(opened.batch, opened.partition, opened.attempt, rows, reply)
-            case wire.FeedDone():
-                opened = self._feeds[connection]
-                reader.done(opened.batch, opened.partition, opened.attempt, reply)
-            case wire.FeedCommit():
-                reader.commit(message.batch, message.partitions, reply)
-            case wire.FeedEnd():
-                reader.end(reply)
-
-    def _fed(self, source: int) -> FedReader:
-        ingress = self._stages.ingresses.get(source) if self._stages else None
-        reader = ingress.splits[0].reader if ingress and 0 in ingress.splits else None
-        if not isinstance(reader, FedReader):
-            raise ProtocolError(f"source {source} is not fed here")
-        return reader
-
     # --- being watched --------------------------------------------------------------------------
 
     async def _report_status(self) -> None:
@@ -584,17 +546,6 @@ class Site:
             "latency_ms": _quantiles(list(self._latency_ms)),
         }
         self._controller.send(wire.Status(msgspec.json.encode(figures)))
-
-
-def _fed_rows(body: memoryview) -> pa.RecordBatch:
-    """The one batch of an Arrow IPC stream."""
-    try:
-        with pa.ipc.open_stream(pa.py_buffer(body)) as stream:
-            batch = stream.read_next_batch()
-        batch.validate()
-        return batch
-    except (pa.ArrowException, OSError, StopIteration) as error:
-        raise ProtocolError(f"rows that are no Arrow batch: {error}") from error
 
 
 def _quantiles(samples: list[float]) -> dict[str, float] | None:
