@@ -337,9 +337,7 @@ class KeyedStream:
         if (rows is None) == (time is None):
             raise FlowError(f"{self._where('window')}: give either rows= or time=")
         if rows is not None and (lateness != 0 or on is not None):
-            raise FlowError(
-                f"{self._where('window')}: lateness= and on= belong to time=, not rows="
-            )
+            raise FlowError(f"{self._where('window')}: lateness= and on= go with time=, not rows=")
         return Windowed(self, rows, time, every, lateness, on)
 
     def sessions(
