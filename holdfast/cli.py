@@ -127,8 +127,9 @@ def _run(options: argparse.Namespace, console: Console) -> int:
 def _session(options: argparse.Namespace) -> Any:
     from pyspark.sql import SparkSession
 
-    from holdfast.spark.session import local_session
+    from holdfast.spark.session import local_session, provide_java
 
+    provide_java()
     if options.master is None:
         return local_session("holdfast", options.sites + options.standbys + 4)
     return SparkSession.builder.master(options.master).appName("holdfast").getOrCreate()

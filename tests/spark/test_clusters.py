@@ -12,6 +12,8 @@ from pathlib import Path
 import pyspark
 import pytest
 
+from holdfast.spark.session import provide_java
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, signal, sys, time
@@ -52,6 +54,7 @@ spark.stop()
 
 
 def environment() -> dict[str, str]:
+    provide_java()
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return os.environ | {
         "PYTHONPATH": paths,
