@@ -99,6 +99,18 @@ def test_two_machines_together_report_what_one_would(given: Blocks) -> None:
     assert track_of(steps).to_bytes() == whole.to_bytes()
 
 
+@given(blocks(), st.integers(0, 8), st.sets(st.integers(0, 2)))
+def test_what_was_saved_goes_on_the_same(given: Blocks, at: int, idle: set[int]) -> None:
+    old, new = Watermark([0, 1, 2], BOUNDARIES), Watermark([0, 1, 2], BOUNDARIES)
+    run(old, given[:at])
+    for source in idle:
+        old.idle(source)
+    new.restore(old.save())
+    assert new.value == old.value
+    assert run(new, given[at:]).to_bytes() == run(old, given[at:]).to_bytes()
+    assert new.save() == old.save()
+
+
 def test_a_source_without_rows_holds_it_until_idle() -> None:
     mark = Watermark([0, 1], [(10, 0)])
     assert mark.advance(0, np.arange(2), np.array([5, 25]))[0].size == 0

@@ -72,6 +72,19 @@ class Watermark:
         self._value = self._reported = Track.END
         return np.array([seq], np.int64), np.array([Track.END], np.int64)
 
+    def save(self) -> bytes:
+        """All it knows, for the `restore` of another watermark over the same sources."""
+        idle = [source in self._idle for source in self._top]
+        known = [self._value, self._reported, *self._top.values(), *idle]
+        return np.array(known, np.int64).tobytes()
+
+    def restore(self, saved: bytes) -> None:
+        """Go on from where the one that was saved has come to."""
+        self._value, self._reported, *rest = np.frombuffer(saved, np.int64).tolist()
+        tops, idle = rest[: len(self._top)], rest[len(self._top) :]
+        self._top = dict(zip(self._top, tops, strict=True))
+        self._idle = {s for s, away in zip(self._top, idle, strict=True) if away}
+
     def _held_at(self, but: int | None = None) -> int:
         """Where the sources that count (leaving out one) hold the watermark."""
         tops = (t for s, t in self._top.items() if s != but and s not in self._idle)

@@ -5,6 +5,9 @@ to one hash bucket, as Arrow bytes. So Spark's shuffle and its state API handle 
 values instead of every row, the engine's own types (unsigned integers, nanoseconds, dictionaries)
 survive the trip, and inputs with different columns can share a shuffle. ``low`` is the lowest
 sequence number inside: sorted by it, parcels can be merged without holding a whole bucket.
+
+A *heartbeat* is a parcel without rows: it tells a bucket how the watermark moves. Under Structured
+Streaming it is also what makes Spark call a bucket that no row has come for.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
 from holdfast.errors import FlowError
-from holdfast.flow.batches import concat, is_order_name, take
+from holdfast.flow.batches import Track, concat, is_order_name, take
 from holdfast.flow.graph import Flow
 from holdfast.flow.keys import key_words, partition_of
 from holdfast.flow.plan import Exchange, Plan, Stage, plan
@@ -28,6 +31,9 @@ DDL = "exchange int, bucket int, low long, data binary"
 SCHEMA = pa.schema(
     [("exchange", pa.int32()), ("bucket", pa.int32()), ("low", pa.int64()), ("data", pa.binary())]
 )
+Parcel = tuple[int, int, int, bytes]
+HEARTBEAT = -1
+"""Stands in place of the exchange."""
 BLOCK_ROWS = 65_536
 """So many rows go into one call of a stage, if there are as many: calls cost, rows hardly do."""
 
@@ -39,12 +45,23 @@ def pack(
     outputs: Mapping[int, pa.RecordBatch], exchanges: Sequence[Exchange], partitions: int
 ) -> pa.RecordBatch:
     """The rows that a stage gave, as parcels for those of its exchanges that are asked for."""
-    made: list[tuple[int, int, int, bytes]] = []
+    made: list[Parcel] = []
     for exchange in exchanges:
         batch = outputs[exchange.id]
         for bucket, rows in _by_bucket(batch, exchange.keys, partitions):
             low = int(rows.column("__o0").to_numpy().min())
             made.append((exchange.id, bucket, low, to_bytes(rows)))
+    return table(made)
+
+
+def heartbeats(track: Track, buckets: Iterable[int]) -> pa.RecordBatch:
+    """The track for each of `buckets`. ``low`` tells it its number: what Spark groups by may be a
+    key that only stands for it."""
+    data = track.to_bytes()
+    return table([(HEARTBEAT, bucket, bucket, data) for bucket in buckets])
+
+
+def table(made: Sequence[Parcel]) -> pa.RecordBatch:
     columns = list(zip(*made, strict=True)) or [()] * 4
     arrays = [pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)

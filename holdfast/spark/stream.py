@@ -4,6 +4,13 @@ A keyed stage is one stateful operator of Spark over parcels, grouped by hash bu
 one binary value per bucket, the operator's tables as Arrow bytes. Micro-batches come one after the
 other, so inside a task an order within the micro-batch is all that is needed.
 
+Event time needs more: where a window closes depends on all rows of all sources, and Spark calls an
+operator only for keys with rows in the micro-batch. So a query with event-time operators begins
+with one more stateful operator, the *ingress*: a single group that numbers all rows, follows the
+watermark as a live ingress does, and sends each bucket of the next stages a heartbeat, which they
+pass on. A micro-batch is then what an epoch is to a live run. Spark never says that the input has
+ended, so windows that are open at the end stay open; nor is a source without rows ever idle.
+
 What PySpark 4.3 offers for this: a single `applyInPandasWithState` is the cheapest. Two of them in
 one query are refused by Spark's analyser, unless its check is switched off
 (``spark.sql.streaming.unsupportedOperationCheck=false``; it guards watermarks and timeouts, and
@@ -19,8 +26,9 @@ import struct
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -30,18 +38,21 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming import StatefulProcessor, StatefulProcessorHandle
 
-from holdfast.errors import FlowError, HostError, InputError, require
+from holdfast.errors import HostError, InputError, require
 from holdfast.flow.batches import Track, concat, with_order
 from holdfast.flow.execute import StageRunner
 from holdfast.flow.graph import Flow
 from holdfast.flow.operators.base import KeyedOperator
+from holdfast.flow.operators.time_window import event_times
 from holdfast.flow.plan import Exchange, Plan, Stage
 from holdfast.flow.state import Field
 from holdfast.flow.steps import conform
+from holdfast.flow.watermark import Steps, Watermark, track_of
 from holdfast.spark import parcels
 from holdfast.spark.session import use_this_python
 
 BLOCK = "__block"
+_PARCEL = ("exchange", "low", "data")
 _STATE_DDL = "token binary, data binary"
 _PROVIDER = "spark.sql.streaming.stateStore.providerClass"
 _ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
@@ -66,26 +77,22 @@ def stream(
     """
     use_this_python(spark)
     planned = parcels.checked_plan(flow, inputs, partitions, streaming=True)
-    _refuse_event_time(planned)
     if checkpoint is not None:
         spark.conf.set("spark.sql.streaming.checkpointLocation", checkpoint)
     sinks = parcels.wanted_sinks(planned, sink)
-    chained = max(_Job.stateful(planned, s) for s in sinks) > 1
+    kinds = {s.name: _TimedJob if _watches(planned, s) else _Job for s in sinks}
+    chained = any(kinds[s.name].stateful(planned, s) > 1 for s in sinks)
     backend = _chaining(spark) if chained else _in_pandas
-    job = _Job(planned, inputs, partitions, _bucket_key(spark, partitions), backend)
-    results = {s.name: job.result(s) for s in sinks}
+    given = (planned, inputs, partitions, _bucket_key(spark, partitions), backend)
+    results = {s.name: kinds[s.name](*given).result(s) for s in sinks}
     return results if len(results) > 1 else next(iter(results.values()))
 
 
-def _refuse_event_time(planned: Plan) -> None:
-    for stage in planned.stages:
-        if stage.operator is not None and stage.operator.boundaries:
-            raise FlowError(
-                f"flow {planned.flow!r}: {stage.name!r} cannot run under Structured Streaming: its "
-                "results depend on the watermark over all rows, but Spark calls an operator only "
-                "for buckets with rows in the micro-batch, and never says that the input ended",
-                hint="use flow.start(...), or flow.batch(...) over a batch DataFrame",
-            )
+def _watches(planned: Plan, stage: Stage) -> bool:
+    """Whether what comes to `stage`, or out of it, depends on the watermark."""
+    if stage.operator is not None and stage.operator.boundaries:
+        return True
+    return any(_watches(planned, planned.stages[p]) for p in {e.producer for e in stage.inputs})
 
 
 # --- stages as DataFrames -------------------------------------------------------------------------
@@ -98,7 +105,7 @@ class _Job:
         inputs: Mapping[str, DataFrame],
         partitions: int,
         bucket_key: Column,
-        backend: Callable[[DataFrame, _BucketTask], DataFrame],
+        backend: Backend,
     ) -> None:
         self.plan, self.inputs, self.partitions = planned, inputs, partitions
         self.bucket_key, self.backend = bucket_key, backend
@@ -129,29 +136,71 @@ class _Job:
         ]
 
     def _source(self, stage: Stage, outlet: parcels.Outlet) -> DataFrame:
-        assert stage.source is not None
         order = parcels.order_columns(stage)
-        df = self.inputs[stage.name].select(*dict.fromkeys([*stage.used["out"], *order]))
+        rows = _Rows.of(stage)
+        df = self.inputs[stage.name].select(*rows.declared.names)
         by_value = len(order) == 1 and len(self.plan.sources) == 1 and _countable(stage, order[0])
         if order and not by_value:
             df = df.coalesce(1)  # the only way to sort a micro-batch: Spark refuses to
         df = df.withColumn(BLOCK, F.spark_partition_id())
         planned, lean = parcels.shipped(self.plan, stage)
-        task = _SourceTask(planned, lean, stage.source.schema, order, by_value, outlet)
+        task = _SourceTask(planned, lean, rows, by_value, outlet)
         return df.mapInArrow(task, outlet.ddl)
 
     def _keyed(self, stage: Stage, exchanges: list[Exchange]) -> DataFrame:
+        planned, lean = parcels.shipped(self.plan, stage)
+        task = _BucketTask(planned, lean, self.partitions, exchanges)
+        return self._stateful(self._sent_to(stage), task)
+
+    def _sent_to(self, stage: Stage) -> list[DataFrame]:
+        """The parcels for a keyed stage."""
         sent = []
         for producer, inward in self._by_producer(stage):
             if producer.kind == "source":
                 sent.append(self._source(producer, parcels.ToParcels(inward, self.partitions)))
             else:
                 sent.append(self._keyed(producer, inward))
+        return sent
+
+    def _stateful(self, sent: list[DataFrame], task: _Task) -> DataFrame:
         # Made anew in the JVM, which also turns Arrow's rows into Spark's: right after a Python
         # task, an exchange in a streaming query fails with a ClassCastException.
         keyed = reduce(DataFrame.unionAll, sent).withColumn("bucket", self.bucket_key)
-        planned, lean = parcels.shipped(self.plan, stage)
-        return self.backend(keyed, _BucketTask(planned, lean, self.partitions, exchanges))
+        return self.backend(keyed, task)
+
+
+class _TimedJob(_Job):
+    """With an ingress between the sources and the keyed stages: all rows of all sources go through
+    each ingress of the query, so that each has the same numbers and the same watermark."""
+
+    @classmethod
+    def stateful(cls, planned: Plan, stage: Stage) -> int:
+        fed = stage.kind == "keyed" and any(
+            planned.stages[e.producer].kind == "source" for e in stage.inputs
+        )
+        return super().stateful(planned, stage) + fed
+
+    def _sent_to(self, stage: Stage) -> list[DataFrame]:
+        producers = self._by_producer(stage)
+        sent = [self._keyed(p, inward) for p, inward in producers if p.kind == "keyed"]
+        if len(sent) < len(producers):
+            sent.append(self._ingress({p.id: inward for p, inward in producers}))
+        return sent
+
+    def _ingress(self, exchanges: dict[int, list[Exchange]]) -> DataFrame:
+        """The parcels that the sources send over some of their exchanges, and heartbeats."""
+        entries = []
+        for stage in self.plan.sources:
+            outlet = parcels.ToParcels(exchanges.get(stage.id, []), self.partitions)
+            entries.append(_Entry(_Rows.of(stage), parcels.shipped(self.plan, stage)[1], outlet))
+        planned = parcels.shipped(self.plan, self.plan.sources[0])[0]
+        task = _IngressTask(planned, entries, self.partitions)
+        return self._stateful([self._raw(s) for s in self.plan.sources], task)
+
+    def _raw(self, stage: Stage) -> DataFrame:
+        names = _Rows.of(stage).declared.names
+        df = self.inputs[stage.name].select(*names).withColumn(BLOCK, F.spark_partition_id())
+        return df.mapInArrow(_RawTask(stage.id), parcels.DDL)
 
 
 def _countable(stage: Stage, name: str) -> bool:
@@ -174,6 +223,37 @@ def _bucket_key(spark: SparkSession, partitions: int) -> Column:
 # --- tasks ----------------------------------------------------------------------------------------
 
 
+@dataclass
+class _Rows:
+    """How rows of a source, as Spark gives them, become rows of the flow."""
+
+    name: str
+    declared: pa.Schema
+    """The columns in use and those that say the order."""
+    schema: pa.Schema
+    """The columns in use."""
+    order: list[str]
+
+    @classmethod
+    def of(cls, stage: Stage) -> _Rows:
+        assert stage.source is not None
+        field, used = stage.source.schema.field, stage.used["out"]
+        order = parcels.order_columns(stage)
+        declared = pa.schema([field(n) for n in dict.fromkeys([*used, *order])])
+        return cls(stage.name, declared, pa.schema([field(n) for n in used]), order)
+
+    def sorted(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        keys = [(n, "ascending") for n in self.order]
+        return batch.take(pc.sort_indices(batch, keys, null_placement="at_start"))
+
+    def conformed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        return conform(batch.select(self.declared.names), self.declared, self.name)
+
+    def numbered(self, rows: pa.RecordBatch, seqs: np.ndarray) -> pa.RecordBatch:
+        arrays = [*rows.select(self.schema.names).columns, pa.array(seqs)]
+        return pa.RecordBatch.from_arrays(arrays, schema=with_order(self.schema, 1))
+
+
 class _SourceTask:
     """Give a micro-batch's rows numbers that say their order; send them through the steps."""
 
@@ -181,42 +261,33 @@ class _SourceTask:
         self,
         planned: Plan,
         stage: Stage,
-        declared: pa.Schema,
-        order: list[str],
+        rows: _Rows,
         by_value: bool,
         outlet: parcels.Outlet,
     ) -> None:
-        self.plan, self.stage, self.order, self.by_value = planned, stage, order, by_value
+        self.plan, self.stage, self.rows, self.by_value = planned, stage, rows, by_value
         self.outlet = outlet
-        names = dict.fromkeys([*stage.used["out"], *order])
-        self.declared = pa.schema([declared.field(n) for n in names])
-        self.schema = pa.schema([declared.field(n) for n in stage.used["out"]])
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         runner, seen, epoch = StageRunner(self.plan, self.stage, 1), 0, _micro_batch()
         for batch in self._sorted(batches):
-            rows = conform(batch.select(self.declared.names), self.declared, self.stage.name)
+            rows = self.rows.conformed(batch)
             seqs = self._values(rows) if self.by_value else self._positions(batch, seen)
             seen += batch.num_rows
-            arrays = [*rows.select(self.schema.names).columns, pa.array(seqs)]
-            numbered = pa.RecordBatch.from_arrays(arrays, schema=with_order(self.schema, 1))
-            yield from self.outlet(runner.run_source(numbered, epoch))
+            yield from self.outlet(runner.run_source(self.rows.numbered(rows, seqs), epoch))
 
     def _sorted(self, batches: Iterator[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
-        if not self.order or self.by_value:
+        if not self.rows.order or self.by_value:
             return parcels.blocks(batches)
         held = [b for b in batches if b.num_rows]
-        if not held:
-            return []
-        whole = concat(held)
-        keys = [(n, "ascending") for n in self.order]
-        return [whole.take(pc.sort_indices(whole, keys, null_placement="at_start"))]
+        return [self.rows.sorted(concat(held))] if held else []
 
     def _values(self, rows: pa.RecordBatch) -> np.ndarray:
-        column = rows.column(self.order[0])
+        name = self.rows.order[0]
+        column = rows.column(name)
         if column.null_count:
             raise InputError(
-                f"source {self.stage.name!r}: the column {self.order[0]!r} that orders rows is null"
+                f"source {self.stage.name!r}: the column {name!r} that orders rows is null"
             )
         return Field(column.type).stored(column).astype(np.int64)
 
@@ -225,6 +296,22 @@ class _SourceTask:
         part = batch.column(BLOCK).to_numpy().astype(np.int64)
         require(self.stage.id < 128 and part.max() < 1 << 16, "too many sources or partitions")
         return (self.stage.id << 56) + (part << 40) + np.arange(seen, seen + batch.num_rows)
+
+
+class _RawTask:
+    """A source's rows as they are, in parcels for the ingress. In place of an exchange these name
+    the source; ``low`` is what puts them in order: Spark partition, and place in it."""
+
+    def __init__(self, source: int) -> None:
+        self.source = source
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        seen = 0
+        for batch in parcels.blocks(batches):
+            low = (int(batch.column(BLOCK)[0].as_py()) << 40) + seen
+            seen += batch.num_rows
+            data = parcels.to_bytes(batch.drop_columns([BLOCK]))
+            yield parcels.table([(self.source, 0, low, data)])
 
 
 def _micro_batch() -> int:
@@ -236,8 +323,95 @@ def _property(name: str) -> str | None:
     return None if context is None else context.getLocalProperty(name)
 
 
+class _Task(Protocol):
+    """What a group does in one micro-batch: state in, parcels in, parcels out, state out."""
+
+    def run(
+        self, key: int, frames: Iterable[Any], token: bytes | None, load: Callable[[], bytes]
+    ) -> tuple[list[Any], bytes, bytes]:
+        """The parcels it gives, as pandas, and the new state under a name of its own. `load` is
+        called for the bytes of the state `token` if this worker does not have it alive."""
+
+
+Backend = Callable[[DataFrame, _Task], DataFrame]
+
+
+@dataclass
+class _Entry:
+    """A source at the ingress."""
+
+    rows: _Rows
+    stage: Stage
+    outlet: parcels.ToParcels
+
+
+class _IngressTask:
+    """All rows of one micro-batch: number them, see how they move the watermark, send them through
+    the steps of their sources, and tell every bucket. The numbers go on where those of the last
+    micro-batch ended, so the state is the next number, and the watermark's."""
+
+    def __init__(self, planned: Plan, entries: list[_Entry], partitions: int) -> None:
+        self.plan, self.entries, self.partitions = planned, entries, partitions
+
+    def run(
+        self, key: int, frames: Iterable[Any], token: bytes | None, load: Callable[[], bytes]
+    ) -> tuple[list[Any], bytes, bytes]:
+        mark, seq = self._watermark(), 0
+        if token is not None:
+            saved = load()
+            seq = int.from_bytes(saved[:8], "little")
+            mark.restore(saved[8:])
+        start, steps = mark.value, []
+        made: list[pa.RecordBatch] = []
+        held = self._held(frames)
+        for entry in self.entries:
+            if entry.stage.id in held:
+                rows = self._numbered(entry, held[entry.stage.id], seq)
+                seq += rows.num_rows
+                steps.append(self._advance(mark, entry, rows))
+                made += self._sent(entry, rows)
+        made.append(parcels.heartbeats(track_of(steps, start), range(self.partitions)))
+        state = seq.to_bytes(8, "little") + mark.save()
+        return [packed.to_pandas() for packed in made], uuid.uuid4().bytes, state
+
+    def _watermark(self) -> Watermark:
+        timed = [e.stage.id for e in self.entries if e.stage.event_time is not None]
+        return Watermark(timed, self.plan.boundaries)
+
+    @staticmethod
+    def _held(frames: Iterable[Any]) -> dict[int, list[pa.RecordBatch]]:
+        """The rows of each source that has any; Spark brings parcels in no order."""
+        found: dict[int, list[tuple[int, bytes]]] = {}
+        for frame in frames:
+            for source, low, data in zip(*(frame[n] for n in _PARCEL), strict=True):
+                found.setdefault(int(source), []).append((int(low), data))
+        return {s: [parcels.from_bytes(data) for _, data in sorted(p)] for s, p in found.items()}
+
+    @staticmethod
+    def _numbered(entry: _Entry, batches: list[pa.RecordBatch], seq: int) -> pa.RecordBatch:
+        whole = concat(batches)
+        ordered = entry.rows.sorted(whole) if entry.rows.order else whole
+        seqs = np.arange(seq, seq + whole.num_rows)
+        return entry.rows.numbered(entry.rows.conformed(ordered), seqs)
+
+    @staticmethod
+    def _advance(mark: Watermark, entry: _Entry, rows: pa.RecordBatch) -> Steps:
+        on = entry.stage.event_time
+        if on is None:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        if rows.column(on).null_count:
+            raise InputError(f"source {entry.stage.name!r}: the event time {on!r} is null")
+        return mark.advance(entry.stage.id, rows.column("__o0").to_numpy(), event_times(rows, on))
+
+    def _sent(self, entry: _Entry, rows: pa.RecordBatch) -> Iterable[pa.RecordBatch]:
+        if not entry.outlet.exchanges:
+            return []  # its rows count, but go elsewhere
+        runner = StageRunner(self.plan, entry.stage, 1)
+        return entry.outlet(runner.run_source(rows, _micro_batch()))
+
+
 class _BucketTask:
-    """One bucket of a keyed stage, one micro-batch: state in, rows in, rows out, state out."""
+    """One bucket of a keyed stage, one micro-batch."""
 
     def __init__(
         self, planned: Plan, stage: Stage, partitions: int, exchanges: list[Exchange]
@@ -246,30 +420,43 @@ class _BucketTask:
         self.outlet = parcels.ToParcels(exchanges, partitions)
 
     def run(
-        self, bucket: int, frames: Iterable[Any], token: bytes | None, load: Callable[[], bytes]
+        self, key: int, frames: Iterable[Any], token: bytes | None, load: Callable[[], bytes]
     ) -> tuple[list[Any], bytes, bytes]:
-        """The parcels it gives, as pandas, and the new state under a name of its own. `load` is
-        called for the bytes of the state `token` if this worker does not have it alive."""
-        place = (_property("sql.streaming.queryId"), self.stage.id, bucket)
+        place = (_property("sql.streaming.queryId"), self.stage.id, key)
         runner = _live.take(place, token)
         if runner is None:
             runner = StageRunner(self.plan, self.stage, self.partitions)
             if token is not None:
                 _install(runner.operator, load())
-        inputs = self._inputs(frames)
-        outputs = runner.run_keyed(inputs, Track.flat(Track.NEVER), _micro_batch())
-        made = [packed.to_pandas() for packed in self.outlet(outputs)]
+        inputs, beats = self._arrived(frames)
+        track = Track.from_bytes(beats[0][1]) if beats else Track.flat(Track.NEVER)
+        made = list(self.outlet(runner.run_keyed(inputs, track, _micro_batch())))
+        if beats and self.outlet.exchanges[0].keys is not None:
+            # Stages have as many buckets each, so one heartbeat from each reaches them all.
+            made.append(parcels.heartbeats(track, [beats[0][0]]))
         fresh = uuid.uuid4().bytes
         data = _extract(runner.operator)
         _live.keep(place, fresh, runner)
-        return made, fresh, data
+        return [packed.to_pandas() for packed in made], fresh, data
 
-    def _inputs(self, frames: Iterable[Any]) -> list[list[pa.RecordBatch]]:
+    def _arrived(
+        self, frames: Iterable[Any]
+    ) -> tuple[list[list[pa.RecordBatch]], list[tuple[int, bytes]]]:
+        """The rows per exchange, and the heartbeats: the bucket's number and the track."""
         inputs: dict[int, list[pa.RecordBatch]] = {e.id: [] for e in self.stage.inputs}
+        beats: list[tuple[int, bytes]] = []
         for frame in frames:
-            for exchange, data in zip(frame["exchange"], frame["data"], strict=True):
-                inputs[exchange].append(parcels.from_bytes(data))
-        return list(inputs.values())
+            for exchange, low, data in zip(*(frame[n] for n in _PARCEL), strict=True):
+                if exchange == parcels.HEARTBEAT:
+                    beats.append((int(low), bytes(data)))
+                else:
+                    inputs[exchange].append(parcels.from_bytes(data))
+        if len(set(beats)) > 1:
+            raise InputError(
+                f"flow {self.plan.flow!r}: the sources gave other rows when read again",
+                hint="give them order_by columns that tell all rows apart",
+            )
+        return list(inputs.values()), beats
 
 
 class _Live:
@@ -318,7 +505,7 @@ def _install(operator: KeyedOperator | None, data: bytes) -> None:
 # --- Spark's two kinds of state -------------------------------------------------------------------
 
 
-def _in_pandas(df: DataFrame, task: _BucketTask) -> DataFrame:
+def _in_pandas(df: DataFrame, task: _Task) -> DataFrame:
     """`applyInPandasWithState`: the state travels with every call."""
 
     def process(key: Any, frames: Iterator[Any], state: Any) -> Iterator[Any]:
@@ -331,14 +518,14 @@ def _in_pandas(df: DataFrame, task: _BucketTask) -> DataFrame:
     return grouped.applyInPandasWithState(process, parcels.DDL, _STATE_DDL, "append", "NoTimeout")
 
 
-def _transforming(df: DataFrame, task: _BucketTask) -> DataFrame:
+def _transforming(df: DataFrame, task: _Task) -> DataFrame:
     """`transformWithStateInPandas`: the state is asked for, so a live operator saves its way."""
     grouped = df.groupBy("bucket")
     return grouped.transformWithStateInPandas(_Processor(task), parcels.DDL, "append", "none")
 
 
 class _Processor(StatefulProcessor):
-    def __init__(self, task: _BucketTask) -> None:
+    def __init__(self, task: _Task) -> None:
         self.task = task
 
     def init(self, handle: StatefulProcessorHandle) -> None:
@@ -359,7 +546,7 @@ class _Processor(StatefulProcessor):
         pass
 
 
-def _chaining(spark: SparkSession) -> Callable[[DataFrame, _BucketTask], DataFrame]:
+def _chaining(spark: SparkSession) -> Backend:
     """The kind of state that more than one stage of a query can have in this session."""
     if spark.conf.get(_CHECK, "true") == "false":
         return _in_pandas
@@ -367,14 +554,14 @@ def _chaining(spark: SparkSession) -> Callable[[DataFrame, _BucketTask], DataFra
         importlib.import_module("google.protobuf.descriptor")
     except ImportError as error:
         raise HostError(
-            "several keyed stages in one streaming query need the package protobuf",
+            "several stateful stages in one streaming query need the package protobuf",
             hint=f"install it, or set {_CHECK}=false to chain applyInPandasWithState",
         ) from error
     if _PROVIDER not in spark.conf.getAll:
         spark.conf.set(_PROVIDER, _ROCKSDB)
     elif spark.conf.get(_PROVIDER) != _ROCKSDB:
         raise HostError(
-            "several keyed stages in one streaming query need the RocksDB state store",
+            "several stateful stages in one streaming query need the RocksDB state store",
             hint=f"set {_PROVIDER}={_ROCKSDB}, or {_CHECK}=false",
         )
     return _transforming

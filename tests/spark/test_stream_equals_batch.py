@@ -31,8 +31,22 @@ from holdfast import (
     rows,
     sum_,
 )
+from holdfast.errors import InputError
+from holdfast.flow.batches import Track
+from holdfast.flow.plan import plan
+from holdfast.spark import parcels
 from holdfast.spark import stream as stream_module
-from tests.spark.test_batch_equals_sql import EVENTS, Jump, batch, content, events, fragile, source
+from tests.spark.test_batch_equals_sql import (
+    EVENTS,
+    ORDERS,
+    Jump,
+    batch,
+    content,
+    events,
+    fragile,
+    source,
+    two_streams,
+)
 
 pytestmark = pytest.mark.spark
 
@@ -196,11 +210,148 @@ def test_partition_order_stateless_steps_and_dead_letters(
         agree(written(df, tmp_path / name), wanted[name])
 
 
-def test_event_time_is_refused(spark: SparkSession, files: Path) -> None:
+def recorded(*sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """The records of micro-batches with so many rows of each source. The input has not ended."""
+    records: list[dict[str, Any]] = []
+    base, at = 0, [0] * len(sizes[0])
+    for epoch, rows_of in enumerate(sizes):
+        ranges = [[s, 0, at[s], at[s] + n] for s, n in enumerate(rows_of) if n]
+        records.append({"epoch": epoch, "base": base, "ranges": ranges, "ended": False})
+        base, at = base + sum(rows_of), [a + n for a, n in zip(at, rows_of, strict=True)]
+    return records
+
+
+def windows_flow() -> Flow:
+    """Tumbling windows, sliding windows over their results, and what was late for the first."""
     flow = Flow("windows")
-    source(flow, event_time="ts").key_by("k").window(time=10).agg(n=count()).sink("out", discard())
-    with pytest.raises(FlowError, match=r"time window by \(k\).*watermark"):
-        streaming(flow, spark, files, 1)
+    stream = flow.source("events", ordered("i"), event_time="ts")
+    tumbling = stream.key_by("k").window(time=40, lateness=20).agg(n=count(), v=sum_("v"))
+    sliding = tumbling.key_by("n").window(time=150, every=60).agg(v=mean("v"))
+    late = tumbling.late.select("n", "v", t=col("ts"))
+    parts = [s.select("n", "v", t=col("window_start")) for s in (tumbling, sliding)]
+    late.union(*parts).sink("out", discard())
+    return flow
+
+
+def test_windows_close_in_buckets_without_rows_and_after_a_restart(
+    spark: SparkSession, files: Path, tmp_path: Path, unchecked: None, monkeypatch: Any
+) -> None:
+    some = copied(files, tmp_path / "in", range(4))
+    written(streaming(windows_flow(), spark, some, 4), tmp_path)
+    final = events(spark).toArrow().slice(400, 3)
+    times = pa.array([10, 9_000, 9_100])  # is late; closes all there is; the last window stays open
+    pq.write_table(final.set_column(3, "ts", times), some / "4.parquet")
+    # Other Python workers: no operator is alive in them.
+    monkeypatch.setitem(spark.sparkContext.environment, "HOLDFAST_TEST_WORKERS", "fresh")
+    streamed = written(streaming(windows_flow(), spark, some, 4), tmp_path)
+    df = spark.read.parquet(str(some))
+    records = recorded((400,), (3,))
+    agree(streamed, batch(windows_flow(), spark, {"events": df}, records=records))
+
+
+def test_a_join_of_two_streams(spark: SparkSession, tmp_path: Path) -> None:
+    """One file of each per micro-batch, until one of them has no more."""
+    flow = Flow("join")
+    left = source(flow, event_time="ts").select("i", "k", "ts").key_by("k")
+    pairs = left.join(source(flow, "orders", ORDERS, event_time="at").key_by("k"), within=30)
+    late = [pairs.late.select("i", j=col("ts")), pairs.late_right.select("i", j=col("at"))]
+    pairs.select("i", j=col("i_right")).union(*late).sink("out", discard())
+    inputs, streams = two_streams(spark), {}
+    for name, size in (("events", 70), ("orders", 75)):
+        (tmp_path / name).mkdir()
+        for n in range(-(-inputs[name].count() // size)):
+            path = tmp_path / name / f"{n}.parquet"
+            pq.write_table(inputs[name].toArrow().slice(n * size, size), path)
+            dated(path, n)
+        streams[name] = reading(spark, tmp_path / name, 1)
+    try:
+        streamed = written(flow.stream(spark, streams, partitions=3), tmp_path)
+    finally:
+        spark.conf.unset(stream_module._PROVIDER)
+    wanted = batch(flow, spark, inputs, records=recorded((70, 75), (70, 75), (60, 0)))
+    agree(streamed, wanted)
+
+
+def test_what_does_not_watch_the_watermark_has_no_ingress(spark: SparkSession, files: Path) -> None:
+    flow = Flow("both")
+    keyed = source(flow, event_time="ts").key_by("k")
+    keyed.window(time=10).agg(n=count()).sink("windows", discard())
+    keyed.agg(n=count()).sink("running", discard())
+    planned = plan(flow)
+    windows, running = planned.sinks
+    assert stream_module._watches(planned, windows)
+    assert not stream_module._watches(planned, running)
+    assert stream_module._TimedJob.stateful(planned, windows) == 2
+    assert stream_module._Job.stateful(planned, running) == 1
+
+
+def ingress(*names: str) -> Any:
+    """The ingress of a flow that counts the rows of some sources in windows."""
+    flow = Flow("windows")
+    first, *others = [source(flow, name, event_time="ts") for name in names]
+    window = first.union(*others).key_by("k").window(time=10)
+    window.agg(n=count()).sink("out", discard())
+    planned = plan(flow)
+    entries = [
+        stream_module._Entry(stream_module._Rows.of(s), s, parcels.ToParcels(s.outputs, 3))
+        for s in planned.sources
+    ]
+    return stream_module._IngressTask(planned, entries, 3)
+
+
+def parcel(place: int, low: int, *times: int | None) -> Any:
+    rows_ = pa.RecordBatch.from_pylist([{"ts": t} for t in times], schema=EVENTS)
+    return place, 0, low, parcels.to_bytes(rows_)
+
+
+def taken(task: Any, state: bytes | None, *arrived: Any) -> tuple[list[Any], Track, bytes]:
+    """The (number, time) of each row that an ingress gives, the track, and its new state."""
+    frames = [parcels.table([a]).to_pandas() for a in arrived]
+    token = None if state is None else b"some"
+    made, _, data = task.run(0, frames, token, lambda: state)
+    out, tracks = [], set()
+    for frame in made:
+        for exchange, bucket, low, packed in frame.itertuples(index=False):
+            if exchange == parcels.HEARTBEAT:
+                tracks.add((bucket, low, packed))
+            else:
+                got = parcels.from_bytes(packed)
+                out += zip(got["__o0"].to_pylist(), got["ts"].to_pylist(), strict=True)
+    assert [t[:2] for t in sorted(tracks)] == [(0, 0), (1, 1), (2, 2)]
+    (track,) = {t[2] for t in tracks}
+    return sorted(out), Track.from_bytes(track), data
+
+
+def test_ingress_goes_on_where_the_last_micro_batch_ended() -> None:
+    task = ingress("a", "b")
+    # In the order of sources and, within one, of ``low``; not of arrival.
+    got, track, state = taken(task, None, parcel(1, 0, 12), parcel(0, 9, 25), parcel(0, 0, 3))
+    assert got == [(0, 3), (1, 25), (2, 12)]
+    assert (track.seqs[1:].tolist(), track.marks.tolist()) == ([2], [Track.NEVER, 12])
+    got, track, state = taken(task, state, parcel(1, 0, 17, 40))
+    assert got == [(3, 17), (4, 40)]
+    assert (track.seqs[1:].tolist(), track.marks.tolist()) == ([4], [12, 25])
+    got, track, _ = taken(task, state, parcel(0, 0, 31))
+    assert got == [(5, 31)]
+    assert (track.seqs[1:].tolist(), track.marks.tolist()) == ([5], [25, 31])
+
+
+def test_an_event_time_that_is_null_is_refused() -> None:
+    with pytest.raises(InputError, match="'events': the event time 'ts' is null"):
+        taken(ingress("events"), None, parcel(0, 0, 3, None))
+
+
+def test_sources_that_differ_when_read_twice_are_noticed() -> None:
+    flow = windows_flow()
+    planned = plan(flow)
+    stage = next(s for s in planned.stages if s.kind == "keyed")
+    task = stream_module._BucketTask(planned, stage, 3, stage.outputs)
+    beats = [parcels.heartbeats(Track.flat(mark), [2]).to_pandas() for mark in (10, 20)]
+    with pytest.raises(InputError, match="'windows': the sources gave other rows when read again"):
+        task.run(0, beats, None, bytes)
+
+
+def test_only_streams_are_taken(spark: SparkSession, files: Path) -> None:
     with pytest.raises(FlowError, match="must be a streaming DataFrame"):
         sessions_flow("i").stream(spark, {"events": spark.read.parquet(str(files))})
 
