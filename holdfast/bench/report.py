@@ -171,7 +171,7 @@ class PeakRss:
     True
     """
 
-    def __init__(self, root: int | None = None, every_s: float = 0.1) -> None:
+    def __init__(self, root: int | None = None, every_s: float = 0.5) -> None:
         self.peak_mb = 0.0
         self._root = os.getpid() if root is None else root
         self._every_s = every_s

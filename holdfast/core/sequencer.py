@@ -31,7 +31,7 @@ from holdfast.errors import ProtocolError, require
 class Budget:
     """How much may be on its way from the sources to the sinks."""
 
-    epoch_rows_max: int = 131_072
+    epoch_rows_max: int = 262_144
     epochs_in_flight_max: int = 6
     bytes_in_flight_max: int = 64 << 20
     small_in_flight_max: int = 1

@@ -16,8 +16,8 @@ class Options:
     partitions: int = 32
     budget: Budget = field(default_factory=Budget)
     window: int = 4
-    block_rows: int = 32_768
-    read_ahead_rows: int = 131_072
+    block_rows: int = 65_536
+    read_ahead_rows: int = 262_144
     idle_ms: int = 2_000
     digests: bool = True
     status_ms: int = 500
