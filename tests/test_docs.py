@@ -1,0 +1,38 @@
+"""The examples in docstrings and the flow files under examples/ do what they say."""
+
+import doctest
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from holdfast.cli import load_flow
+from holdfast.flow.plan import plan
+
+ROOT = Path(__file__).parents[1]
+WITH_EXAMPLES = [
+    module.name
+    for module in pkgutil.walk_packages(holdfast.__path__, "holdfast.")
+    if not module.ispkg
+    and ">>>" in (ROOT / module.name.replace(".", "/")).with_suffix(".py").read_text()
+]
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
+def test_docstring_examples(name: str) -> None:
+    module = importlib.import_module(name)
+    failed, tried = doctest.testmod(module)
+    assert tried > 0 and failed == 0
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
+def test_example_flows_can_be_planned(file: Path) -> None:
+    assert plan(load_flow(str(file), None)).sinks
+
+
+def test_every_document_that_is_linked_exists() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for target in ("docs/architecture.md", "docs/decisions.md", "docs/hacking.md"):
+        assert target in readme and (ROOT / target).exists()
