@@ -62,7 +62,7 @@ from holdfast.site.stages import SiteStages
 
 log = logging.getLogger("holdfast.site")
 
-POLL_S = 0.001
+POLL_S = 0.002
 PEER_LOST_S = 1.0
 REDIAL_S = 0.5
 
