@@ -27,6 +27,11 @@ def is_order_name(name: str) -> bool:
     return name.startswith(_PREFIX)
 
 
+def user_names(schema: pa.Schema) -> list[str]:
+    """The columns without those of the order key."""
+    return [n for n in schema.names if not is_order_name(n)]
+
+
 def with_order(schema: pa.Schema, width: int) -> pa.Schema:
     """`schema` plus the columns of an order key of `width`."""
     return pa.schema([*schema, *(pa.field(n, pa.int64(), False) for n in order_names(width))])
@@ -171,8 +176,8 @@ class Track:
     @classmethod
     def merged(cls, tracks: Sequence[Track]) -> Track:
         """Join the tracks of several ingresses: each knows the steps of its own rows."""
-        if len(tracks) == 1:
-            return tracks[0]
+        if len(tracks) <= 1:
+            return tracks[0] if tracks else UNMOVED
         seqs = np.concatenate([t.seqs for t in tracks])
         marks = np.concatenate([t.marks for t in tracks])
         order = np.lexsort((marks, seqs))
@@ -187,3 +192,21 @@ class Track:
     def from_bytes(cls, data: bytes | memoryview) -> Track:
         seqs, marks = np.frombuffer(data, np.int64).reshape(2, -1)
         return cls(seqs, marks)
+
+
+UNMOVED = Track.flat(Track.NEVER)
+"""The track of a flow in which nothing watches event time."""
+
+
+def to_ipc(batch: pa.RecordBatch) -> pa.Buffer:
+    """A batch with its schema, for whoever does not know that."""
+    out = pa.BufferOutputStream()
+    with pa.ipc.new_stream(out, batch.schema) as writer:
+        writer.write_batch(batch)
+    return out.getvalue()
+
+
+def from_ipc(data: pa.Buffer | bytes) -> pa.RecordBatch:
+    """The inverse of `to_ipc`; the rows stay in `data`, uncopied."""
+    with pa.ipc.open_stream(data) as reader:
+        return reader.read_next_batch()

@@ -24,6 +24,7 @@ from holdfast.flow.batches import (
     row_digests,
     sort,
     take,
+    user_names,
 )
 from holdfast.flow.graph import DEAD_LETTER
 from holdfast.flow.operators.base import KeyedOperator, Port
@@ -142,7 +143,7 @@ class StageRunner:
         """Stop at the one row of `batch`, or make a dead letter of it. A step over dead letters
         always stops: there is nowhere left to put them."""
         cause = f"{type(error).__name__}: {error}"
-        user = batch.select([n for n in batch.schema.names if not is_order_name(n)])
+        user = batch.select(user_names(batch.schema))
         row = json.dumps(user.to_pylist()[0], default=str)
         if self.plan.on_error == "stop" or place in self._over_dead:
             raise OperatorError(

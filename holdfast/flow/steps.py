@@ -13,9 +13,16 @@ import numpy as np
 import pyarrow as pa
 
 from holdfast.errors import FlowError
-from holdfast.flow.batches import as_array, is_order_name, order_arrays, order_names, take
+from holdfast.flow.batches import (
+    as_array,
+    is_order_name,
+    order_arrays,
+    take,
+    user_names,
+    with_order,
+)
 from holdfast.flow.expr import Col, Expr
-from holdfast.flow.operators.base import Port, broadcast, infer, require_columns
+from holdfast.flow.operators.base import Port, broadcast, holds, infer, require_columns
 
 
 class Step:
@@ -88,10 +95,7 @@ class Filter(Step):
         return wanted | set(self.condition.columns())
 
     def run(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        holds = broadcast(self.condition.eval(batch), batch.num_rows, pa.bool_())
-        if isinstance(holds, pa.Array):
-            holds = holds.fill_null(False).to_numpy(zero_copy_only=False)
-        return take(batch, np.flatnonzero(holds))
+        return take(batch, np.flatnonzero(holds(self.condition, batch)))
 
 
 class UserMap(Step):
@@ -184,14 +188,9 @@ class Branch(Step):
         order += [zeros] * (self.port.width - len(order))
         if self.branch is not None:
             order[-1] = pa.array(np.full(batch.num_rows, self.branch, np.int64))
-        user = [
-            (f, c)
-            for f, c in zip(batch.schema, batch.columns, strict=True)
-            if not is_order_name(f.name)
-        ]
-        fields = [f for f, _ in user]
-        fields += [pa.field(n, pa.int64(), False) for n in order_names(self.port.width)]
-        return pa.RecordBatch.from_arrays([*(c for _, c in user), *order], schema=pa.schema(fields))
+        user = batch.select(user_names(batch.schema))
+        schema = with_order(user.schema, self.port.width)
+        return pa.RecordBatch.from_arrays([*user.columns, *order], schema=schema)
 
 
 def _with_order_of(

@@ -12,8 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import pyarrow as pa
 
+from holdfast.errors import InputError
 from holdfast.flow.batches import Track
+from holdfast.flow.state import Field
 
 Steps = tuple[np.ndarray, np.ndarray]
 """Sequence numbers, and the watermark from each of those rows on."""
@@ -67,6 +70,13 @@ class Watermark:
         self._idle.add(source)
         self._settle()
 
+    def let_go(self, sources: Iterable[int], end: int) -> Steps:
+        """The sources that an epoch calls idle let go behind its last row, the one before `end`."""
+        for source in sources:
+            if source in self._top:
+                self.idle(source)
+        return np.array([end - 1]), np.array([self._value])
+
     def end(self, seq: int) -> Steps:
         """The input has ended before `seq`, which no row has: everything closes there."""
         self._value = self._reported = Track.END
@@ -112,6 +122,25 @@ def cells(marks: np.ndarray, period: int, offset: int) -> np.ndarray:
 
 
 def track_of(steps: Sequence[Steps], start: int = Track.NEVER) -> Track:
-    """The track that begins at the mark `start` and takes these steps."""
+    """The track that begins at the mark `start` and takes those of these steps that lead up."""
     seqs = np.concatenate([np.array([Track.START]), *(s for s, _ in steps)])
-    return Track(seqs, np.concatenate([np.array([start]), *(m for _, m in steps)]))
+    marks = np.concatenate([np.array([start]), *(m for _, m in steps)])
+    up = np.append(True, marks[1:] > np.maximum.accumulate(marks)[:-1])
+    return Track(seqs[up], marks[up])
+
+
+def event_times(batch: pa.RecordBatch, name: str) -> np.ndarray:
+    """The event time of every row, in the units of its column."""
+    array = batch.column(name)
+    if array.null_count:
+        raise ValueError(f"the event time {name!r} is null")
+    return Field(array.type).stored(array).astype(np.int64, copy=False)
+
+
+def source_times(batch: pa.RecordBatch, name: str, source: str) -> np.ndarray:
+    """The event times of a source's rows; a row without one is the source's fault, and named."""
+    array = batch.column(name)
+    if array.null_count:
+        row = batch.slice(array.is_null().index(True).as_py(), 1).to_pylist()[0]
+        raise InputError(f"source {source!r}: the event time {name!r} is null\n  row: {row}")
+    return event_times(batch, name)

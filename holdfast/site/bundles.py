@@ -7,8 +7,6 @@ frame, and the receiver checks it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pyarrow as pa
 
@@ -127,8 +125,3 @@ def decode(message: wire.Bundle, body: memoryview, schema: pa.Schema) -> Frames:
     if batch.num_rows != message.rows:
         raise ProtocolError(f"bundle of exchange {message.exchange}: {batch.num_rows} rows")
     return Frames(batch, track, digests)
-
-
-def merged_track(bundles: Sequence[Frames], fallback: Track) -> Track:
-    """The watermark's steps as all producers of an epoch know them."""
-    return Track.merged([b.track for b in bundles]) if bundles else fallback

@@ -8,13 +8,12 @@ import numpy as np
 import pyarrow as pa
 
 from holdfast.core.records import Block, EpochRecord
-from holdfast.errors import InputError, require
-from holdfast.flow.batches import Track, concat, empty, order_names
+from holdfast.errors import require
+from holdfast.flow.batches import UNMOVED, Track, concat, empty, with_order
 from holdfast.flow.plan import Plan, Stage
 from holdfast.flow.sources import SplitReader
-from holdfast.flow.state import Field
 from holdfast.flow.steps import conform
-from holdfast.flow.watermark import Watermark
+from holdfast.flow.watermark import Steps, Watermark, source_times, track_of
 
 
 class Split:
@@ -51,7 +50,7 @@ class Split:
         name = self.stage.event_time
         if name is None:
             return None
-        return int(event_times(batch, name, self.stage.name).max())
+        return int(source_times(batch, name, self.stage.name).max())
 
     def take(self, start: int, end: int) -> pa.RecordBatch:
         """Give out the rows ``[start, end)``, which are the oldest held."""
@@ -68,28 +67,21 @@ class Split:
         return concat(taken)
 
 
-def event_times(batch: pa.RecordBatch, name: str, source: str) -> np.ndarray:
-    array = batch.column(name)
-    if array.null_count:
-        row = batch.slice(array.is_null().index(True).as_py(), 1).to_pylist()[0]
-        raise InputError(f"source {source!r}: the event time {name!r} is null\n  row: {row}")
-    return Field(array.type).stored(array).astype(np.int64, copy=False)
-
-
 class Ingress:
     """A source's part on one site. Turns epoch records into rows with sequence numbers."""
 
     def __init__(self, plan: Plan, stage: Stage, splits: dict[int, Split]) -> None:
         self.stage, self.splits = stage, splits
-        self._names = [*stage.used["out"], *order_names(1)]
-        fields = [stage.ports["out"].full_schema.field(n) for n in self._names]
-        self._schema = pa.schema(fields)
-        self._with_time = [s.id for s in plan.sources if s.event_time is not None]
-        self._mark = Watermark(self._with_time, plan.boundaries) if plan.boundaries else None
+        declared = stage.ports["out"].schema
+        self._schema = with_order(pa.schema([declared.field(n) for n in stage.used["out"]]), 1)
+        timed = [s.id for s in plan.sources if s.event_time is not None]
+        self._mark = Watermark(timed, plan.boundaries) if plan.boundaries else None
 
     def epoch(self, record: EpochRecord) -> tuple[pa.RecordBatch, Track]:
         """This site's rows of an epoch, in order, and the steps the watermark takes at them."""
-        batches, steps, seq = [], [], record.base
+        batches: list[pa.RecordBatch] = []
+        steps: list[Steps] = []
+        seq = record.base
         start = Track.NEVER if self._mark is None else self._mark.value
         for r in record.ranges:
             mine = r.source == self.stage.id and r.split in self.splits
@@ -100,7 +92,7 @@ class Ingress:
                     pa.RecordBatch.from_arrays([*rows.columns, pa.array(seqs)], schema=self._schema)
                 )
                 if self._mark is not None and self.stage.event_time is not None:
-                    times = event_times(rows, self.stage.event_time, self.stage.name)
+                    times = source_times(rows, self.stage.event_time, self.stage.name)
                     steps.append(self._mark.advance(r.source, seqs, times))
             elif self._mark is not None and r.time_max is not None:
                 self._mark.observe(r.source, r.time_max)
@@ -108,26 +100,11 @@ class Ingress:
         track = self._track(record, start, steps, seq)
         return (concat(batches) if batches else empty(self._schema)), track
 
-    def _track(
-        self,
-        record: EpochRecord,
-        start: int,
-        steps: list[tuple[np.ndarray, np.ndarray]],
-        end: int,
-    ) -> Track:
+    def _track(self, record: EpochRecord, start: int, steps: list[Steps], end: int) -> Track:
         if self._mark is None:
-            return _FLAT
-        for source in record.idle:
-            if source in self._with_time:
-                self._mark.idle(source)
-        if record.idle:  # whatever moves now, moves behind the epoch's last row
-            steps.append((np.array([end - 1]), np.array([self._mark.value])))
+            return UNMOVED
+        if record.idle:
+            steps.append(self._mark.let_go(record.idle, end))
         if record.ended:
-            steps.append((np.array([end]), np.array([Track.END])))
-        seqs = np.concatenate([[Track.START], *(s for s, _ in steps)])
-        marks = np.concatenate([[start], *(m for _, m in steps)])
-        moved = np.append(True, marks[1:] > np.maximum.accumulate(marks)[:-1])
-        return Track(seqs[moved].astype(np.int64), marks[moved].astype(np.int64))
-
-
-_FLAT = Track.flat(Track.NEVER)
+            steps.append(self._mark.end(end))
+        return track_of(steps, start)

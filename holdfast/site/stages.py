@@ -13,7 +13,7 @@ from holdfast.flow.execute import StageRunner
 from holdfast.flow.options import Options
 from holdfast.flow.plan import Plan, Stage
 from holdfast.flow.sinks import SinkWriter
-from holdfast.site.bundles import Frames, Router, merged_track
+from holdfast.site.bundles import Frames, Router
 from holdfast.site.feed import FedReader
 from holdfast.site.ingress import Ingress, Split
 
@@ -86,7 +86,7 @@ class SiteStages:
 
     def _process(self, order: ProcessBundles) -> StageProcessed:
         frames = [f for x in order.bundles for f in order.bundles[x]]
-        track = merged_track(frames, _FLAT)
+        track = Track.merged([f.track for f in frames])
         batches = [[f.batch for f in order.bundles[x]] for x in order.bundles]
         outputs = self.runners[order.stage].run_keyed(batches, track, order.epoch)
         self._count(order.stage, sum(f.batch.num_rows for f in frames), outputs, order.epoch)
@@ -145,6 +145,3 @@ class SiteStages:
             writer.close()
         for split in self.splits:
             split.reader.close()
-
-
-_FLAT = Track.flat(Track.NEVER)

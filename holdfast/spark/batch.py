@@ -21,15 +21,14 @@ from pyspark.sql import functions as F
 from holdfast.core.ids import Epoch, StageId
 from holdfast.core.records import EpochRecord, Range
 from holdfast.errors import FlowError, InputError, require
-from holdfast.flow.batches import Track
+from holdfast.flow.batches import UNMOVED, Track
 from holdfast.flow.batches import with_order as with_order_columns
 from holdfast.flow.execute import StageRunner
 from holdfast.flow.graph import Flow
 from holdfast.flow.groups import Groups
-from holdfast.flow.operators.time_window import event_times
 from holdfast.flow.plan import Exchange, Plan, Stage
 from holdfast.flow.steps import conform
-from holdfast.flow.watermark import Steps, Watermark, track_of
+from holdfast.flow.watermark import Steps, Watermark, source_times, track_of
 from holdfast.spark import parcels
 from holdfast.spark.session import use_this_python
 
@@ -78,16 +77,10 @@ class _Job:
     def result(self, sink: Stage, with_order: bool) -> DataFrame:
         schema = parcels.sink_schema(sink, with_order)
         made = []
-        for producer, exchanges in self._by_producer(sink):
+        for producer, exchanges in parcels.by_producer(self.plan, sink):
             outlet = parcels.ToRows(exchanges, schema)
             made.append(self._run(producer, outlet))
         return reduce(DataFrame.unionAll, made)
-
-    def _by_producer(self, stage: Stage) -> list[tuple[Stage, list[Exchange]]]:
-        producers = dict.fromkeys(e.producer for e in stage.inputs)
-        return [
-            (self.plan.stages[p], [e for e in stage.inputs if e.producer == p]) for p in producers
-        ]
 
     def _run(self, stage: Stage, outlet: parcels.Outlet) -> DataFrame:
         planned, lean = parcels.shipped(self.plan, stage)
@@ -102,7 +95,7 @@ class _Job:
 
     def _sent_to(self, stage: Stage) -> DataFrame:
         """All parcels for a keyed stage; with a single producer also those for its siblings."""
-        producers = self._by_producer(stage)
+        producers = parcels.by_producer(self.plan, stage)
         if len(producers) == 1:
             producer = producers[0][0]
             keyed = [e for e in producer.outputs if e.keys is not None]
@@ -248,7 +241,7 @@ def _order(
     if known is None:
         known = [_one_epoch(reads)]
     _number(planned, reads, known)
-    track = Track.flat(Track.NEVER)
+    track = UNMOVED
     if planned.boundaries:
         track = _track(planned, reads, known)
     return _Order(reads, track)
@@ -319,13 +312,11 @@ def _track(planned: Plan, reads: dict[int, _Read], records: list[EpochRecord]) -
                     mark.advance(r.source, *_within(candidates[r.source], end, end + r.rows))
                 )
             end += r.rows
-        for source in set(record.idle) & set(timed):
-            mark.idle(source)
         if record.idle:
-            steps.append((np.array([end - 1]), np.array([mark.value])))
+            steps.append(mark.let_go(record.idle, end))
     if not records or records[-1].ended:
         steps.append(mark.end(end))
-    return _rising(track_of(steps))
+    return track_of(steps)
 
 
 def _candidates(read: _Read) -> Steps:
@@ -345,12 +336,6 @@ def _within(candidates: Steps, start: int, end: int) -> Steps:
     seqs, marks = candidates
     a, b = np.searchsorted(seqs, [start, end])
     return np.append(start, seqs[a:b]), np.append(Track.NEVER, marks[a:b])
-
-
-def _rising(track: Track) -> Track:
-    seqs, marks = track.seqs, np.maximum.accumulate(track.marks)
-    keep = np.append(True, marks[1:] > marks[:-1])
-    return Track(seqs[keep], marks[keep])
 
 
 # --- reading a source -----------------------------------------------------------------------------
@@ -459,9 +444,7 @@ class _SurveyTask:
         if self.on is None:
             return None
         rows = conform(batch.select(self.schema.names), self.schema, self.name)
-        if rows.column(self.on).null_count:
-            raise InputError(f"source {self.name!r}: the event time {self.on!r} is null")
-        return event_times(rows, self.on)
+        return source_times(rows, self.on, self.name)
 
     @staticmethod
     def _result(seen: dict[int, int], steps: dict[int, list[Steps]]) -> pa.RecordBatch:

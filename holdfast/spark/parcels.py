@@ -22,7 +22,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
 from holdfast.errors import FlowError
-from holdfast.flow.batches import Track, concat, is_order_name, take
+from holdfast.flow.batches import Track, concat, from_ipc, take, to_ipc, user_names
 from holdfast.flow.graph import Flow
 from holdfast.flow.keys import key_words, partition_of
 from holdfast.flow.plan import Exchange, Plan, Stage, plan
@@ -88,19 +88,11 @@ def unpack(parcels: pa.RecordBatch, only: set[int]) -> Iterator[tuple[int, int, 
     exchanges, lows = (parcels.column(n).to_numpy() for n in ("exchange", "low"))
     data = parcels.column("data")
     for i in np.flatnonzero(np.isin(exchanges, list(only))):
-        yield int(exchanges[i]), int(lows[i]), from_bytes(data[int(i)].as_buffer())
+        yield int(exchanges[i]), int(lows[i]), from_ipc(data[int(i)].as_buffer())
 
 
 def to_bytes(batch: pa.RecordBatch) -> bytes:
-    out = pa.BufferOutputStream()
-    with pa.ipc.new_stream(out, batch.schema) as writer:
-        writer.write_batch(batch)
-    return out.getvalue().to_pybytes()
-
-
-def from_bytes(data: pa.Buffer | bytes) -> pa.RecordBatch:
-    with pa.ipc.open_stream(data) as reader:
-        return reader.read_next_batch()
+    return to_ipc(batch).to_pybytes()
 
 
 def blocks(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -269,5 +261,11 @@ def wanted_sinks(planned: Plan, sink: str | None) -> list[Stage]:
 def sink_schema(stage: Stage, with_order: bool) -> pa.Schema:
     """The columns of a sink, in Spark's types."""
     schema = stage.inputs[0].schema
-    fields = [f for f in schema if with_order or not is_order_name(f.name)]
-    return arrow_for_spark(pa.schema(fields))
+    names = schema.names if with_order else user_names(schema)
+    return arrow_for_spark(pa.schema([schema.field(n) for n in names]))
+
+
+def by_producer(planned: Plan, stage: Stage) -> list[tuple[Stage, list[Exchange]]]:
+    """The stages that feed `stage`, each with its exchanges into it."""
+    producers = dict.fromkeys(e.producer for e in stage.inputs)
+    return [(planned.stages[p], [e for e in stage.inputs if e.producer == p]) for p in producers]

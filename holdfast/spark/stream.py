@@ -39,15 +39,14 @@ from pyspark.sql import functions as F
 from pyspark.sql.streaming import StatefulProcessor, StatefulProcessorHandle
 
 from holdfast.errors import HostError, InputError, require
-from holdfast.flow.batches import Track, concat, with_order
+from holdfast.flow.batches import UNMOVED, Track, concat, from_ipc, with_order
 from holdfast.flow.execute import StageRunner
 from holdfast.flow.graph import Flow
 from holdfast.flow.operators.base import KeyedOperator
-from holdfast.flow.operators.time_window import event_times
 from holdfast.flow.plan import Exchange, Plan, Stage
 from holdfast.flow.state import Field
 from holdfast.flow.steps import conform
-from holdfast.flow.watermark import Steps, Watermark, track_of
+from holdfast.flow.watermark import Steps, Watermark, source_times, track_of
 from holdfast.spark import parcels
 from holdfast.spark.session import use_this_python
 
@@ -120,7 +119,7 @@ class _Job:
     def result(self, sink: Stage) -> DataFrame:
         schema = parcels.sink_schema(sink, with_order=False)
         made = []
-        for producer, exchanges in self._by_producer(sink):
+        for producer, exchanges in parcels.by_producer(self.plan, sink):
             if producer.kind == "source":
                 made.append(self._source(producer, parcels.ToRows(exchanges, schema)))
             else:
@@ -128,12 +127,6 @@ class _Job:
                 sent = self._keyed(producer, exchanges)
                 made.append(sent.mapInArrow(opening, parcels.spark_schema(schema)))
         return reduce(DataFrame.unionAll, made)
-
-    def _by_producer(self, stage: Stage) -> list[tuple[Stage, list[Exchange]]]:
-        producers = dict.fromkeys(e.producer for e in stage.inputs)
-        return [
-            (self.plan.stages[p], [e for e in stage.inputs if e.producer == p]) for p in producers
-        ]
 
     def _source(self, stage: Stage, outlet: parcels.Outlet) -> DataFrame:
         order = parcels.order_columns(stage)
@@ -155,7 +148,7 @@ class _Job:
     def _sent_to(self, stage: Stage) -> list[DataFrame]:
         """The parcels for a keyed stage."""
         sent = []
-        for producer, inward in self._by_producer(stage):
+        for producer, inward in parcels.by_producer(self.plan, stage):
             if producer.kind == "source":
                 sent.append(self._source(producer, parcels.ToParcels(inward, self.partitions)))
             else:
@@ -181,7 +174,7 @@ class _TimedJob(_Job):
         return super().stateful(planned, stage) + fed
 
     def _sent_to(self, stage: Stage) -> list[DataFrame]:
-        producers = self._by_producer(stage)
+        producers = parcels.by_producer(self.plan, stage)
         sent = [self._keyed(p, inward) for p, inward in producers if p.kind == "keyed"]
         if len(sent) < len(producers):
             sent.append(self._ingress({p.id: inward for p, inward in producers}))
@@ -385,7 +378,7 @@ class _IngressTask:
         for frame in frames:
             for source, low, data in zip(*(frame[n] for n in _PARCEL), strict=True):
                 found.setdefault(int(source), []).append((int(low), data))
-        return {s: [parcels.from_bytes(data) for _, data in sorted(p)] for s, p in found.items()}
+        return {s: [from_ipc(data) for _, data in sorted(p)] for s, p in found.items()}
 
     @staticmethod
     def _numbered(entry: _Entry, batches: list[pa.RecordBatch], seq: int) -> pa.RecordBatch:
@@ -399,9 +392,8 @@ class _IngressTask:
         on = entry.stage.event_time
         if on is None:
             return np.empty(0, np.int64), np.empty(0, np.int64)
-        if rows.column(on).null_count:
-            raise InputError(f"source {entry.stage.name!r}: the event time {on!r} is null")
-        return mark.advance(entry.stage.id, rows.column("__o0").to_numpy(), event_times(rows, on))
+        times = source_times(rows, on, entry.stage.name)
+        return mark.advance(entry.stage.id, rows.column("__o0").to_numpy(), times)
 
     def _sent(self, entry: _Entry, rows: pa.RecordBatch) -> Iterable[pa.RecordBatch]:
         if not entry.outlet.exchanges:
@@ -429,7 +421,7 @@ class _BucketTask:
             if token is not None:
                 _install(runner.operator, load())
         inputs, beats = self._arrived(frames)
-        track = Track.from_bytes(beats[0][1]) if beats else Track.flat(Track.NEVER)
+        track = Track.from_bytes(beats[0][1]) if beats else UNMOVED
         made = list(self.outlet(runner.run_keyed(inputs, track, _micro_batch())))
         if beats and self.outlet.exchanges[0].keys is not None:
             # Stages have as many buckets each, so one heartbeat from each reaches them all.
@@ -450,7 +442,7 @@ class _BucketTask:
                 if exchange == parcels.HEARTBEAT:
                     beats.append((int(low), bytes(data)))
                 else:
-                    inputs[exchange].append(parcels.from_bytes(data))
+                    inputs[exchange].append(from_ipc(data))
         if len(set(beats)) > 1:
             raise InputError(
                 f"flow {self.plan.flow!r}: the sources gave other rows when read again",
@@ -497,7 +489,7 @@ def _install(operator: KeyedOperator | None, data: bytes) -> None:
     state, at = {}, 0
     for name in operator.tables():
         (size,) = struct.unpack_from("<Q", data, at)
-        state[name] = parcels.from_bytes(data[at + 8 : at + 8 + size])
+        state[name] = from_ipc(data[at + 8 : at + 8 + size])
         at += 8 + size
     operator.install(state)
 

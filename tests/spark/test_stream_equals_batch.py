@@ -32,7 +32,7 @@ from holdfast import (
     sum_,
 )
 from holdfast.errors import InputError
-from holdfast.flow.batches import Track
+from holdfast.flow.batches import Track, from_ipc
 from holdfast.flow.plan import plan
 from holdfast.spark import parcels
 from holdfast.spark import stream as stream_module
@@ -315,7 +315,7 @@ def taken(task: Any, state: bytes | None, *arrived: Any) -> tuple[list[Any], Tra
             if exchange == parcels.HEARTBEAT:
                 tracks.add((bucket, low, packed))
             else:
-                got = parcels.from_bytes(packed)
+                got = from_ipc(packed)
                 out += zip(got["__o0"].to_pylist(), got["ts"].to_pylist(), strict=True)
     assert [t[:2] for t in sorted(tracks)] == [(0, 0), (1, 1), (2, 2)]
     (track,) = {t[2] for t in tracks}

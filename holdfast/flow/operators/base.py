@@ -152,24 +152,38 @@ class Agg:
                 whole = self.kind == "sum" and not pa.types.is_floating(self.given)
                 return Field(pa.int64() if whole else pa.float64())
             case "max" | "min":
-                return Field(self.taken, _neutral(Field(self.taken).dtype, self.kind))
+                return Field(self.taken, _neutral(self.taken_field.dtype, self.kind))
             case _:
-                return Field(self.taken)
+                return self.taken_field
+
+    @cached_property
+    def taken_field(self) -> Field:
+        """How the operand itself is kept."""
+        return Field(self.taken)
+
+    @cached_property
+    def given_field(self) -> Field:
+        """How the result is made into Arrow."""
+        return Field(self.given)
 
     @property
     def ufunc(self) -> np.ufunc:
         # Spark orders NaN above all numbers: max keeps it, min avoids it. So do these.
         return {"max": np.maximum, "min": np.fmin}.get(self.kind, np.add)
 
-    def values(self, batch: pa.RecordBatch) -> np.ndarray:
-        """The operand over `batch`, as numpy in the type it is folded in."""
+    def whole(self, batch: pa.RecordBatch) -> np.ndarray:
+        """The operand over `batch`, as numpy in the type it is taken in; a null is refused."""
         column = self.column(batch)
         if isinstance(column, pa.Array) and column.null_count:
             raise ValueError(
                 f"{self.kind}({self.expr}) met a null; "
                 f"filter such rows out or use fill_null() before aggregating"
             )
-        values = Field(self.taken).stored(column).astype(self.field.dtype, copy=False)
+        return self.taken_field.stored(column)
+
+    def values(self, batch: pa.RecordBatch) -> np.ndarray:
+        """The operand over `batch`, as numpy in the type it is folded in."""
+        values = self.whole(batch).astype(self.field.dtype, copy=False)
         return one_zero(values) if self.kind in ("max", "min") else values
 
     def column(self, batch: pa.RecordBatch) -> Column:
@@ -197,6 +211,14 @@ def broadcast(value: Column, rows: int, kind: pa.DataType) -> Column:
         return value
     scalar = value if isinstance(value, pa.Scalar) else pa.scalar(value, kind)
     return pa.repeat(scalar, rows)
+
+
+def holds(condition: Expr, batch: pa.RecordBatch) -> np.ndarray:
+    """Where a condition is true; null is not."""
+    value = broadcast(condition.eval(batch), batch.num_rows, pa.bool_())
+    if isinstance(value, pa.Array):
+        value = value.fill_null(False).to_numpy(zero_copy_only=False)
+    return value
 
 
 def infer(expr: Expr, schema: pa.Schema, where: str) -> pa.DataType:
@@ -237,6 +259,7 @@ __all__ = [
     "Port",
     "broadcast",
     "columns_of",
+    "holds",
     "infer",
     "one_zero",
     "require_columns",

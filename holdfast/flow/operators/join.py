@@ -20,17 +20,17 @@ from holdfast.flow.batches import (
     Track,
     concat,
     empty,
-    is_order_name,
     order_names,
     order_of,
     sort,
     take,
+    user_names,
 )
 from holdfast.flow.expr import column
 from holdfast.flow.keys import KeyWords, key_words, partition_of
 from holdfast.flow.operators.base import KeyedOperator, Port
-from holdfast.flow.operators.time_window import event_times
 from holdfast.flow.state import StateTable
+from holdfast.flow.watermark import event_times
 
 
 class WindowJoin(KeyedOperator):
@@ -125,13 +125,13 @@ class WindowJoin(KeyedOperator):
                 mine, theirs = run.matches(words)
                 other = event_times(run.batch, self.on[0 if flip else 1])
                 near = np.abs(times[mine] - other[theirs]) <= self.within
-                a, b = take_any(probe, mine[near]), take_any(run.batch, theirs[near])
+                a, b = take(probe, mine[near]), take(run.batch, theirs[near])
                 found.append(self._joined(b, a) if flip else self._joined(a, b))
         return concat(found)
 
     def _joined(self, left: pa.RecordBatch, right: pa.RecordBatch) -> pa.RecordBatch:
         port = self.outputs["out"]
-        columns = {n: left.column(n) for n in left.schema.names if not is_order_name(n)}
+        columns = {n: left.column(n) for n in user_names(left.schema)}
         columns |= {new: right.column(old) for old, new in self.right_names.items()}
         half = max(p.width for p in self.inputs)
         a, b = (_padded(order_of(side), half) for side in (left, right))
@@ -143,10 +143,6 @@ class WindowJoin(KeyedOperator):
         columns |= {n: pa.array(c) for n, c in zip(order_names(port.width), order, strict=True)}
         schema = port.full_schema
         return pa.RecordBatch.from_arrays([columns[n] for n in schema.names], schema=schema)
-
-
-def take_any(batch: pa.RecordBatch, rows: np.ndarray) -> pa.RecordBatch:
-    return batch.take(pa.array(rows))
 
 
 def _padded(order: list[np.ndarray], width: int) -> list[np.ndarray]:
@@ -170,7 +166,7 @@ class _Run:
     def __init__(self, batch: pa.RecordBatch, words: KeyWords) -> None:
         rows = np.argsort(words.low)
         self.words = words.take(rows)
-        self.batch = take_any(batch, rows)
+        self.batch = take(batch, rows)
 
     def matches(self, words: KeyWords) -> tuple[np.ndarray, np.ndarray]:
         """All pairs (row of the probe, row of this run) with equal keys."""
@@ -229,7 +225,7 @@ class _Side:
             rows = np.flatnonzero(event_times(run.batch, on) >= oldest)
             if 2 * rows.size <= run.batch.num_rows:
                 if rows.size:
-                    kept.append(self._run(take_any(run.batch, rows)))
+                    kept.append(self._run(take(run.batch, rows)))
             else:
                 kept.append(run)
         self.runs = kept
@@ -242,7 +238,7 @@ class _Side:
         if partitions is None:
             return batch
         part = partition_of(key_words([batch.column(k) for k in self.keys]), self.partitions)
-        return take_any(batch, np.flatnonzero(np.isin(part, list(partitions))))
+        return take(batch, np.flatnonzero(np.isin(part, list(partitions))))
 
     def install(self, state: pa.RecordBatch) -> None:
         self.add(state)

@@ -40,17 +40,17 @@ class RowWindow(KeyedOperator):
         self.aggs = [Agg.bind(n, a, source.schema, where) for n, a in aggregates.items()]
         self.needs[0] |= columns_of(list(aggregates.values()))
         # Aggregates of the same expression share one ring of history.
-        self.rings: dict[str, str] = {}
+        shared: dict[str, list[Agg]] = {}
         for agg in self.aggs:
             if agg.kind != "count":
-                self.rings.setdefault(repr(agg.expr), agg.name)
+                shared.setdefault(repr(agg.expr), []).append(agg)
+        self.rings = {aggs[0].name: aggs for aggs in shared.values()}
         fields = [source.schema.field(k) for k in keys]
         fields += [pa.field(a.name, a.given) for a in self.aggs]
         self.outputs["out"] = Port(pa.schema(fields), source.width, delay=source.delay)
 
     def _allocate(self) -> None:
-        by_name = {a.name: a for a in self.aggs}
-        fields = {n: Field(by_name[n].taken, width=self.rows) for n in self.rings.values()}
+        fields = {n: Field(aggs[0].taken, width=self.rows) for n, aggs in self.rings.items()}
         self.table = StateTable({"__n": Field(pa.int64()), **fields}, self.partitions)
 
     def tables(self) -> dict[str, StateTable]:
@@ -60,8 +60,7 @@ class RowWindow(KeyedOperator):
         self, inputs: list[pa.RecordBatch], track: Track, epoch: int
     ) -> dict[str, pa.RecordBatch]:
         batch = inputs[0]
-        by_name = {a.name: a for a in self.aggs}
-        operands = {n: _whole(by_name[n], batch) for n in self.rings.values()}  # what can raise
+        operands = {n: aggs[0].whole(batch) for n, aggs in self.rings.items()}  # what can raise
         groups = Groups(self.table.slots(self.words(batch)))
         seen = self.table["__n"][groups.slots]
         base = np.repeat(seen, groups.lengths)
@@ -72,10 +71,9 @@ class RowWindow(KeyedOperator):
             due = np.flatnonzero((index + 1) % self.every == 0)
         windows = _Windows(self.rows, groups, index, base, due)
         results: dict[str, np.ndarray] = {}
-        for name in self.rings.values():
+        for name, aggs in self.rings.items():
             values = operands[name][groups.rows]
-            same = [a for a in self.aggs if repr(a.expr) == repr(by_name[name].expr)]
-            results |= windows.fold(same, values, self.table[name])
+            results |= windows.fold(aggs, values, self.table[name])
             windows.remember(values, self.table[name])
         results |= {a.name: windows.count for a in self.aggs if a.kind == "count"}
         self.table["__n"][groups.slots] = seen + groups.lengths
@@ -91,18 +89,10 @@ class RowWindow(KeyedOperator):
         port = self.outputs["out"]
         arrays = [origin.column(k) for k in self.keys]
         for agg in self.aggs:
-            field = Field(agg.given)
+            field = agg.given_field
             loaded = field.loaded(results[agg.name][restore].astype(field.dtype, copy=False), None)
             arrays.append(as_array(loaded, agg.given))
         return pa.RecordBatch.from_arrays([*arrays, *order_arrays(origin)], schema=port.full_schema)
-
-
-def _whole(agg: Agg, batch: pa.RecordBatch) -> np.ndarray:
-    """The operand in the type of its history; a null is refused."""
-    column = agg.column(batch)
-    if isinstance(column, pa.Array) and column.null_count:
-        agg.values(batch)  # raises with the reason
-    return Field(agg.taken).stored(column)
 
 
 class _Windows:

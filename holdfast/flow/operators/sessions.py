@@ -16,7 +16,7 @@ from holdfast.errors import FlowError
 from holdfast.flow.batches import Track, as_array, empty, order_arrays, take
 from holdfast.flow.expr import AtStart, Column, Expr, unwrap
 from holdfast.flow.groups import Groups
-from holdfast.flow.operators.base import KeyedOperator, Port, broadcast, columns_of, infer
+from holdfast.flow.operators.base import KeyedOperator, Port, broadcast, columns_of, holds, infer
 from holdfast.flow.state import Field, StateTable
 
 
@@ -85,20 +85,12 @@ class Sessions(KeyedOperator):
         return {"out": out}
 
     def _relevant(self, batch: pa.RecordBatch) -> tuple[pa.RecordBatch, np.ndarray]:
-        starts, ends = self._holds(self.start, batch), self._holds(self.end, batch)
+        starts, ends = holds(self.start, batch), holds(self.end, batch)
         relevant = starts | ends
         if not relevant.all():
             rows = np.flatnonzero(relevant)
             return take(batch, rows), starts[rows]
         return batch, starts
-
-    @staticmethod
-    def _holds(condition: Expr, batch: pa.RecordBatch) -> np.ndarray:
-        """Where a condition is true; null is not."""
-        value = broadcast(condition.eval(batch), batch.num_rows, pa.bool_())
-        if isinstance(value, pa.Array):
-            value = pc.fill_null(value, False).to_numpy(zero_copy_only=False)
-        return value
 
     def _emit(self, batch: pa.RecordBatch, groups: Groups, closing: np.ndarray) -> pa.RecordBatch:
         closing = closing[groups.in_row_order(closing)]

@@ -18,6 +18,7 @@ from holdfast.flow.expr import Aggregate, Column, column
 from holdfast.flow.keys import KeyWords, mix, partition_of
 from holdfast.flow.operators.base import Agg, KeyedOperator, Port, columns_of
 from holdfast.flow.state import Field, StateTable
+from holdfast.flow.watermark import event_times
 
 START, END = "window_start", "window_end"
 
@@ -176,13 +177,6 @@ class TimeWindow(KeyedOperator):
             columns.append(as_array(value, agg.given))
         columns += [pa.array(c) for c in (seq[order], window, key_hash[order])]
         return pa.RecordBatch.from_arrays(columns, schema=port.full_schema)
-
-
-def event_times(batch: pa.RecordBatch, name: str) -> np.ndarray:
-    array = batch.column(name)
-    if array.null_count:
-        raise ValueError(f"the event time {name!r} is null")
-    return Field(array.type).stored(array).astype(np.int64, copy=False)
 
 
 def _with_window(words: KeyWords, window: np.ndarray) -> KeyWords:
