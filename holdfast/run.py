@@ -103,7 +103,7 @@ def start(
     host = host or ProcessHost()
     if listen is not None:
         host.listen_host = listen
-        if listen not in ("", "0.0.0.0", "::"):
+        if not wire.is_wildcard(listen):
             host.advertise_host = listen
     options = replace(options or Options(), partitions=partitions)
     run = Run(flow, planned, host, sites, standbys, options)

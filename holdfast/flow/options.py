@@ -10,8 +10,8 @@ from holdfast.errors import FlowError
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`partitions` is per keyed stage. An epoch holds at most `epoch_rows` rows and as many are in
-    flight as `budget` allows; a consumer has room for `window` epochs ahead of the one it is at."""
+    """`partitions` is per keyed stage. Epochs are as large, and as many are in flight, as `budget`
+    allows; a consumer has room for `window` epochs ahead of the one it is at."""
 
     partitions: int = 32
     budget: Budget = field(default_factory=Budget)

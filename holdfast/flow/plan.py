@@ -106,6 +106,11 @@ class Plan:
         return [s for s in self.stages if s.kind == "source"]
 
     @property
+    def splits(self) -> list[tuple[StageId, int]]:
+        """All splits of all sources, as the sequencer knows them."""
+        return [(StageId(s.id), n) for s in self.stages if s.source for n in range(s.source.splits)]
+
+    @property
     def sinks(self) -> list[Stage]:
         return [s for s in self.stages if s.kind == "sink"]
 

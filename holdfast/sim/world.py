@@ -86,9 +86,8 @@ class World:
         ids = [SiteId(i) for i in range(sites)]
         self.layout = place(shaped, ids)
         self.sites = {i: self._make_site(i, shaped) for i in ids}
-        splits = [(StageId(s.id), n) for s in self.plan.sources for n in range(_source(s).splits)]
         sinks = [StageId(s.id) for s in self.plan.sinks]
-        self.sequencer = Sequencer(splits, sinks, self.options.budget)
+        self.sequencer = Sequencer(self.plan.splits, sinks, self.options.budget)
         # One queue for each ordered pair of sites, the sequencer's messages to a site included.
         self.network: dict[tuple[SiteId, SiteId], deque[SiteEvent | SequencerEvent]] = {}
         self._ended: set[tuple[int, int]] = set()
@@ -192,9 +191,9 @@ class World:
             case IngestEpoch() | ProcessBundles():
                 site.orders.append(effect)
             case SendBundle():
-                bundle = (
-                    self._over_the_wire(effect) if effect.consumer != site_id else effect.bundle
-                )
+                bundle = effect.bundle
+                if effect.consumer != site_id:
+                    bundle = self._over_the_wire(effect, site_id)
                 self._send(
                     site_id,
                     effect.consumer,
@@ -210,14 +209,13 @@ class World:
             case ReportFinished():
                 site.finished = True
 
-    def _over_the_wire(self, effect: SendBundle) -> bundles.Frames:
+    def _over_the_wire(self, effect: SendBundle, sender: SiteId) -> bundles.Frames:
         """What arrives has been encoded, decoded and checked against its digest."""
         message, body = bundles.encode(effect.bundle, effect.exchange, effect.epoch, effect.last)
         data = memoryview(b"".join(bytes(memoryview(part)) for part in body))  # type: ignore[arg-type]
-        exchange = self.plan.exchanges[effect.exchange]
-        frames = bundles.decode(message, data, exchange.schema)
-        router = bundles.Router(exchange, self.layout, True)
-        bundles.Checker(router, effect.consumer, "simulated").check(frames, effect.epoch, -1)
+        frames = bundles.decode(message, data, self.plan.exchanges[effect.exchange].schema)
+        checkers = self.sites[effect.consumer].stages.checkers
+        checkers[effect.exchange].check(frames, effect.epoch, sender)
         return frames
 
     def _send(self, sender: SiteId, receiver: SiteId, event: SiteEvent | SequencerEvent) -> None:
@@ -232,7 +230,3 @@ class World:
             for site in self.sites:
                 self._send(self.layout.sequencer, site, RecordArrived(effect.record))
         self.sequencer.check_invariants()
-
-
-def _source(stage: Any) -> Any:
-    return stage.source

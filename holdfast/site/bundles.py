@@ -42,7 +42,7 @@ class Router:
         homes = [copies[0] for copies in layout.sites[exchange.consumer]]
         self.partitions = len(homes)
         self._site_of = np.array([self.sites.index(home) for home in homes], np.uint16)
-        self._partitions_at = [np.flatnonzero(self._site_of == i) for i in range(len(self.sites))]
+        self.partitions_at = [np.flatnonzero(self._site_of == i) for i in range(len(self.sites))]
 
     def partition(self, batch: pa.RecordBatch) -> np.ndarray:
         """The consumer partition of every row."""
@@ -65,7 +65,7 @@ class Router:
             part = batch
             if len(self.sites) > 1:
                 part = take(batch, np.flatnonzero(self._site_of[partition] == index))
-            own = None if digests is None else digests[self._partitions_at[index]]
+            own = None if digests is None else digests[self.partitions_at[index]]
             bundles[site] = Frames(part, track, own)
         return bundles
 
@@ -75,7 +75,7 @@ class Checker:
 
     def __init__(self, router: Router, site: SiteId, stage: str) -> None:
         self._router, self._stage = router, stage
-        self._mine = router._partitions_at[router.sites.index(site)]
+        self._mine = router.partitions_at[router.sites.index(site)]
 
     def check(self, frames: Frames, epoch: int, producer: int) -> None:
         if frames.digests is None or frames.batch.num_rows == 0:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 from typing import Any
 
 import pyarrow as pa
 
 from holdfast.errors import HostError, ProtocolError
+from holdfast.flow.batches import to_ipc
 from holdfast.site import wire
 
-_PREFIX = struct.Struct("<II")
 UNANSWERED_MAX = 16
 
 
@@ -33,14 +32,11 @@ class FeedClient:
     def _shake_hands(self, secret: bytes) -> None:
         challenge = self._receive(wire.Challenge)
         nonce = os.urandom(16)
-        said = wire.proof(secret, "client", challenge.nonce, nonce, "feeder", 0)
-        self._socket.sendall(wire.encode(wire.Hello("feeder", 0, nonce, said)))
-        welcome = self._receive(wire.Welcome)
-        if welcome.proof != wire.proof(secret, "server", nonce, challenge.nonce):
-            raise ProtocolError("the ingress does not know the flow's secret")
+        self._socket.sendall(wire.encode(wire.hello(secret, challenge, nonce, "feeder", 0)))
+        wire.check_welcome(secret, challenge, nonce, self._receive(wire.Welcome))
 
     def _receive(self, kind: type[Any]) -> Any:
-        body, header = _PREFIX.unpack(self._exactly(_PREFIX.size))
+        body, header = wire.PREFIX.unpack(self._exactly(wire.PREFIX.size))
         message = wire.decode(self._exactly(header + body)[:header])
         if not isinstance(message, kind):
             raise ProtocolError(f"expected {kind.__name__}, got {type(message).__name__}")
@@ -55,12 +51,9 @@ class FeedClient:
             data += part
         return bytes(data)
 
-    def ask(self, message: wire.Message, body: bytes | pa.Buffer = b"") -> str:
+    def ask(self, message: wire.Message) -> str:
         """Send a message and wait until the ingress has taken it; its remark."""
-        size = memoryview(body).nbytes
-        self._socket.sendall(wire.encode(message, size))
-        if size:
-            self._socket.sendall(body)
+        self._socket.sendall(wire.encode(message))
         self._unanswered += 1
         while self._unanswered > 1:
             self._answer()
@@ -75,10 +68,7 @@ class FeedClient:
 
     def send_rows(self, batch: pa.RecordBatch) -> None:
         """Send rows; waits only when too many of those before have not been taken yet."""
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, batch.schema) as writer:
-            writer.write_batch(batch)
-        body = sink.getvalue()
+        body = to_ipc(batch)
         self._socket.sendall(wire.encode(wire.FeedRows(batch.num_rows), body.size))
         self._socket.sendall(body)
         self._unanswered += 1

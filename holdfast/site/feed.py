@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 
 from holdfast.errors import ProtocolError
+from holdfast.flow.batches import from_ipc
 from holdfast.flow.sources import SplitReader
 from holdfast.site import wire
 
@@ -205,10 +206,9 @@ class Feeds:
 
 
 def _decoded(body: memoryview) -> pa.RecordBatch:
-    """The one batch of an Arrow IPC stream."""
+    """The rows that a feeder sent."""
     try:
-        with pa.ipc.open_stream(pa.py_buffer(body)) as stream:
-            batch = stream.read_next_batch()
+        batch = from_ipc(pa.py_buffer(body))
         batch.validate()
         return batch
     except (pa.ArrowException, OSError, StopIteration) as error:

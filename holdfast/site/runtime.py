@@ -94,6 +94,7 @@ class Site:
         self._over: asyncio.Future[None] | None = None
         self._work: list[tuple[int, int, int, IngestEpoch | ProcessBundles]] = []
         self._ties = itertools.count()
+        self._limit = limit_bytes()
         self._working = False
         self._unassigned()
 
@@ -103,7 +104,6 @@ class Site:
         self._dataflow: Dataflow | None = None
         self._sequencer: Sequencer | None = None
         self._stages: SiteStages | None = None
-        self._checkers: dict[int, bundles.Checker] = {}
         self._started = False
         self._cut_at: dict[int, float] = {}
         self._latency_ms: deque[float] = deque(maxlen=2_000)
@@ -167,7 +167,7 @@ class Site:
 
     def _advertised(self) -> str:
         """The address under which the other sites reach this one."""
-        if self.config.listen_host in ("", "0.0.0.0", "::"):
+        if wire.is_wildcard(self.config.listen_host):
             return socket.gethostbyname(socket.gethostname())
         return self.config.listen_host
 
@@ -295,11 +295,6 @@ class Site:
             reader.on_ready = self._read_ahead
         self._feeds = Feeds(fed)
         self._dataflow = Dataflow(self.id, self.shape, message.layout, self.config.options.window)
-        for exchange in self.plan.exchanges:
-            if exchange.id in self._dataflow.consumers:
-                router = bundles.Router(exchange, message.layout, True)
-                name = self.plan.stages[exchange.consumer].name
-                self._checkers[exchange.id] = bundles.Checker(router, self.id, name)
         if message.layout.sequencer == self.id:
             self._sequencer = self._make_sequencer()
         self._expected = {SiteId(s) for s in message.addresses if s != self.id}
@@ -308,13 +303,8 @@ class Site:
         self._when_connected()
 
     def _make_sequencer(self) -> Sequencer:
-        splits = [
-            (StageId(s.id), n)
-            for s in self.plan.sources
-            for n in range(s.source.splits)  # type: ignore[union-attr]
-        ]
         sinks = [StageId(s.id) for s in self.plan.sinks]
-        return Sequencer(splits, sinks, fitting(self.config.options.budget, limit_bytes()))
+        return Sequencer(self.plan.splits, sinks, fitting(self.config.options.budget, self._limit))
 
     async def _connect(self, assigned: wire.Assign) -> None:
         """Dial the sites with higher numbers, again and again until the flow starts: a peer may
@@ -354,10 +344,7 @@ class Site:
             case SendAck():
                 self._send_ack(effect)
             case ReportDelivered():
-                self._to_sequencer(
-                    wire.Delivered(effect.sink, effect.epoch),
-                    EpochDelivered(effect.sink, effect.epoch),
-                )
+                self._to_sequencer(EpochDelivered(effect.sink, effect.epoch))
             case ReportFinished():
                 self._finish()
             case _:
@@ -390,8 +377,9 @@ class Site:
         if not 0 <= message.exchange < len(self.plan.exchanges):
             raise ProtocolError(f"there is no exchange {message.exchange}")
         frames = bundles.decode(message, body, self.plan.exchanges[message.exchange].schema)
-        if message.exchange in self._checkers:
-            self._checkers[message.exchange].check(frames, message.epoch, connection.id)
+        assert self._stages is not None
+        if message.exchange in self._stages.checkers:
+            self._stages.checkers[message.exchange].check(frames, message.epoch, connection.id)
         self._handle(
             BundleArrived(
                 ExchangeId(message.exchange),
@@ -426,12 +414,12 @@ class Site:
             for epoch in [e for e in self._cut_at if e <= event.epoch]:
                 self._latency_ms.append((now - self._cut_at.pop(epoch)) * 1e3)
 
-    def _to_sequencer(self, message: wire.Message, event: SequencerEvent) -> None:
+    def _to_sequencer(self, event: SequencerEvent) -> None:
         assert self._layout is not None
         if self._layout.sequencer == self.id:
             self._sequence(event)
         else:
-            self._to_site(self._layout.sequencer, message)
+            self._to_site(self._layout.sequencer, _message_of(event))
 
     # --- work -----------------------------------------------------------------------------------
 
@@ -490,37 +478,28 @@ class Site:
 
     def _read_split(self, split: Split) -> None:
         options = self.config.options
-        source, number = split.stage.id, split.number
+        source, number = StageId(split.stage.id), split.number
         while not split.ended and split.rows_held < options.read_ahead_rows:
             block = split.read(options.block_rows)
             if block is None:
                 break
-            self._quiet_since[split] = 0.0
-            self._to_sequencer(
-                wire.Blocks(source, number, (block,)),
-                BlocksAvailable(StageId(source), number, (block,)),
-            )
+            self._quiet_since.pop(split, None)
+            self._to_sequencer(BlocksAvailable(source, number, (block,)))
             if block.rows < options.block_rows:
                 return  # that was all there is; asking again at once would only find crumbs
         else:
             return
         if split.ended:
-            self._to_sequencer(
-                wire.SplitState(source, number, True), SplitEnded(StageId(source), number)
-            )
+            self._to_sequencer(SplitEnded(source, number))
         else:
             self._notice_quiet(split)
 
     def _notice_quiet(self, split: Split) -> None:
         now = time.monotonic()
-        since = self._quiet_since.setdefault(split, now) or now
-        self._quiet_since[split] = since
-        if 0 < since < now - self.config.options.idle_ms / 1e3:
+        since = self._quiet_since.setdefault(split, now)
+        if since < now - self.config.options.idle_ms / 1e3:
             self._quiet_since[split] = float("inf")  # say it once
-            source, number = split.stage.id, split.number
-            self._to_sequencer(
-                wire.SplitState(source, number, False), SplitIdle(StageId(source), number)
-            )
+            self._to_sequencer(SplitIdle(StageId(split.stage.id), split.number))
 
     # --- being watched --------------------------------------------------------------------------
 
@@ -537,7 +516,7 @@ class Site:
             "site": self.id,
             "pid": os.getpid(),
             "rss_mb": usage.ru_maxrss / 1024,
-            "memory_limit_mb": limit_bytes() / 2**20,
+            "memory_limit_mb": self._limit / 2**20,
             "cpu_s": usage.ru_utime + usage.ru_stime,
             "queued_bytes": sum(c.queued for c in self._peers.values()),
             "held_bundles": sum(p.held() for p in self._dataflow.producers.values())
@@ -547,6 +526,22 @@ class Site:
             "latency_ms": _quantiles(list(self._latency_ms)),
         }
         self._controller.send(wire.Status(msgspec.json.encode(figures)))
+
+
+def _message_of(event: SequencerEvent) -> wire.Message:
+    """An event as it travels to the sequencer; `Site._receive` has the way back."""
+    match event:
+        case BlocksAvailable():
+            return wire.Blocks(event.source, event.split, event.blocks)
+        case SplitEnded():
+            return wire.SplitState(event.source, event.split, True)
+        case SplitIdle():
+            return wire.SplitState(event.source, event.split, False)
+        case EpochDelivered():
+            return wire.Delivered(event.sink, event.epoch)
+        case DrainRequested():
+            return wire.Drain()
+    assert_never(event)
 
 
 def _quantiles(samples: list[float]) -> dict[str, float] | None:

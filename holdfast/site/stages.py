@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import pyarrow as pa
+
 from holdfast.core.effects import IngestEpoch, ProcessBundles
 from holdfast.core.events import StageProcessed
 from holdfast.core.ids import ExchangeId, SiteId
 from holdfast.core.layout import Layout
-from holdfast.flow.batches import Track, is_order_name
+from holdfast.flow.batches import Track, user_names
 from holdfast.flow.execute import StageRunner
 from holdfast.flow.options import Options
 from holdfast.flow.plan import Plan, Stage
 from holdfast.flow.sinks import SinkWriter
-from holdfast.site.bundles import Frames, Router
+from holdfast.site.bundles import Checker, Frames, Router
 from holdfast.site.feed import FedReader
 from holdfast.site.ingress import Ingress, Split
 
@@ -21,10 +23,10 @@ from holdfast.site.ingress import Ingress, Split
 class Counters:
     """What a stage has done on this site, for the live table."""
 
-    __slots__ = ("bytes_out", "calls", "epoch", "rows_in", "rows_out")
+    __slots__ = ("calls", "epoch", "rows_in", "rows_out")
 
     def __init__(self) -> None:
-        self.rows_in = self.rows_out = self.bytes_out = self.calls = 0
+        self.rows_in = self.rows_out = self.calls = 0
         self.epoch = -1
 
 
@@ -36,7 +38,9 @@ class SiteStages:
         self.runners: dict[int, StageRunner] = {}
         self.ingresses: dict[int, Ingress] = {}
         self.writers: dict[int, SinkWriter] = {}
+        self._delivered: dict[int, list[str]] = {}  # by sink stage: the columns that it gets
         self.routers: dict[int, Router] = {}
+        self.checkers: dict[int, Checker] = {}
         self.counters: dict[int, Counters] = {}
         for stage in plan.stages:
             held = layout.partitions_at(stage.id, site)  # type: ignore[arg-type]
@@ -48,6 +52,9 @@ class SiteStages:
         self.runners[stage.id] = StageRunner(self.plan, stage, options.partitions)
         for exchange in stage.outputs:
             self.routers[exchange.id] = Router(exchange, self.layout, options.digests)
+        for exchange in stage.inputs:
+            router = Router(exchange, self.layout, options.digests)
+            self.checkers[exchange.id] = Checker(router, self.site, stage.name)
         if stage.source is not None:
             splits = {}
             for number in held:
@@ -61,8 +68,9 @@ class SiteStages:
             self.ingresses[stage.id] = Ingress(self.plan, stage, splits)
         if stage.sink is not None:
             schema = stage.inputs[0].schema
-            names = [n for n in schema.names if stage.sink.with_order or not is_order_name(n)]
-            columns = schema.empty_table().select(names).schema
+            names = schema.names if stage.sink.with_order else user_names(schema)
+            self._delivered[stage.id] = names
+            columns = pa.schema([schema.field(n) for n in names])
             self.writers[stage.id] = stage.sink.open(stage.name, columns)
 
     @property
@@ -94,11 +102,7 @@ class SiteStages:
 
     def _write(self, order: ProcessBundles) -> StageProcessed:
         batches = [[f.batch for f in order.bundles[x]] for x in order.bundles]
-        batch = self.runners[order.stage].merged(batches)[0]
-        stage = self.plan.stages[order.stage]
-        assert stage.sink is not None
-        if not stage.sink.with_order:
-            batch = batch.select([n for n in batch.schema.names if not is_order_name(n)])
+        batch = self.runners[order.stage].merged(batches)[0].select(self._delivered[order.stage])
         writer = self.writers[order.stage]
         writer.write(order.epoch, batch)
         writer.commit(order.epoch)

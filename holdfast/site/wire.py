@@ -35,7 +35,8 @@ from holdfast.errors import ProtocolError
 
 log = logging.getLogger("holdfast.wire")
 
-_PREFIX = struct.Struct("<II")
+PREFIX = struct.Struct("<II")
+"""Lengths of the body and of the header, before every message."""
 HANDSHAKE_BYTES_MAX = 1 << 10
 HEADER_BYTES_MAX = 1 << 22
 BODY_BYTES_MAX = 1 << 30
@@ -224,7 +225,7 @@ def decode(header: bytes | memoryview) -> Message:
 
 def encode(message: Message, body_length: int = 0) -> bytes:
     header = _encoder.encode(message)
-    return _PREFIX.pack(body_length, len(header)) + header
+    return PREFIX.pack(body_length, len(header)) + header
 
 
 def proof(secret: bytes, *parts: bytes | str | int) -> bytes:
@@ -234,6 +235,23 @@ def proof(secret: bytes, *parts: bytes | str | int) -> bytes:
         data = part if isinstance(part, bytes) else str(part).encode()
         mac.update(len(data).to_bytes(4, "little") + data)
     return mac.digest()
+
+
+def hello(secret: bytes, challenge: Challenge, nonce: bytes, role: str, id_: int) -> Hello:
+    """What a client answers to a challenge."""
+    return Hello(role, id_, nonce, proof(secret, "client", challenge.nonce, nonce, role, id_))
+
+
+def check_welcome(secret: bytes, challenge: Challenge, nonce: bytes, welcome: Welcome) -> None:
+    """What a client makes of the server's own proof."""
+    expected = proof(secret, "server", nonce, challenge.nonce)
+    if not hmac.compare_digest(expected, welcome.proof):
+        raise ProtocolError("the server does not know the flow's secret")
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether a listening address stands for all of the machine's."""
+    return host in ("", "0.0.0.0", "::")
 
 
 Handler = Callable[["Connection", Message, memoryview], None]
@@ -264,12 +282,11 @@ class Connection(asyncio.BufferedProtocol):
         self.open = False
         self._transport: asyncio.Transport | None = None
         self._nonce = os.urandom(16)
-        self._view = memoryview(bytearray(_PREFIX.size))
+        self._challenge: Challenge | None = None
+        self._view = memoryview(bytearray(PREFIX.size))
         self._filled = 0
         self._lengths: tuple[int, int] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self.last_heard = 0.0
-        self.bytes_received = 0
 
     # --- asyncio's side -------------------------------------------------------------------------
 
@@ -287,7 +304,6 @@ class Connection(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self._filled += nbytes
-        self.bytes_received += nbytes
         if self._filled < self._view.nbytes:
             return
         try:
@@ -309,7 +325,7 @@ class Connection(asyncio.BufferedProtocol):
     def _advance(self) -> None:
         """The buffer is full: it holds either a prefix, or a header and a body."""
         if self._lengths is None:
-            body, header = _PREFIX.unpack(self._view)
+            body, header = PREFIX.unpack(self._view)
             self._check_lengths(body, header)
             self._lengths = (body, header)
             self._expect(body + header)
@@ -318,7 +334,7 @@ class Connection(asyncio.BufferedProtocol):
         message = decode(self._view[:header])
         content = self._view[header:]
         self._lengths = None
-        self._expect(_PREFIX.size)
+        self._expect(PREFIX.size)
         self._dispatch(message, content)
 
     def _expect(self, nbytes: int) -> None:
@@ -337,10 +353,8 @@ class Connection(asyncio.BufferedProtocol):
             return
         match message:
             case Challenge() if self._identity is not None:
-                role, id_ = self._identity
-                self._challenge = message.nonce
-                said = proof(self._secret, "client", message.nonce, self._nonce, role, id_)
-                self._write(encode(Hello(role, id_, self._nonce, said)))
+                self._challenge = message
+                self._write(encode(hello(self._secret, message, self._nonce, *self._identity)))
             case Hello() if self._identity is None:
                 expected = proof(
                     self._secret, "client", self._nonce, message.nonce, message.role, message.id
@@ -352,9 +366,9 @@ class Connection(asyncio.BufferedProtocol):
                 )
                 self._opened(message.role, message.id)
             case Welcome() if self._identity is not None:
-                expected = proof(self._secret, "server", self._nonce, self._challenge)
-                if not hmac.compare_digest(expected, message.proof):
-                    raise ProtocolError("the server does not know the flow's secret")
+                if self._challenge is None:
+                    raise ProtocolError("a welcome without a challenge")
+                check_welcome(self._secret, self._challenge, self._nonce, message)
                 self._opened(*self._peer)
             case _:
                 raise ProtocolError(f"{type(message).__name__} before the handshake")
