@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import runpy
 import sys
@@ -13,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from holdfast.bench.report import write_json
 from holdfast.errors import FlowError, HoldfastError
 from holdfast.flow.graph import Flow
 
@@ -116,8 +116,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
                 watch(run, console, lambda: time.monotonic() >= until)
         run.wait()
         if options.json:
-            with open(options.json, "w") as file:
-                json.dump(run.status(), file, indent=2, default=str)
+            write_json(options.json, run.status())
     finally:
         if spark is not None:
             spark.stop()
@@ -125,14 +124,11 @@ def _run(options: argparse.Namespace, console: Console) -> int:
 
 
 def _session(options: argparse.Namespace) -> Any:
-    from pyspark.sql import SparkSession
+    from holdfast.spark.session import local_session, session
 
-    from holdfast.spark.session import local_session, provide_java
-
-    provide_java()
     if options.master is None:
         return local_session("holdfast", options.sites + options.standbys + 4)
-    return SparkSession.builder.master(options.master).appName("holdfast").getOrCreate()
+    return session("holdfast", options.master)
 
 
 def load_flow(path: str, spark: Any) -> Flow:
@@ -164,8 +160,7 @@ def _bench(options: argparse.Namespace, console: Console) -> int:
     module = importlib.import_module(f"holdfast.bench.{options.name}")
     figures = module.bench(quick=options.quick, console=console)
     if options.json:
-        with open(options.json, "w") as file:
-            json.dump(figures, file, indent=2)
+        write_json(options.json, figures)
     return 0
 
 

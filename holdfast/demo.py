@@ -19,12 +19,14 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from rich.console import Console
 
-from holdfast.bench.dmz import DmzRows, dmz_flow
+from holdfast.bench.dmz import SCHEMA, DmzRows, dmz_flow
 from holdfast.dashboard import watch
 from holdfast.flow.sinks import parquet
+from holdfast.spark.parcels import spark_schema
 from holdfast.spark.session import local_session
 from holdfast.spark.sources import spark_batch, spark_stream
 
+PACKETS = pa.schema([*SCHEMA, ("n", pa.int64())])
 ROWS_PER_FILE = 50_000
 FILES_PER_S = 4
 
@@ -47,7 +49,7 @@ class _Traffic(threading.Thread):
     def write(self, number: int) -> None:
         batch = self._make(0, number * ROWS_PER_FILE, ROWS_PER_FILE)
         n = pa.array(np.arange(self.rows, self.rows + ROWS_PER_FILE))
-        table = pa.Table.from_batches([batch]).append_column("n", n)
+        table = pa.Table.from_arrays([*batch.columns, n], schema=PACKETS)
         hidden = self._folder / f".packets-{number:06d}.tmp"
         pq.write_table(table, hidden)
         hidden.rename(self._folder / f"packets-{number:06d}.parquet")
@@ -71,10 +73,7 @@ def _demo(spark: SparkSession, folder: Path, seconds: float, sites: int, console
     packets, alerts = folder / "packets", folder / "alerts"
     packets.mkdir()
     traffic = _Traffic(packets, seconds)
-    traffic.write(0)  # so that the stream knows its schema
-    traffic.rows = 0
-    schema = spark.read.parquet(str(packets)).schema
-    stream = spark.readStream.schema(schema).parquet(str(packets))
+    stream = spark.readStream.schema(spark_schema(PACKETS)).parquet(str(packets))
     flow = dmz_flow(spark_stream(stream, order_by="n"), parquet(alerts))
     run = flow.start(spark, sites=sites)
     console.print(f"The flow runs on {sites} sites; packets come for {seconds:.0f} s.")

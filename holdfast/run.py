@@ -12,8 +12,8 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol, assert_never
 
 import msgspec
@@ -42,9 +42,10 @@ from holdfast.core.records import EpochRecord
 from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
 from holdfast.flow.plan import Plan, plan, shape
+from holdfast.flow.sources import Feeder
 from holdfast.site import wire
 from holdfast.site.process_host import ProcessHost
-from holdfast.site.runtime import SiteConfig
+from holdfast.site.runtime import OnExit, SiteConfig
 
 log = logging.getLogger("holdfast.run")
 
@@ -58,19 +59,9 @@ class Host(Protocol):
     advertise_host: str
     """Where sites find the controller."""
 
-    def launch(
-        self, flow: Flow, config: SiteConfig, on_exit: Callable[[int, int, str], None]
-    ) -> None: ...
+    def launch(self, flow: Flow, config: SiteConfig, on_exit: OnExit) -> None: ...
 
     def close(self) -> None: ...
-
-
-class Feeder(Protocol):
-    """Something on the controller's side that pushes rows into a fed source."""
-
-    def start(self, address: tuple[str, int], secret: bytes, source: int, name: str) -> None: ...
-
-    def stop(self) -> None: ...
 
 
 def start(
@@ -144,14 +135,13 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         """The flow's state and the latest figures of every site."""
-        done = list(self._status.values())
         return {
             "flow": self.flow.name,
             "state": self.state,
             "seconds": time.time() - self._started_at,
             "epochs": len(self._records),
             "rows_in": self._records[-1].base + self._records[-1].rows if self._records else 0,
-            "sites": sorted(done, key=lambda s: s["site"]),
+            "sites": sorted(self._status.values(), key=lambda s: s["site"]),
             "domains": {int(s): d for s, d in self._controller.domains.items()},
             "relaunches": {int(s): n for s, n in self._controller.attempts.items() if n},
             "error": str(self.error) if self.error else None,
@@ -340,10 +330,13 @@ class Run:
             assert stage.source is not None
             if stage.source.fed:
                 site = self._controller.layout.sites[stage.id][0][0]
-                feeder = stage.source.feeder()  # type: ignore[attr-defined]
-                feeder.failed = lambda error, s=site: self._post(FlowFailed(s, error))
+                feeder = stage.source.feeder()
+                feeder.failed = partial(self._on_feed_failed, site)
                 feeder.start(self._controller.addresses[site], self._secret, stage.id, stage.name)
                 self._feeders.append(feeder)
+
+    def _on_feed_failed(self, site: SiteId, error: Exception) -> None:
+        self._post(FlowFailed(site, error))
 
     def _stop_feeders(self) -> None:
         feeders, self._feeders = self._feeders, []

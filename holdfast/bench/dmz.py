@@ -190,6 +190,16 @@ def oracle(rows: int, keys: int = KEYS, splits: int = 1, seed: int = SEED) -> di
     return {"rows": count, "digest": as_hex(digest), "xxhash": as_hex(xxhash)}
 
 
+def read_back(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Count and digest, as `oracle` gives them, of results in a folder of parquet files."""
+    count, digest = 0, 0
+    for file in sorted(Path(path).glob("*.parquet")):
+        for batch in pq.ParquetFile(file).iter_batches(columns=OUTPUT.names):
+            count += batch.num_rows
+            digest += int(row_digests(batch).sum(dtype=np.uint64))
+    return {"rows": count, "digest": as_hex(digest)}
+
+
 def as_hex(total: int) -> str:
     """A sum of 64-bit words, wrapped and written the way the sink `discard()` writes it."""
     return f"{total % (1 << 64):016x}"

@@ -1,4 +1,4 @@
-"""What the benchmarks share: repeating, summing up, printing, and watching memory.
+"""What the benchmarks share: summing up, printing, and watching memory.
 
 A figure is never a single run: machines are noisy, so it is the median of several, shown with
 the smallest and the largest.
@@ -10,7 +10,7 @@ import json
 import os
 import statistics
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,28 +64,6 @@ def number(value: float) -> str:
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
 
 
-def repeat(
-    measure: Callable[[], Mapping[str, float]],
-    repeats: int,
-    progress: Callable[[str], None] | None = None,
-) -> dict[str, Figure]:
-    """Run `measure` several times; each of its named figures over all runs."""
-    if repeats < 1:
-        raise ValueError("a measurement is run at least once")
-    runs = []
-    for run in range(repeats):
-        if progress is not None:
-            progress(f"run {run + 1} of {repeats}")
-        runs.append(measure())
-    return figures(runs)
-
-
-def figures(runs: Sequence[Mapping[str, float]]) -> dict[str, Figure]:
-    """The figures that all of these runs have, run by run."""
-    names = [n for n in runs[0] if all(n in r for r in runs)]
-    return {n: Figure(tuple(float(r[n]) for r in runs)) for n in names}
-
-
 def show(
     title: str,
     columns: Sequence[str],
@@ -119,10 +97,9 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-# --- memory and processor time of a tree of processes --------------------------------------------
+# --- memory of a tree of processes ----------------------------------------------------------------
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def tree(root: int | None = None) -> list[int]:
@@ -149,17 +126,6 @@ def rss_mb(root: int | None = None) -> float:
     """Resident memory of the tree now, in MiB. Pages that forked processes share count in each."""
     pages = [int(fields[21]) for pid in tree(root) if (fields := _stat(pid))]
     return sum(pages) * _PAGE / (1 << 20)
-
-
-def cpu_s(root: int | None = None) -> float:
-    """Processor seconds that the tree has used, with those of children it has waited for.
-
-    Unlike wall time it hardly depends on what else the machine does: the figure to compare
-    variants by on a busy one.
-    """
-    return sum(
-        sum(int(t) for t in fields[11:15]) / _TICKS for pid in tree(root) if (fields := _stat(pid))
-    )
 
 
 class PeakRss:

@@ -27,13 +27,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 from pyspark.sql import Column, DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming import StatefulProcessor, StatefulProcessorHandle
 
-from holdfast.bench.dmz import APPS, GROUPS, OUTPUT, SOURCES, as_hex
-from holdfast.flow.batches import row_digests
+from holdfast.bench.dmz import APPS, GROUPS, OUTPUT, SOURCES, as_hex, read_back
 from holdfast.spark.session import provide_java
 
 INPUT_DDL = "kind byte, src int, dst int, ts long, payload binary"
@@ -223,7 +221,8 @@ def _measure(stats: DataFrame, warmup: int, to_parquet: bool) -> dict[str, Any]:
         progress = [p for p in query.recentProgress if p.numInputRows]
         result = _steady(progress, warmup) | _output(progress)
         if to_parquet:
-            result |= _read_back(work / "output")
+            found = read_back(work / "output")
+            result |= {"output_rows": found["rows"], "digest": found["digest"]}
         return result
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -260,16 +259,6 @@ def _output(progress: list[Any]) -> dict[str, Any]:
     sums = [p.observedMetrics["output"] for p in progress]
     total = sum(((s.high or 0) << 32) + (s.low or 0) for s in sums)
     return {"output_rows": sum(s.rows for s in sums), "xxhash": as_hex(total)}
-
-
-def _read_back(folder: Path) -> dict[str, Any]:
-    """Count and digest of the parquet files that the query wrote."""
-    rows, digest = 0, 0
-    for file in sorted(folder.glob("*.parquet")):
-        for batch in pq.ParquetFile(file).iter_batches(columns=OUTPUT.names):
-            rows += batch.num_rows
-            digest += int(row_digests(batch).sum(dtype=np.uint64))
-    return {"output_rows": rows, "digest": as_hex(digest)}
 
 
 # --- the two stages on numpy arrays, for `bucketed` and `packed` ---------------------------------

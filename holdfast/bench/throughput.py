@@ -17,14 +17,11 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
-from pyspark.sql import SparkSession
 from rich.console import Console
 
 from holdfast.bench import dmz, rivals
 from holdfast.bench.report import Figure, PeakRss, show
 from holdfast.errors import InvariantError
-from holdfast.flow.batches import row_digests
 from holdfast.flow.expr import at_start, col, max_, mean
 from holdfast.flow.graph import Flow
 from holdfast.flow.sinks import Sink, discard, parquet
@@ -68,11 +65,11 @@ def _bench(sizes: _Sizes, work: Path, console: Console) -> dict[str, Any]:
     peak = 0.0
     for repeat in range(sizes.repeats):
         console.print(f"repeat {repeat + 1} of {sizes.repeats}")
-        with _session(SITES + 2) as spark, PeakRss() as memory:
+        with _session(_ours()) as spark, PeakRss() as memory:
             _note(runs, "holdfast", _holdfast(spark, sizes.holdfast_rows), console)
             _note(runs, "holdfast, Spark ends", _with_ends(spark, work, sizes), console)
         peak = max(peak, memory.peak_mb)
-        with _rival_session() as spark:
+        with _session(rivals.session()) as spark:
             _note(runs, "spark, packed", _rival(rivals.packed, spark, work, sizes), console)
             _note(runs, "spark, bucketed", _rival(rivals.bucketed, spark, work, sizes), console)
             ends = _rival(rivals.packed, spark, work, sizes, to_parquet=True)
@@ -80,7 +77,7 @@ def _bench(sizes: _Sizes, work: Path, console: Console) -> dict[str, Any]:
             if repeat == 0:
                 _note(runs, "spark, plain", _plain(spark, work, sizes), console)
     rate = statistics.median(runs["holdfast"]) / 4
-    with _session(SITES + 2) as spark:
+    with _session(_ours()) as spark:
         seen = [_latency(spark, rate, sizes.latency_s) for _ in range(sizes.latency_repeats)]
     latency = {name: statistics.median(run[name] for run in seen) for name in seen[0]}
     return _report(runs, latency, rate, peak, console)
@@ -92,27 +89,22 @@ def _note(runs: dict[str, list[float]], name: str, rows_per_s: float, console: C
 
 
 @contextmanager
-def _session(cores: int) -> Iterator[SparkSession]:
-    spark = local_session("holdfast bench", cores, **{"spark.ui.enabled": "false"})
+def _session(spark: Any) -> Iterator[Any]:
+    """Every measurement has a Spark of its own."""
     try:
         yield spark
     finally:
         spark.stop()
 
 
-@contextmanager
-def _rival_session() -> Iterator[SparkSession]:
-    spark = rivals.session()
-    try:
-        yield spark
-    finally:
-        spark.stop()
+def _ours() -> Any:
+    return local_session("holdfast bench", SITES + 2, **{"spark.ui.enabled": "false"})
 
 
 # --- Holdfast ------------------------------------------------------------------------------------
 
 
-def _holdfast(spark: SparkSession, rows: int) -> float:
+def _holdfast(spark: Any, rows: int) -> float:
     """Rows per second with a generator in each site and a sink that counts and checksums."""
     make = dmz.DmzRows(splits=SITES)
     flow = dmz.dmz_flow(make.source(rows=rows), discard())
@@ -124,7 +116,7 @@ def _holdfast(spark: SparkSession, rows: int) -> float:
     return rows / seconds
 
 
-def _with_ends(spark: SparkSession, work: Path, sizes: _Sizes) -> float:
+def _with_ends(spark: Any, work: Path, sizes: _Sizes) -> float:
     """Rows per second fed by Spark's file stream, and writing parquet.
 
     Like the rival, measured from the second batch on: the first pays for the query's start.
@@ -140,13 +132,7 @@ def _with_ends(spark: SparkSession, work: Path, sizes: _Sizes) -> float:
     begun, skipped = _first_rows(run, 5 * sizes.file_rows)
     run.wait()
     seconds = time.monotonic() - begun
-    digest, count = 0, 0
-    for file in sorted(output.glob("*.parquet")):
-        for batch in pq.ParquetFile(file).iter_batches(columns=dmz.OUTPUT.names):
-            count += batch.num_rows
-            digest += int(row_digests(batch).sum(dtype=np.uint64))
-    found = {"rows": count, "digest": dmz.as_hex(digest)}
-    _same(found, dmz.oracle(sizes.rival_rows), "digest")
+    _same(dmz.read_back(output), dmz.oracle(sizes.rival_rows), "digest")
     return (sizes.rival_rows - skipped) / seconds
 
 
@@ -199,7 +185,7 @@ def _due_flow(source: Source, sink: Sink) -> Flow:
     return flow
 
 
-def _latency(spark: SparkSession, rate: float, seconds: float) -> dict[str, float]:
+def _latency(spark: Any, rate: float, seconds: float) -> dict[str, float]:
     """From when a row is due to when its result is at the sink, at a set rate."""
     source = Generator(
         _DueRows(rate), _DueRows.SCHEMA, rows=int(rate * seconds), rate=rate, splits=SITES
@@ -212,9 +198,7 @@ def _latency(spark: SparkSession, rate: float, seconds: float) -> dict[str, floa
 # --- Spark ---------------------------------------------------------------------------------------
 
 
-def _rival(
-    query: Any, spark: SparkSession, work: Path, sizes: _Sizes, to_parquet: bool = False
-) -> float:
+def _rival(query: Any, spark: Any, work: Path, sizes: _Sizes, to_parquet: bool = False) -> float:
     result = query(spark, work / "input", files_per_batch=1, warmup=5, to_parquet=to_parquet)
     expected = dmz.oracle(sizes.rival_rows)
     key = "digest" if to_parquet else "xxhash"
@@ -222,7 +206,7 @@ def _rival(
     return float(result["rows_per_s"])
 
 
-def _plain(spark: SparkSession, work: Path, sizes: _Sizes) -> float:
+def _plain(spark: Any, work: Path, sizes: _Sizes) -> float:
     result = rivals.plain(spark, work / "plain")
     expected = dmz.oracle(sizes.plain_rows)
     _same({"rows": result["output_rows"], "xxhash": result["xxhash"]}, expected, "xxhash")

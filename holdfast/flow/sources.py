@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import pyarrow as pa
 
@@ -24,6 +25,16 @@ class SplitReader:
         """Called once, when no more rows will be asked for."""
 
 
+class Feeder(Protocol):
+    """Pushes rows into a fed source from the controller's side; calls `failed` if that breaks."""
+
+    failed: Callable[[Exception], None]
+
+    def start(self, address: tuple[str, int], secret: bytes, source: int, name: str) -> None: ...
+
+    def stop(self) -> None: ...
+
+
 class Source:
     """Base of the sources."""
 
@@ -35,6 +46,11 @@ class Source:
     """Of a fed source: whether rows are taken as they come in, or a whole batch at a time."""
 
     def open(self, split: int) -> SplitReader:
+        """Read one of the splits; of a source that is not fed."""
+        raise NotImplementedError
+
+    def feeder(self) -> Feeder:
+        """What pushes the rows; of a source that is fed."""
         raise NotImplementedError
 
 

@@ -69,7 +69,7 @@ class FeedClient:
     def send_rows(self, batch: pa.RecordBatch) -> None:
         """Send rows; waits only when too many of those before have not been taken yet."""
         body = to_ipc(batch)
-        self._socket.sendall(wire.encode(wire.FeedRows(batch.num_rows), body.size))
+        self._socket.sendall(wire.encode(wire.FeedRows(), body.size))
         self._socket.sendall(body)
         self._unanswered += 1
         if self._unanswered >= UNANSWERED_MAX:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 
 import cloudpickle
 
 from holdfast.flow.graph import Flow
-from holdfast.site.runtime import SiteConfig
-
-OnExit = Callable[[int, int, str], None]
+from holdfast.site.runtime import OnExit, SiteConfig
 
 
 class ProcessHost:

@@ -19,6 +19,7 @@ import socket
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -65,6 +66,10 @@ log = logging.getLogger("holdfast.site")
 POLL_S = 0.002
 PEER_LOST_S = 1.0
 REDIAL_S = 0.5
+
+
+OnExit = Callable[[int, int, str], None]
+"""A host calls it with site, attempt and reason when a site's process has ended."""
 
 
 @dataclass(frozen=True)

@@ -185,13 +185,9 @@ class FeedOpen(Message, frozen=True):
 class FeedRows(Message, frozen=True):
     """Rows (Arrow IPC stream in the body) of the partition opened before on this connection."""
 
-    rows: int
-
 
 class FeedDone(Message, frozen=True):
     """The partition is complete."""
-
-    rows: int
 
 
 class FeedCommit(Message, frozen=True):

@@ -7,7 +7,6 @@ launched again. A task that Spark itself retries ends at once, for the same reas
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -22,12 +21,8 @@ from pyspark.sql import SparkSession
 from holdfast.errors import HostError
 from holdfast.flow.graph import Flow
 from holdfast.flow.plan import Plan
-from holdfast.site.runtime import SiteConfig, run_site
+from holdfast.site.runtime import OnExit, SiteConfig, run_site
 from holdfast.spark.session import cause, use_this_python
-
-log = logging.getLogger("holdfast.spark")
-
-OnExit = Callable[[int, int, str], None]
 
 EXECUTORS_S_MAX = 20.0
 

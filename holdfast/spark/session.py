@@ -27,6 +27,12 @@ def use_this_python(spark: Any) -> None:
         context.pythonExec = sys.executable
 
 
+def session(app: str, master: str) -> SparkSession:
+    """A session on a cluster, with the cluster's own settings."""
+    provide_java()
+    return SparkSession.builder.master(master).appName(app).getOrCreate()
+
+
 def local_session(app: str, cores: int, **conf: str) -> SparkSession:
     """An embedded Spark for demos, benchmarks and tests: quiet, and with this interpreter."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import closing
+from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
 from pyspark import TaskContext
@@ -18,8 +18,6 @@ from holdfast.flow.sources import Source
 from holdfast.site import wire
 from holdfast.site.client import FeedClient
 from holdfast.spark.session import cause, use_this_python
-
-log = logging.getLogger("holdfast.spark")
 
 
 class SparkSource(Source):
@@ -43,9 +41,6 @@ class SparkSource(Source):
     def __getstate__(self) -> dict[str, Any]:
         # Sites need the schema; the DataFrame lives on the driver only.
         return self.__dict__ | {"df": None}
-
-    def feeder(self) -> Any:
-        raise NotImplementedError
 
 
 class SparkBatch(SparkSource):
@@ -105,44 +100,38 @@ def spark_stream(
 def _hand_over(
     address: tuple[str, int], secret: bytes, source: int, batch: int
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """What a feeding task runs: push its partition to the ingress, and say how many rows."""
+    """What a feeding task runs: push its partition to the ingress, and say which it was."""
 
     def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         context = TaskContext.get()
         assert context is not None
         partition, attempt = context.partitionId(), context.taskAttemptId()
-        client = FeedClient(address, secret)
-        rows = 0
-        try:
+        with closing(FeedClient(address, secret)) as client:
             if client.ask(wire.FeedOpen(source, batch, partition, attempt)) != "taken":
-                for rows_batch in batches:
-                    if rows_batch.num_rows:
-                        client.send_rows(rows_batch)
-                        rows += rows_batch.num_rows
-                client.ask(wire.FeedDone(rows))
-        finally:
-            client.close()
-        yield pa.record_batch({"partition": pa.array([partition]), "rows": pa.array([rows])})
+                for rows in batches:
+                    if rows.num_rows:
+                        client.send_rows(rows)
+                client.ask(wire.FeedDone())
+        yield pa.record_batch({"partition": pa.array([partition])})
 
     return task
 
 
-_HANDED = "partition long, rows long"
+_HANDED = "partition long"
+SourceT = TypeVar("SourceT", bound=SparkSource)
 
 
-class _Feeder:
+class _Feeder(Generic[SourceT]):
     """Runs on the driver; `failed` is called with the error if feeding breaks down."""
 
-    def __init__(self) -> None:
+    def __init__(self, source: SourceT) -> None:
         self.failed: Callable[[Exception], None] = lambda error: None
+        self._spark_source = source
         self._stopped = False
 
-    def _commit(self, message: wire.Message) -> None:
-        client = FeedClient(self._address, self._secret)
-        try:
+    def _say(self, message: wire.Message) -> None:
+        with closing(FeedClient(self._address, self._secret)) as client:
             client.ask(message)
-        finally:
-            client.close()
 
     def start(self, address: tuple[str, int], secret: bytes, source: int, name: str) -> None:
         self._address, self._secret, self._source, self._name = address, secret, source, name
@@ -163,11 +152,7 @@ class _Feeder:
         self._stopped = True
 
 
-class _BatchFeeder(_Feeder):
-    def __init__(self, source: SparkBatch) -> None:
-        super().__init__()
-        self._spark_source = source
-
+class _BatchFeeder(_Feeder[SparkBatch]):
     def _feed(self) -> None:
         df = self._spark_source.df
         assert df is not None
@@ -180,7 +165,7 @@ class _BatchFeeder(_Feeder):
             df = df.orderBy(*self._spark_source.order_by)
         task = _hand_over(self._address, self._secret, self._source, 0)
         df.mapInArrow(task, _HANDED).collect()
-        self._commit(wire.FeedEnd(self._source))
+        self._say(wire.FeedEnd(self._source))
 
     def stop(self) -> None:
         super().stop()
@@ -189,11 +174,8 @@ class _BatchFeeder(_Feeder):
             df.sparkSession.sparkContext.cancelJobGroup(self._group)
 
 
-class _StreamFeeder(_Feeder):
-    def __init__(self, source: SparkStream) -> None:
-        super().__init__()
-        self._spark_source = source
-        self._query: Any = None
+class _StreamFeeder(_Feeder[SparkStream]):
+    _query: Any = None
 
     def _feed(self) -> None:
         source = self._spark_source
@@ -210,7 +192,7 @@ class _StreamFeeder(_Feeder):
             self._query.stop()
         self._query.awaitTermination()
         if not self._stopped:
-            self._commit(wire.FeedEnd(self._source))
+            self._say(wire.FeedEnd(self._source))
 
     def _take_batch(self, df: DataFrame, batch: int) -> None:
         if self._spark_source.order_by:
@@ -219,7 +201,7 @@ class _StreamFeeder(_Feeder):
         task = _hand_over(self._address, self._secret, self._source, batch)
         handed = df.mapInArrow(task, _HANDED).collect()
         partitions = tuple(sorted(row["partition"] for row in handed))
-        self._commit(wire.FeedCommit(self._source, batch, partitions))
+        self._say(wire.FeedCommit(self._source, batch, partitions))
 
     def stop(self) -> None:
         super().stop()
