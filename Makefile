@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types unit spark bench format clean
+.PHONY: help setup demo test test-integration lint types unit spark bench format clean
 
 help:  ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -24,7 +24,7 @@ $(VENV)/.ready: pyproject.toml
 demo: setup  ## run the network-monitoring flow on an embedded Spark, about 20 s
 	$(BIN)/holdfast demo
 
-test: setup lint types unit spark  ## everything that CI runs
+test: setup lint types unit spark  ## everything that CI runs, but for test-integration
 
 lint: setup  ## ruff
 	$(BIN)/ruff check .
@@ -33,11 +33,20 @@ lint: setup  ## ruff
 types: setup  ## mypy
 	$(BIN)/mypy
 
-unit: setup  ## tests that need no Spark
-	$(BIN)/python -m pytest tests --ignore tests/spark
+unit: setup  ## tests that need neither Spark nor a server
+	$(BIN)/python -m pytest tests --ignore tests/spark --ignore tests/integration
 
 spark: setup  ## tests on a real Spark
 	$(BIN)/python -m pytest tests/spark
+
+# The server is Debian's; elsewhere put its jar in the same place.
+ZOOKEEPER := /usr/share/java/zookeeper.jar
+SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
+
+test-integration: setup  ## tests with a real ZooKeeper, which is installed if missing
+	@test -e $(ZOOKEEPER) || { $(SUDO) apt-get update --quiet=2 && \
+		$(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes zookeeper; }
+	$(BIN)/python -m pytest tests/integration
 
 bench: setup  ## the quick benchmarks
 	$(BIN)/holdfast bench throughput --quick

@@ -13,10 +13,12 @@ from typing import Any
 from rich.console import Console
 
 from holdfast.bench.report import write_json
+from holdfast.control import Place
 from holdfast.errors import FlowError, HoldfastError
 from holdfast.flow.graph import Flow
+from holdfast.flow.options import Options
 
-BENCHES = ("throughput", "scaling")
+BENCHES = ("throughput", "scaling", "failover")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,12 +43,15 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     demo = commands.add_parser(
         "demo",
-        help="run the network-monitoring flow on an embedded Spark, with a live table",
-        description="Runs the papers' network-monitoring flow on an embedded Spark and checks its "
-        "result against the same flow as a Spark batch job. Exit status 1 if they differ.",
+        help="run the network-monitoring flow, kill a site and a Spark driver, check the result",
+        description="Runs the papers' network-monitoring flow in two Spark applications, kills a "
+        "site and then the driver of one of them, and checks the result against the same flow as a "
+        "Spark batch job. Exit status 1 if they differ.",
     )
-    demo.add_argument("--seconds", type=float, default=20.0, help="how long packets come (20)")
-    demo.add_argument("--sites", type=int, default=2, help="how many sites run the flow (2)")
+    demo.add_argument(
+        "--seconds", type=float, default=5.0, help="how long it runs before and after each kill (5)"
+    )
+    demo.add_argument("--sites", type=int, default=4, help="how many sites run the flow (4)")
     demo.set_defaults(command=_demo)
     _add_bench(commands)
     return parser
@@ -74,6 +79,25 @@ def _add_run(commands: Any) -> None:
     run.add_argument(
         "--master", help="Spark master to connect to (an embedded one with room for the sites)"
     )
+    run.add_argument(
+        "--apps",
+        type=int,
+        default=1,
+        help="host the flow in so many applications, so that it outlives any of them (1)",
+    )
+    run.add_argument(
+        "--arbiter",
+        metavar="URL",
+        help="where several applications settle who leads: file:/path, or zk://host:port,...",
+    )
+    run.add_argument(
+        "--app", type=int, help="be just this one of the applications, with --controls"
+    )
+    run.add_argument(
+        "--controls",
+        metavar="HOST:PORT,...",
+        help="where each application's control listens; all need the same HOLDFAST_SECRET",
+    )
     run.add_argument("--seconds", type=float, help="stop after so long (when the sources end)")
     run.add_argument("--listen", help="address that controller and sites listen on")
     run.add_argument("--quiet", action="store_true", help="no live table")
@@ -87,7 +111,8 @@ def _add_bench(commands: Any) -> None:
         help="measure Holdfast, and Spark beside it",
         description="Runs a benchmark, prints a table and optionally writes its figures as JSON. "
         "throughput: the network-monitoring flow against Structured Streaming on the same cores. "
-        "scaling: cost per row as keys and partitions grow.",
+        "scaling: cost per row as keys and partitions grow. "
+        "failover: what kill -9 of sites and of a Spark driver does to the output, under pairs.",
     )
     bench.add_argument("name", choices=BENCHES, help="which one")
     bench.add_argument("--quick", action="store_true", help="fewer rows and repeats")
@@ -98,6 +123,8 @@ def _add_bench(commands: Any) -> None:
 def _run(options: argparse.Namespace, console: Console) -> int:
     from holdfast.dashboard import watch
 
+    if options.apps > 1:
+        return _run_apps(options, console)
     spark = _session(options) if options.host == "spark" else None
     try:
         flow = load_flow(options.file, spark)
@@ -107,6 +134,8 @@ def _run(options: argparse.Namespace, console: Console) -> int:
             standbys=options.standbys,
             partitions=options.partitions,
             listen=options.listen,
+            place=_place(options),
+            secret=_secret(options),
         )
         with run:
             if options.quiet:
@@ -121,6 +150,60 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         if spark is not None:
             spark.stop()
     return 0
+
+
+def _run_apps(options: argparse.Namespace, console: Console) -> int:
+    """Supervise several applications on this machine."""
+    from holdfast.apps import Apps
+    from holdfast.dashboard import watch
+
+    apps = Apps(
+        options.file,
+        apps=options.apps,
+        sites=options.sites,
+        standbys=options.standbys,
+        host=options.host,
+        master=options.master,
+        arbiter=options.arbiter,
+        options=Options(partitions=options.partitions),
+    )
+    with apps:
+        until = time.monotonic() + (options.seconds or float("inf"))
+        while not apps.status()["sites"] and not apps.ended(0.2):
+            pass
+        if options.quiet:
+            apps.ended(options.seconds)
+        else:
+            watch(apps, console, lambda: time.monotonic() >= until)
+        if not apps.ended(0):
+            apps.stop()
+        apps.wait()
+        if options.json:
+            write_json(options.json, apps.status())
+    return 0
+
+
+def _place(options: argparse.Namespace) -> Place | None:
+    if options.app is None and options.controls is None:
+        return None
+    if options.app is None or options.controls is None or options.arbiter is None:
+        raise FlowError("--app, --controls and --arbiter belong together")
+    try:
+        pairs = [text.rsplit(":", 1) for text in options.controls.split(",")]
+        controls = tuple((host, int(port)) for host, port in pairs)
+    except ValueError:
+        raise FlowError(f"--controls {options.controls}: not HOST:PORT,HOST:PORT") from None
+    if not 0 <= options.app < len(controls):
+        raise FlowError(f"--app {options.app}: --controls names {len(controls)} applications")
+    return Place(options.app, controls, options.arbiter)
+
+
+def _secret(options: argparse.Namespace) -> bytes | None:
+    """What the applications of a flow have in common, and nobody else."""
+    text = os.environ.get("HOLDFAST_SECRET", "")
+    if options.app is not None and len(text) < 16:
+        raise FlowError("HOLDFAST_SECRET must be the same 16 characters or more everywhere")
+    return text.encode() if options.app is not None else None
 
 
 def _session(options: argparse.Namespace) -> Any:

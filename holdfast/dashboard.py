@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
-
-from holdfast.run import Run
 
 
 class Dashboard:
@@ -34,10 +32,13 @@ class Dashboard:
         ):
             table.add_column(name, justify=justify, no_wrap=True)  # type: ignore[arg-type]
         for site in status["sites"]:
-            for index, stage in enumerate(site["stages"]):
+            for index, stage in enumerate(_by_stage(site["stages"])):
                 table.add_row(*self._row(site, stage, now, first=index == 0))
             table.add_section()
-        return Group(Text(self._headline(status)), table)
+        parts: list[Text | Table] = [Text(self._headline(status)), table]
+        if any(p["phase"] != "not protected" for p in status["partitions"]):
+            parts.append(_recovery(status["partitions"]))
+        return Group(*parts)
 
     def _row(
         self, site: dict[str, Any], stage: dict[str, Any], now: float, first: bool
@@ -72,7 +73,52 @@ class Dashboard:
         )
 
 
-def watch(run: Run, console: Console, enough: Callable[[], bool] = lambda: False) -> None:
+def _by_stage(units: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A site's units of the same stage as one row."""
+    rows: dict[str, dict[str, Any]] = {}
+    for unit in units:
+        row = rows.get(unit["stage"])
+        if row is None:
+            rows[unit["stage"]] = dict(unit)
+            continue
+        for name in ("partitions", "rows_in", "keys", "state_bytes"):
+            row[name] += unit[name]
+        row["epoch"] = min(row["epoch"], unit["epoch"])
+    return list(rows.values())
+
+
+def _recovery(partitions: list[dict[str, Any]]) -> Table | Text:
+    """What is not protected, and how long it will take."""
+    missing = [p for p in partitions if p["phase"] not in ("protected", "not protected")]
+    if not missing:
+        return Text("every partition is protected", style="green")
+    table = Table(title=None, expand=False, pad_edge=False)
+    for name in ("recovering", "partitions", "phase", "copies", "to", "MB to go", "epochs", "s"):
+        table.add_column(name, no_wrap=True)
+    for p in missing:
+        first, last = p["partitions"]
+        table.add_row(
+            p["stage"],
+            str(first) if first == last else f"{first}-{last}",
+            p["phase"] + (f": {p['reason']}" if p["reason"] else ""),
+            " ".join(str(s) for s in p["copies"]),
+            " ".join(str(s) for s in p["joining"]),
+            f"{p['bytes_to_go'] / 1e6:,.1f}",
+            str(p["epochs_to_go"]),
+            f"{p['seconds_to_go']:.1f}",
+        )
+    return table
+
+
+class Watched(Protocol):
+    """A flow that can be watched: a `Run`, or `Apps`."""
+
+    def status(self) -> dict[str, Any]: ...
+
+    def ended(self, timeout: float | None = None) -> bool: ...
+
+
+def watch(run: Watched, console: Console, enough: Callable[[], bool] = lambda: False) -> None:
     """Show the live table until the flow ends, or `enough` says so."""
     board = Dashboard()
     with Live(console=console, auto_refresh=False, transient=False) as live:

@@ -63,6 +63,28 @@ class SiteLostError(HoldfastError):
     """A site died and its partitions were not protected."""
 
 
+class Superseded(HoldfastError):
+    """Somebody else leads the flow, or has committed since: what was meant to be done is void."""
+
+    def __init__(self, *, flow: str, term: int, cause: str) -> None:
+        super().__init__(
+            f"flow {flow!r}: term {term} may not commit: {cause}",
+            hint="read the entry again; only whoever leads now may go on from there",
+        )
+        self.flow, self.term, self.cause = flow, term, cause
+
+
+class ArbiterAway(HoldfastError):
+    """The arbiter cannot be reached just now; whether the call took effect is not known."""
+
+    def __init__(self, *, where: str, cause: str) -> None:
+        super().__init__(
+            f"the arbiter at {where} cannot be reached: {cause}",
+            hint="data flows on and membership is frozen until it answers; try again",
+        )
+        self.where, self.cause = where, cause
+
+
 class DivergenceError(HoldfastError):
     """A frame is not what its digest says: two parties disagree about the same rows."""
 

@@ -750,11 +750,13 @@ def _all_errors() -> list[HoldfastError]:
     kinds = [
         e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, HoldfastError)
     ]
-    made: list[HoldfastError] = [
-        k("what failed", hint="do this") for k in kinds if k is not OperatorError
+    special: list[HoldfastError] = [
+        OperatorError(flow="f", stage="s", operator="o", epoch=3, row="r", cause="c"),
+        errors.Superseded(flow="f", term=3, cause="term 4 leads"),
+        errors.ArbiterAway(where="zk://a,b/flow", cause="no answer"),
     ]
-    where = {"flow": "f", "stage": "s", "operator": "o", "epoch": 3}
-    return [*made, OperatorError(**where, row="r", cause="c"), FlowError("no hint")]  # type: ignore[arg-type]
+    made = [k("what failed", hint="do this") for k in kinds if k not in map(type, special)]
+    return [*made, *special, FlowError("no hint")]
 
 
 @pytest.mark.parametrize("error", _all_errors(), ids=lambda e: type(e).__name__)

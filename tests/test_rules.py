@@ -10,6 +10,7 @@ import holdfast
 ROOT = Path(holdfast.__file__).parent
 LAYERS = [
     "errors",
+    "arbiter",
     "core",
     "flow",
     "site",
@@ -23,16 +24,26 @@ LAYERS = [
 ]
 MAY_IMPORT = {
     "errors": set(),
+    "arbiter": {"errors"},
     "core": {"errors"},
     "flow": {"errors", "core"},
     "site": {"errors", "core", "flow"},
-    "run": {"errors", "core", "flow", "site"},
+    "control": {"errors", "arbiter", "core", "flow", "site"},
+    "run": {"errors", "control", "core", "flow", "site"},
+    "apps": {"errors", "control", "flow"},
     "spark": {"errors", "core", "flow", "site"},
     "sim": {"errors", "core", "flow", "site"},
-    "dashboard": {"run"},
+    "dashboard": set(),
 }
 # `flow.start(spark)` and its like hand over to outer layers; they are imported when called.
-LAZY = {("flow", "run"), ("flow", "spark"), ("run", "spark")}
+LAZY = {
+    ("flow", "run"),
+    ("flow", "spark"),
+    ("run", "spark"),
+    ("apps", "run"),
+    ("apps", "cli"),
+    ("apps", "spark"),
+}
 
 
 def layer_of(path: Path) -> str:
@@ -96,4 +107,4 @@ def test_exported_names() -> None:
     assert holdfast.__all__ == sorted(holdfast.__all__)
     for name in holdfast.__all__:
         assert getattr(holdfast, name) is not None
-    assert set(holdfast.__all__) >= {"Flow", "col", "mean", "max_", "rows", "parquet"}
+    assert set(holdfast.__all__) >= {"Flow", "col", "mean", "max_", "pairs", "rows", "parquet"}

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from holdfast.flow.batches import row_digests
-from holdfast.flow.expr import at_start, col, max_, mean
+from holdfast.flow.expr import at_start, col, last, max_, mean
 from holdfast.flow.graph import Flow
 from holdfast.flow.sinks import Sink
 from holdfast.flow.sources import Generator, Source
@@ -53,22 +53,28 @@ class DmzRows:
     depend on how the splits interleave. `ts` numbers the rows, so sorting by it gives the order
     back wherever Spark has lost it.
 
+    A round has starts only, or ends only: for half of the time nothing comes out. With `staggered`
+    half of the sources are a round ahead (their first ends have no start and give no result), so
+    that every stretch of rows has results.
+
     >>> make = DmzRows(keys=20_000)
     >>> make(0, 15_000, 10_000).slice(5_000, 3).equals(make(0, 20_000, 3))
     True
     """
 
-    def __init__(self, keys: int = KEYS, splits: int = 1, seed: int = SEED) -> None:
+    def __init__(
+        self, keys: int = KEYS, splits: int = 1, seed: int = SEED, staggered: bool = False
+    ) -> None:
         if keys < 1 or splits < 1 or min(keys, GROUPS) < splits:
             raise ValueError(f"{splits} splits of {keys} keys: every split needs a key")
-        self.keys, self.splits, self.seed = keys, splits, seed
+        self.keys, self.splits, self.seed, self.staggered = keys, splits, seed, staggered
         self._forget()
 
-    def __getstate__(self) -> tuple[int, int, int]:
-        return self.keys, self.splits, self.seed
+    def __getstate__(self) -> tuple[int, int, int, bool]:
+        return self.keys, self.splits, self.seed, self.staggered
 
-    def __setstate__(self, state: tuple[int, int, int]) -> None:
-        self.keys, self.splits, self.seed = state
+    def __setstate__(self, state: tuple[int, int, int, bool]) -> None:
+        self.keys, self.splits, self.seed, self.staggered = state
         self._forget()
 
     def _forget(self) -> None:
@@ -125,7 +131,7 @@ class DmzRows:
             round_, start = divmod(offset + done, size)
             piece = self._round(split, round_)[start : start + count - done]
             to = slice(done, done + len(piece))
-            kind[to] = round_ % 2
+            kind[to] = (round_ + _ahead(piece[:, 0])) % 2 if self.staggered else round_ % 2
             src[to], dst[to] = piece[:, 0], piece[:, 1]
             done += len(piece)
         ts = np.arange(offset, offset + count) * self.splits + split
@@ -140,20 +146,28 @@ def addresses(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return src.astype(np.int32), (host * APPS + app).astype(np.int32)
 
 
-def dmz_flow(source: Source, sink: Sink, name: str = "dmz") -> Flow:
-    """The flow: durations of connections, then the worst and typical of a group's last two."""
+def _ahead(src: np.ndarray) -> np.ndarray:
+    """By how many rounds sources are ahead if staggered; in blocks, so that any split has both."""
+    return src // 8 % 2
+
+
+def dmz_flow(source: Source, sink: Sink, name: str = "dmz", clock: str | None = None) -> Flow:
+    """The flow: durations of connections, then the worst and typical of a group's last two.
+
+    With `clock`, a column of the source's, every result also carries that column of the row that
+    caused it.
+    """
     flow = Flow(name)
+    also = {} if clock is None else {clock: col(clock)}
+    emit = {"app": col("dst") % APPS, "src": col("src"), "dur": col("ts") - at_start("ts"), **also}
     sessions = (
         flow.source("packets", source)
         .key_by("src", "dst")
-        .sessions(
-            start=col("kind") == 0,
-            end=col("kind") == 1,
-            emit={"app": col("dst") % APPS, "src": col("src"), "dur": col("ts") - at_start("ts")},
-        )
+        .sessions(start=col("kind") == 0, end=col("kind") == 1, emit=emit)
     )
     stats = sessions.key_by("app", "src").window(rows=2, every=1)
-    stats.agg(worst=max_("dur"), typical=mean("dur")).sink("alerts", sink)
+    newest = {name: last(name) for name in also}
+    stats.agg(worst=max_("dur"), typical=mean("dur"), **newest).sink("alerts", sink)
     return flow
 
 
@@ -176,14 +190,16 @@ def write_parquet(
     return per_file
 
 
-def oracle(rows: int, keys: int = KEYS, splits: int = 1, seed: int = SEED) -> dict[str, Any]:
+def oracle(
+    rows: int, keys: int = KEYS, splits: int = 1, seed: int = SEED, staggered: bool = False
+) -> dict[str, Any]:
     """The right answer for the first `rows` rows, computed round by round without the engine.
 
     `rows` of the result counts output rows; `digest` is what the sink `discard()` reports, and
     `xxhash` the sum of Spark's ``xxhash64(app, src, worst, typical)``.
     """
     count, digest, xxhash = 0, 0, 0
-    for batch in answers(rows, keys, splits, seed):
+    for batch in answers(rows, keys, splits, seed, staggered):
         count += batch.num_rows
         digest += int(row_digests(batch).sum(dtype=np.uint64))
         xxhash += int(xxhash64(batch).sum(dtype=np.uint64))
@@ -206,25 +222,27 @@ def as_hex(total: int) -> str:
 
 
 def answers(
-    rows: int, keys: int = KEYS, splits: int = 1, seed: int = SEED
+    rows: int, keys: int = KEYS, splits: int = 1, seed: int = SEED, staggered: bool = False
 ) -> Iterator[pa.RecordBatch]:
     """The output rows, a batch per round and split (as `Generator` cuts `rows` into splits).
 
     It builds on what the rows are known to be: in a round a connection occurs once at most, and
-    all rows are starts or all are ends.
+    each connection alternates starts and ends.
     """
-    make, per_split = DmzRows(keys, splits, seed), -(-rows // splits)
+    make, per_split = DmzRows(keys, splits, seed, staggered), -(-rows // splits)
     for split in range(splits):
         pairs = make.pairs(split)
-        began, last = np.zeros(pairs.size, np.int64), np.full(GROUPS, -1)
+        ahead = _ahead(addresses(pairs)[0]) if staggered else np.zeros(pairs.size, np.int32)
+        began, last_dur = np.zeros(pairs.size, np.int64), np.full(GROUPS, -1)
         for first in range(0, per_split, pairs.size):
             round_ = first // pairs.size
             order = make.order(split, round_)[: per_split - first]
             ts = np.arange(first, first + order.size) * splits + split
-            if round_ % 2 == 0:
-                began[order] = ts
-            else:
-                yield _last_two(pairs[order] % GROUPS, ts - began[order], last)
+            is_end = (round_ + ahead[order]) % 2 == 1
+            began[order[~is_end]] = ts[~is_end]
+            ends = order[is_end]
+            if round_ > 0 and ends.size:
+                yield _last_two(pairs[ends] % GROUPS, ts[is_end] - began[ends], last_dur)
 
 
 def _last_two(group: np.ndarray, dur: np.ndarray, last: np.ndarray) -> pa.RecordBatch:

@@ -85,24 +85,41 @@ def packed(
     """
     buckets = partitions or spark.sparkContext.defaultParallelism
     with _settings(spark, buckets, store):
-        bucket = _bucket(spark, buckets)
-        rows = _read(spark, input_dir, files_per_batch).mapInArrow(_packer(buckets), PACKED_DDL)
-        ended = (
-            # The bucket's number is replaced in the JVM, which also turns Arrow's rows into
-            # Spark's: an exchange right after mapInArrow fails with a ClassCastException.
-            rows.withColumn("bucket", bucket(F.col("bucket")))
-            .groupBy("bucket")
-            .applyInPandasWithState(
-                _packed_sessions(buckets), PACKED_DDL, BLOB_DDL, "append", "NoTimeout"
-            )
-        )
-        stats = (
-            ended.withColumn("bucket", bucket(F.col("bucket")))
-            .groupBy("bucket")
-            .applyInPandasWithState(_packed_last_two, BLOB_DDL, BLOB_DDL, "append", "NoTimeout")
-            .mapInArrow(_unpack, OUTPUT_DDL)
-        )
+        stats = _packed(spark, input_dir, files_per_batch, buckets)
         return {"name": "packed", **_measure(stats, warmup, to_parquet)}
+
+
+def serve(input_dir: str, checkpoint: str, output: str) -> None:
+    """Run `packed` in this process until it is killed, a file a batch, and go on from where the
+    last one was. Output is parquet: what is in ``_spark_metadata`` has been delivered."""
+    spark = session()
+    buckets = spark.sparkContext.defaultParallelism
+    with _settings(spark, buckets, "memory"):
+        writer = _packed(spark, input_dir, 1, buckets).writeStream.outputMode("append")
+        writer = writer.option("checkpointLocation", checkpoint).format("parquet")
+        writer.option("path", output).start().awaitTermination()
+
+
+def _packed(
+    spark: SparkSession, input_dir: str | os.PathLike[str], files_per_batch: int, buckets: int
+) -> DataFrame:
+    bucket = _bucket(spark, buckets)
+    rows = _read(spark, input_dir, files_per_batch).mapInArrow(_packer(buckets), PACKED_DDL)
+    ended = (
+        # The bucket's number is replaced in the JVM, which also turns Arrow's rows into
+        # Spark's: an exchange right after mapInArrow fails with a ClassCastException.
+        rows.withColumn("bucket", bucket(F.col("bucket")))
+        .groupBy("bucket")
+        .applyInPandasWithState(
+            _packed_sessions(buckets), PACKED_DDL, BLOB_DDL, "append", "NoTimeout"
+        )
+    )
+    return (
+        ended.withColumn("bucket", bucket(F.col("bucket")))
+        .groupBy("bucket")
+        .applyInPandasWithState(_packed_last_two, BLOB_DDL, BLOB_DDL, "append", "NoTimeout")
+        .mapInArrow(_unpack, OUTPUT_DDL)
+    )
 
 
 def bucketed(

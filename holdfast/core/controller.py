@@ -1,34 +1,53 @@
 """The controller: gathers the sites, starts the flow, and decides what a failure means.
 
-It takes no part in the flow of data. Its lifecycle is the table below.
+It takes no part in the flow of data. Its lifecycle is the table below. While the flow runs it
+turns failures into views (take-over), and brings missing copies back, at most one of a stage at a
+time (catch-up): it puts the new copy into a view as joining, waits until all members act on that
+view, tells the donor to hand over, and makes it a full copy when its state is in place.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import assert_never
 
 from holdfast.core.effects import (
-    AssignSites,
+    CommitView,
     ControllerEffect,
     DrainFlow,
     EndFlow,
-    RelaunchSite,
+    FenceSite,
+    LaunchSite,
+    OrderCatchUp,
     StartFlow,
+    Wait,
 )
 from holdfast.core.events import (
     ControllerEvent,
+    CopyBehind,
+    CopyReported,
     FlowFailed,
-    SiteConnected,
-    SiteFailed,
     SiteFinished,
     SiteRegistered,
+    SitesFailed,
     StopRequested,
+    ViewSeen,
+    WaitOver,
 )
-from holdfast.core.ids import SiteId
-from holdfast.core.layout import Domain, Layout, Shape, place
+from holdfast.core.ids import SiteId, Unit
+from holdfast.core.layout import (
+    Cohort,
+    Domain,
+    Shape,
+    View,
+    closeness,
+    may_join,
+    partitions_of,
+    place,
+)
 from holdfast.errors import HostError, InvariantError, SiteLostError
 
 
@@ -51,30 +70,86 @@ EDGES: dict[State, set[State]] = {
 }
 
 BACKOFF_MS = (0, 100, 500, 1_000, 2_000, 5_000)
-"""How long a site waits before its n-th relaunch; the last value repeats."""
+"""How long to wait before the n-th attempt in a row; the last value repeats."""
 
 STILLBORN_MAX = 5
 """So many lives of a site in a row that ended before they registered are a fault of the set-up."""
 
+JOINS_MAX = 5
+"""So many attempts in a row at a copy that all failed are enough; it is reported instead."""
+
+RELAUNCH_MS = 10_000
+"""How long a missing copy waits for a site that is being launched before it burdens another."""
+
+DOUBT_MS = 300
+"""How long to wait for word from a new copy when the one it was made from dies."""
+
+
+def first_id(term: int) -> SiteId:
+    """Sites that are launched in different terms have different numbers."""
+    return SiteId(1_000 * max(0, term - 1))
+
 
 class Controller:
-    """The machine. `sites` run the flow; `standbys` register and wait."""
+    """The machine. The flow begins on `sites`; `standbys` register and wait."""
 
     def __init__(
-        self, shape: Shape, sites: Sequence[SiteId], standbys: Sequence[SiteId] = ()
+        self,
+        shape: Shape,
+        sites: Sequence[SiteId],
+        standbys: Sequence[SiteId] = (),
+        term: int = 0,
     ) -> None:
-        self.shape = shape
+        self.shape, self.term = shape, term
         self.sites = list(sites)
         self.standbys = list(standbys)
         self.state = State.GATHERING
         self.history: deque[str] = deque(maxlen=50)
-        self.layout: Layout | None = None
+        self.view: View | None = None
         self.addresses: dict[SiteId, tuple[str, int]] = {}
         self.domains: dict[SiteId, Domain] = {}
-        self.attempts: dict[SiteId, int] = dict.fromkeys([*sites, *standbys], 0)
-        self._stillborn: dict[SiteId, int] = dict.fromkeys(self.attempts, 0)
-        self._connected: set[SiteId] = set()
+        self.dead: dict[SiteId, str] = {}
+        self.launched: set[SiteId] = {*sites, *standbys}
+        """Sites whose processes have been started and have not registered yet."""
+        self.unrecovered: dict[Unit, str] = {}
+        """Units with a copy missing that nobody tries to make any more, and why."""
+        self.replaying: set[tuple[Unit, SiteId]] = set()
+        self.replaced: dict[SiteId, SiteId] = {}
+        """By site: the one that was launched in its place."""
+        self._next_id = 1 + max([*sites, *standbys])
+        self._stillborn: dict[SiteId, int] = {}
+        self._seen: set[SiteId] = set()
+        self._ordered: dict[tuple[Unit, SiteId], SiteId] = {}
+        self._joined_at: dict[tuple[Unit, SiteId], int] = {}
+        """The number of the view in which a copy began to join."""
+        self._failed_joins: dict[Unit, int] = {}
+        self._paused: set[Unit] = set()
+        self._patience_over = False
+        self._in_doubt: list[SitesFailed] = []
         self._finished: set[SiteId] = set()
+
+    def resume(
+        self,
+        view: View,
+        term: int,
+        addresses: dict[SiteId, tuple[str, int]],
+        domains: dict[SiteId, Domain],
+        dead: dict[SiteId, str],
+        running: bool,
+        draining: bool,
+    ) -> list[ControllerEffect]:
+        """Go on in place of a controller that is gone, from what it had committed last."""
+        self.term = term
+        self.launched = {s for s in self.launched if s not in addresses}
+        self.addresses, self.domains, self.dead = addresses, domains, dict(dead)
+        self._next_id = max(first_id(term), *(1 + s for s in [*addresses, *dead, *view.members]))
+        self.history.append(f"term {term} begins")
+        self.view = replace(view, term=term)
+        self._joined_at = {(u, s): 0 for u in view.units() for s in view.cohort(u).joining}
+        if not running:
+            return self._gathered()
+        self.state = State.DRAINING if draining else State.RUNNING
+        return self._commit(replace(self.view, number=view.number + 1))
 
     def handle(self, event: ControllerEvent) -> list[ControllerEffect]:
         if self.state in (State.DONE, State.FAILED):
@@ -82,17 +157,27 @@ class Controller:
         match event:
             case SiteRegistered():
                 return self._on_site_registered(event)
-            case SiteConnected():
-                return self._on_site_connected(event)
-            case SiteFailed():
-                return self._on_site_failed(event)
+            case ViewSeen():
+                return self._on_view_seen(event)
+            case SitesFailed():
+                return self._on_sites_failed(event)
+            case CopyReported():
+                return self._on_copy_reported(event)
+            case CopyBehind():
+                return self._on_copy_behind(event)
             case FlowFailed():
                 return self._end(State.FAILED, event.error)
             case SiteFinished():
                 return self._on_site_finished(event)
+            case WaitOver():
+                return self._on_wait_over(event)
             case StopRequested():
                 return self._on_stop_requested(event)
         assert_never(event)
+
+    @property
+    def running(self) -> bool:
+        return self.state in (State.RUNNING, State.DRAINING)
 
     def _become(self, state: State) -> None:
         if state not in EDGES[self.state]:
@@ -106,77 +191,327 @@ class Controller:
         self._become(state)
         return [EndFlow(error)]
 
+    # --- coming together ------------------------------------------------------------------------
+
     def _on_site_registered(self, event: SiteRegistered) -> list[ControllerEffect]:
-        if event.attempt < self.attempts.get(event.site, 0) or event.site not in self.attempts:
-            return []  # an earlier life of this site, or none of ours
+        if event.site in self.dead or event.site not in self.launched:
+            return [FenceSite(event.site)]
+        self.launched.discard(event.site)
         self.addresses[event.site] = event.address
         self.domains[event.site] = event.domain
-        self._stillborn[event.site] = 0
-        self.history.append(f"site {event.site} registered (attempt {event.attempt})")
-        if self.state is State.GATHERING and all(s in self.addresses for s in self.sites):
-            self._become(State.CONNECTING)
-            self.layout = place(self.shape, self.sites)
-            self._connected.clear()
-            return [AssignSites(self.layout, {s: self.addresses[s] for s in self.sites})]
-        return []
+        self._stillborn.pop(event.site, None)
+        self.history.append(f"site {event.site} registered")
+        if self.state is State.GATHERING:
+            return self._gathered()
+        self.unrecovered.clear()
+        self._failed_joins.clear()
+        return self._recover()
 
-    def _on_site_connected(self, event: SiteConnected) -> list[ControllerEffect]:
-        self._connected.add(event.site)
-        if self.state is State.CONNECTING and self._connected.issuperset(self.sites):
-            self._become(State.RUNNING)
-            return [StartFlow()]
-        return []
-
-    def _on_site_failed(self, event: SiteFailed) -> list[ControllerEffect]:
-        if event.attempt < self.attempts.get(event.site, 0):
+    def _gathered(self) -> list[ControllerEffect]:
+        if not all(s in self.addresses for s in self.sites):
             return []
-        attempt = event.attempt + 1
-        self.attempts[event.site] = attempt
-        self.history.append(f"site {event.site} failed: {event.reason}")
-        self._stillborn[event.site] += 1
-        for known in (self.addresses, self.domains):
-            known.pop(event.site, None)
-        running = self.state in (State.RUNNING, State.DRAINING)
-        if running and event.site in self.sites and event.site not in self._finished:
-            return self._end(State.FAILED, self._lost(event))
-        if self._stillborn[event.site] >= STILLBORN_MAX:
-            reason = f"site {event.site} was launched {STILLBORN_MAX} times and never came up"
-            return self._end(State.FAILED, HostError(f"{reason}: {event.reason}"))
-        if self.state is State.CONNECTING and event.site in self.sites:
-            self._become(State.GATHERING)  # the others are assigned anew when it is back
-        wait = BACKOFF_MS[min(attempt - 1, len(BACKOFF_MS) - 1)]
-        return [RelaunchSite(event.site, attempt, wait)]
+        try:
+            placed = place(self.shape, self.sites, self.domains)
+        except HostError as error:
+            return self._end(State.FAILED, error)
+        self._become(State.CONNECTING)
+        number = 0 if self.view is None else self.view.number + 1
+        return self._commit(replace(placed, term=self.term, number=number))
 
-    def _lost(self, event: SiteFailed) -> SiteLostError:
-        assert self.layout is not None
-        lost = self.layout.lost_with(event.site, self.shape)
-        names = "; ".join(f"{name!r}: {_ranges(parts)}" for name, parts in lost.items())
+    def _commit(self, view: View) -> list[ControllerEffect]:
+        self.view = view
+        self._seen.clear()
+        self._finished.clear()  # it may give them more to do, such as to lead a sink
+        effects: list[ControllerEffect] = [
+            CommitView(view, {s: self.addresses[s] for s in view.members})
+        ]
+        if self.state is State.DRAINING:
+            effects.append(DrainFlow(view.sequencers[0]))
+        return effects
+
+    def _on_view_seen(self, event: ViewSeen) -> list[ControllerEffect]:
+        if self.view is None or (event.term, event.number) != (self.view.term, self.view.number):
+            return []
+        self._seen.add(event.site)
+        if not self._seen.issuperset(self.view.members):
+            return []
+        if self.state is State.CONNECTING:
+            self._become(State.RUNNING)
+            return [StartFlow(), *self._recover()]
+        return self._order_catch_ups()
+
+    # --- take-over ------------------------------------------------------------------------------
+
+    def _on_sites_failed(self, event: SitesFailed) -> list[ControllerEffect]:
+        gone = [s for s in event.sites if s not in self.dead and self._is_known(s)]
+        if not gone:
+            return []
+        if not self.running:
+            return self._failed_early(gone, event.reason)
+        assert self.view is not None
+        view = self.view.without(gone)
+        bare = view.bare()
+        if bare and not event.certain:
+            return []  # better wait for a silent site than stop
+        if bare and all(s in self._finished for s in gone):
+            return []  # they had nothing left to do
+        if bare and all(view.cohort(u).joining for u in bare):
+            self._in_doubt.append(event)
+            return [Wait("doubt", DOUBT_MS)]
+        if bare:
+            return self._end(State.FAILED, self._lost(gone, bare, event.reason))
+        effects = self._bury(gone, event.reason)
+        for unit in self.view.units():
+            for site in self.view.cohort(unit).joining:
+                if site in gone:
+                    effects += self._join_failed(unit, f"site {site} died: {event.reason}")
+        self.replaying = {(u, s) for u, s in self.replaying if s not in gone}
+        if any(s in self.view.members for s in gone):
+            effects += self._commit(view)
+        return effects + self._recover()
+
+    def _is_known(self, site: SiteId) -> bool:
+        return site in self.launched or site in self.addresses
+
+    def _bury(self, gone: Iterable[SiteId], reason: str) -> list[ControllerEffect]:
+        """Never deal with these again; launch others in their place."""
+        effects: list[ControllerEffect] = []
+        for site in gone:
+            self.history.append(f"site {site} failed: {reason}")
+            self.dead[site] = reason
+            for known in (self.addresses, self.domains):
+                known.pop(site, None)
+            born = site not in self.launched
+            self.launched.discard(site)
+            effects += [FenceSite(site), self._replacement(site, 0 if born else 1)]
+        return effects
+
+    def _replacement(self, site: SiteId, stillborn: int) -> LaunchSite:
+        new = SiteId(self._next_id)
+        self._next_id += 1
+        self.launched.add(new)
+        self.replaced[site] = new
+        self._stillborn[new] = stillborn and self._stillborn.get(site, 0) + 1
+        for group in (self.sites, self.standbys):
+            if site in group:
+                group[group.index(site)] = new
+        wait = BACKOFF_MS[min(self._stillborn[new], len(BACKOFF_MS) - 1)]
+        return LaunchSite(new, wait)
+
+    def _failed_early(self, gone: list[SiteId], reason: str) -> list[ControllerEffect]:
+        worst = max(self._stillborn.get(s, 0) + 1 if s in self.launched else 0 for s in gone)
+        effects = self._bury(gone, reason)
+        if worst >= STILLBORN_MAX:
+            text = f"a site was launched {STILLBORN_MAX} times and never came up: {reason}"
+            return self._end(State.FAILED, HostError(text))
+        if self.state is State.CONNECTING:
+            self._become(State.GATHERING)  # the others are placed anew when it is back
+        return effects
+
+    def _lost(self, gone: list[SiteId], bare: list[Unit], reason: str) -> SiteLostError:
+        assert self.view is not None
+        names = partitions_of(self.view, bare, self.shape)
+        protected = any(self.shape.stages[u[0]].copies > 1 for u in bare)
+        sites = ", ".join(str(s) for s in gone)
+        said = "no copy is left of" if protected else "its partitions were not protected:"
         return SiteLostError(
-            f"site {event.site} died ({event.reason}); its partitions were not protected: {names}",
-            hint="start the flow again, or protect its stages",
+            f"site {sites} died ({reason}); {said} {names}",
+            hint="start the flow again"
+            + (", with more copies" if protected else ", or protect its stages with pairs()"),
         )
 
+    # --- catch-up -------------------------------------------------------------------------------
+
+    def _recover(self) -> list[ControllerEffect]:
+        """Begin to make copies that are missing, at most one of a stage at a time."""
+        if not self.running:
+            return []
+        assert self.view is not None
+        changes: dict[Unit, Cohort] = {}
+        added: list[SiteId] = []
+        effects: list[ControllerEffect] = []
+        busy = {u[0] for u in self.view.units() if self.view.cohort(u).joining}
+        load = self._load()
+        for unit in self._missing():
+            if unit[0] in busy or unit in self._paused or unit in self.unrecovered:
+                continue
+            site = self._joiner(unit, load)
+            if site is None:
+                continue
+            cohort = self.view.cohort(unit)
+            changes[unit] = replace(cohort, joining=(*cohort.joining, site))
+            self._joined_at[unit, site] = self.view.number + 1
+            added.append(site)
+            load[site] += 1
+            busy.add(unit[0])
+        if changes:
+            effects += self._commit(self.view.changed(changes, added))
+        elif self.launched and self._missing() and not self._patience_over:
+            effects.append(Wait("patience", RELAUNCH_MS))
+        return effects
+
+    def _missing(self) -> list[Unit]:
+        assert self.view is not None
+        return [
+            u
+            for u in self.view.units()
+            if len(self.view.cohort(u).all) < self.shape.stages[u[0]].copies
+        ]
+
+    def _load(self) -> dict[SiteId, int]:
+        assert self.view is not None
+        return {s: len(self.view.units_at(s)) for s in self.addresses}
+
+    def _joiner(self, unit: Unit, load: dict[SiteId, int]) -> SiteId | None:
+        """Who shall get the copy: the site with least to do among those that are apart."""
+        assert self.view is not None
+        stage, copies = self.shape.stages[unit[0]], self.view.cohort(unit).all
+        fit = [s for s in load if may_join(stage, copies, s, self.domains)]
+        if not fit:
+            if not self.launched:
+                self.unrecovered[unit] = f"no site is in another {stage.apart} than its copies"
+            return None
+        wanted = sum(self.shape.stages[u[0]].copies for u in self.view.units())
+        fair = wanted // max(1, len(self.sites))
+        best = min(fit, key=lambda s: (load[s], closeness(copies, s, self.domains), s))
+        if load[best] >= fair and self.launched and not self._patience_over:
+            return None  # a site is about to come that has nothing to do
+        return best
+
+    def _order_catch_ups(self) -> list[ControllerEffect]:
+        """All members count the joining copies: whatever they need from now on is kept."""
+        assert self.view is not None
+        effects: list[ControllerEffect] = []
+        for unit in self.view.units():
+            cohort = self.view.cohort(unit)
+            for joiner in cohort.joining:
+                if self._ordered.get((unit, joiner)) != cohort.donor:
+                    self._ordered[unit, joiner] = cohort.donor
+                    effects.append(OrderCatchUp(cohort.donor, unit, joiner))
+        return effects
+
+    def _on_copy_reported(self, event: CopyReported) -> list[ControllerEffect]:
+        assert self.view is not None
+        cohort = self.view.cohort(event.unit)
+        if event.phase == "caught_up":
+            self.replaying.discard((event.unit, event.site))
+            return []
+        begun = self._joined_at.get((event.unit, event.site))
+        if event.site not in cohort.joining or begun is None or event.number < begun:
+            return []
+        rest = tuple(s for s in cohort.joining if s != event.site)
+        if event.phase == "installed":
+            self._ordered.pop((event.unit, event.site), None)
+            self._failed_joins.pop(event.unit, None)
+            self.replaying.add((event.unit, event.site))
+            joined = replace(cohort, copies=(*cohort.copies, event.site), joining=rest)
+            self.view = self.view.changed({event.unit: joined})
+            effects = [e for d in self._resolved() for e in self._on_sites_failed(d)]
+            if self.running:
+                effects += self._recover()
+            # Whatever changed since, the last view is the one to act on.
+            if self.running and not any(isinstance(e, CommitView) for e in effects):
+                effects += self._commit(self.view)
+            return effects
+        effects = self._join_failed(event.unit, event.reason)
+        self._ordered.pop((event.unit, event.site), None)
+        return effects + self._commit(
+            self.view.changed({event.unit: replace(cohort, joining=rest)})
+        )
+
+    def _resolved(self) -> list[SitesFailed]:
+        doubts, self._in_doubt = self._in_doubt, []
+        return doubts
+
+    def _join_failed(self, unit: Unit, reason: str) -> list[ControllerEffect]:
+        for key in [k for k in self._ordered if k[0] == unit]:
+            del self._ordered[key]
+        count = self._failed_joins[unit] = self._failed_joins.get(unit, 0) + 1
+        self.history.append(f"copying of {unit} failed: {reason}")
+        if count >= JOINS_MAX:
+            self.unrecovered[unit] = f"{JOINS_MAX} attempts failed, the last because {reason}"
+            return []
+        self._paused.add(unit)
+        wait = BACKOFF_MS[min(count - 1, len(BACKOFF_MS) - 1)]
+        return [Wait(f"join {unit[0]} {unit[1]}", wait)]
+
+    def _on_copy_behind(self, event: CopyBehind) -> list[ControllerEffect]:
+        """A slow copy must not govern the flow: let it go, if the flow can do without it."""
+        if self.view is None or event.site not in self.view.members:
+            return []
+        reason = f"it is too far behind: {event.reason}"
+        return self._on_sites_failed(SitesFailed((event.site,), reason, certain=False))
+
+    def _on_wait_over(self, event: WaitOver) -> list[ControllerEffect]:
+        what, *rest = event.what.split()
+        if what == "doubt":
+            doubts = self._resolved()
+            if not doubts or not self.running:
+                return []
+            assert self.view is not None
+            gone = [s for d in doubts for s in d.sites]
+            bare = self.view.without(gone).bare()
+            return self._end(State.FAILED, self._lost(gone, bare, doubts[0].reason))
+        if what == "join":
+            self._paused = {u for u in self._paused if u != (int(rest[0]), int(rest[1]))}
+        if what == "patience":
+            self._patience_over = True
+        effects = self._recover()
+        self._patience_over = False
+        return effects
+
+    def orders_for(self, site: SiteId) -> list[ControllerEffect]:
+        """What a site was told last, in case that was lost with its connection."""
+        orders: list[ControllerEffect] = [
+            OrderCatchUp(donor, unit, joiner)
+            for (unit, joiner), donor in self._ordered.items()
+            if donor == site
+        ]
+        if self.state is State.DRAINING and self.view is not None:
+            orders += [DrainFlow(s) for s in self.view.sequencers[:1] if s == site]
+        return orders
+
+    # --- the end --------------------------------------------------------------------------------
+
     def _on_site_finished(self, event: SiteFinished) -> list[ControllerEffect]:
-        self._finished.add(event.site)
-        if self._finished.issuperset(self.sites):
+        if self.view is not None and event.number == self.view.number:
+            self._finished.add(event.site)
+        return self._end_if_finished()
+
+    def _end_if_finished(self) -> list[ControllerEffect]:
+        if self.view is None or not self.running:
+            return []
+        at_work = {s for u in self.view.units() for s in self.view.cohort(u).copies}
+        if self._finished.issuperset(at_work):
             return self._end(State.DONE, None)
         return []
 
     def _on_stop_requested(self, event: StopRequested) -> list[ControllerEffect]:
         if event.drain and self.state is State.RUNNING:
             self._become(State.DRAINING)
-            return [DrainFlow()]
+            assert self.view is not None
+            return [DrainFlow(self.view.sequencers[0])]
         if event.drain and self.state is State.DRAINING:
             return []
         return self._end(State.DONE, None)
 
+    # --- being watched --------------------------------------------------------------------------
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """``[0, 1, 2, 5]`` as ``0-2, 5``."""
-    spans: list[list[int]] = []
-    for n in numbers:
-        if spans and spans[-1][1] == n - 1:
-            spans[-1][1] = n
-        else:
-            spans.append([n, n])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    def phase(self, unit: Unit) -> str:
+        """How protected a unit is: see the glossary."""
+        assert self.view is not None
+        cohort, stage = self.view.cohort(unit), self.shape.stages[unit[0]]
+        if stage.copies == 1:
+            return "not protected"
+        if cohort.joining:
+            return "copying" if any(u == unit for u, _ in self._ordered) else "taken over"
+        if len(cohort.copies) < stage.copies:
+            return "taken over"
+        return "replaying" if any(u == unit for u, _ in self.replaying) else "protected"
+
+    @property
+    def protected(self) -> bool:
+        """Whether every unit has all its copies, and all of them are up to date."""
+        if self.view is None or not self.running:
+            return False
+        return all(self.phase(u) in ("protected", "not protected") for u in self.view.units())

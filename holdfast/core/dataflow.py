@@ -1,18 +1,28 @@
-"""The dataflow of one site: when each of its stages may process which epoch.
+"""The dataflow of one site: when each of its units may process which epoch.
 
-The machine joins the ends of all exchanges that touch the site. It gives one order per stage at a
-time, so a stage's epochs are processed strictly one after another; which of several stages goes
+The machine joins the ends of all exchanges that touch the site. It gives one order per unit at a
+time, so a unit's epochs are processed strictly one after another; which of several units goes
 first is for the runtime to choose.
+
+A unit that is joining has no state yet and does nothing. The unit it is copied from (its donor)
+hands over at an epoch boundary that everything its producers have let go of lies before: they keep
+the rest, because they count the new copy since the view in which it appeared.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, assert_never
 
 from holdfast.core.effects import (
+    AbandonHandOver,
+    AskRecords,
+    CloseUnit,
+    HandOver,
     IngestEpoch,
+    OpenUnit,
     ProcessBundles,
+    ReportCopy,
     ReportDelivered,
     ReportFinished,
     SiteEffect,
@@ -20,153 +30,352 @@ from holdfast.core.effects import (
 from holdfast.core.events import (
     AckArrived,
     BundleArrived,
+    CatchUpOrdered,
+    CopyInstalled,
+    PeerConnected,
+    PeerLost,
     RecordArrived,
     SiteEvent,
-    StageProcessed,
+    UnitProcessed,
+    ViewCommitted,
 )
 from holdfast.core.exchange import Consumer, Producer
-from holdfast.core.ids import NO_EPOCH, Epoch, ExchangeId, SiteId, StageId
-from holdfast.core.layout import Layout, Shape, StageShape
+from holdfast.core.ids import NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId, Unit
+from holdfast.core.layout import Shape, StageShape, View
 from holdfast.core.records import EpochRecord
-from holdfast.errors import ProtocolError, require
+from holdfast.errors import require
+
+HISTORY = 512
+"""So many records are kept for copies that are made later."""
 
 
 @dataclass(slots=True)
-class _Stage:
-    """A stage's part on this site."""
+class _Unit:
+    """A unit's part on this site."""
 
+    key: Unit
     shape: StageShape
+    installed: bool
     finished: Epoch = NO_EPOCH
     busy: bool = False
+    replaying_to: Epoch | None = None
+    """A new copy has caught up when it has finished this epoch."""
+    handovers: dict[SiteId, Epoch] = field(default_factory=dict)
+    """To whom its state goes, once it has finished this epoch."""
+    handed: list[SiteId] = field(default_factory=list)
+    """To whom its state has been given out."""
 
 
 class Dataflow:
     """The machine: `handle` takes an event and returns the orders that follow from it."""
 
-    def __init__(self, site: SiteId, shape: Shape, layout: Layout, window: int) -> None:
+    def __init__(self, site: SiteId, shape: Shape, window: int) -> None:
         require(window >= 1, "a consumer must have room for the epoch it processes next")
-        self.site = site
-        self.stages: dict[StageId, _Stage] = {}
-        self.producers: dict[ExchangeId, Producer] = {}
-        self.consumers: dict[ExchangeId, Consumer] = {}
-        self._records: dict[Epoch, EpochRecord] = {}
-        self._recorded = NO_EPOCH
+        self.site, self.shape, self.window = site, shape, window
+        self.view: View | None = None
+        self.units: dict[Unit, _Unit] = {}
+        self.producers: dict[tuple[ExchangeId, CohortId], Producer] = {}
+        self.consumers: dict[tuple[ExchangeId, CohortId], Consumer] = {}
+        self.records: dict[Epoch, EpochRecord] = {}
+        self.recorded = NO_EPOCH
+        self.connected = {site}
+        self._early: dict[tuple[ExchangeId, CohortId, CohortId, SiteId], AckArrived] = {}
         self._last: Epoch | None = None
         self._reported = False
-        self._consumer_of = shape.consumer_of
-        for stage in shape.stages:
-            if layout.partitions_at(stage.id, site):
-                self.stages[stage.id] = _Stage(stage)
-                self._add_ends(stage, shape, layout, window)
-
-    def _add_ends(self, stage: StageShape, shape: Shape, layout: Layout, window: int) -> None:
-        for exchange in stage.outputs:
-            sites = layout.sites_of(shape.consumer_of[exchange])
-            self.producers[exchange] = Producer(exchange, sites, Epoch(NO_EPOCH + window))
-        for exchange in stage.inputs:
-            sites = layout.sites_of(shape.producer_of[exchange])
-            self.consumers[exchange] = Consumer(exchange, sites, window)
 
     def handle(self, event: SiteEvent) -> list[SiteEffect]:
         match event:
+            case ViewCommitted():
+                return self._on_view_committed(event)
+            case PeerConnected():
+                return self._on_peer_connected(event)
+            case PeerLost():
+                return self._on_peer_lost(event)
             case RecordArrived():
                 return self._on_record_arrived(event)
             case BundleArrived():
                 return self._on_bundle_arrived(event)
             case AckArrived():
                 return self._on_ack_arrived(event)
-            case StageProcessed():
-                return self._on_stage_processed(event)
+            case UnitProcessed():
+                return self._on_unit_processed(event)
+            case CatchUpOrdered():
+                return self._on_catch_up_ordered(event)
+            case CopyInstalled():
+                return self._on_copy_installed(event)
         assert_never(event)
+
+    # --- who is where ---------------------------------------------------------------------------
+
+    def _on_view_committed(self, event: ViewCommitted) -> list[SiteEffect]:
+        view = event.view
+        if self.view is not None and (view.term, view.number) <= (self.view.term, self.view.number):
+            return []
+        self.view = view
+        self._reported = False  # it is said for each view
+        effects: list[SiteEffect] = []
+        held = view.units_at(self.site)
+        for key in [u for u in self.units if u not in held]:
+            effects += self._close(key)
+        for key in held:
+            if key not in self.units:
+                effects += self._open(key, installed=self.site in view.cohort(key).copies)
+        for unit in self.units.values():
+            wanted = view.cohort(unit.key).joining
+            for joiner in [s for s in unit.handovers if s not in wanted]:
+                del unit.handovers[joiner]
+            effects += [AbandonHandOver(unit.key, s) for s in self._gone(unit, wanted)]
+        for producer in self.producers.values():
+            self._count_takers(producer)
+        effects += self._take_early_acks()
+        for consumer in self.consumers.values():
+            effects += self._follow_producers(consumer)
+        effects += self.delivered()
+        for unit in self.units.values():
+            effects += self._next(unit)
+        sources = [u.finished for u in self.units.values() if u.shape.kind == "source"]
+        if sources and view.number:
+            effects.append(AskRecords(min(sources)))
+        return effects + self._finish_site()
+
+    def _open(self, key: Unit, installed: bool) -> list[SiteEffect]:
+        assert self.view is not None
+        self.units[key] = _Unit(key, self.shape.stages[key[0]], installed)
+        if installed:
+            self._add_ends(self.units[key], NO_EPOCH)
+        return [OpenUnit(key, self.view)]
+
+    def _close(self, key: Unit) -> list[SiteEffect]:
+        unit = self.units.pop(key)
+        for exchange in unit.shape.outputs:
+            self.producers.pop((exchange, key[1]), None)
+        for exchange in unit.shape.inputs:
+            self.consumers.pop((exchange, key[1]), None)
+        return [CloseUnit(key)]
+
+    def _add_ends(self, unit: _Unit, finished: Epoch) -> None:
+        cohort = unit.key[1]
+        for exchange in unit.shape.outputs:
+            self.producers[exchange, cohort] = Producer(exchange, cohort)
+        for exchange in unit.shape.inputs:
+            self.consumers[exchange, cohort] = Consumer(exchange, cohort, self.window, finished)
+
+    @staticmethod
+    def _gone(unit: _Unit, wanted: tuple[SiteId, ...]) -> list[SiteId]:
+        gone = [s for s in unit.handed if s not in wanted]
+        unit.handed = [s for s in unit.handed if s in wanted]
+        return gone
+
+    def _count_takers(self, producer: Producer) -> None:
+        assert self.view is not None
+        cohorts = self.view.cohorts[self.shape.consumer_of[producer.exchange]]
+        producer.on_view({CohortId(j): c.all for j, c in enumerate(cohorts)})
+
+    def _follow_producers(self, consumer: Consumer) -> list[SiteEffect]:
+        assert self.view is not None
+        stage = self.shape.producer_of[consumer.exchange]
+        cohorts = self.view.cohorts[stage]
+        prefer = {
+            CohortId(i): self.site
+            for i in range(len(cohorts))
+            if self._is_current((stage, CohortId(i)), consumer)
+        }
+        return list(
+            consumer.on_view(
+                {CohortId(i): c.copies for i, c in enumerate(cohorts)},
+                {CohortId(i): c.joining for i, c in enumerate(cohorts)},
+                prefer,
+                self.connected,
+            )
+        )
+
+    def _is_current(self, key: Unit, consumer: Consumer) -> bool:
+        """Whether this site has a copy of the producer that is not behind the one we take from."""
+        unit = self.units.get(key)
+        if unit is None or not unit.installed:
+            return False
+        return unit.finished >= consumer.received.get(key[1], consumer.finished)
+
+    def _on_peer_connected(self, event: PeerConnected) -> list[SiteEffect]:
+        self.connected.add(event.site)
+        return [
+            e for c in self.consumers.values() for e in c.on_connected(event.site, self.connected)
+        ]
+
+    def _on_peer_lost(self, event: PeerLost) -> list[SiteEffect]:
+        self.connected.discard(event.site)
+        self._early = {key: ack for key, ack in self._early.items() if key[3] != event.site}
+        for producer in self.producers.values():
+            producer.on_lost(event.site)
+        return [e for c in self.consumers.values() for e in c.on_lost(event.site, self.connected)]
+
+    # --- the flow of data -----------------------------------------------------------------------
 
     def _on_record_arrived(self, event: RecordArrived) -> list[SiteEffect]:
         record = event.record
-        if record.epoch <= self._recorded:
+        if record.epoch in self.records:
             return []
-        if record.epoch != self._recorded + 1:
-            raise ProtocolError(f"record of epoch {record.epoch} after that of {self._recorded}")
-        self._recorded = record.epoch
-        self._records[record.epoch] = record
+        self.records[record.epoch] = record
+        self.recorded = max(self.recorded, record.epoch)
         if record.last:
             self._last = record.epoch
-        effects = [
-            e for s in self.stages.values() if s.shape.kind == "source" for e in self._next(s)
-        ]
+        sources = [u for u in self.units.values() if u.shape.kind == "source"]
+        effects = [e for u in sources for e in self._next(u)]
         self._trim_records()
         return effects + self._finish_site()
 
     def _on_bundle_arrived(self, event: BundleArrived) -> list[SiteEffect]:
-        consumer = self.consumers.get(event.exchange)
-        if consumer is None:
-            raise ProtocolError(f"site {self.site} is no consumer of exchange {event.exchange}")
-        if not consumer.on_bundle(event):
-            return [consumer.ack(event.producer)]  # it came twice; the ack may have been lost
-        return self._next(self.stages[self._consumer_of[event.exchange]])
+        consumer = self.consumers.get((event.exchange, event.consumer))
+        if consumer is None or not consumer.on_bundle(event):
+            return []  # for a copy that is no more, or it came twice
+        return self._next(self.units[self.shape.consumer_of[event.exchange], event.consumer])
 
     def _on_ack_arrived(self, event: AckArrived) -> list[SiteEffect]:
-        producer = self.producers.get(event.exchange)
-        if producer is None:
-            raise ProtocolError(f"site {self.site} is no producer of exchange {event.exchange}")
-        return list(producer.on_ack(event))
+        producer = self.producers.get((event.exchange, event.producer))
+        if producer is None or not producer.counts(event.consumer, event.site):
+            # From a site that acts on a later view than this one, or for a copy not in place yet.
+            key = (event.exchange, event.producer, event.consumer, event.site)
+            self._early[key] = event
+            return []
+        return [*producer.on_ack(event), *self._finish_site()]
 
-    def _on_stage_processed(self, event: StageProcessed) -> list[SiteEffect]:
-        stage = self.stages[event.stage]
-        require(stage.busy, f"stage {stage.shape.name!r} was not asked to process anything")
-        stage.busy = False
+    def _take_early_acks(self) -> list[SiteEffect]:
+        early, self._early = self._early, {}
+        return [e for ack in early.values() for e in self._on_ack_arrived(ack)]
+
+    def _on_unit_processed(self, event: UnitProcessed) -> list[SiteEffect]:
+        unit = self.units.get(event.unit)
+        if unit is None:
+            return []  # closed while it was at work
+        require(unit.busy, f"stage {unit.shape.name!r} was not asked to process anything")
+        unit.busy = False
+        cohort = unit.key[1]
         effects: list[SiteEffect] = []
         for exchange, bundles in event.outputs.items():
-            effects += self.producers[exchange].offer(event.epoch, event.last, bundles)
+            effects += self.producers[exchange, cohort].offer(event.epoch, event.last, bundles)
         if event.last:
-            require(event.epoch == stage.finished + 1, f"epoch {event.epoch} was skipped")
-            stage.finished = event.epoch
-            for exchange in stage.shape.inputs:
-                effects += self.consumers[exchange].finish(event.epoch)
-            if stage.shape.kind == "sink":
-                effects.append(ReportDelivered(event.stage, event.epoch))
+            require(event.epoch == unit.finished + 1, f"epoch {event.epoch} was skipped")
+            unit.finished = event.epoch
+            for exchange in unit.shape.inputs:
+                effects += self.consumers[exchange, cohort].finish(event.epoch, self.connected)
+            effects += self._delivered(unit)
+            effects += self._handovers(unit)
+            effects += self._caught_up(unit)
         self._trim_records()
-        return effects + self._next(stage) + self._finish_site()
+        return effects + self._next(unit) + self._finish_site()
 
-    def _next(self, stage: _Stage) -> list[SiteEffect]:
-        """What the stage can do now, if anything."""
-        if stage.busy:
+    def delivered(self) -> list[SiteEffect]:
+        """How far the sinks are that this site leads, for a sequencer that may not know."""
+        return [e for unit in self.units.values() for e in self._delivered(unit)]
+
+    def _delivered(self, unit: _Unit) -> list[SiteEffect]:
+        assert self.view is not None
+        leads = self.view.cohort(unit.key).copies[:1] == (self.site,)
+        if unit.shape.kind != "sink" or not leads or unit.finished == NO_EPOCH:
             return []
-        epoch = Epoch(stage.finished + 1)
-        if stage.shape.kind == "source":
-            if epoch not in self._records:
+        return [ReportDelivered(unit.key[0], unit.finished)]
+
+    def _next(self, unit: _Unit) -> list[SiteEffect]:
+        """What the unit can do now, if anything."""
+        if unit.busy or not unit.installed:
+            return []
+        epoch = Epoch(unit.finished + 1)
+        if unit.shape.kind == "source":
+            if epoch not in self.records:
                 return []
-            stage.busy = True
-            return [IngestEpoch(stage.shape.id, self._records[epoch])]
-        consumers = [self.consumers[x] for x in stage.shape.inputs]
+            unit.busy = True
+            return [IngestEpoch(unit.key, self.records[epoch])]
+        consumers = [self.consumers[x, unit.key[1]] for x in unit.shape.inputs]
         if all(c.complete(epoch) for c in consumers):
-            stage.busy = True
-            return [ProcessBundles(stage.shape.id, epoch, True, self._take(stage, epoch))]
-        if stage.shape.ordered:
+            unit.busy = True
+            return [ProcessBundles(unit.key, epoch, True, self._take(unit, epoch))]
+        if unit.shape.ordered:
             return []
         # Arrival merging takes what is there, be it of a later epoch: what it causes belongs to
         # the epoch that the stage has reached.
         waiting = sorted({e for c in consumers for e in c.waiting()})
         if not waiting:
             return []
-        stage.busy = True
-        return [ProcessBundles(stage.shape.id, epoch, False, self._take(stage, waiting[0]))]
+        unit.busy = True
+        return [ProcessBundles(unit.key, epoch, False, self._take(unit, waiting[0]))]
 
-    def _take(self, stage: _Stage, epoch: Epoch) -> dict[ExchangeId, list[Any]]:
-        return {x: self.consumers[x].take(epoch) for x in stage.shape.inputs}
+    def _take(self, unit: _Unit, epoch: Epoch) -> dict[ExchangeId, list[Any]]:
+        return {x: self.consumers[x, unit.key[1]].take(epoch) for x in unit.shape.inputs}
 
     def _trim_records(self) -> None:
-        sources = [s.finished for s in self.stages.values() if s.shape.kind == "source"]
-        done = min(sources, default=self._recorded)
-        for epoch in [e for e in self._records if e <= done]:
-            del self._records[epoch]
+        sources = [u.finished for u in self.units.values() if u.shape.kind == "source"]
+        done = min([*sources, Epoch(self.recorded - HISTORY)])
+        for epoch in [e for e in self.records if e <= done]:
+            del self.records[epoch]
 
     def _finish_site(self) -> list[SiteEffect]:
-        """Once, when nothing is left to do here."""
+        """Once in a view, when nothing is left to do here."""
         if self._reported or self._last is None:
             return []
-        if any(s.finished < self._last for s in self.stages.values()):
+        if any(not u.installed or u.finished < self._last for u in self.units.values()):
+            return []
+        if any(self._is_owed(p, self._last) for p in self.producers.values()):
             return []
         self._reported = True
         return [ReportFinished()]
+
+    def _is_owed(self, producer: Producer, last: Epoch) -> bool:
+        """Whether some copy of a consumer does not have everything yet."""
+        assert self.view is not None
+        cohorts = self.view.cohorts[self.shape.consumer_of[producer.exchange]]
+        return any(
+            producer.received(CohortId(j), site) < last
+            for j, cohort in enumerate(cohorts)
+            for site in cohort.copies
+        )
+
+    # --- making a new copy ----------------------------------------------------------------------
+
+    def _on_catch_up_ordered(self, event: CatchUpOrdered) -> list[SiteEffect]:
+        unit = self.units.get(event.unit)
+        if unit is None or not unit.installed or event.joiner in unit.handed:
+            return []
+        # What the producers let go of before they counted the new copy, this one has received.
+        inputs = [self.consumers[x, unit.key[1]] for x in unit.shape.inputs]
+        received = [e for c in inputs for e in c.received.values()]
+        unit.handovers[event.joiner] = max([*received, unit.finished])
+        return self._handovers(unit) if not unit.busy else []
+
+    def _handovers(self, unit: _Unit) -> list[SiteEffect]:
+        effects: list[SiteEffect] = []
+        for joiner in [s for s, due in unit.handovers.items() if unit.finished >= due]:
+            del unit.handovers[joiner]
+            unit.handed.append(joiner)
+            kept = {x: self.producers[x, unit.key[1]].export() for x in unit.shape.outputs}
+            effects.append(HandOver(unit.key, joiner, unit.finished, kept))
+        return effects
+
+    def _on_copy_installed(self, event: CopyInstalled) -> list[SiteEffect]:
+        unit = self.units.get(event.unit)
+        if unit is None or unit.installed:
+            return []
+        unit.installed, unit.finished = True, event.epoch
+        unit.replaying_to = max(self.recorded, event.epoch)
+        self._add_ends(unit, event.epoch)
+        effects: list[SiteEffect] = []
+        for exchange in unit.shape.outputs:
+            producer = self.producers[exchange, unit.key[1]]
+            producer.install(event.epoch, event.kept[exchange])
+            self._count_takers(producer)
+        effects += self._take_early_acks()
+        for exchange in unit.shape.inputs:
+            effects += self._follow_producers(self.consumers[exchange, unit.key[1]])
+        if unit.shape.kind == "source":
+            effects.append(AskRecords(event.epoch))
+        effects.append(ReportCopy(unit.key, "installed"))
+        return effects + self._next(unit) + self._caught_up(unit) + self._finish_site()
+
+    @staticmethod
+    def _caught_up(unit: _Unit) -> list[SiteEffect]:
+        if unit.replaying_to is None or unit.finished < unit.replaying_to:
+            return []
+        unit.replaying_to = None
+        return [ReportCopy(unit.key, "caught_up")]
 
     def check_invariants(self) -> None:
         for producer in self.producers.values():

@@ -5,26 +5,41 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.core.ids import Epoch, ExchangeId, SiteId, StageId
-from holdfast.core.layout import Layout
+from holdfast.core.ids import CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
+from holdfast.core.layout import View
 from holdfast.core.records import EpochRecord
 
 # --- of a site's dataflow -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class IngestEpoch:
-    """Make the source's frames of this epoch from the rows in hand; answer `StageProcessed`."""
+class OpenUnit:
+    """Make the unit's operator, source readers or sink writer, with empty state."""
 
-    stage: StageId
+    unit: Unit
+    view: View
+
+
+@dataclass(frozen=True, slots=True)
+class CloseUnit:
+    """This site no longer holds the unit: forget its state."""
+
+    unit: Unit
+
+
+@dataclass(frozen=True, slots=True)
+class IngestEpoch:
+    """Make the source's frames of this epoch from the rows in hand; answer `UnitProcessed`."""
+
+    unit: Unit
     record: EpochRecord
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessBundles:
-    """Run the stage over these bundles (by exchange); answer `StageProcessed`."""
+    """Run the stage over these bundles (by exchange); answer `UnitProcessed`."""
 
-    stage: StageId
+    unit: Unit
     epoch: Epoch
     last: bool
     bundles: dict[ExchangeId, list[Any]]
@@ -32,20 +47,54 @@ class ProcessBundles:
 
 @dataclass(frozen=True, slots=True)
 class SendBundle:
+    site: SiteId
     exchange: ExchangeId
     epoch: Epoch
-    consumer: SiteId
+    producer: CohortId
+    consumer: CohortId
     last: bool
     bundle: Any
 
 
 @dataclass(frozen=True, slots=True)
 class SendAck:
+    """To the copy of `producer` at `site`; the rest as in `AckArrived`."""
+
+    site: SiteId
     exchange: ExchangeId
-    producer: SiteId
+    producer: CohortId
+    consumer: CohortId
     received: Epoch
-    stable: Epoch
     credit: Epoch
+    take: bool
+    finished: Epoch
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class AskRecords:
+    """Ask the last sequencer of the chain for the records after this epoch."""
+
+    after: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Freeze the unit's state, which is that after `epoch`, and send it with these bundles to
+    `joiner`, a little at a time; the unit goes on meanwhile."""
+
+    unit: Unit
+    joiner: SiteId
+    epoch: Epoch
+    kept: dict[ExchangeId, dict[CohortId, list[Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonHandOver:
+    """The copy at `joiner` is not wanted any more."""
+
+    unit: Unit
+    joiner: SiteId
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,30 +106,76 @@ class ReportDelivered:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportCopy:
+    """Tell the controller how far the new copy of a unit is: `installed` or `caught_up`."""
+
+    unit: Unit
+    phase: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReportFinished:
     """Tell the controller that this site has seen the last epoch through."""
 
 
-SiteEffect = IngestEpoch | ProcessBundles | SendBundle | SendAck | ReportDelivered | ReportFinished
+SiteEffect = (
+    OpenUnit
+    | CloseUnit
+    | IngestEpoch
+    | ProcessBundles
+    | SendBundle
+    | SendAck
+    | AskRecords
+    | HandOver
+    | AbandonHandOver
+    | ReportDelivered
+    | ReportCopy
+    | ReportFinished
+)
 
 # --- of the sequencer ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class PublishRecord:
-    """Send the record to every site."""
+    """Send the record to every site: all copies of the sequencer have it."""
 
     record: EpochRecord
 
+
+@dataclass(frozen=True, slots=True)
+class PassRecord:
+    """Send the record to the next copy in the chain, which will pass it on or publish it."""
+
+    site: SiteId
+    record: EpochRecord
+
+
+@dataclass(frozen=True, slots=True)
+class CopySequencer:
+    """Give the new copy at `site` this state."""
+
+    site: SiteId
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ConfirmChain:
+    """Tell the copy at `site` that it is the next in the chain."""
+
+    site: SiteId
+
+
+SequencerEffect = PublishRecord | PassRecord | CopySequencer | ConfirmChain
 
 # --- of the controller --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class AssignSites:
-    """Give all sites the layout and each other's addresses."""
+class CommitView:
+    """Commit the view in the arbiter, then give it to all its members, with their addresses."""
 
-    layout: Layout
+    view: View
     addresses: dict[SiteId, tuple[str, int]]
 
 
@@ -90,17 +185,42 @@ class StartFlow:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainFlow:
-    """Ask the sequencer to take no more rows."""
+class OrderCatchUp:
+    """Tell `donor` that it may hand the unit over to `joiner`."""
+
+    donor: SiteId
+    unit: Unit
+    joiner: SiteId
 
 
 @dataclass(frozen=True, slots=True)
-class RelaunchSite:
-    """Have the host start the site's process again, after this many milliseconds."""
+class DrainFlow:
+    """Ask the sequencer at `site` to take no more rows."""
 
     site: SiteId
-    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSite:
+    """Have the host start a site's process, after this many milliseconds."""
+
+    site: SiteId
     after_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class FenceSite:
+    """Have nothing to do with this site any more; if it still runs it must leave."""
+
+    site: SiteId
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Answer `WaitOver(what)` after so many milliseconds."""
+
+    what: str
+    ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,4 +230,6 @@ class EndFlow:
     error: Exception | None
 
 
-ControllerEffect = AssignSites | StartFlow | DrainFlow | RelaunchSite | EndFlow
+ControllerEffect = (
+    CommitView | StartFlow | OrderCatchUp | DrainFlow | LaunchSite | FenceSite | Wait | EndFlow
+)

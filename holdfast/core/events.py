@@ -1,15 +1,39 @@
-"""Facts that reach a machine. The word before each class says whose they are."""
+"""Facts that reach a machine. The line before each group says whose they are."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.core.ids import Epoch, ExchangeId, SiteId, StageId
-from holdfast.core.layout import Domain
+from holdfast.core.ids import CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
+from holdfast.core.layout import Domain, View
 from holdfast.core.records import Block, EpochRecord
 
+# --- of a site's dataflow, and of its copy of the sequencer -------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ViewCommitted:
+    """The controller has committed a view; the sites act on it from now on."""
+
+    view: View
+
+
 # --- of a site's dataflow -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PeerConnected:
+    """There is a connection to this site, on which nothing has been sent yet."""
+
+    site: SiteId
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """The connection to this site broke. That is not to say that the site is dead."""
+
+    site: SiteId
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,49 +45,89 @@ class RecordArrived:
 
 @dataclass(frozen=True, slots=True)
 class BundleArrived:
-    """The frames that one site sends to this one in one epoch of an exchange, or a part of them."""
+    """The frames that one cohort sends to another in one epoch of an exchange, or a part of them.
+
+    With ordered merging `last` is always set, with arrival merging on the epoch's last part.
+    """
 
     exchange: ExchangeId
     epoch: Epoch
-    producer: SiteId
+    producer: CohortId
+    consumer: CohortId
     last: bool
-    """With ordered merging always; with arrival merging on the epoch's last part."""
     bundle: Any
 
 
 @dataclass(frozen=True, slots=True)
 class AckArrived:
-    """A consumer has received, will never ask again for, and has room up to these epochs."""
+    """What a copy of a consumer cohort, at `site`, says to a copy of a producer cohort."""
 
     exchange: ExchangeId
-    consumer: SiteId
+    producer: CohortId
+    consumer: CohortId
+    site: SiteId
     received: Epoch
-    stable: Epoch
+    """It has everything up to this epoch."""
     credit: Epoch
+    """It has room up to this epoch."""
+    take: bool
+    """Whether it takes its frames from this copy; from the others it only wants them kept."""
+    finished: Epoch
+    checksum: int
+    """The last epoch it has processed, and the checksum of that epoch's bundle."""
 
 
 @dataclass(frozen=True, slots=True)
-class StageProcessed:
-    """An order to ingest or process was carried out; its output, by exchange and site."""
+class UnitProcessed:
+    """An order to ingest or process was carried out; its output, by exchange and consumer."""
 
-    stage: StageId
+    unit: Unit
     epoch: Epoch
     last: bool
-    outputs: dict[ExchangeId, dict[SiteId, Any]]
+    outputs: dict[ExchangeId, dict[CohortId, Any]]
 
 
-SiteEvent = RecordArrived | BundleArrived | AckArrived | StageProcessed
+@dataclass(frozen=True, slots=True)
+class CatchUpOrdered:
+    """Every member counts the joining copy: the donor may hand over to it."""
+
+    unit: Unit
+    joiner: SiteId
+
+
+@dataclass(frozen=True, slots=True)
+class CopyInstalled:
+    """The state that another copy had after `epoch` is in place here, and these are the bundles
+    that it still kept."""
+
+    unit: Unit
+    epoch: Epoch
+    kept: dict[ExchangeId, dict[CohortId, list[Any]]]
+
+
+SiteEvent = (
+    ViewCommitted
+    | PeerConnected
+    | PeerLost
+    | RecordArrived
+    | BundleArrived
+    | AckArrived
+    | UnitProcessed
+    | CatchUpOrdered
+    | CopyInstalled
+)
 
 # --- of the sequencer ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksAvailable:
-    """An ingress has read these rows and keeps them."""
+    """An ingress has read these rows and keeps them; `anew`: what was announced before is void."""
 
     source: StageId
     split: int
     blocks: tuple[Block, ...]
+    anew: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +159,48 @@ class DrainRequested:
     """Take no more rows; finish what has been taken."""
 
 
-SequencerEvent = BlocksAvailable | SplitIdle | SplitEnded | EpochDelivered | DrainRequested
+@dataclass(frozen=True, slots=True)
+class RecordPassed:
+    """The copy of the sequencer before this one in the chain has the record."""
+
+    record: EpochRecord
+
+
+@dataclass(frozen=True, slots=True)
+class ChainJoined:
+    """A new copy of the sequencer asks to be the next in the chain after this one. It has all
+    records before epoch `has`; with `NO_EPOCH` it needs the state first."""
+
+    site: SiteId
+    has: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class SuccessorConnected:
+    """There is a new connection to this site; if it is next in the chain, records may be lost."""
+
+    site: SiteId
+
+
+@dataclass(frozen=True, slots=True)
+class SequencerCopied:
+    """The state of the copy that this new one follows in the chain."""
+
+    state: dict[str, Any]
+
+
+SequencerEvent = (
+    ViewCommitted
+    | BlocksAvailable
+    | SplitIdle
+    | SplitEnded
+    | EpochDelivered
+    | DrainRequested
+    | RecordPassed
+    | ChainJoined
+    | SuccessorConnected
+    | SequencerCopied
+)
 
 # --- of the controller --------------------------------------------------------------------------
 
@@ -105,24 +210,48 @@ class SiteRegistered:
     """A site's process has started, listens at `address`, and is where `domain` says."""
 
     site: SiteId
-    attempt: int
     address: tuple[str, int]
     domain: Domain
 
 
 @dataclass(frozen=True, slots=True)
-class SiteConnected:
-    """A site has its connections to all others."""
+class ViewSeen:
+    """A site acts on this view, and has connections to all its members."""
 
     site: SiteId
+    term: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
-class SiteFailed:
-    """A site's process is gone, or it said that it cannot go on."""
+class SitesFailed:
+    """These sites' processes are gone, or they were silent for longer than the lease. Sites that
+    fail together (an executor, a host, an application) are one event."""
+
+    sites: tuple[SiteId, ...]
+    reason: str
+    certain: bool = True
+    """False: silent only. Such a site is let go if every partition has a copy elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReported:
+    """A joining site has a unit's state in place (`installed`), has caught up with what had been
+    recorded by then (`caught_up`), or could not (`failed`)."""
 
     site: SiteId
-    attempt: int
+    unit: Unit
+    number: int
+    """The view that whoever says so acts on."""
+    phase: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyBehind:
+    """A site must keep more for a copy than it has room for: that copy is far behind."""
+
+    site: SiteId
     reason: str
 
 
@@ -136,9 +265,17 @@ class FlowFailed:
 
 @dataclass(frozen=True, slots=True)
 class SiteFinished:
-    """A site has seen the last epoch through."""
+    """A site has seen the last epoch through, as far as it is its own in the view `number`."""
 
     site: SiteId
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class WaitOver:
+    """The time asked for with `Wait` has passed."""
+
+    what: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,5 +286,13 @@ class StopRequested:
 
 
 ControllerEvent = (
-    SiteRegistered | SiteConnected | SiteFailed | FlowFailed | SiteFinished | StopRequested
+    SiteRegistered
+    | ViewSeen
+    | SitesFailed
+    | CopyReported
+    | CopyBehind
+    | FlowFailed
+    | SiteFinished
+    | WaitOver
+    | StopRequested
 )

@@ -1,8 +1,10 @@
-"""The two ends of an exchange on one site.
+"""The two ends of an exchange, for one cohort on one site.
 
-A consumer publishes, for each producer, two epochs: `received`, and `stable` ("I will never ask
-again for anything up to here"), and with them its `credit`: the newest epoch it has room for. A
-producer keeps a bundle until it is stable at its consumer, and sends it when there is credit.
+Every copy of a consumer cohort tells every copy of a producer cohort, cumulatively, up to which
+epoch it has `received`, and takes its frames from one of them. A producer copy keeps a bundle
+until all copies of the consumer have it: that epoch is `stable`. So whichever copies die, what a
+survivor lacks is kept by, or will be made again by, any survivor on the other side; and "have I
+seen this?" is one comparison of epochs.
 
 Why this cannot deadlock: processing an epoch needs bundles of that epoch only, a consumer's
 credit always covers the epoch it processes next, and receivers take whatever arrives off the
@@ -11,104 +13,249 @@ wire. So the oldest epoch of the flow can always be moved on, whoever is slow an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from holdfast.core.effects import SendAck, SendBundle
 from holdfast.core.events import AckArrived, BundleArrived
-from holdfast.core.ids import NO_EPOCH, Epoch, ExchangeId, SiteId
-from holdfast.errors import ProtocolError, require
+from holdfast.core.ids import NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId
+from holdfast.errors import DivergenceError, ProtocolError, require
+
+
+class Kept(NamedTuple):
+    """A bundle that some copy of the consumer may still need."""
+
+    epoch: Epoch
+    last: bool
+    bundle: Any
+
+
+@dataclass(slots=True)
+class _Taker:
+    """What a producer knows of one copy of a consumer."""
+
+    received: Epoch = NO_EPOCH
+    credit: Epoch = NO_EPOCH
+    takes: bool = False
+    next: int = 0
+    """Which bundle goes out to it next, counted from the beginning of the lane."""
 
 
 @dataclass(slots=True)
 class _Lane:
-    """What a producer knows of one consumer."""
+    """The bundles for one consumer cohort, and the copies it has."""
 
-    received: Epoch = NO_EPOCH
-    stable: Epoch = NO_EPOCH
-    credit: Epoch = NO_EPOCH
-    kept: list[SendBundle] = field(default_factory=list)
-    sent: int = 0
-    """How many of `kept`, from the oldest on, are on their way."""
+    kept: deque[Kept] = field(default_factory=deque)
+    trimmed: int = 0
+    """How many bundles have been let go."""
+    takers: dict[SiteId, _Taker] = field(default_factory=dict)
+    claims: dict[Epoch, int] = field(default_factory=dict)
+    """Checksums that a consumer has reported of epochs that are not made here yet."""
 
 
 class Producer:
-    """The sending end of one exchange on one site: a lane for every consumer site."""
+    """The sending end: a lane for every consumer cohort."""
 
-    def __init__(self, exchange: ExchangeId, consumers: Iterable[SiteId], credit: Epoch) -> None:
-        self.exchange = exchange
-        self.lanes = {site: _Lane(credit=credit) for site in consumers}
+    def __init__(self, exchange: ExchangeId, cohort: CohortId) -> None:
+        self.exchange, self.cohort = exchange, cohort
+        self.lanes: dict[CohortId, _Lane] = {}
+        self.made = NO_EPOCH
 
-    def offer(self, epoch: Epoch, last: bool, bundles: dict[SiteId, Any]) -> list[SendBundle]:
-        """Take an epoch's output; what there is credit for goes out at once."""
+    def on_view(self, copies: Mapping[CohortId, Iterable[SiteId]]) -> None:
+        """Count these copies of the consumers, and no others."""
+        for consumer, sites in copies.items():
+            lane = self.lanes.setdefault(consumer, _Lane())
+            lane.takers = {s: lane.takers.get(s) or _Taker() for s in sites}
+            self._trim(lane)
+
+    def counts(self, consumer: CohortId, site: SiteId) -> bool:
+        """Whether `site` has a copy of `consumer`, as far as is known here."""
+        return consumer in self.lanes and site in self.lanes[consumer].takers
+
+    def received(self, consumer: CohortId, site: SiteId) -> Epoch:
+        """What the copy of `consumer` at `site` has."""
+        return self.lanes[consumer].takers[site].received
+
+    def offer(self, epoch: Epoch, last: bool, bundles: Mapping[CohortId, Any]) -> list[SendBundle]:
+        """Take an epoch's output; what is asked for and there is credit for goes out at once."""
         effects: list[SendBundle] = []
-        for site, lane in self.lanes.items():
-            lane.kept.append(SendBundle(self.exchange, epoch, site, last, bundles[site]))
-            effects += self._sendable(lane)
+        for consumer, lane in self.lanes.items():
+            bundle = bundles[consumer]
+            lane.kept.append(Kept(epoch, last, bundle))
+            claim = lane.claims.pop(epoch, None)
+            if claim is not None:
+                self._compare(consumer, epoch, bundle, claim)
+            self._trim(lane)
+            effects += self._sendable(consumer, lane)
+        if last:
+            self.made = epoch
         return effects
 
     def on_ack(self, ack: AckArrived) -> list[SendBundle]:
-        lane = self.lanes.get(ack.consumer)
-        if lane is None:
-            raise ProtocolError(
-                f"exchange {self.exchange}: ack from site {ack.consumer}, no consumer"
-            )
-        lane.received = max(lane.received, ack.received)
-        lane.stable = max(lane.stable, ack.stable)
-        lane.credit = max(lane.credit, ack.credit)
-        trimmed = 0
-        while trimmed < lane.sent and lane.kept[trimmed].epoch <= lane.stable:
-            trimmed += 1
-        del lane.kept[:trimmed]
-        lane.sent -= trimmed
-        return self._sendable(lane)
+        lane = self.lanes[ack.consumer]
+        taker = lane.takers[ack.site]
+        self._verify(lane, ack)
+        taker.received = max(taker.received, ack.received)
+        taker.credit = max(taker.credit, ack.credit)
+        if ack.take and not taker.takes:
+            held = sum(1 for k in lane.kept if k.epoch <= taker.received)
+            taker.next = lane.trimmed + held
+        taker.takes = ack.take
+        self._trim(lane)
+        return self._sendable(ack.consumer, lane)
 
-    @staticmethod
-    def _sendable(lane: _Lane) -> list[SendBundle]:
+    def on_lost(self, site: SiteId) -> None:
+        """The connection broke: what was on its way may not have arrived."""
+        for lane in self.lanes.values():
+            if site in lane.takers:
+                lane.takers[site].takes = False
+
+    def _trim(self, lane: _Lane) -> None:
+        stable = min((t.received for t in lane.takers.values()), default=NO_EPOCH)
+        while lane.kept and lane.kept[0].epoch <= stable:
+            lane.kept.popleft()
+            lane.trimmed += 1
+
+    def _sendable(self, consumer: CohortId, lane: _Lane) -> list[SendBundle]:
         ready: list[SendBundle] = []
-        while lane.sent < len(lane.kept) and lane.kept[lane.sent].epoch <= lane.credit:
-            ready.append(lane.kept[lane.sent])
-            lane.sent += 1
+        for site, taker in lane.takers.items():
+            if not taker.takes:
+                continue
+            taker.next = max(taker.next, lane.trimmed)
+            while taker.next - lane.trimmed < len(lane.kept):
+                epoch, last, bundle = lane.kept[taker.next - lane.trimmed]
+                if epoch > taker.credit:
+                    break
+                if epoch > taker.received:
+                    ready.append(
+                        SendBundle(site, self.exchange, epoch, self.cohort, consumer, last, bundle)
+                    )
+                taker.next += 1
         return ready
+
+    def _verify(self, lane: _Lane, ack: AckArrived) -> None:
+        """Two copies must make the same frames: compare what the other one sent with ours."""
+        if ack.take or ack.finished == NO_EPOCH:
+            return
+        if ack.finished > self.made:
+            lane.claims[ack.finished] = ack.checksum
+            return
+        for kept in lane.kept:
+            if kept.epoch == ack.finished and kept.last:
+                self._compare(ack.consumer, kept.epoch, kept.bundle, ack.checksum)
+
+    def _compare(self, consumer: CohortId, epoch: Epoch, bundle: Any, claim: int) -> None:
+        if bundle.checksum != claim:
+            raise DivergenceError(
+                f"exchange {self.exchange}, epoch {epoch}: the copies of producer cohort "
+                f"{self.cohort} sent different frames to consumer cohort {consumer}",
+                hint="an operator or step is not deterministic: does it use the time, a random "
+                "number, or the order of a set?",
+            )
+
+    def export(self) -> dict[CohortId, list[Kept]]:
+        """What a new copy must be able to send in place of this one."""
+        return {consumer: list(lane.kept) for consumer, lane in self.lanes.items()}
+
+    def install(self, made: Epoch, kept: Mapping[CohortId, Iterable[Kept]]) -> None:
+        """Be as another copy was after epoch `made`."""
+        self.made = made
+        for consumer, bundles in kept.items():
+            self.lanes.setdefault(consumer, _Lane()).kept = deque(Kept(*k) for k in bundles)
 
     def held(self) -> int:
         """How many bundles wait for credit or for their ack."""
         return sum(len(lane.kept) for lane in self.lanes.values())
 
+    def slowest(self) -> tuple[SiteId, int] | None:
+        """The copy that most bundles are kept for, and how many bytes they are."""
+        worst: tuple[int, SiteId] | None = None
+        for lane in self.lanes.values():
+            for site, taker in lane.takers.items():
+                waiting = sum(k.bundle.nbytes for k in lane.kept if k.epoch > taker.received)
+                if worst is None or waiting > worst[0]:
+                    worst = (waiting, site)
+        return None if worst is None else (worst[1], worst[0])
+
     def check_invariants(self) -> None:
-        for site, lane in self.lanes.items():
-            require(lane.stable <= lane.received, f"site {site}: stable runs ahead of received")
-            epochs = [b.epoch for b in lane.kept]
-            require(epochs == sorted(epochs), f"site {site}: kept bundles are out of order")
-            require(
-                all(b.epoch > lane.stable for b in lane.kept),
-                f"site {site}: a stable bundle is kept",
-            )
+        for consumer, lane in self.lanes.items():
+            epochs = [k.epoch for k in lane.kept]
+            require(epochs == sorted(epochs), f"cohort {consumer}: kept bundles are out of order")
+            stable = min((t.received for t in lane.takers.values()), default=NO_EPOCH)
+            require(all(e > stable for e in epochs), f"cohort {consumer}: a stable bundle is kept")
 
 
 class Consumer:
-    """The receiving end of one exchange on one site: bundles by epoch and producer site."""
+    """The receiving end: bundles by epoch and producer cohort."""
 
-    def __init__(self, exchange: ExchangeId, producers: Iterable[SiteId], window: int) -> None:
-        self.exchange = exchange
-        self.window = window
-        self.received: dict[SiteId, Epoch] = dict.fromkeys(producers, NO_EPOCH)
-        self.finished = NO_EPOCH
-        self._arrived: dict[Epoch, dict[SiteId, list[Any]]] = {}
+    def __init__(
+        self, exchange: ExchangeId, cohort: CohortId, window: int, finished: Epoch = NO_EPOCH
+    ) -> None:
+        self.exchange, self.cohort, self.window = exchange, cohort, window
+        self.finished = finished
+        self.received: dict[CohortId, Epoch] = {}
+        self.source: dict[CohortId, SiteId | None] = {}
+        self._copies: dict[CohortId, tuple[SiteId, ...]] = {}
+        self._counted: dict[CohortId, tuple[SiteId, ...]] = {}
+        self._arrived: dict[Epoch, dict[CohortId, list[Any]]] = {}
+        self._taken: dict[CohortId, int] = {}
+        self._checksum: dict[CohortId, int] = {}
+
+    def on_view(
+        self,
+        copies: Mapping[CohortId, tuple[SiteId, ...]],
+        joining: Mapping[CohortId, tuple[SiteId, ...]],
+        prefer: Mapping[CohortId, SiteId],
+        connected: set[SiteId],
+    ) -> list[SendAck]:
+        """Take from these copies of the producers; tell them, and those that join, where we are.
+
+        `prefer` names the copies that are on this site and not behind.
+        """
+        for producer, sites in copies.items():
+            self.received.setdefault(producer, self.finished)
+            self._copies[producer] = sites
+            self._counted[producer] = sites + joining[producer]
+            self._choose(producer, connected, prefer.get(producer))
+        return self.acks(connected)
+
+    def on_connected(self, site: SiteId, connected: set[SiteId]) -> list[SendAck]:
+        for producer in self.received:
+            if self.source.get(producer) is None:
+                self._choose(producer, connected, None)
+        return [a for a in self.acks(connected) if a.site == site]
+
+    def on_lost(self, site: SiteId, connected: set[SiteId]) -> list[SendAck]:
+        """Ask another copy at once for what this one was sending. It may come twice."""
+        effects = []
+        for producer, source in self.source.items():
+            if source == site:
+                self._choose(producer, connected, None)
+                effects += [a for a in self.acks(connected) if a.producer == producer]
+        return effects
+
+    def _choose(self, producer: CohortId, connected: set[SiteId], prefer: SiteId | None) -> None:
+        alive = [s for s in self._copies[producer] if s in connected]
+        if prefer is not None and prefer in alive:
+            self.source[producer] = prefer
+        elif self.source.get(producer) not in alive:
+            turn = (producer + self.cohort) % len(alive) if alive else 0
+            self.source[producer] = alive[turn] if alive else None
 
     def on_bundle(self, event: BundleArrived) -> bool:
         """Take a bundle in; False if it is one that came before and is dropped."""
         seen = self.received.get(event.producer)
         if seen is None:
             raise ProtocolError(
-                f"exchange {self.exchange}: bundle from site {event.producer}, no producer"
+                f"exchange {self.exchange}: bundle from cohort {event.producer}, no producer"
             )
         if event.epoch <= seen:
             return False
         if event.epoch != seen + 1:
             raise ProtocolError(
-                f"exchange {self.exchange}: site {event.producer} sent epoch {event.epoch} "
+                f"exchange {self.exchange}: cohort {event.producer} sent epoch {event.epoch} "
                 f"after {seen}"
             )
         parts = self._arrived.setdefault(event.epoch, {}).setdefault(event.producer, [])
@@ -123,28 +270,45 @@ class Consumer:
 
     def take(self, epoch: Epoch) -> list[Any]:
         """The bundles of an epoch that are here and were not taken before, by producer."""
-        by_site = self._arrived.pop(epoch, {})
-        return [bundle for site in sorted(by_site) for bundle in by_site[site]]
+        by_producer = self._arrived.pop(epoch, {})
+        self._taken = {p: parts[-1].checksum for p, parts in by_producer.items()}
+        return [bundle for p in sorted(by_producer) for bundle in by_producer[p]]
 
     def waiting(self) -> list[Epoch]:
         """The epochs of which something is here, oldest first."""
         return sorted(self._arrived)
 
-    def finish(self, epoch: Epoch) -> list[SendAck]:
+    def finish(self, epoch: Epoch, connected: set[SiteId]) -> list[SendAck]:
         """The stage has processed everything up to `epoch`: tell all producers."""
         self.finished = epoch
-        return [self.ack(site) for site in self.received]
+        self._checksum = self._taken
+        return self.acks(connected)
 
-    def ack(self, producer: SiteId) -> SendAck:
-        received = self.received[producer]
-        # Without protection what was received is never asked for again.
+    def acks(self, connected: set[SiteId]) -> list[SendAck]:
+        return [
+            self.ack(producer, site)
+            for producer, sites in self._counted.items()
+            for site in sites
+            if site in connected
+        ]
+
+    def ack(self, producer: CohortId, site: SiteId) -> SendAck:
+        known = producer in self._checksum
         return SendAck(
-            self.exchange, producer, received, received, Epoch(self.finished + self.window)
+            site,
+            self.exchange,
+            producer,
+            self.cohort,
+            self.received[producer],
+            Epoch(self.finished + self.window),
+            self.source[producer] == site,
+            self.finished if known else NO_EPOCH,
+            self._checksum.get(producer, 0),
         )
 
     def check_invariants(self) -> None:
-        for site, received in self.received.items():
-            require(received >= self.finished, f"site {site}: finished runs ahead of received")
+        for producer, received in self.received.items():
+            require(received >= self.finished, f"cohort {producer}: finished ahead of received")
         require(
             all(e > self.finished for e in self._arrived), "bundles of a finished epoch are kept"
         )

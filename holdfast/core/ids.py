@@ -6,9 +6,14 @@ from typing import NewType
 
 Epoch = NewType("Epoch", int)
 SiteId = NewType("SiteId", int)
+"""One life of a site: a site that is launched again gets another."""
 StageId = NewType("StageId", int)
 ExchangeId = NewType("ExchangeId", int)
 Partition = NewType("Partition", int)
+CohortId = NewType("CohortId", int)
+"""Numbers the cohorts of a stage."""
+Unit = tuple[StageId, CohortId]
+"""A cohort of a stage: what a site processes in one call."""
 
 NO_EPOCH = Epoch(-1)
 """Before the first epoch, which is 0."""

@@ -1,15 +1,15 @@
 """What the machines know of a flow: its shape, and where its partitions are.
 
-`Shape` is the plan reduced to numbers. `Layout` says which sites hold the copies of each
-partition. Both are plain data that travel between processes.
+`Shape` is the plan reduced to numbers. A `View` says which sites take part and which of them hold
+the copies of each partition. Both are plain data that travel between processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from holdfast.core.ids import ExchangeId, SiteId, StageId
+from holdfast.core.ids import CohortId, ExchangeId, SiteId, StageId, Unit
 from holdfast.errors import HostError
 
 
@@ -25,6 +25,8 @@ class StageShape:
     outputs: tuple[ExchangeId, ...] = ()
     ordered: bool = True
     copies: int = 1
+    apart: str = "process"
+    """The failure domain that no two copies may share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,10 @@ class Shape:
     """By exchange: the stage that it feeds."""
 
 
+DOMAINS = ("process", "executor", "host", "application")
+"""What can fail at once, from the narrowest to the widest."""
+
+
 @dataclass(frozen=True, slots=True)
 class Domain:
     """Where a site really is; what can fail together with it."""
@@ -45,47 +51,203 @@ class Domain:
     host: str
     application: str
 
+    def shared(self, other: Domain) -> tuple[bool, ...]:
+        """Which domains two sites have in common, the widest first."""
+        return tuple(getattr(self, d) == getattr(other, d) for d in reversed(DOMAINS))
+
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """Which sites hold the copies of each partition: ``sites[stage][partition]``."""
+class Cohort:
+    """Partitions ``[first, end)`` of a stage. They live on the same sites and advance together, so
+    that an operator call takes all of them at once."""
 
+    first: int
+    end: int
+    copies: tuple[SiteId, ...]
+    """The sites that compute it. The first one leads: it announces a source's rows, and writes a
+    sink's."""
+    joining: tuple[SiteId, ...] = ()
+    """The sites to which a copy is being made."""
+
+    @property
+    def all(self) -> tuple[SiteId, ...]:
+        return self.copies + self.joining
+
+    @property
+    def donor(self) -> SiteId:
+        """The copy that new ones are made from: the one that has least else to do."""
+        return self.copies[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Who takes part, and who holds what. A later one (by term, then number) replaces it."""
+
+    term: int
     number: int
-    sites: tuple[tuple[tuple[SiteId, ...], ...], ...]
-    sequencer: SiteId
+    members: tuple[SiteId, ...]
+    cohorts: tuple[tuple[Cohort, ...], ...]
+    """By stage."""
 
-    def sites_of(self, stage: StageId) -> list[SiteId]:
-        """The sites that hold any partition of `stage`, in order."""
-        return sorted({site for copies in self.sites[stage] for site in copies})
+    def __str__(self) -> str:
+        """``view 0.3 of 0 1 4: 01 | 01 1+4``: the copies of each cohort, stage by stage."""
+        stages = [" ".join(_sites(c) for c in stage) for stage in self.cohorts]
+        members = " ".join(str(s) for s in self.members)
+        return f"view {self.term}.{self.number} of {members}: {' | '.join(stages)}"
 
-    def partitions_at(self, stage: StageId, site: SiteId) -> tuple[int, ...]:
-        return tuple(p for p, copies in enumerate(self.sites[stage]) if site in copies)
+    @property
+    def sequencers(self) -> tuple[SiteId, ...]:
+        """The sequencer lives with the first source's first cohort, so whatever failures leave a
+        copy of every partition leave one of the sequencer."""
+        return self.cohorts[0][0].copies
 
-    def lost_with(self, site: SiteId, shape: Shape) -> dict[str, list[int]]:
-        """By stage name: the partitions that have no copy left when `site` is gone."""
-        lost = {
-            stage.name: [
-                p for p, copies in enumerate(self.sites[stage.id]) if set(copies) == {site}
-            ]
-            for stage in shape.stages
-        }
-        return {name: partitions for name, partitions in lost.items() if partitions}
+    def cohort(self, unit: Unit) -> Cohort:
+        return self.cohorts[unit[0]][unit[1]]
+
+    def units(self) -> list[Unit]:
+        return [
+            (StageId(s), CohortId(c))
+            for s, cohorts in enumerate(self.cohorts)
+            for c in range(len(cohorts))
+        ]
+
+    def units_at(self, site: SiteId) -> list[Unit]:
+        """What `site` holds or is about to hold."""
+        return [u for u in self.units() if site in self.cohort(u).all]
+
+    def bare(self) -> list[Unit]:
+        """The units of which no copy is left."""
+        return [u for u in self.units() if not self.cohort(u).copies]
+
+    def without(self, gone: Iterable[SiteId]) -> View:
+        """The next view, in which these sites take no part."""
+        gone = set(gone)
+        cohorts = tuple(
+            tuple(
+                replace(
+                    c,
+                    copies=tuple(s for s in c.copies if s not in gone),
+                    joining=tuple(s for s in c.joining if s not in gone),
+                )
+                for c in stage
+            )
+            for stage in self.cohorts
+        )
+        members = tuple(s for s in self.members if s not in gone)
+        return View(self.term, self.number + 1, members, cohorts)
+
+    def changed(self, cohorts: Mapping[Unit, Cohort], members: Iterable[SiteId] = ()) -> View:
+        """The next view, with these cohorts replaced and these sites added."""
+        stages = [list(stage) for stage in self.cohorts]
+        for (stage, number), cohort in cohorts.items():
+            stages[stage][number] = cohort
+        added = tuple(sorted({s for s in members if s not in self.members}))
+        placed = tuple(tuple(stage) for stage in stages)
+        return View(self.term, self.number + 1, self.members + added, placed)
 
 
-def place(shape: Shape, sites: Sequence[SiteId], number: int = 0) -> Layout:
-    """Spread the partitions evenly: contiguous runs of each stage's partitions over the sites.
+def _sites(cohort: Cohort) -> str:
+    joining = "".join(f"+{s}" for s in cohort.joining)
+    return ",".join(str(s) for s in cohort.copies) + joining
 
-    A stage with a single partition (a sink, a source with one split) goes to a different site
-    from the one before it, so that they do not all pile up on the first.
+
+def partitions_of(view: View, units: Iterable[Unit], shape: Shape) -> str:
+    """``'stats': 0-7; 'out': 0`` for an error message."""
+    by_stage: dict[str, list[int]] = {}
+    for unit in units:
+        cohort = view.cohort(unit)
+        found = by_stage.setdefault(shape.stages[unit[0]].name, [])
+        found.extend(range(cohort.first, cohort.end))
+    return "; ".join(f"{name!r}: {spans(sorted(found))}" for name, found in by_stage.items())
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """``[0, 1, 2, 5]`` as ``0-2, 5``."""
+    found: list[list[int]] = []
+    for n in numbers:
+        if found and found[-1][1] == n - 1:
+            found[-1][1] = n
+        else:
+            found.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
+
+
+def place(shape: Shape, sites: Sequence[SiteId], domains: Mapping[SiteId, Domain]) -> View:
+    """The first view: contiguous runs of each stage's partitions, chained over the sites.
+
+    Copies follow one another around the ring of sites (chained declustering), which is ordered so
+    that neighbours share as little as possible. Stages with fewer partitions than sites begin where
+    the one before ended, so that they do not all pile up on the first site.
     """
     if not sites:
         raise HostError("a flow needs at least one site")
+    ring = _ring(sites, domains)
     placed, turn = [], 0
     for stage in shape.stages:
-        if stage.partitions < len(sites):
-            homes = [sites[(turn + p) % len(sites)] for p in range(stage.partitions)]
-            turn += stage.partitions
-        else:
-            homes = [sites[p * len(sites) // stage.partitions] for p in range(stage.partitions)]
-        placed.append(tuple((home,) for home in homes))
-    return Layout(number, tuple(placed), sites[0])
+        count = min(stage.partitions, len(ring))
+        bounds = [-(-stage.partitions * c // count) for c in range(count + 1)]
+        cohorts = []
+        for c in range(count):
+            at = (turn + c) % len(ring)
+            copies = [ring[at]]
+            while len(copies) < stage.copies:
+                after = [ring[(at + k) % len(ring)] for k in range(1, len(ring))]
+                copies.append(_next_copy(stage, copies, after, domains))
+            cohorts.append(Cohort(bounds[c], bounds[c + 1], tuple(copies)))
+        if count < len(ring):
+            turn += count
+        placed.append(tuple(cohorts))
+    return View(0, 0, tuple(sites), tuple(placed))
+
+
+def may_join(
+    stage: StageShape, copies: Iterable[SiteId], site: SiteId, domains: Mapping[SiteId, Domain]
+) -> bool:
+    """Whether a copy at `site` is apart from these, as the stage wants it."""
+    return all(
+        site != other
+        and getattr(domains[site], stage.apart) != getattr(domains[other], stage.apart)
+        for other in copies
+    )
+
+
+def closeness(
+    copies: Iterable[SiteId], site: SiteId, domains: Mapping[SiteId, Domain]
+) -> tuple[bool, ...]:
+    """How much `site` shares with these; less is better."""
+    shared = [domains[site].shared(domains[other]) for other in copies]
+    return max(shared, default=(False,) * len(DOMAINS))
+
+
+def _next_copy(
+    stage: StageShape,
+    copies: Sequence[SiteId],
+    candidates: Sequence[SiteId],
+    domains: Mapping[SiteId, Domain],
+) -> SiteId:
+    fit = [s for s in candidates if may_join(stage, copies, s, domains)]
+    if not fit:
+        found = {getattr(domains[s], stage.apart) for s in [*copies, *candidates]}
+        raise HostError(
+            f"stage {stage.name!r} wants {stage.copies} copies of each partition, no two in one "
+            f"{stage.apart}, and the sites are in only {len(found)}: {', '.join(sorted(found))}",
+            hint=f"start more sites, spread them over more than one {stage.apart}, or allow copies "
+            f"to share it with pairs(apart=...), one of {', '.join(DOMAINS)}",
+        )
+    return min(fit, key=lambda s: closeness(copies, s, domains))  # of equals the next in the ring
+
+
+def _ring(sites: Sequence[SiteId], domains: Mapping[SiteId, Domain]) -> list[SiteId]:
+    """The sites dealt out so that neighbours are in different applications, hosts, executors."""
+
+    def dealt(some: list[SiteId], levels: tuple[str, ...]) -> list[SiteId]:
+        if not levels:
+            return some
+        groups: dict[str, list[SiteId]] = {}
+        for site in some:
+            groups.setdefault(getattr(domains[site], levels[0]), []).append(site)
+        decks = [dealt(g, levels[1:]) for g in groups.values()]
+        longest = max(len(d) for d in decks)
+        return [d[i] for i in range(longest) for d in decks if i < len(d)]
+
+    return dealt(sorted(sites), tuple(reversed(DOMAINS)))

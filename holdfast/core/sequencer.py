@@ -4,25 +4,41 @@ It hears which blocks of rows the ingresses have in hand and how far the sinks h
 epochs. An epoch is cut as soon as there is something to cut and room for it in flight. So an idle
 stream has tiny epochs and millisecond latency, and a saturated one, whose blocks pile up while
 the budget is used, has large ones.
+
+Its copies form a chain: the first one cuts, each passes the record on to the next, and the last
+one publishes it. So a record that anybody acts on is on all copies, and whichever dies, the next
+one knows everything that was ever published. What was announced to the first copy and not yet
+cut is announced again to its successor.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import assert_never
+from dataclasses import dataclass, field, replace
+from typing import Any, assert_never
 
-from holdfast.core.effects import PublishRecord
+from holdfast.core.effects import (
+    ConfirmChain,
+    CopySequencer,
+    PassRecord,
+    PublishRecord,
+    SequencerEffect,
+)
 from holdfast.core.events import (
     BlocksAvailable,
+    ChainJoined,
     DrainRequested,
     EpochDelivered,
+    RecordPassed,
+    SequencerCopied,
     SequencerEvent,
     SplitEnded,
     SplitIdle,
+    SuccessorConnected,
+    ViewCommitted,
 )
-from holdfast.core.ids import NO_EPOCH, Epoch, StageId
+from holdfast.core.ids import NO_EPOCH, Epoch, SiteId, StageId
 from holdfast.core.records import Block, EpochRecord, Range
 from holdfast.errors import ProtocolError, require
 
@@ -39,33 +55,71 @@ class Budget:
     only queue behind them, and fills up in the meantime."""
 
 
+RESENT = 64
+"""So many of the latest records go out again when the chain changes: more than can be in flight."""
+
+
 @dataclass(slots=True)
 class _Split:
     blocks: deque[Block] = field(default_factory=deque)
+    cut: int = 0
+    """Up to which offset its rows are in epochs."""
     next_offset: int = 0
     rows_waiting: int = 0
     idle: bool = False
     ended: bool = False
 
+    def add(self, block: Block) -> None:
+        """Take what follows the rows announced before; of rows that epochs have, only the rest."""
+        if block.end <= self.next_offset:
+            return
+        if block.start < self.next_offset:
+            block = replace(block, start=self.next_offset)
+        self.next_offset = block.end
+        self.blocks.append(block)
+        self.rows_waiting += block.rows
+        self.idle = False
+
 
 class Sequencer:
-    """The machine. `splits` are all (source, split) pairs, `sinks` all sink stages."""
+    """The machine. `splits` are all (source, split) pairs, `sinks` all sink stages.
+
+    It begins as a follower that knows nothing, unless the first view has it in the chain.
+    """
 
     def __init__(
-        self, splits: Iterable[tuple[StageId, int]], sinks: Iterable[StageId], budget: Budget
+        self,
+        site: SiteId,
+        splits: Iterable[tuple[StageId, int]],
+        sinks: Iterable[StageId],
+        budget: Budget,
     ) -> None:
-        self.budget = budget
+        self.site, self.budget = site, budget
         self.splits = {key: _Split() for key in sorted(splits)}
         self.delivered: dict[StageId, Epoch] = dict.fromkeys(sinks, NO_EPOCH)
         self.next_epoch = Epoch(0)
         self.next_seq = 0
         self.finished = False
+        self.leads = False
+        self.successor: SiteId | None = None
+        self.history: deque[EpochRecord] = deque(maxlen=RESENT)
         self._draining = False
         self._in_flight: dict[Epoch, int] = {}
         self._turn = 0
 
-    def handle(self, event: SequencerEvent) -> list[PublishRecord]:
+    def handle(self, event: SequencerEvent) -> list[SequencerEffect]:
         match event:
+            case ViewCommitted():
+                return self._on_view_committed(event)
+            case RecordPassed():
+                return self._on_record_passed(event)
+            case ChainJoined():
+                return self._on_chain_joined(event)
+            case SuccessorConnected():
+                return self._pass_all() if event.site == self.successor else []
+            case SequencerCopied():
+                self._restore(event.state)
+                return []
             case BlocksAvailable():
                 self._on_blocks_available(event)
             case SplitIdle():
@@ -80,6 +134,85 @@ class Sequencer:
                 assert_never(event)
         return self._cut_all()
 
+    # --- the chain ------------------------------------------------------------------------------
+
+    def _on_view_committed(self, event: ViewCommitted) -> list[SequencerEffect]:
+        chain = event.view.sequencers
+        if self.site not in chain:
+            return []
+        at = chain.index(self.site)
+        if at == 0 and not self.leads:
+            self._lead()
+        joined = self.successor if self.successor in event.view.cohorts[0][0].joining else None
+        self.successor = chain[at + 1] if at + 1 < len(chain) else joined
+        # Whoever should have passed these on or published them may have died before.
+        return self._pass_all() + self._cut_all()
+
+    def _pass_all(self) -> list[SequencerEffect]:
+        return [e for record in self.history for e in self._pass_on(record)]
+
+    def _lead(self) -> None:
+        """Cut from now on. Ingresses that know of it already may have announced their blocks anew,
+        and the last records may have come after that."""
+        self.leads = True
+        everywhere = min(self.delivered.values(), default=NO_EPOCH)
+        self._in_flight = {r.epoch: 0 for r in self.history if r.epoch > everywhere}
+        for split in self.splits.values():
+            waiting, split.blocks, split.next_offset = split.blocks, deque(), split.cut
+            split.rows_waiting = 0
+            for block in waiting:
+                split.add(block)
+
+    def _on_chain_joined(self, event: ChainJoined) -> list[SequencerEffect]:
+        oldest = self.history[0].epoch if self.history else self.next_epoch
+        if event.has < oldest:
+            return [CopySequencer(event.site, self._state())]
+        self.successor = event.site
+        return [*self._pass_all(), ConfirmChain(event.site)]
+
+    def _on_record_passed(self, event: RecordPassed) -> list[SequencerEffect]:
+        record = event.record
+        if record.epoch > self.next_epoch:
+            raise ProtocolError(f"record of epoch {record.epoch}, not {self.next_epoch}")
+        if record.epoch == self.next_epoch:
+            self._note(record)
+        return self._pass_on(record)
+
+    def _pass_on(self, record: EpochRecord) -> list[SequencerEffect]:
+        if self.successor is None:
+            return [PublishRecord(record)]
+        return [PassRecord(self.successor, record)]
+
+    def _note(self, record: EpochRecord) -> None:
+        """The record is part of the order from now on."""
+        self.history.append(record)
+        self.next_epoch = Epoch(record.epoch + 1)
+        self.next_seq = record.base + record.rows
+        self.finished = record.last
+        for r in record.ranges:
+            split = self.splits[r.source, r.split]
+            split.cut = r.end
+            split.next_offset = max(split.next_offset, r.end)
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "next_epoch": self.next_epoch,
+            "next_seq": self.next_seq,
+            "finished": self.finished,
+            "turn": self._turn,
+            "cuts": [s.cut for s in self.splits.values()],
+            "history": list(self.history),
+        }
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.next_epoch, self.next_seq = state["next_epoch"], state["next_seq"]
+        self.finished, self._turn = state["finished"], state["turn"]
+        for split, cut in zip(self.splits.values(), state["cuts"], strict=True):
+            split.cut = split.next_offset = cut
+        self.history = deque(state["history"], maxlen=RESENT)
+
+    # --- cutting --------------------------------------------------------------------------------
+
     def _split(self, source: StageId, split: int) -> _Split:
         found = self.splits.get((source, split))
         if found is None:
@@ -88,16 +221,16 @@ class Sequencer:
 
     def _on_blocks_available(self, event: BlocksAvailable) -> None:
         split = self._split(event.source, event.split)
+        if event.anew:
+            split.blocks.clear()
+            split.next_offset, split.rows_waiting = split.cut, 0
         for block in event.blocks:
-            if block.start != split.next_offset or block.rows <= 0:
+            if block.rows <= 0 or block.start > split.next_offset:
                 raise ProtocolError(
                     f"source {event.source}, split {event.split}: block [{block.start}, "
                     f"{block.end}) does not follow offset {split.next_offset}"
                 )
-            split.next_offset = block.end
-            split.blocks.append(block)
-            split.rows_waiting += block.rows
-            split.idle = False
+            split.add(block)
 
     def _on_epoch_delivered(self, event: EpochDelivered) -> None:
         self.delivered[event.sink] = max(self.delivered[event.sink], event.epoch)
@@ -105,14 +238,14 @@ class Sequencer:
         for epoch in [e for e in self._in_flight if e <= everywhere]:
             del self._in_flight[epoch]
 
-    def _cut_all(self) -> list[PublishRecord]:
-        effects: list[PublishRecord] = []
+    def _cut_all(self) -> list[SequencerEffect]:
+        effects: list[SequencerEffect] = []
         while (record := self._cut()) is not None:
-            effects.append(PublishRecord(record))
+            effects += self._pass_on(record)
         return effects
 
     def _cut(self) -> EpochRecord | None:
-        if self.finished or not self._has_room() or self._better_wait():
+        if not self.leads or self.finished or not self._has_room() or self._better_wait():
             return None
         ranges, nbytes = ([], 0) if self._draining else self._take_blocks()
         exhausted = all(s.ended and not s.blocks for s in self.splits.values())
@@ -126,10 +259,8 @@ class Sequencer:
             last=exhausted or self._draining,
             ended=exhausted,
         )
-        self.finished = record.last
         self._in_flight[record.epoch] = nbytes
-        self.next_epoch = Epoch(self.next_epoch + 1)
-        self.next_seq += record.rows
+        self._note(record)
         return record
 
     def _has_room(self) -> bool:
@@ -178,9 +309,11 @@ class Sequencer:
         return tuple(s for s in sources if quiet[s])
 
     def check_invariants(self) -> None:
-        require(
-            len(self._in_flight) <= self.budget.epochs_in_flight_max, "more epochs than the budget"
-        )
+        if self.leads:
+            require(
+                len(self._in_flight) <= max(RESENT, self.budget.epochs_in_flight_max),
+                "more epochs than the budget",
+            )
 
 
 def _joined(ranges: list[Range]) -> list[Range]:

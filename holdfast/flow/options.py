@@ -21,10 +21,18 @@ class Options:
     idle_ms: int = 2_000
     digests: bool = True
     status_ms: int = 500
+    lease_s: float = 1.0
+    """A site that has been silent for so long is declared dead."""
+    catch_up_mb_s: float = 100.0
+    """How fast a site hands state over to new copies."""
+    kept_bytes_max: int = 256 << 20
+    """A copy elsewhere for which a site must keep more than this is failed on purpose."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.partitions <= 65_535:
             raise FlowError(f"partitions must be between 1 and 65,535, not {self.partitions}")
+        if self.lease_s <= 0 or self.catch_up_mb_s <= 0 or self.kept_bytes_max <= 0:
+            raise FlowError("lease_s, catch_up_mb_s and kept_bytes_max must be positive")
         if self.window < 1 or self.block_rows < 1 or self.read_ahead_rows < self.block_rows:
             raise FlowError(
                 "window and block_rows must be positive, and read_ahead_rows not smaller"

@@ -31,7 +31,7 @@ from holdfast.flow.graph import (
     topological,
 )
 from holdfast.flow.operators.base import KeyedOperator, Port
-from holdfast.flow.protection import Protection
+from holdfast.flow.protection import Protection, none
 from holdfast.flow.sinks import Sink
 from holdfast.flow.sources import Source
 from holdfast.flow.steps import Branch, Step
@@ -119,6 +119,7 @@ def shape(plan: Plan, partitions: int) -> Shape:
     """The plan as the core sees it: numbers only."""
     stages = []
     for stage in plan.stages:
+        protection = stage.protection or none()
         count = partitions if stage.kind == "keyed" else 1
         if stage.source is not None:
             count = stage.source.splits
@@ -131,7 +132,8 @@ def shape(plan: Plan, partitions: int) -> Shape:
                 tuple(ExchangeId(e.id) for e in stage.inputs),
                 tuple(ExchangeId(e.id) for e in stage.outputs),
                 stage.merge == "ordered",
-                stage.protection.copies if stage.protection else 1,
+                protection.copies,
+                protection.apart,
             )
         )
     return Shape(
@@ -211,6 +213,7 @@ class _Planner:
         stage = Stage(
             len(self.stages), name, kind, ports, source=source, operator=operator, sink=sink
         )
+        stage.protection = self.flow.protection
         self.stages.append(stage)
         self._stage_of[id(node)] = stage
         return stage
@@ -219,6 +222,12 @@ class _Planner:
         stage = self._add_stage(node, "keyed", node.operator.outputs, operator=node.operator)
         stage.merge = node.merge
         stage.protection = node.protection or self.flow.protection
+        if stage.merge == "arrival" and stage.protection.copies > 1:
+            raise FlowError(
+                f"stage {stage.name!r} merges in the order of arrival, which its copies would not "
+                f"see alike: {stage.protection.name} needs ordered merging",
+                hint='leave out merge="arrival", or protect the stage with none()',
+            )
         for position, stream in enumerate(node.inputs):
             self._connect(stream, stage, position, node.operator.keys)
 

@@ -23,13 +23,15 @@ from holdfast.flow.batches import row_digests
 
 
 class SinkWriter:
-    """Takes the rows of one sink on the site that hosts its egress."""
+    """Takes the rows of one sink on the site that leads its egress."""
 
     def write(self, epoch: int, batch: pa.RecordBatch) -> None:
         raise NotImplementedError
 
-    def commit(self, epoch: int) -> None:
-        """All rows up to and including `epoch` have been written."""
+    def commit(self, epoch: int) -> int:
+        """All rows up to and including `epoch` have been written. The answer is the last epoch
+        whose rows outlive this process: up to there nobody will ever be asked to write again."""
+        return epoch
 
     def close(self) -> None:
         """The flow has ended; everything written must be readable now."""
@@ -38,19 +40,39 @@ class SinkWriter:
         """Figures for ``run.status()``."""
         return {}
 
+    def save(self) -> dict[str, Any]:
+        """Of a replicated sink: what a new copy needs to go on."""
+        return {}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """The inverse of `save`."""
+
 
 class Sink:
     """Base of the sinks."""
 
     with_order = False
     """Whether rows keep the columns of their order key (named ``__o0``, ...)."""
+    replicated = False
+    """Whether every copy of the egress writes, because what is written is in memory only."""
 
     def open(self, name: str, schema: pa.Schema) -> SinkWriter:
+        """Begin with the first epoch."""
         raise NotImplementedError
+
+    def resume(self, name: str, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
+        """Go on in place of a writer that is gone, which said last that `durable` was durable.
+        Also gives the epoch that was durable in truth: the first to write is the one after it."""
+        return self.open(name, schema), durable
 
 
 class Parquet(Sink):
-    """A directory of parquet files, each the rows of a range of epochs, that Spark reads back."""
+    """A directory of parquet files that Spark reads back, each the rows of a range of epochs.
+
+    A file is named after its first epoch and says in its metadata which is its last; the next one
+    begins right after it. A name can be taken only once: of two writers that both believe to lead
+    one adds the file, and the other goes on from where that ends. So ranges never overlap.
+    """
 
     def __init__(
         self, path: str | os.PathLike[str], *, roll_s: float = 1.0, with_order: bool = False
@@ -64,7 +86,27 @@ class Parquet(Sink):
                 hint="give each run a directory of its own, or empty it first",
             )
         self.path.mkdir(parents=True, exist_ok=True)
-        return _ParquetWriter(self, schema)
+        return _ParquetWriter(self, schema, -1)
+
+    def resume(self, name: str, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
+        self.path.mkdir(parents=True, exist_ok=True)
+        while (last := self.last_epoch(durable + 1)) is not None:
+            durable = last
+        return _ParquetWriter(self, schema, durable), durable
+
+    def file(self, first: int) -> Path:
+        return self.path / f"part-{first:012d}.parquet"
+
+    def last_epoch(self, first: int) -> int | None:
+        """The last epoch of the file that begins with `first`; None if there is none."""
+        try:
+            metadata = pq.read_metadata(self.file(first)).metadata
+        except FileNotFoundError:
+            return None
+        return int(metadata[_LAST])
+
+
+_LAST = b"holdfast.last_epoch"
 
 
 class _ParquetWriter(SinkWriter):
@@ -73,39 +115,49 @@ class _ParquetWriter(SinkWriter):
 
     _ROWS_MAX = 1 << 20
 
-    def __init__(self, sink: Parquet, schema: pa.Schema) -> None:
+    def __init__(self, sink: Parquet, schema: pa.Schema, durable: int) -> None:
         self._sink, self._schema = sink, schema
-        self._batches: list[pa.RecordBatch] = []
+        self._batches: list[tuple[int, pa.RecordBatch]] = []
         self._rows = 0
-        self._first: int | None = None
-        self._committed = -1
+        self._durable = self._committed = durable
         self._rolled = time.monotonic()
 
     def write(self, epoch: int, batch: pa.RecordBatch) -> None:
         if batch.num_rows:
-            self._first = epoch if self._first is None else self._first
-            self._batches.append(batch)
+            self._batches.append((epoch, batch))
             self._rows += batch.num_rows
 
-    def commit(self, epoch: int) -> None:
+    def commit(self, epoch: int) -> int:
         self._committed = epoch
         due = time.monotonic() - self._rolled >= self._sink.roll_s
         if self._batches and (due or self._rows >= self._ROWS_MAX):
             self._roll()
+        return self._durable
 
     def _roll(self) -> None:
-        name = f"part-{self._first:012d}-{self._committed:012d}.parquet"
-        hidden = self._sink.path / f".{name}.tmp"
-        pq.write_table(pa.Table.from_batches(self._batches), hidden)
-        os.replace(hidden, self._sink.path / name)
-        self._batches, self._rows, self._first = [], 0, None
+        """Add a file with everything that was committed."""
+        while self._durable < self._committed:
+            first = self._durable + 1
+            hidden = self._sink.path / f".part-{first:012d}-{os.getpid()}.tmp"
+            pq.write_table(self._table(), hidden)
+            try:
+                os.link(hidden, self._sink.file(first))
+                self._durable = self._committed
+            except FileExistsError:
+                self._durable = self._sink.last_epoch(first) or first
+            os.unlink(hidden)
+            self._batches = [(e, b) for e, b in self._batches if e > self._durable]
+        self._rows = sum(b.num_rows for _, b in self._batches)
         self._rolled = time.monotonic()
+
+    def _table(self) -> pa.Table:
+        metadata = {**(self._schema.metadata or {}), _LAST: str(self._committed).encode()}
+        table = pa.Table.from_batches([b for _, b in self._batches], self._schema)
+        return table.replace_schema_metadata(metadata)
 
     def close(self) -> None:
         if self._batches or not any(self._sink.path.glob("*.parquet")):
-            if not self._batches:  # an empty result must still be readable
-                self._batches = [pa.RecordBatch.from_pylist([], schema=self._schema)]
-                self._first = 0
+            self._committed = max(self._committed, 0)  # an empty result must be readable, too
             self._roll()
         (self._sink.path / "_SUCCESS").touch()
 
@@ -116,6 +168,8 @@ class Discard(Sink):
     With `clock` it also measures latency: the column so named holds, in microseconds since the
     Unix epoch, when the row came into being.
     """
+
+    replicated = True
 
     def __init__(self, clock: str | None = None) -> None:
         self.clock = clock
@@ -148,6 +202,12 @@ class _DiscardWriter(SinkWriter):
             bins = (now * 1e6 - born_us) / (1e3 * self._BIN_MS)
             bins = np.clip(bins, 0, self._BINS - 1).astype(np.int64)
             self._latencies += np.bincount(bins, minlength=self._BINS)
+
+    def save(self) -> dict[str, Any]:
+        return {"rows": self._rows, "digest": f"{self._digest:016x}"}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        self._rows, self._digest = saved["rows"], int(saved["digest"], 16)
 
     def report(self) -> dict[str, Any]:
         figures: dict[str, Any] = {"rows": self._rows, "digest": f"{self._digest:016x}"}

@@ -16,13 +16,20 @@ from holdfast.errors import FlowError
 
 
 class SplitReader:
-    """Reads a split. `read` returns rows, an empty batch for "nothing yet", or None at the end."""
+    """Reads a split. `read` returns rows, an empty batch for "nothing yet", or None at the end.
 
-    def read(self, rows_max: int) -> pa.RecordBatch | None:
+    With `due`, another copy of the ingress has had these rows: they are to be given at once, even
+    if their time has not come by the clock of this one.
+    """
+
+    def read(self, rows_max: int, *, due: bool = False) -> pa.RecordBatch | None:
         raise NotImplementedError
 
     def close(self) -> None:
         """Called once, when no more rows will be asked for."""
+
+
+Locate = Callable[[], list[tuple[str, int]]]
 
 
 class Feeder(Protocol):
@@ -30,7 +37,8 @@ class Feeder(Protocol):
 
     failed: Callable[[Exception], None]
 
-    def start(self, address: tuple[str, int], secret: bytes, source: int, name: str) -> None: ...
+    def start(self, locate: Locate, secret: bytes, source: int, name: str) -> None:
+        """`locate` tells where the copies of the ingress are just now."""
 
     def stop(self) -> None: ...
 
@@ -45,8 +53,8 @@ class Source:
     through = False
     """Of a fed source: whether rows are taken as they come in, or a whole batch at a time."""
 
-    def open(self, split: int) -> SplitReader:
-        """Read one of the splits; of a source that is not fed."""
+    def open(self, split: int, offset: int = 0) -> SplitReader:
+        """Read one of the splits from its row `offset` on; of a source that is not fed."""
         raise NotImplementedError
 
     def feeder(self) -> Feeder:
@@ -67,8 +75,8 @@ class Rows(Source):
         self.schema = first[0].schema
         self.splits = len(splits)
 
-    def open(self, split: int) -> SplitReader:
-        return _RowsReader(self._splits[split])
+    def open(self, split: int, offset: int = 0) -> SplitReader:
+        return _RowsReader(self._splits[split], offset)
 
 
 def _batches(split: pa.RecordBatch | pa.Table | Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
@@ -78,10 +86,15 @@ def _batches(split: pa.RecordBatch | pa.Table | Sequence[pa.RecordBatch]) -> lis
 
 
 class _RowsReader(SplitReader):
-    def __init__(self, batches: list[pa.RecordBatch]) -> None:
+    def __init__(self, batches: list[pa.RecordBatch], offset: int) -> None:
         self._batches = [b for b in batches if b.num_rows][::-1]
+        while offset and self._batches:
+            first = self._batches.pop()
+            if first.num_rows > offset:
+                self._batches.append(first.slice(offset))
+            offset = max(0, offset - first.num_rows)
 
-    def read(self, rows_max: int) -> pa.RecordBatch | None:
+    def read(self, rows_max: int, *, due: bool = False) -> pa.RecordBatch | None:
         if not self._batches:
             return None
         batch = self._batches.pop()
@@ -111,31 +124,31 @@ class Generator(Source):
         self.rows_per_split = None if rows is None else -(-rows // splits)
         self.rate_per_split = None if rate is None else rate / splits
 
-    def open(self, split: int) -> SplitReader:
-        return _GeneratorReader(self, split)
+    def open(self, split: int, offset: int = 0) -> SplitReader:
+        return _GeneratorReader(self, split, offset)
 
 
 class _GeneratorReader(SplitReader):
-    def __init__(self, source: Generator, split: int) -> None:
-        self._source, self._split, self._next = source, split, 0
+    def __init__(self, source: Generator, split: int, offset: int) -> None:
+        self._source, self._split, self._next = source, split, offset
         self._started: float | None = None
 
-    def read(self, rows_max: int) -> pa.RecordBatch | None:
-        source = self._source
-        if self._started is None:
-            self._started = time.monotonic()
-        due = rows_max
+    def read(self, rows_max: int, *, due: bool = False) -> pa.RecordBatch | None:
+        source, count = self._source, rows_max
         if source.rate_per_split is not None:
-            elapsed = time.monotonic() - self._started
-            due = min(due, int(elapsed * source.rate_per_split) - self._next)
+            if self._started is None:
+                self._started = time.monotonic() - self._next / source.rate_per_split
+            if not due:
+                elapsed = time.monotonic() - self._started
+                count = min(count, int(elapsed * source.rate_per_split) - self._next)
         if source.rows_per_split is not None:
             left = source.rows_per_split - self._next
             if left == 0:
                 return None
-            due = min(due, left)
-        if due <= 0:
+            count = min(count, left)
+        if count <= 0:
             return pa.RecordBatch.from_pylist([], schema=source.schema)
-        batch = source.make(self._split, self._next, due)
+        batch = source.make(self._split, self._next, count)
         self._next += batch.num_rows
         return batch
 

@@ -1,4 +1,4 @@
-"""Bundles: all frames that one site sends to another in one epoch of an exchange.
+"""Bundles: all frames that one cohort sends to another in one epoch of an exchange.
 
 Rows keep their sequence order within a bundle, so a consumer merges a few sorted runs. Which
 partition a row is for follows from its key; the bundle carries the digest of each partition's
@@ -7,11 +7,14 @@ frame, and the receiver checks it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
+
 import numpy as np
 import pyarrow as pa
 
-from holdfast.core.ids import SiteId
-from holdfast.core.layout import Layout
+from holdfast.core.ids import CohortId
+from holdfast.core.layout import Cohort
 from holdfast.errors import DivergenceError, ProtocolError
 from holdfast.flow.batches import Track, empty, frame_digests, row_digests, take
 from holdfast.flow.keys import key_words, partition_of
@@ -22,27 +25,30 @@ from holdfast.site import wire
 class Frames:
     """A bundle in memory."""
 
-    __slots__ = ("batch", "digests", "track")
-
     def __init__(self, batch: pa.RecordBatch, track: Track, digests: np.ndarray | None) -> None:
         self.batch, self.track, self.digests = batch, track, digests
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return int(self.batch.nbytes)
 
+    @cached_property
+    def checksum(self) -> int:
+        """The same for the same rows; what two copies of a producer are compared by."""
+        return 0 if self.digests is None else int(self.digests.sum(dtype=np.uint64))
+
 
 class Router:
-    """Splits the output of a stage by the sites that hold the consumer's partitions."""
+    """Splits the output of a stage by the consumer's cohorts."""
 
-    def __init__(self, exchange: Exchange, layout: Layout, digests: bool) -> None:
+    def __init__(self, exchange: Exchange, cohorts: Sequence[Cohort], digests: bool) -> None:
         self.exchange = exchange
         self._digests = digests
-        self.sites = layout.sites_of(exchange.consumer)  # type: ignore[arg-type]
-        homes = [copies[0] for copies in layout.sites[exchange.consumer]]
-        self.partitions = len(homes)
-        self._site_of = np.array([self.sites.index(home) for home in homes], np.uint16)
-        self.partitions_at = [np.flatnonzero(self._site_of == i) for i in range(len(self.sites))]
+        self.cohorts = cohorts
+        self.partitions = cohorts[-1].end
+        self._cohort_of = np.empty(self.partitions, np.uint16)
+        for number, cohort in enumerate(cohorts):
+            self._cohort_of[cohort.first : cohort.end] = number
 
     def partition(self, batch: pa.RecordBatch) -> np.ndarray:
         """The consumer partition of every row."""
@@ -52,51 +58,52 @@ class Router:
             key_words([batch.column(k) for k in self.exchange.keys]), self.partitions
         )
 
-    def split(self, batch: pa.RecordBatch, track: Track) -> dict[SiteId, Frames]:
-        """One bundle for each consumer site, an empty one where it gets no rows."""
+    def split(self, batch: pa.RecordBatch, track: Track) -> dict[CohortId, Frames]:
+        """One bundle for each consumer cohort, an empty one where it gets no rows."""
+        numbers = [CohortId(n) for n in range(len(self.cohorts))]
         if batch.num_rows == 0:
-            return {site: Frames(batch, track, None) for site in self.sites}
-        if len(self.sites) == 1 and not self._digests:
-            return {self.sites[0]: Frames(batch, track, None)}
+            return {n: Frames(batch, track, None) for n in numbers}
+        if len(numbers) == 1 and not self._digests:
+            return {numbers[0]: Frames(batch, track, None)}
         partition = self.partition(batch)
         digests = frame_digests(batch, partition, self.partitions) if self._digests else None
         bundles = {}
-        for index, site in enumerate(self.sites):
-            part = batch
-            if len(self.sites) > 1:
-                part = take(batch, np.flatnonzero(self._site_of[partition] == index))
-            own = None if digests is None else digests[self.partitions_at[index]]
-            bundles[site] = Frames(part, track, own)
+        for number in numbers:
+            cohort, part = self.cohorts[number], batch
+            if len(numbers) > 1:
+                part = take(batch, np.flatnonzero(self._cohort_of[partition] == number))
+            own = None if digests is None else digests[cohort.first : cohort.end]
+            bundles[number] = Frames(part, track, own)
         return bundles
 
 
 class Checker:
-    """Verifies the digests of the bundles that arrive at one site on one exchange."""
+    """Verifies the digests of the bundles that arrive on one exchange."""
 
-    def __init__(self, router: Router, site: SiteId, stage: str) -> None:
+    def __init__(self, router: Router, stage: str) -> None:
         self._router, self._stage = router, stage
-        self._mine = router.partitions_at[router.sites.index(site)]
 
-    def check(self, frames: Frames, epoch: int, producer: int) -> None:
+    def check(self, frames: Frames, epoch: int, producer: int, consumer: int) -> None:
         if frames.digests is None or frames.batch.num_rows == 0:
             return
         # Almost always right, and the sum over all partitions is cheaper to work out.
         total = frames.digests.sum(dtype=np.uint64)
         if row_digests(frames.batch).sum(dtype=np.uint64) == total:
             return
+        cohort = self._router.cohorts[consumer]
         found = frame_digests(
             frames.batch, self._router.partition(frames.batch), self._router.partitions
-        )[self._mine]
-        wrong = self._mine[found != frames.digests]
+        )[cohort.first : cohort.end]
+        wrong = np.flatnonzero(found != frames.digests) + cohort.first
         if wrong.size:
             raise DivergenceError(
-                f"stage {self._stage!r}, partition {wrong[0]}, epoch {epoch}: the frame from site "
-                f"{producer} is not what its digest says"
+                f"stage {self._stage!r}, partition {wrong[0]}, epoch {epoch}: the frame from "
+                f"producer cohort {producer} is not what its digest says"
             )
 
 
 def encode(
-    frames: Frames, exchange: int, epoch: int, last: bool
+    frames: Frames, exchange: int, epoch: int, producer: int, consumer: int, last: bool
 ) -> tuple[wire.Bundle, list[object]]:
     """The message and the buffers of its body."""
     track = frames.track.to_bytes()
@@ -105,7 +112,8 @@ def encode(
     body: list[object] = [track, digests]
     if rows:
         body.append(frames.batch.serialize())
-    return wire.Bundle(exchange, epoch, last, rows, len(track), len(digests)), body
+    message = wire.Bundle(exchange, epoch, producer, consumer, last, rows, len(track), len(digests))
+    return message, body
 
 
 def decode(message: wire.Bundle, body: memoryview, schema: pa.Schema) -> Frames:

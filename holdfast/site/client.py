@@ -1,9 +1,11 @@
-"""A blocking client of a site's wire, for tasks and threads that push rows into a flow."""
+"""A blocking client of the wire, for tasks and threads outside the event loops."""
 
 from __future__ import annotations
 
 import os
 import socket
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -11,28 +13,66 @@ import pyarrow as pa
 from holdfast.errors import HostError, ProtocolError
 from holdfast.flow.batches import to_ipc
 from holdfast.site import wire
+from holdfast.site.feed import NOT_HERE
 
 UNANSWERED_MAX = 16
 
 
-class FeedClient:
-    """One authenticated connection to the ingress of a fed source."""
+LEADER_S_MAX = 2.0
 
-    def __init__(self, address: tuple[str, int], secret: bytes) -> None:
+
+def to_leader(
+    addresses: Sequence[tuple[str, int]], secret: bytes, message: wire.Message
+) -> tuple[Client, str]:
+    """Say something to whoever leads an ingress: a connection to it, and its remark.
+
+    Any site knows who that is. While a leader has just died and nobody leads yet, it waits.
+    """
+    deadline = time.monotonic() + LEADER_S_MAX
+    told: tuple[str, int] | None = None
+    while True:
+        for address in [told, *addresses] if told else addresses:
+            client = None
+            try:
+                client = Client(address, secret)
+                return client, client.ask(message)
+            except (HostError, OSError) as error:
+                failure = error
+                if client is not None:
+                    client.close()
+                if isinstance(error, Refused):
+                    if NOT_HERE not in error.message:
+                        raise
+                    told = error.leader
+        if time.monotonic() > deadline:
+            raise HostError(f"no ingress takes rows: {failure}") from failure
+        time.sleep(0.02)
+
+
+class Refused(HostError):
+    """The ingress does not want what it was sent; `leader` is who does, if that is known."""
+
+    leader: tuple[str, int] | None = None
+
+
+class Client:
+    """One authenticated connection, to the ingress of a fed source or to the controller."""
+
+    def __init__(
+        self, address: tuple[str, int], secret: bytes, identity: tuple[str, int] = ("feeder", 0)
+    ) -> None:
         try:
             self._socket = socket.create_connection(address, timeout=10)
         except OSError as error:
-            raise HostError(
-                f"cannot reach the ingress at {address[0]}:{address[1]}: {error}"
-            ) from error
+            raise HostError(f"cannot reach {address[0]}:{address[1]}: {error}") from error
         self._unanswered = 0
-        self._shake_hands(secret)
+        self._shake_hands(secret, identity)
         self._socket.settimeout(None)  # an answer comes when there is room, however long it takes
 
-    def _shake_hands(self, secret: bytes) -> None:
+    def _shake_hands(self, secret: bytes, identity: tuple[str, int]) -> None:
         challenge = self._receive(wire.Challenge)
         nonce = os.urandom(16)
-        self._socket.sendall(wire.encode(wire.hello(secret, challenge, nonce, "feeder", 0)))
+        self._socket.sendall(wire.encode(wire.hello(secret, challenge, nonce, *identity)))
         wire.check_welcome(secret, challenge, nonce, self._receive(wire.Welcome))
 
     def _receive(self, kind: type[Any]) -> Any:
@@ -51,6 +91,10 @@ class FeedClient:
             data += part
         return bytes(data)
 
+    def tell(self, message: wire.Message) -> None:
+        """Send a message that nobody answers."""
+        self._socket.sendall(wire.encode(message))
+
     def ask(self, message: wire.Message) -> str:
         """Send a message and wait until the ingress has taken it; its remark."""
         self._socket.sendall(wire.encode(message))
@@ -63,7 +107,9 @@ class FeedClient:
         taken = self._receive(wire.FeedTaken)
         self._unanswered -= 1
         if not taken.ok:
-            raise HostError(f"the ingress refused rows: {taken.reason}")
+            refused = Refused(f"the ingress refused rows: {taken.reason}")
+            refused.leader = taken.leader
+            raise refused
         return str(taken.reason)
 
     def send_rows(self, batch: pa.RecordBatch) -> None:

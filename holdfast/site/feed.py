@@ -7,24 +7,32 @@ task may be run again and a re-run batch may differ; then they are taken in part
 
 *Through* (one batch DataFrame, read in order): partitions are taken one after another, each as it
 comes in; the tasks of later partitions wait. Nothing is held but what the limit allows.
+
+What is pushed cannot be read again, so the leading copy of the ingress gives whatever it takes, as
+numbered *portions*, to the other copies first. Only when all of them have a portion do its rows
+enter the flow, and only then is the feeder told that they were taken. A new leader goes on from
+the last portion it has: it knows which batches, or how many rows of which partition, those were.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pyarrow as pa
 
+from holdfast.core.ids import SiteId
 from holdfast.errors import ProtocolError
-from holdfast.flow.batches import from_ipc
+from holdfast.flow.batches import from_ipc, to_ipc
 from holdfast.flow.sources import SplitReader
 from holdfast.site import wire
 
 Reply = Callable[[bool, str], None]
 
 HELD_BYTES_MAX = 32 << 20
+NOT_HERE = "another site leads the ingress"
 
 
 @dataclass
@@ -36,12 +44,29 @@ class _Partition:
     waiting: list[Reply] = field(default_factory=list)
 
 
-class FedReader(SplitReader):
-    """The only split of a fed source. Replies to feeders when there is room for more."""
+@dataclass
+class _Portion:
+    """Rows that enter the flow together, and where the feed stands after them."""
 
-    def __init__(self, schema: pa.Schema, through: bool) -> None:
+    number: int
+    rows: list[pa.RecordBatch]
+    marks: dict[str, int]
+    taken: Reply | None
+
+
+class FedReader(SplitReader):
+    """One copy of the only split of a fed source. Replies to feeders when there is room for more.
+
+    `send` gives a message to another site; `on_ready` is called when there are rows to read.
+    """
+
+    def __init__(self, source: int, schema: pa.Schema, through: bool) -> None:
+        self.source = source
         self._empty = pa.RecordBatch.from_pylist([], schema=schema)
         self.through = through
+        self.leads = True
+        self.send: Callable[[SiteId, wire.Message, list[Any]], None] = lambda *_: None
+        self.on_ready: Callable[[], None] = lambda: None
         self._ready: deque[pa.RecordBatch] = deque()
         self._ready_bytes = 0
         self._staged: dict[tuple[int, int], _Partition] = {}
@@ -50,11 +75,14 @@ class FedReader(SplitReader):
         self._head_taken = 0  # through: how many of its rows were taken
         self._ended = False
         self._waiting: list[Reply] = []  # commits that wait for room
-        self.on_ready: Callable[[], None] = lambda: None
+        self._portions: deque[_Portion] = deque()  # not yet at all copies
+        self._submitted = self._taken = 0  # how many portions
+        self._has: dict[SiteId, int] = {}  # of the other copies: how many portions
+        self._counted: set[SiteId] = set()  # those that must have one before it enters
 
     # --- the flow's side ------------------------------------------------------------------------
 
-    def read(self, rows_max: int) -> pa.RecordBatch | None:
+    def read(self, rows_max: int, *, due: bool = False) -> pa.RecordBatch | None:
         if not self._ready:
             return None if self._ended else self._empty
         batch = self._ready.popleft()
@@ -94,17 +122,15 @@ class FedReader(SplitReader):
             return
         before, staged.rows = staged.rows, staged.rows + rows.num_rows
         if self.through and partition == self._head:
-            self._take(rows.slice(max(0, self._head_taken - before)))
+            fresh = rows.slice(max(0, self._head_taken - before))
             self._head_taken = max(self._head_taken, staged.rows)
-            if self._ready_bytes >= HELD_BYTES_MAX:
-                staged.waiting.append(reply)
-                return
+            self._submit([fresh], reply)
+            return
+        staged.batches.append(rows)
+        if self.through and sum(b.nbytes for b in staged.batches) >= HELD_BYTES_MAX:
+            staged.waiting.append(reply)
         else:
-            staged.batches.append(rows)
-            if self.through and sum(b.nbytes for b in staged.batches) >= HELD_BYTES_MAX:
-                staged.waiting.append(reply)
-                return
-        reply(True, "")
+            reply(True, "")
 
     def done(self, batch: int, partition: int, attempt: int, reply: Reply) -> None:
         staged = self._staged.get((batch, partition))
@@ -112,21 +138,23 @@ class FedReader(SplitReader):
             reply(False, "another attempt at this partition has begun")
             return
         staged.done = True
-        reply(True, "")
         if self.through:
-            self._pass_on()
+            self._pass_on(reply)
+        else:
+            reply(True, "")
 
-    def _pass_on(self) -> None:
+    def _pass_on(self, reply: Reply) -> None:
         """Through: go on to the next partition, and let in what of it is already here."""
+        rows: list[pa.RecordBatch] = []
         while (staged := self._staged.get((0, self._head))) is not None and staged.done:
             del self._staged[0, self._head]
             self._head, self._head_taken = self._head + 1, 0
             following = self._staged.get((0, self._head))
             if following is not None:
-                for rows in following.batches:
-                    self._take(rows)
+                rows += following.batches
                 following.batches = []
                 self._head_taken = following.rows
+        self._submit(rows, reply)
         self._answer_waiting()
 
     def commit(self, batch: int, partitions: tuple[int, ...], reply: Reply) -> None:
@@ -140,33 +168,138 @@ class FedReader(SplitReader):
             reply(False, f"batch {batch}: partition {missing[0]} is not complete")
             return
         self._committed = batch
-        for partition in parts:
-            for rows in self._staged.pop((batch, partition)).batches:
-                self._take(rows)
+        rows = [b for p in parts for b in self._staged.pop((batch, p)).batches]
         for stale in [key for key in self._staged if key[0] <= batch]:
             del self._staged[stale]
-        if self._ready_bytes >= HELD_BYTES_MAX:
-            self._waiting.append(reply)
-        else:
-            reply(True, "")
+        self._submit(rows, reply)
 
     def end(self, reply: Reply) -> None:
-        self._ended = True
-        reply(True, "")
+        self._submit([], reply, ended=True)
+
+    # --- the copies -----------------------------------------------------------------------------
+
+    def _submit(self, rows: list[pa.RecordBatch], reply: Reply, ended: bool = False) -> None:
+        """Give a portion to all copies; it is taken when they have it."""
+        self._submitted += 1
+        marks = {
+            "committed": self._committed,
+            "head": self._head,
+            "head_taken": self._head_taken,
+            "ended": int(ended),
+            "everywhere": min(self._has.values(), default=self._submitted),
+        }
+        portion = _Portion(self._submitted, rows, marks, reply)
+        self._portions.append(portion)
+        for site in self._has:
+            self._give(site, portion)
+        self._enter()
+
+    def _give(self, site: SiteId, portion: _Portion) -> None:
+        bodies = [to_ipc(b) for b in portion.rows]
+        sizes = [b.size for b in bodies]
+        message = wire.FeedPortion(self.source, portion.number, portion.marks, sizes)
+        self.send(site, message, list(bodies))
+
+    def _enter(self) -> None:
+        """Take what all copies that count have, and forget what all have."""
+        everywhere = min((self._has[s] for s in self._counted), default=self._submitted)
+        for portion in self._portions:
+            if self._taken < portion.number <= everywhere:
+                self._take(portion)
+        kept = min(self._has.values(), default=self._submitted)
+        while self._portions and self._portions[0].number <= min(kept, self._taken):
+            self._portions.popleft()
+
+    def _take(self, portion: _Portion) -> None:
+        self._taken = portion.number
+        for rows in portion.rows:
+            if rows.num_rows:
+                self._ready.append(rows)
+                self._ready_bytes += rows.nbytes
+        self._ended = self._ended or bool(portion.marks["ended"])
+        if portion.taken is not None:
+            if self._ready_bytes >= HELD_BYTES_MAX:
+                self._waiting.append(portion.taken)
+            else:
+                portion.taken(True, "")
         self.on_ready()
 
-    def _take(self, rows: pa.RecordBatch) -> None:
-        if rows.num_rows:
-            self._ready.append(rows)
-            self._ready_bytes += rows.nbytes
-            self.on_ready()
+    def on_copies(self, leads: bool, others: Iterable[SiteId], joining: Iterable[SiteId]) -> None:
+        """Who the other copies are has changed."""
+        if leads and not self.leads:
+            self._submitted = self._taken
+        self.leads = leads
+        self._counted = set(others)
+        if leads:
+            self._has = {s: self._has.get(s, 0) for s in [*others, *joining]}
+            self._enter()
+        else:
+            self._has = {}
+
+    def on_portion(self, message: wire.FeedPortion, body: memoryview) -> None:
+        """The leader has given this copy a portion."""
+        if message.number <= self._taken:
+            return
+        if message.number != self._taken + 1:
+            raise ProtocolError(f"portion {message.number} of a feed after {self._taken}")
+        rows, at = [], 0
+        for size in message.sizes:
+            rows.append(_decoded(body[at : at + size]))
+            at += size
+        self._committed, self._head = message.marks["committed"], message.marks["head"]
+        self._head_taken = message.marks["head_taken"]
+        # Kept in case this copy comes to lead while another one lacks it.
+        self._portions.append(_Portion(message.number, rows, message.marks, None))
+        while self._portions[0].number <= message.marks["everywhere"]:
+            self._portions.popleft()
+        self._take(self._portions[-1])
+
+    def on_has(self, site: SiteId, number: int, again: bool) -> None:
+        """Another copy has so many portions; `again`: it wants those that follow sent again."""
+        if site not in self._has:
+            return
+        self._has[site] = max(self._has[site], number)
+        if again:
+            for portion in self._portions:
+                if portion.number > number:
+                    self._give(site, portion)
+        self._enter()
+
+    @property
+    def has(self) -> int:
+        """How many portions this copy has."""
+        return self._taken
+
+    def save(self) -> dict[str, int]:
+        """Where the feed stands; what has been read of it is not part of it."""
+        return {
+            "committed": self._committed,
+            "head": self._head,
+            "head_taken": self._head_taken,
+            "ended": int(self._ended),
+            "taken": self._taken,
+        }
+
+    def unread(self) -> list[pa.RecordBatch]:
+        """The rows that have entered and were not read."""
+        return list(self._ready)
+
+    def restore(self, saved: dict[str, int]) -> None:
+        self._committed, self._head = saved["committed"], saved["head"]
+        self._head_taken, self._ended = saved["head_taken"], bool(saved["ended"])
+        self._taken = self._submitted = saved["taken"]
+        self.leads = False
 
 
 class Feeds:
     """The feeders' connections to one site: turns their messages into calls of the readers."""
 
-    def __init__(self, readers: dict[int, FedReader]) -> None:
-        self._readers = readers
+    def __init__(
+        self,
+        readers: Callable[[], dict[int, FedReader]],
+        leader: Callable[[int], tuple[str, int] | None],
+    ) -> None:
+        self._readers, self._leader = readers, leader
         self._opened: dict[wire.Connection, wire.FeedOpen] = {}
 
     def forget(self, connection: wire.Connection) -> None:
@@ -177,6 +310,12 @@ class Feeds:
         def reply(ok: bool, reason: str) -> None:
             connection.send(wire.FeedTaken(ok, reason))
 
+        if isinstance(message, wire.FeedOpen | wire.FeedCommit | wire.FeedEnd):
+            here = self._readers().get(message.source)
+            if here is None or not here.leads:
+                leader = self._leader(message.source)
+                connection.send(wire.FeedTaken(False, NOT_HERE, leader))
+                return
         match message:
             case wire.FeedOpen():
                 reader = self._reader(message.source)
@@ -200,9 +339,10 @@ class Feeds:
         return self._reader(opened.source), (opened.batch, opened.partition, opened.attempt)
 
     def _reader(self, source: int) -> FedReader:
-        if source not in self._readers:
+        reader = self._readers().get(source)
+        if reader is None:
             raise ProtocolError(f"source {source} is not fed here")
-        return self._readers[source]
+        return reader
 
 
 def _decoded(body: memoryview) -> pa.RecordBatch:

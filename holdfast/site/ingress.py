@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,28 +16,45 @@ from holdfast.flow.plan import Plan, Stage
 from holdfast.flow.sources import SplitReader
 from holdfast.flow.steps import conform
 from holdfast.flow.watermark import Steps, Watermark, source_times, track_of
+from holdfast.site.feed import FedReader
 
 
 class Split:
     """One split: its reader, and the rows that were read and not yet put into an epoch."""
 
-    def __init__(self, stage: Stage, number: int, reader: SplitReader) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        number: int,
+        reader: SplitReader,
+        offset: int = 0,
+        held: Sequence[pa.RecordBatch] = (),
+    ) -> None:
         assert stage.source is not None
         self.stage, self.number, self.reader = stage, number, reader
         self.ended = False
-        self._held: deque[pa.RecordBatch] = deque()
-        self._first = 0  # offset of the first held row
-        self._next = 0
         self._columns = stage.used["out"]
+        self._held = deque(b.select(self._columns) for b in held)
+        self._first = offset  # offset of the first held row
+        self._next = offset + sum(b.num_rows for b in held)
+
+    @property
+    def held(self) -> list[pa.RecordBatch]:
+        return list(self._held)
 
     @property
     def rows_held(self) -> int:
         return self._next - self._first
 
-    def read(self, rows_max: int) -> Block | None:
+    @property
+    def first(self) -> int:
+        """The offset of the oldest row that is in no epoch yet."""
+        return self._first
+
+    def read(self, rows_max: int, *, due: bool = False) -> Block | None:
         """Read some rows; None if there are none now, or (see `ended`) ever."""
         assert self.stage.source is not None
-        batch = self.reader.read(rows_max)
+        batch = self.reader.read(rows_max, due=due)
         if batch is None:
             self.ended = True
             return None
@@ -44,7 +63,25 @@ class Split:
         batch = conform(batch, self.stage.source.schema, self.stage.name).select(self._columns)
         self._held.append(batch)
         start, self._next = self._next, self._next + batch.num_rows
-        return Block(start, self._next, int(batch.nbytes), self._time_max(batch))
+        return self._block(start, batch)
+
+    def read_to(self, end: int, rows_max: int) -> bool:
+        """Have the rows before `end`, which another copy has had; False if not all are there."""
+        while self._next < end:
+            if self.read(min(rows_max, end - self._next), due=True) is None:
+                return False
+        return True
+
+    def blocks(self) -> tuple[Block, ...]:
+        """What is held, as blocks to announce."""
+        found, start = [], self._first
+        for batch in self._held:
+            found.append(self._block(start, batch))
+            start += batch.num_rows
+        return tuple(found)
+
+    def _block(self, start: int, batch: pa.RecordBatch) -> Block:
+        return Block(start, start + batch.num_rows, int(batch.nbytes), self._time_max(batch))
 
     def _time_max(self, batch: pa.RecordBatch) -> int | None:
         name = self.stage.event_time
@@ -99,6 +136,41 @@ class Ingress:
             seq += r.rows
         track = self._track(record, start, steps, seq)
         return (concat(batches) if batches else empty(self._schema)), track
+
+    def ready(self, record: EpochRecord, rows_max: int) -> bool:
+        """Whether all of an epoch's rows are in hand; those another copy has had are read now."""
+        mine = [r for r in record.ranges if r.source == self.stage.id and r.split in self.splits]
+        return all(self.splits[r.split].read_to(r.end, rows_max) for r in mine)
+
+    def unsequenced(self) -> list[pa.RecordBatch]:
+        """Of a fed source: all rows that are in no epoch yet."""
+        (split,) = self.splits.values()
+        assert isinstance(split.reader, FedReader)
+        return [*split.held, *split.reader.unread()]
+
+    def save(self) -> dict[str, Any]:
+        """What a new copy needs besides the source itself."""
+        return {
+            "offsets": {str(n): s.first for n, s in self.splits.items()},
+            "mark": self._mark.save() if self._mark else b"",
+            "feeds": [
+                s.reader.save() for s in self.splits.values() if isinstance(s.reader, FedReader)
+            ],
+        }
+
+    def restore(self, saved: dict[str, Any], rows: list[pa.RecordBatch]) -> None:
+        """Be where the copy was that this was saved from."""
+        assert self.stage.source is not None
+        for number, split in self.splits.items():
+            offset, reader = saved["offsets"][str(number)], split.reader
+            if isinstance(reader, FedReader):
+                reader.restore(saved["feeds"][0])
+            else:
+                reader.close()
+                reader = self.stage.source.open(number, offset)
+            self.splits[number] = Split(self.stage, number, reader, offset, rows)
+        if self._mark is not None:
+            self._mark.restore(saved["mark"])
 
     def _track(self, record: EpochRecord, start: int, steps: list[Steps], end: int) -> Track:
         if self._mark is None:

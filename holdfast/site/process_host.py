@@ -43,9 +43,7 @@ class ProcessHost:
     def _watch(self, process: subprocess.Popen[bytes], config: SiteConfig, on_exit: OnExit) -> None:
         status = process.wait()
         if not self._closed:
-            on_exit(
-                config.site, config.attempt, f"process {process.pid} ended with status {status}"
-            )
+            on_exit(config.site, f"process {process.pid} ended with status {status}")
 
     def close(self) -> None:
         """Wait a little for the sites to leave, then end those that did not."""

@@ -1,151 +1,226 @@
-"""The stages of a flow on one site: carries out the orders of the dataflow machine."""
+"""The units of a flow on one site: carries out the orders of the dataflow machine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pyarrow as pa
 
 from holdfast.core.effects import IngestEpoch, ProcessBundles
-from holdfast.core.events import StageProcessed
-from holdfast.core.ids import ExchangeId, SiteId
-from holdfast.core.layout import Layout
-from holdfast.flow.batches import Track, user_names
+from holdfast.core.events import UnitProcessed
+from holdfast.core.ids import CohortId, ExchangeId, SiteId, StageId, Unit
+from holdfast.core.layout import Cohort, View
+from holdfast.flow.batches import Track
 from holdfast.flow.execute import StageRunner
 from holdfast.flow.options import Options
 from holdfast.flow.plan import Plan, Stage
-from holdfast.flow.sinks import SinkWriter
+from holdfast.flow.sources import SplitReader
+from holdfast.site import wire
 from holdfast.site.bundles import Checker, Frames, Router
+from holdfast.site.egress import Egress
 from holdfast.site.feed import FedReader
 from holdfast.site.ingress import Ingress, Split
 
 
-class Counters:
-    """What a stage has done on this site, for the live table."""
+class UnitRunner:
+    """One unit: a cohort of a stage with its operator, and its source readers or sink writer."""
 
-    __slots__ = ("calls", "epoch", "rows_in", "rows_out")
-
-    def __init__(self) -> None:
+    def __init__(self, plan: Plan, stage: Stage, cohort: Cohort, options: Options) -> None:
+        self.stage, self.cohort = stage, cohort
+        self.runner = StageRunner(plan, stage, options.partitions)
+        self.ingress: Ingress | None = None
+        self.egress: Egress | None = None
         self.rows_in = self.rows_out = self.calls = 0
         self.epoch = -1
-
-
-class SiteStages:
-    """All stages of which this site holds partitions, with their state, sources and sinks."""
-
-    def __init__(self, plan: Plan, layout: Layout, site: SiteId, options: Options) -> None:
-        self.plan, self.layout, self.site = plan, layout, site
-        self.runners: dict[int, StageRunner] = {}
-        self.ingresses: dict[int, Ingress] = {}
-        self.writers: dict[int, SinkWriter] = {}
-        self._delivered: dict[int, list[str]] = {}  # by sink stage: the columns that it gets
-        self.routers: dict[int, Router] = {}
-        self.checkers: dict[int, Checker] = {}
-        self.counters: dict[int, Counters] = {}
-        for stage in plan.stages:
-            held = layout.partitions_at(stage.id, site)  # type: ignore[arg-type]
-            if held:
-                self._open(stage, held, options)
-
-    def _open(self, stage: Stage, held: tuple[int, ...], options: Options) -> None:
-        self.counters[stage.id] = Counters()
-        self.runners[stage.id] = StageRunner(self.plan, stage, options.partitions)
-        for exchange in stage.outputs:
-            self.routers[exchange.id] = Router(exchange, self.layout, options.digests)
-        for exchange in stage.inputs:
-            router = Router(exchange, self.layout, options.digests)
-            self.checkers[exchange.id] = Checker(router, self.site, stage.name)
         if stage.source is not None:
-            splits = {}
-            for number in held:
-                fed = stage.source.fed
-                reader = (
-                    FedReader(stage.source.schema, stage.source.through)
-                    if fed
-                    else stage.source.open(number)
-                )
-                splits[number] = Split(stage, number, reader)
-            self.ingresses[stage.id] = Ingress(self.plan, stage, splits)
+            numbers = range(cohort.first, cohort.end)
+            splits = {n: Split(stage, n, _reader(stage, n)) for n in numbers}
+            self.ingress = Ingress(plan, stage, splits)
         if stage.sink is not None:
-            schema = stage.inputs[0].schema
-            names = schema.names if stage.sink.with_order else user_names(schema)
-            self._delivered[stage.id] = names
-            columns = pa.schema([schema.field(n) for n in names])
-            self.writers[stage.id] = stage.sink.open(stage.name, columns)
+            self.egress = Egress(stage)
 
-    @property
-    def splits(self) -> list[Split]:
-        return [s for i in self.ingresses.values() for s in i.splits.values()]
-
-    def carry_out(self, order: IngestEpoch | ProcessBundles) -> StageProcessed:
-        """Ingest or process; the answer has the output split by consumer site."""
+    def run(self, order: IngestEpoch | ProcessBundles) -> tuple[dict[int, pa.RecordBatch], Track]:
+        """The output of an order by exchange, and the watermark's track."""
         if isinstance(order, IngestEpoch):
-            return self._ingest(order)
-        if order.stage in self.writers:
-            return self._write(order)
-        return self._process(order)
-
-    def _ingest(self, order: IngestEpoch) -> StageProcessed:
-        batch, track = self.ingresses[order.stage].epoch(order.record)
-        outputs = self.runners[order.stage].run_source(batch, order.record.epoch)
-        self._count(order.stage, batch.num_rows, outputs, order.record.epoch)
-        routed = self._route(outputs, track)
-        return StageProcessed(order.stage, order.record.epoch, True, routed)
-
-    def _process(self, order: ProcessBundles) -> StageProcessed:
+            assert self.ingress is not None
+            batch, track = self.ingress.epoch(order.record)
+            outputs = self.runner.run_source(batch, order.record.epoch)
+            self._count(batch.num_rows, outputs, order.record.epoch)
+            return outputs, track
         frames = [f for x in order.bundles for f in order.bundles[x]]
         track = Track.merged([f.track for f in frames])
         batches = [[f.batch for f in order.bundles[x]] for x in order.bundles]
-        outputs = self.runners[order.stage].run_keyed(batches, track, order.epoch)
-        self._count(order.stage, sum(f.batch.num_rows for f in frames), outputs, order.epoch)
-        return StageProcessed(order.stage, order.epoch, order.last, self._route(outputs, track))
+        outputs = {}
+        if self.egress is not None:
+            batch = self.runner.merged(batches)[0].select(self.egress.columns)
+            self.egress.take(order.epoch, batch)
+        else:
+            outputs = self.runner.run_keyed(batches, track, order.epoch)
+        self._count(sum(f.batch.num_rows for f in frames), outputs, order.epoch)
+        return outputs, track
 
-    def _write(self, order: ProcessBundles) -> StageProcessed:
-        batches = [[f.batch for f in order.bundles[x]] for x in order.bundles]
-        batch = self.runners[order.stage].merged(batches)[0].select(self._delivered[order.stage])
-        writer = self.writers[order.stage]
-        writer.write(order.epoch, batch)
-        writer.commit(order.epoch)
-        self._count(order.stage, batch.num_rows, {}, order.epoch)
-        return StageProcessed(order.stage, order.epoch, order.last, {})
+    def _count(self, rows_in: int, outputs: dict[int, pa.RecordBatch], epoch: int) -> None:
+        self.calls += 1
+        self.rows_in += rows_in
+        self.rows_out += sum(b.num_rows for b in outputs.values())
+        self.epoch = epoch
 
-    def _route(
-        self, outputs: dict[int, Any], track: Track
-    ) -> dict[ExchangeId, dict[SiteId, Frames]]:
-        return {ExchangeId(x): self.routers[x].split(b, track) for x, b in outputs.items()}
+    @property
+    def fed(self) -> FedReader | None:
+        """The reader of a source that Spark feeds."""
+        if self.ingress is None:
+            return None
+        readers = [s.reader for s in self.ingress.splits.values()]
+        return readers[0] if isinstance(readers[0], FedReader) else None
 
-    def _count(self, stage: int, rows_in: int, outputs: dict[int, Any], epoch: int) -> None:
-        counters = self.counters[stage]
-        counters.calls += 1
-        counters.rows_in += rows_in
-        counters.rows_out += sum(b.num_rows for b in outputs.values())
-        counters.epoch = epoch
+    def held(self) -> list[tuple[int, pa.RecordBatch]]:
+        """Rows that only copies of this unit have: of a sink, those that are not durable; of a fed
+        source, those in no epoch yet."""
+        if self.egress is not None:
+            return self.egress.held
+        if self.ingress is not None and self.fed is not None:
+            return list(enumerate(self.ingress.unsequenced()))
+        return []
 
-    def figures(self) -> list[dict[str, Any]]:
-        """One row for each stage held here."""
-        return [self._stage_figures(stage) for stage in self.counters]
-
-    def _stage_figures(self, stage: int) -> dict[str, Any]:
-        counters, runner = self.counters[stage], self.runners[stage]
-        operator = runner.operator
+    def extras(self) -> dict[str, Any]:
+        """What a new copy needs besides tables, kept bundles and held rows."""
+        operator = self.runner.operator
         return {
-            "stage": self.plan.stages[stage].name,
-            "kind": self.plan.stages[stage].kind,
-            "partitions": len(self.layout.partitions_at(stage, self.site)),  # type: ignore[arg-type]
-            "epoch": counters.epoch,
-            "rows_in": counters.rows_in,
-            "rows_out": counters.rows_out,
-            "calls": counters.calls,
+            "counts": [self.rows_in, self.rows_out, self.calls, self.runner.dead_rows],
+            "ingress": self.ingress.save() if self.ingress else None,
+            "egress": self.egress.save() if self.egress else None,
+            "operator": operator.extras() if operator else None,
+        }
+
+    def restore(self, extras: dict[str, Any], held: list[tuple[int, pa.RecordBatch]]) -> None:
+        self.rows_in, self.rows_out, self.calls, self.runner.dead_rows = extras["counts"]
+        if self.ingress is not None:
+            self.ingress.restore(extras["ingress"], [rows for _, rows in held])
+        if self.egress is not None:
+            self.egress.restore(extras["egress"], held)
+        if self.runner.operator is not None:
+            self.runner.operator.install_extras(extras["operator"])
+
+    def figures(self) -> dict[str, Any]:
+        operator = self.runner.operator
+        return {
+            "stage": self.stage.name,
+            "kind": self.stage.kind,
+            "partitions": self.cohort.end - self.cohort.first,
+            "epoch": self.epoch,
+            "rows_in": self.rows_in,
+            "rows_out": self.rows_out,
+            "calls": self.calls,
             "keys": operator.state_rows() if operator else 0,
             "state_bytes": operator.state_bytes() if operator else 0,
             "late_rows": operator.late_rows if operator else 0,
-            "dead_rows": runner.dead_rows,
-            "sink": self.writers[stage].report() if stage in self.writers else None,
+            "dead_rows": self.runner.dead_rows,
+            "sink": self.egress.report() if self.egress else None,
         }
+
+
+class SiteStages:
+    """All units of which this site holds a copy."""
+
+    def __init__(self, plan: Plan, site: SiteId, options: Options) -> None:
+        self.plan, self.site, self.options = plan, site, options
+        self.units: dict[Unit, UnitRunner] = {}
+        self.routers: dict[int, Router] = {}
+        self.checkers: dict[int, Checker] = {}
+        self.on_fed: Callable[[], None] = lambda: None
+        self.send: Callable[[SiteId, wire.Message, list[Any]], None] = lambda *_: None
+
+    def open(self, unit: Unit, view: View) -> None:
+        """Make the unit with empty state; whoever is in the first view as leader begins to lead."""
+        stage, cohort = self.plan.stages[unit[0]], view.cohort(unit)
+        runner = UnitRunner(self.plan, stage, cohort, self.options)
+        self.units[unit] = runner
+        for exchange in [*stage.outputs, *stage.inputs]:
+            if exchange.id not in self.routers:
+                cohorts = view.cohorts[exchange.consumer]
+                router = Router(exchange, cohorts, self.options.digests)
+                self.routers[exchange.id] = router
+                name = self.plan.stages[exchange.consumer].name
+                self.checkers[exchange.id] = Checker(router, name)
+        if runner.egress is not None and cohort.copies[0] == self.site:
+            runner.egress.begin()
+        for reader in self.fed().values():
+            reader.on_ready, reader.send = self.on_fed, self.send
+
+    def on_view(self, view: View) -> None:
+        """Lead where a leader is gone; know the other copies of a fed source."""
+        for unit, runner in self.units.items():
+            if unit not in view.units_at(self.site):
+                continue
+            cohort = view.cohort(unit)
+            leads = cohort.copies[:1] == (self.site,)
+            if runner.egress is not None and leads:
+                runner.egress.lead()
+            reader = runner.fed
+            if reader is not None:
+                others = [s for s in cohort.copies if s != self.site]
+                reader.on_copies(leads, others, cohort.joining)
+
+    def shut(self, unit: Unit) -> None:
+        """Forget a unit that is held here no more."""
+        runner = self.units.pop(unit)
+        if runner.ingress is not None:
+            for split in runner.ingress.splits.values():
+                split.reader.close()
+
+    def fed(self) -> dict[int, FedReader]:
+        """The readers of fed sources, by stage."""
+        return {u[0]: r.fed for u, r in self.units.items() if r.fed is not None}
+
+    def splits(self) -> list[tuple[Unit, Split]]:
+        return [
+            (unit, split)
+            for unit, runner in self.units.items()
+            if runner.ingress is not None
+            for split in runner.ingress.splits.values()
+        ]
+
+    def ready(self, order: IngestEpoch | ProcessBundles) -> bool:
+        """Whether the order can be carried out now: a source may not have its rows yet."""
+        runner = self.units.get(order.unit)
+        if runner is None or runner.ingress is None or not isinstance(order, IngestEpoch):
+            return True
+        return runner.ingress.ready(order.record, self.options.block_rows)
+
+    def carry_out(self, order: IngestEpoch | ProcessBundles) -> UnitProcessed:
+        """Ingest or process; the answer has the output split by consumer cohort."""
+        last = order.last if isinstance(order, ProcessBundles) else True
+        epoch = order.epoch if isinstance(order, ProcessBundles) else order.record.epoch
+        outputs, track = self.units[order.unit].run(order)
+        return UnitProcessed(order.unit, epoch, last, self._route(outputs, track))
+
+    def _route(
+        self, outputs: dict[int, Any], track: Track
+    ) -> dict[ExchangeId, dict[CohortId, Frames]]:
+        return {ExchangeId(x): self.routers[x].split(b, track) for x, b in outputs.items()}
+
+    def egress(self, sink: StageId) -> Egress | None:
+        runner = self.units.get((sink, CohortId(0)))
+        return runner.egress if runner else None
+
+    def figures(self) -> list[dict[str, Any]]:
+        """One row for each unit held here."""
+        return [
+            {"cohort": unit[1], **runner.figures()} for unit, runner in sorted(self.units.items())
+        ]
 
     def close(self) -> None:
         """The last epoch is through: make what the sinks wrote readable, let go of the sources."""
-        for writer in self.writers.values():
-            writer.close()
-        for split in self.splits:
+        for runner in self.units.values():
+            if runner.egress is not None:
+                runner.egress.close()
+        for _, split in self.splits():
             split.reader.close()
+
+
+def _reader(stage: Stage, number: int) -> SplitReader:
+    assert stage.source is not None
+    if stage.source.fed:
+        return FedReader(stage.id, stage.source.schema, stage.source.through)
+    return stage.source.open(number)

@@ -10,9 +10,8 @@ A connection opens with a handshake in which both ends prove that they know the 
     client -> server   Hello(role, id, nonce, proof)    proof = HMAC(secret, both nonces, role, id)
     server -> client   Welcome(proof)                   the same, with the parts swapped
 
-Until `Welcome` no message may be longer than a kilobyte. Then, between sites: `Record`, `Bundle`,
-`Ack`, `Blocks`, `SplitState` and `Delivered`, each in the order in which it was sent. `Bundle`
-obliges the receiver to ack its epoch once its stage has processed it.
+Until `Welcome` no message may be longer than a kilobyte. Then, between sites: records,
+bundles, acks and what makes a new copy, each in the order in which it was sent.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from typing import Any, Union
 import msgspec
 import numpy as np
 
-from holdfast.core.layout import Domain, Layout
+from holdfast.core.layout import Domain, View
 from holdfast.core.records import Block, EpochRecord
 from holdfast.errors import ProtocolError
 
@@ -73,26 +72,76 @@ class Register(Message, frozen=True):
     """I am up, listen here, and run there."""
 
     site: int
-    attempt: int
     host: str
     port: int
     pid: int
     domain: Domain
 
 
-class Assign(Message, frozen=True):
-    """Your place in the flow: make your stages and connect to the others, then say `Connected`."""
+class NewView(Message, frozen=True):
+    """The view to act on: connect to its members, make the units it gives you, then say `Seen`."""
 
-    layout: Layout
+    view: View
     addresses: dict[int, tuple[str, int]]
 
 
-class Connected(Message, frozen=True):
-    pass
+class Seen(Message, frozen=True):
+    """I act on this view, and am connected to all its members."""
+
+    term: int
+    number: int
 
 
 class Start(Message, frozen=True):
     """Everybody is connected: read your sources."""
+
+
+class CatchUp(Message, frozen=True):
+    """Hand the unit over to the new copy at `joiner`."""
+
+    stage: int
+    cohort: int
+    joiner: int
+
+
+class CopyState(Message, frozen=True):
+    """How far the new copy of a unit at `site` is: installed, caught_up or failed. `number` is
+    that of the view I act on: what is said of a copy that was given up since is void."""
+
+    stage: int
+    cohort: int
+    site: int
+    number: int
+    phase: str
+    reason: str = ""
+
+
+class Behind(Message, frozen=True):
+    """I must keep too much for the copies at `site`."""
+
+    site: int
+    reason: str
+
+
+class Beat(Message, frozen=True):
+    """I am alive."""
+
+
+class Launch(Message, frozen=True):
+    """The leading application to another: start this site."""
+
+    site: int
+
+
+class Exited(Message, frozen=True):
+    """And back: its process has ended."""
+
+    site: int
+    reason: str
+
+
+class Fenced(Message, frozen=True):
+    """You were declared dead, or are none of ours: leave."""
 
 
 class Drain(Message, frozen=True):
@@ -104,7 +153,9 @@ class Dismiss(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """I have seen the last epoch through."""
+    """I have seen the last epoch through, as far as it is mine in the view with this number."""
+
+    number: int
 
 
 class Status(Message, frozen=True):
@@ -130,13 +181,50 @@ class Cut(Message, frozen=True):
 
 
 class Record(Message, frozen=True):
+    """A record that all copies of the sequencer have."""
+
     record: EpochRecord
+
+
+class Pass(Message, frozen=True):
+    """A record for the next copy of the sequencer in the chain."""
+
+    record: EpochRecord
+
+
+class RecordsAfter(Message, frozen=True):
+    """Send me the records after this epoch."""
+
+    epoch: int
+
+
+class JoinChain(Message, frozen=True):
+    """I am to have a copy of the sequencer. With `has`, the number of the next epoch, I have one:
+    pass your records on to me. Without it (-1), give me your state first."""
+
+    has: int
+
+
+class Chained(Message, frozen=True):
+    """From now on my records go through you."""
+
+
+class SequencerState(Message, frozen=True):
+    """What a new copy of the sequencer begins with."""
+
+    next_epoch: int
+    next_seq: int
+    finished: bool
+    turn: int
+    cuts: list[int]
+    history: list[EpochRecord]
 
 
 class Blocks(Message, frozen=True):
     source: int
     split: int
     blocks: tuple[Block, ...]
+    anew: bool
 
 
 class SplitState(Message, frozen=True):
@@ -146,28 +234,90 @@ class SplitState(Message, frozen=True):
 
 
 class Bundle(Message, frozen=True):
-    """All frames from one site to another in one epoch of an exchange. The body is the track of
-    the watermark (`track` bytes), then the digest of each of the receiver's partitions' frames
+    """All frames from one cohort to another in one epoch of an exchange. The body is the track of
+    the watermark (`track` bytes), then the digest of each of the consumer's partitions' frames
     (`digests` bytes), then an Arrow record batch (nothing, if there are no rows)."""
 
     exchange: int
     epoch: int
+    producer: int
+    consumer: int
     last: bool
     rows: int
     track: int
     digests: int
 
 
-class Ack(Message, frozen=True):
+class Ack(msgspec.Struct, frozen=True, array_like=True):
+    """See `AckArrived`."""
+
     exchange: int
+    producer: int
+    consumer: int
     received: int
-    stable: int
     credit: int
+    take: bool
+    finished: int
+    checksum: int
+
+
+class Acks(Message, frozen=True):
+    """All that a site has to acknowledge to another just now."""
+
+    acks: list[Ack]
 
 
 class Delivered(Message, frozen=True):
+    """A sink has taken everything up to `epoch`, and up to `durable` so that it outlives the site
+    that wrote it."""
+
     sink: int
     epoch: int
+    durable: int
+
+
+# --- handing a unit over to a new copy ----------------------------------------------------------
+
+
+class HandOverBegin(Message, frozen=True):
+    """The unit's state after `epoch` follows; whatever came before of it is void."""
+
+    stage: int
+    cohort: int
+    epoch: int
+    nbytes: int
+    """About how much will follow."""
+    extras: dict[str, Any]
+    """What the unit knows besides its tables and queues."""
+
+
+class HandOverState(Message, frozen=True):
+    """Part of a table (Arrow IPC in the body)."""
+
+    stage: int
+    cohort: int
+    table: str
+
+
+class HandOverKept(Message, frozen=True):
+    """A bundle that the donor keeps for its consumers; the body is the bundle's."""
+
+    stage: int
+    cohort: int
+    bundle: Bundle
+
+
+class HandOverHeld(Message, frozen=True):
+    """Rows that only the copies of this unit have (Arrow IPC): see `UnitRunner.held`."""
+
+    stage: int
+    cohort: int
+    number: int
+
+
+class HandOverEnd(Message, frozen=True):
+    stage: int
+    cohort: int
 
 
 # --- from the tasks that feed a source ----------------------------------------------------------
@@ -205,10 +355,31 @@ class FeedEnd(Message, frozen=True):
 
 
 class FeedTaken(Message, frozen=True):
-    """To a feeder: what it sent last is held, and there is room for more."""
+    """To a feeder: what it sent last is held, and there is room for more. If it is not, because
+    another site leads the ingress, `leader` is where that one listens."""
 
     ok: bool
     reason: str
+    leader: tuple[str, int] | None = None
+
+
+class FeedPortion(Message, frozen=True):
+    """The leading ingress to its other copies: rows that are about to enter the flow (one Arrow
+    IPC stream after another in the body), and where the feed stands after them."""
+
+    source: int
+    number: int
+    marks: dict[str, int]
+    sizes: list[int]
+
+
+class FeedHas(Message, frozen=True):
+    """A copy of an ingress to the leading one: I have so many portions; `again`: what follows may
+    have been lost."""
+
+    source: int
+    number: int
+    again: bool
 
 
 _decoder = msgspec.msgpack.Decoder(type=Union[tuple(Message.__subclasses__())])  # noqa: UP007
@@ -222,6 +393,11 @@ def decode(header: bytes | memoryview) -> Message:
 def encode(message: Message, body_length: int = 0) -> bytes:
     header = _encoder.encode(message)
     return PREFIX.pack(body_length, len(header)) + header
+
+
+def fields(message: Message) -> dict[str, Any]:
+    """A message as keyword arguments."""
+    return {name: getattr(message, name) for name in message.__struct_fields__}
 
 
 def proof(secret: bytes, *parts: bytes | str | int) -> bytes:

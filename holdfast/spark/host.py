@@ -97,8 +97,7 @@ class SparkHost:
         thread.start()
 
     def _run_job(self, flow: Flow, config: SiteConfig, on_exit: OnExit) -> None:
-        life = f", life {config.attempt + 1}" if config.attempt else ""
-        description = f"Holdfast flow {self._flow_name!r}: site {config.site}{life}"
+        description = f"Holdfast flow {self._flow_name!r}: site {config.site}"
         reason = "its Spark job ended"
         try:
             self._context.setJobGroup(self._group, description, interruptOnCancel=True)
@@ -107,7 +106,7 @@ class SparkHost:
         except Exception as error:
             reason = f"its Spark job failed: {cause(error)}"
         if not self._closed:
-            on_exit(config.site, config.attempt, reason)
+            on_exit(config.site, reason)
 
     def close(self) -> None:
         """Let the dismissed sites end their jobs; cancel those that do not."""

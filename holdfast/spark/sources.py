@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any, Generic, TypeVar
@@ -14,9 +15,9 @@ from pyspark.sql import DataFrame
 from pyspark.sql.pandas.types import to_arrow_schema
 
 from holdfast.errors import FlowError
-from holdfast.flow.sources import Source
+from holdfast.flow.sources import Locate, Source
 from holdfast.site import wire
-from holdfast.site.client import FeedClient
+from holdfast.site.client import to_leader
 from holdfast.spark.session import cause, use_this_python
 
 
@@ -98,7 +99,7 @@ def spark_stream(
 
 
 def _hand_over(
-    address: tuple[str, int], secret: bytes, source: int, batch: int
+    addresses: list[tuple[str, int]], secret: bytes, source: int, batch: int
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     """What a feeding task runs: push its partition to the ingress, and say which it was."""
 
@@ -106,8 +107,10 @@ def _hand_over(
         context = TaskContext.get()
         assert context is not None
         partition, attempt = context.partitionId(), context.taskAttemptId()
-        with closing(FeedClient(address, secret)) as client:
-            if client.ask(wire.FeedOpen(source, batch, partition, attempt)) != "taken":
+        opening = wire.FeedOpen(source, batch, partition, attempt)
+        client, remark = to_leader(addresses, secret, opening)
+        with closing(client):
+            if remark != "taken":
                 for rows in batches:
                     if rows.num_rows:
                         client.send_rows(rows)
@@ -118,6 +121,8 @@ def _hand_over(
 
 
 _HANDED = "partition long"
+MOVED_S_MAX = 3.0
+"""How long to wait for word that the ingress is elsewhere before feeding is said to have failed."""
 SourceT = TypeVar("SourceT", bound=SparkSource)
 
 
@@ -130,13 +135,30 @@ class _Feeder(Generic[SourceT]):
         self._stopped = False
 
     def _say(self, message: wire.Message) -> None:
-        with closing(FeedClient(self._address, self._secret)) as client:
-            client.ask(message)
+        client, _ = to_leader(self._locate(), self._secret, message)
+        client.close()
 
-    def start(self, address: tuple[str, int], secret: bytes, source: int, name: str) -> None:
-        self._address, self._secret, self._source, self._name = address, secret, source, name
+    def start(self, locate: Locate, secret: bytes, source: int, name: str) -> None:
+        self._locate, self._secret, self._source, self._name = locate, secret, source, name
         self._thread = threading.Thread(target=self._guarded, daemon=True, name="holdfast-feed")
         self._thread.start()
+
+    def _again_if_moved(self, attempt: Callable[[list[tuple[str, int]]], None]) -> None:
+        """Do something with the ingress; once more if it failed because its copies changed."""
+        while True:
+            before = self._locate()
+            try:
+                attempt(before)
+                return
+            except Exception:
+                if self._stopped or not self._moved(before):
+                    raise
+
+    def _moved(self, before: list[tuple[str, int]]) -> bool:
+        deadline = time.monotonic() + MOVED_S_MAX
+        while self._locate() == before and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self._locate() != before
 
     def _guarded(self) -> None:
         try:
@@ -163,9 +185,14 @@ class _BatchFeeder(_Feeder[SparkBatch]):
         )
         if self._spark_source.order_by:
             df = df.orderBy(*self._spark_source.order_by)
-        task = _hand_over(self._address, self._secret, self._source, 0)
-        df.mapInArrow(task, _HANDED).collect()
-        self._say(wire.FeedEnd(self._source))
+        ordered = df
+
+        def push(addresses: list[tuple[str, int]]) -> None:
+            task = _hand_over(addresses, self._secret, self._source, 0)
+            ordered.mapInArrow(task, _HANDED).collect()
+
+        self._again_if_moved(push)
+        self._again_if_moved(lambda _: self._say(wire.FeedEnd(self._source)))
 
     def stop(self) -> None:
         super().stop()
@@ -192,16 +219,20 @@ class _StreamFeeder(_Feeder[SparkStream]):
             self._query.stop()
         self._query.awaitTermination()
         if not self._stopped:
-            self._say(wire.FeedEnd(self._source))
+            self._again_if_moved(lambda _: self._say(wire.FeedEnd(self._source)))
 
     def _take_batch(self, df: DataFrame, batch: int) -> None:
         if self._spark_source.order_by:
             # One task sorts a micro-batch sooner than orderBy, which first runs a job to sample it.
             df = df.coalesce(1).sortWithinPartitions(*self._spark_source.order_by)
-        task = _hand_over(self._address, self._secret, self._source, batch)
-        handed = df.mapInArrow(task, _HANDED).collect()
-        partitions = tuple(sorted(row["partition"] for row in handed))
-        self._say(wire.FeedCommit(self._source, batch, partitions))
+
+        def push(addresses: list[tuple[str, int]]) -> None:
+            task = _hand_over(addresses, self._secret, self._source, batch)
+            handed = df.mapInArrow(task, _HANDED).collect()
+            partitions = tuple(sorted(row["partition"] for row in handed))
+            self._say(wire.FeedCommit(self._source, batch, partitions))
+
+        self._again_if_moved(push)
 
     def stop(self) -> None:
         super().stop()

@@ -1,18 +1,42 @@
 """The controller's decisions, event by event."""
 
+from dataclasses import replace
+
 import pytest
 
-from holdfast.core.controller import EDGES, STILLBORN_MAX, Controller, State
-from holdfast.core.effects import AssignSites, DrainFlow, EndFlow, RelaunchSite, StartFlow
+from holdfast.core.controller import (
+    DOUBT_MS,
+    EDGES,
+    JOINS_MAX,
+    RELAUNCH_MS,
+    STILLBORN_MAX,
+    Controller,
+    State,
+)
+from holdfast.core.effects import (
+    CommitView,
+    ControllerEffect,
+    DrainFlow,
+    EndFlow,
+    FenceSite,
+    LaunchSite,
+    OrderCatchUp,
+    StartFlow,
+    Wait,
+)
 from holdfast.core.events import (
+    CopyBehind,
+    CopyReported,
     FlowFailed,
-    SiteConnected,
-    SiteFailed,
     SiteFinished,
     SiteRegistered,
+    SitesFailed,
     StopRequested,
+    ViewSeen,
+    WaitOver,
 )
-from holdfast.core.layout import Domain, Shape, StageShape, place
+from holdfast.core.ids import CohortId, SiteId, StageId
+from holdfast.core.layout import Domain, Shape, StageShape, place, spans
 from holdfast.errors import HostError, InvariantError, SiteLostError
 
 SHAPE = Shape(
@@ -26,97 +50,148 @@ SHAPE = Shape(
 )
 
 
-def registered(site: int, attempt: int = 0) -> SiteRegistered:
-    domain = Domain(f"p{site}", "e", "h", "a")
-    return SiteRegistered(site, attempt, ("127.0.0.1", 5000 + site), domain)
+def finished(controller: Controller, site: int) -> SiteFinished:
+    """A site's word that it is through, as far as the latest view goes."""
+    assert controller.view is not None
+    return SiteFinished(SiteId(site), controller.view.number)
 
 
-def running() -> Controller:
-    controller = Controller(SHAPE, [0, 1], [2])
-    controller.handle(registered(0))
-    controller.handle(registered(1))
-    controller.handle(SiteConnected(0))
-    controller.handle(SiteConnected(1))
+def reported(
+    controller: Controller, site: int, unit: tuple[int, int], phase: str, reason: str = ""
+) -> CopyReported:
+    """Word of a new copy, said under the latest view."""
+    assert controller.view is not None
+    key = (StageId(unit[0]), CohortId(unit[1]))
+    return CopyReported(SiteId(site), key, controller.view.number, phase, reason)
+
+
+def protected(copies: int = 2, apart: str = "process") -> Shape:
+    stages = tuple(replace(s, copies=copies, apart=apart) for s in SHAPE.stages)
+    return replace(SHAPE, stages=stages)
+
+
+PAIRS = protected()
+
+
+def domain(site: int) -> Domain:
+    return Domain(f"p{site}", f"p{site}", "h", "a")
+
+
+def registered(site: int) -> SiteRegistered:
+    return SiteRegistered(site, ("127.0.0.1", 5000 + site), domain(site))
+
+
+def addresses(*sites: int) -> dict[int, tuple[str, int]]:
+    return {s: ("127.0.0.1", 5000 + s) for s in sites}
+
+
+def seen(controller: Controller, *but: int) -> list[ControllerEffect]:
+    """All members of the view (but these) say that they act on it."""
+    view = controller.view
+    assert view is not None
+    sites = [s for s in view.members if s not in but]
+    return [e for s in sites for e in controller.handle(ViewSeen(s, view.term, view.number))]
+
+
+def running(shape: Shape = SHAPE, sites: int = 2, standbys: int = 1) -> Controller:
+    ids = list(range(sites + standbys))
+    controller = Controller(shape, ids[:sites], ids[sites:])
+    for site in ids:
+        controller.handle(registered(site))
+    assert StartFlow() in seen(controller)
     return controller
 
 
-def test_sites_are_assigned_when_all_are_there_and_started_when_all_are_connected() -> None:
+def views(effects: list[ControllerEffect]) -> list[str]:
+    return [str(e.view) for e in effects if isinstance(e, CommitView)]
+
+
+def copies(controller: Controller) -> str:
+    """Who holds what, stage by stage."""
+    return str(controller.view).split(": ", 1)[1]
+
+
+# --- coming together ----------------------------------------------------------------------------
+
+
+def test_the_view_is_given_out_when_all_are_there_and_the_flow_started_when_all_act_on_it() -> None:
     controller = Controller(SHAPE, [0, 1], [2])
     assert controller.handle(registered(2)) == []  # a standby is not waited for
     assert controller.handle(registered(0)) == []
-    addresses = {0: ("127.0.0.1", 5000), 1: ("127.0.0.1", 5001)}
-    assert controller.handle(registered(1)) == [AssignSites(place(SHAPE, [0, 1]), addresses)]
-    assert controller.handle(SiteConnected(1)) == []
-    assert controller.handle(SiteConnected(0)) == [StartFlow()]
+    placed = place(SHAPE, [0, 1], {0: domain(0), 1: domain(1)})
+    assert controller.handle(registered(1)) == [CommitView(placed, addresses(0, 1))]
+    assert controller.handle(ViewSeen(1, 0, 0)) == []
+    assert controller.handle(ViewSeen(0, 0, 0)) == [StartFlow()]
     assert controller.state is State.RUNNING
+
+
+def test_who_acts_on_an_earlier_view_is_not_counted() -> None:
+    controller = Controller(SHAPE, [0, 1])
+    for site in (0, 1):
+        controller.handle(registered(site))
+    controller.handle(SitesFailed((1,), "killed"))
+    assert views(controller.handle(registered(2))) == ["view 0.1 of 0 2: 0 2 | 0 2 | 0"]
+    assert controller.handle(ViewSeen(2, 0, 1)) == []
+    assert controller.handle(ViewSeen(0, 0, 0)) == [], "that was the view before"
+    assert controller.handle(ViewSeen(0, 0, 1)) == [StartFlow()]
 
 
 def test_the_flow_is_done_when_every_site_is() -> None:
     controller = running()
-    assert controller.handle(SiteFinished(1)) == []
-    assert controller.handle(SiteFinished(0)) == [EndFlow(None)]
+    assert controller.handle(finished(controller, 1)) == []
+    assert controller.handle(finished(controller, 0)) == [EndFlow(None)]
     assert controller.state is State.DONE
-
-
-def test_a_death_while_running_names_the_partitions_that_are_lost() -> None:
-    (end,) = running().handle(SiteFailed(1, 0, "killed"))
-    assert isinstance(end, EndFlow) and isinstance(end.error, SiteLostError)
-    text = str(end.error)
-    assert "site 1 died (killed)" in text
-    assert "'packets': 1" in text and "'sessions': 4-7" in text and "alerts" not in text
-
-
-def test_a_site_that_has_finished_may_go() -> None:
-    controller = running()
-    controller.handle(SiteFinished(1))
-    (relaunch,) = controller.handle(SiteFailed(1, 0, "gone"))
-    assert isinstance(relaunch, RelaunchSite)
 
 
 def test_a_death_before_the_start_is_a_relaunch_with_back_off() -> None:
     controller = Controller(SHAPE, [0, 1])
-    waits = []
-    for attempt in range(4):
-        (relaunch,) = controller.handle(SiteFailed(0, attempt, "oom"))
-        assert (relaunch.site, relaunch.attempt) == (0, attempt + 1)
-        waits.append(relaunch.after_ms)
-        controller.handle(registered(0, attempt + 1))
+    waits, site = [], 0
+    for life in range(STILLBORN_MAX - 1):
+        fence, launch = controller.handle(SitesFailed((site,), "oom"))
+        assert fence == FenceSite(site)
+        assert launch.site == 2 + life, "every life has a number of its own"
+        waits.append(launch.after_ms)
+        site = launch.site
     assert waits == sorted(waits) and waits[-1] > waits[0]
+    controller.handle(registered(site))
+    assert controller.handle(SitesFailed((site,), "oom"))[1].after_ms == 0, "it had come up"
 
 
 def test_a_death_while_connecting_starts_the_gathering_anew() -> None:
     controller = Controller(SHAPE, [0, 1])
     controller.handle(registered(0))
     controller.handle(registered(1))
-    assert controller.handle(SiteFailed(1, 0, "killed")) == [RelaunchSite(1, 1, 0)]
+    assert controller.handle(SitesFailed((1,), "killed")) == [FenceSite(1), LaunchSite(2, 0)]
     assert controller.state is State.GATHERING
-    (assigned,) = controller.handle(registered(1, 1))
-    assert isinstance(assigned, AssignSites)
+    (committed,) = controller.handle(registered(2))
+    assert isinstance(committed, CommitView) and committed.view.number == 1
 
 
 def test_what_an_earlier_life_says_is_stale() -> None:
     controller = Controller(SHAPE, [0, 1])
-    controller.handle(SiteFailed(0, 0, "killed"))
-    assert controller.handle(SiteFailed(0, 0, "the same death, reported by the host")) == []
-    assert controller.handle(registered(0, attempt=0)) == []
-    assert 0 not in controller.addresses
+    controller.handle(SitesFailed((0,), "killed"))
+    assert controller.handle(SitesFailed((0,), "the same death, reported by the host")) == []
+    assert controller.handle(registered(0)) == [FenceSite(0)]
+    assert controller.handle(registered(77)) == [FenceSite(77)], "nobody launched that one"
+    assert 0 not in controller.addresses and 77 not in controller.addresses
 
 
 def test_a_site_that_never_comes_up_ends_the_flow() -> None:
     controller = Controller(SHAPE, [0, 1])
-    for attempt in range(STILLBORN_MAX - 1):
-        controller.handle(SiteFailed(0, attempt, "No module named holdfast"))
-    (end,) = controller.handle(SiteFailed(0, STILLBORN_MAX - 1, "No module named holdfast"))
+    site = 0
+    for _ in range(STILLBORN_MAX - 1):
+        site = controller.handle(SitesFailed((site,), "No module named holdfast"))[1].site
+    (end,) = controller.handle(SitesFailed((site,), "No module named holdfast"))
     assert isinstance(end.error, HostError)
     assert "never came up: No module named holdfast" in str(end.error)
 
 
 def test_stopping() -> None:
     controller = running()
-    assert controller.handle(StopRequested(drain=True)) == [DrainFlow()]
+    assert controller.handle(StopRequested(drain=True)) == [DrainFlow(0)]
     assert controller.handle(StopRequested(drain=True)) == []
     assert controller.handle(StopRequested(drain=False)) == [EndFlow(None)]
-    assert controller.handle(SiteFinished(0)) == []  # nothing matters any more
+    assert controller.handle(finished(controller, 0)) == []  # nothing matters any more
 
 
 def test_an_error_of_the_flow_ends_it() -> None:
@@ -131,10 +206,373 @@ def test_only_edges_of_the_table_are_taken() -> None:
     assert set(EDGES) == set(State)
 
 
+# --- take-over ----------------------------------------------------------------------------------
+
+
+def test_a_death_of_the_only_copy_names_the_partitions_that_are_lost() -> None:
+    (end,) = running().handle(SitesFailed((1,), "killed"))
+    assert isinstance(end, EndFlow) and isinstance(end.error, SiteLostError)
+    text = str(end.error)
+    assert "site 1 died (killed)" in text and "not protected" in text and "pairs()" in text
+    assert "'packets': 1" in text and "'sessions': 4-7" in text and "alerts" not in text
+
+
+def test_a_site_that_has_finished_may_go() -> None:
+    controller = running()
+    controller.handle(finished(controller, 1))
+    assert controller.handle(SitesFailed((1,), "gone")) == []
+    assert controller.handle(finished(controller, 0)) == [EndFlow(None)]
+
+
+def test_a_death_is_a_view_without_the_site_and_another_one_is_launched() -> None:
+    controller = running(PAIRS, 4, 0)
+    assert copies(controller) == "0,1 1,2 | 2,3 3,0 0,1 1,2 | 2,3"
+    assert controller.protected
+    effects = controller.handle(SitesFailed((1,), "killed"))
+    assert effects == [
+        FenceSite(1),
+        LaunchSite(4, 0),
+        CommitView(controller.view, addresses(0, 2, 3)),
+        Wait("patience", RELAUNCH_MS),
+    ]
+    assert str(controller.view) == "view 0.1 of 0 2 3: 0 2 | 2,3 3,0 0 2 | 2,3"
+    assert controller.dead == {1: "killed"} and controller.replaced == {1: 4}
+    assert not controller.protected
+    phases = [controller.phase((1, c)) for c in range(4)]
+    assert phases == ["protected", "protected", "taken over", "taken over"]
+
+
+def test_sites_that_fail_together_are_one_view() -> None:
+    controller = running(protected(copies=3), 4, 0)
+    effects = controller.handle(SitesFailed((1, 2), "the host is gone"))
+    assert views(effects) == ["view 0.1 of 0 3: 0 3 | 3,0 3,0 0 3 | 3,0"]
+    assert [e.site for e in effects if isinstance(e, LaunchSite)] == [4, 5]
+
+
+def test_the_loss_of_all_copies_names_their_partitions() -> None:
+    (end,) = running(PAIRS, 4, 0).handle(SitesFailed((1, 2), "killed"))
+    assert isinstance(end, EndFlow) and isinstance(end.error, SiteLostError)
+    text = str(end.error)
+    assert "site 1, 2 died (killed); no copy is left of" in text and "more copies" in text
+    assert "'packets': 1" in text and "'sessions': 6-7" in text and "alerts" not in text
+
+
+def test_a_silent_site_is_let_go_if_the_flow_can_do_without_it() -> None:
+    controller = running(PAIRS, 4, 0)
+    assert len(views(controller.handle(SitesFailed((1,), "silent", certain=False)))) == 1
+    assert controller.handle(SitesFailed((2,), "silent", certain=False)) == [], "2 has the last"
+    assert 2 not in controller.dead and controller.running
+    (end,) = controller.handle(SitesFailed((2,), "exited"))
+    assert isinstance(end.error, SiteLostError), "now it is known to be gone"
+
+
+def test_a_copy_that_is_too_far_behind_is_let_go_likewise() -> None:
+    controller = running(PAIRS, 4, 0)
+    effects = controller.handle(CopyBehind(1, "300 MB are kept for it at site 0"))
+    assert FenceSite(1) in effects and len(views(effects)) == 1
+    assert "too far behind: 300 MB" in controller.dead[1]
+    assert controller.handle(CopyBehind(2, "300 MB")) == []
+    assert controller.handle(CopyBehind(1, "300 MB")) == [], "it is gone already"
+
+
+def test_a_late_site_that_was_declared_dead_is_fenced() -> None:
+    controller = running(PAIRS, 4, 0)
+    controller.handle(SitesFailed((1,), "silent", certain=False))
+    assert controller.handle(registered(1)) == [FenceSite(1)]
+    assert controller.handle(SitesFailed((1,), "exited")) == []
+    view = controller.view
+    assert controller.handle(ViewSeen(1, view.term, view.number)) == []
+    assert controller.handle(finished(controller, 1)) == []
+
+
+def test_a_drain_is_asked_of_the_sequencer_that_takes_over() -> None:
+    controller = running(PAIRS, 4, 0)
+    assert controller.handle(StopRequested(drain=True)) == [DrainFlow(0)]
+    effects = controller.handle(SitesFailed((0,), "killed"))
+    assert DrainFlow(1) in effects
+    kinds = [type(e) for e in effects]
+    assert kinds.index(DrainFlow) == kinds.index(CommitView) + 1, "after it knows that it leads"
+
+
+# --- catch-up -----------------------------------------------------------------------------------
+
+
+def lost_one() -> Controller:
+    """Site 1 of four is gone, and 4 has come in its place."""
+    controller = running(PAIRS, 4, 0)
+    controller.handle(SitesFailed((1,), "killed"))
+    controller.handle(registered(4))
+    return controller
+
+
+def installed(controller: Controller, stage: int, cohort: int, site: int) -> list[ControllerEffect]:
+    effects = controller.handle(reported(controller, site, (stage, cohort), "installed"))
+    controller.handle(reported(controller, site, (stage, cohort), "caught_up"))
+    return effects
+
+
+def test_a_new_site_gets_the_missing_copies_one_of_a_stage_at_a_time() -> None:
+    controller = running(PAIRS, 4, 0)
+    controller.handle(SitesFailed((1,), "killed"))
+    effects = controller.handle(registered(4))
+    assert views(effects) == ["view 0.2 of 0 2 3 4: 0+4 2 | 2,3 3,0 0+4 2 | 2,3"]
+    assert controller.phase((1, 2)) == "taken over"
+    assert seen(controller, 3) == [], "not all count the new copies yet"
+    assert seen(controller) == [OrderCatchUp(0, (0, 0), 4), OrderCatchUp(0, (1, 2), 4)]
+    assert controller.phase((1, 2)) == "copying"
+    effects = controller.handle(reported(controller, 4, (0, 0), "installed"))
+    assert views(effects) == ["view 0.4 of 0 2 3 4: 0,4 2+4 | 2,3 3,0 0+4 2 | 2,3"]
+    assert controller.phase((0, 0)) == "replaying"
+    controller.handle(reported(controller, 4, (0, 0), "caught_up"))
+    assert controller.phase((0, 0)) == "protected"
+    assert seen(controller) == [OrderCatchUp(2, (0, 1), 4)], "the other was ordered before"
+    installed(controller, 1, 2, 4)
+    installed(controller, 0, 1, 4)
+    assert seen(controller) == [OrderCatchUp(2, (1, 3), 0)], "0 has no more to do than 4 now"
+    assert not controller.protected
+    effects = installed(controller, 1, 3, 0)
+    assert views(effects) == ["view 0.8 of 0 2 3 4: 0,4 2,4 | 2,3 3,0 0,4 2,0 | 2,3"]
+    assert controller.protected
+
+
+def test_a_standby_takes_over_at_once() -> None:
+    controller = running(PAIRS, 4, 1)
+    effects = controller.handle(SitesFailed((1,), "killed"))
+    without, joining = views(effects)
+    assert without.startswith("view 0.1 of 0 2 3:")
+    assert joining == "view 0.2 of 0 2 3 4: 0+4 2 | 2,3 3,0 0+4 2 | 2,3"
+
+
+def test_if_no_site_comes_the_others_get_the_copies() -> None:
+    controller = running(PAIRS, 4, 0)
+    controller.handle(SitesFailed((1,), "killed"))
+    effects = controller.handle(WaitOver("patience"))
+    assert views(effects) == ["view 0.2 of 0 2 3: 0+3 2 | 2,3 3,0 0+2 2 | 2,3"]
+    assert seen(controller) == [OrderCatchUp(0, (0, 0), 3), OrderCatchUp(0, (1, 2), 2)]
+
+
+def test_a_joiner_that_dies_before_its_copy_was_ordered() -> None:
+    controller = lost_one()
+    effects = controller.handle(SitesFailed((4,), "killed"))
+    assert Wait("join 0 0", 0) in effects and Wait("join 1 2", 0) in effects
+    assert LaunchSite(5, 0) in effects
+    assert copies(controller) == "0 2 | 2,3 3,0 0 2 | 2,3"
+    assert views(controller.handle(registered(5))) == [
+        "view 0.4 of 0 2 3 5: 0 2+5 | 2,3 3,0 0 2+5 | 2,3"
+    ], "what has just failed pauses, the others go first"
+    assert seen(controller) == [OrderCatchUp(2, (0, 1), 5), OrderCatchUp(2, (1, 3), 5)]
+
+
+def test_a_joiner_that_dies_while_it_is_copied_to() -> None:
+    controller = lost_one()
+    seen(controller)
+    controller.handle(SitesFailed((4,), "killed"))
+    assert controller.handle(reported(controller, 4, (1, 2), "installed")) == [], "too late"
+    controller.handle(WaitOver("join 0 0"))
+    controller.handle(WaitOver("join 1 2"))
+    assert views(controller.handle(registered(5))) == [
+        "view 0.4 of 0 2 3 5: 0+5 2 | 2,3 3,0 0+5 2 | 2,3"
+    ]
+    assert seen(controller) == [OrderCatchUp(0, (0, 0), 5), OrderCatchUp(0, (1, 2), 5)]
+
+
+def test_a_joiner_that_dies_when_its_copy_is_in_place() -> None:
+    controller = lost_one()
+    seen(controller)
+    controller.handle(reported(controller, 4, (1, 2), "installed"))
+    assert copies(controller) == "0+4 2 | 2,3 3,0 0,4 2+4 | 2,3"
+    controller.handle(SitesFailed((4,), "killed"))
+    assert copies(controller) == "0 2 | 2,3 3,0 0 2 | 2,3"
+    assert controller.phase((1, 2)) == "taken over"
+    controller.handle(WaitOver("join 0 0"))
+    controller.handle(WaitOver("join 1 3"))
+    controller.handle(registered(5))
+    assert copies(controller) == "0+5 2 | 2,3 3,0 0+5 2 | 2,3"
+
+
+def test_a_copy_that_failed_is_tried_again_after_a_pause_and_not_for_ever() -> None:
+    controller = lost_one()
+    waits = []
+    for attempt in range(JOINS_MAX):
+        seen(controller)
+        failed = reported(controller, 4, (1, 2), "failed", "its connection broke")
+        effects = controller.handle(failed)
+        waits += [e.ms for e in effects if isinstance(e, Wait) and e.what == "join 1 2"]
+        assert controller.view.cohort((1, 2)).joining == ()
+        assert len(views(effects)) == 1
+        if attempt < JOINS_MAX - 1:
+            assert (1, 2) not in controller.unrecovered
+            (again,) = views(controller.handle(WaitOver("join 1 2")))
+            assert controller.view.cohort((1, 2)).joining == (4,), again
+    assert waits == sorted(waits) and len(waits) == JOINS_MAX - 1
+    assert (
+        "5 attempts failed, the last because its connection broke" in (controller.unrecovered[1, 2])
+    )
+    controller.handle(reported(controller, 4, (0, 0), "installed"))
+    assert controller.view.cohort((1, 2)).joining == (), "it was given up"
+    assert controller.view.cohort((1, 3)).joining == (4,), "the others are not"
+    assert not controller.protected
+    controller.handle(SitesFailed((4,), "killed"))
+    controller.handle(registered(5))
+    assert controller.unrecovered == {}, "a new site is a new chance"
+
+
+def test_a_donor_that_dies_is_replaced_by_another_copy() -> None:
+    controller = running(protected(copies=3), 4, 1)
+    assert copies(controller).startswith("0,1,2 1,2,3 |")
+    controller.handle(SitesFailed((1,), "killed"))
+    assert controller.view.cohort((0, 0)).all == (0, 2, 4)
+    assert OrderCatchUp(2, (0, 0), 4) in seen(controller)
+    controller.handle(SitesFailed((2,), "killed"))
+    assert controller.view.cohort((0, 0)).copies == (0,)
+    assert OrderCatchUp(0, (0, 0), 4) in seen(controller)
+
+
+LINE = replace(PAIRS, stages=tuple(replace(s, partitions=1) for s in PAIRS.stages))
+"""Three units, each with two copies."""
+
+
+def test_word_of_a_copy_in_time_saves_the_flow_when_its_donor_dies() -> None:
+    controller = running(LINE, 2, 1)
+    assert copies(controller) == "0,1 | 1,0 | 0,1"
+    controller.handle(SitesFailed((1,), "killed"))
+    assert copies(controller) == "0+2 | 0+2 | 0+2"
+    seen(controller)
+    controller.handle(reported(controller, 2, (0, 0), "installed"))
+    controller.handle(reported(controller, 2, (2, 0), "installed"))
+    assert controller.handle(SitesFailed((0,), "killed too")) == [Wait("doubt", DOUBT_MS)]
+    effects = controller.handle(reported(controller, 2, (1, 0), "installed"))
+    assert copies(controller) == "2 | 2 | 2"
+    assert controller.running and controller.dead == {1: "killed", 0: "killed too"}
+    assert FenceSite(0) in effects
+    last = views(effects)[-1]
+    assert last == str(controller.view), "and all of them hear of it"
+    assert controller.handle(WaitOver("doubt")) == []
+
+
+def test_no_word_of_the_copy_ends_the_flow() -> None:
+    controller = running(LINE, 2, 1)
+    controller.handle(SitesFailed((1,), "killed"))
+    seen(controller)
+    controller.handle(reported(controller, 2, (0, 0), "installed"))
+    assert controller.handle(SitesFailed((0,), "killed too")) == [Wait("doubt", DOUBT_MS)]
+    (end,) = controller.handle(WaitOver("doubt"))
+    assert isinstance(end.error, SiteLostError)
+    text = str(end.error)
+    assert "site 0 died (killed too); no copy is left of 'sessions': 0; 'alerts': 0" in text
+
+
+def test_a_copy_that_says_it_failed_does_not_save_the_flow() -> None:
+    controller = running(LINE, 2, 1)
+    controller.handle(SitesFailed((1,), "killed"))
+    seen(controller)
+    controller.handle(SitesFailed((0,), "killed too"))
+    controller.handle(reported(controller, 2, (1, 0), "failed", "site 0 died"))
+    effects = controller.handle(WaitOver("doubt"))
+    assert [type(e) for e in effects] == [EndFlow] and isinstance(effects[0].error, SiteLostError)
+
+
+def test_a_site_that_gets_a_copy_after_it_had_finished_is_not_finished() -> None:
+    """Site 0 has read the source to its end. Then it gets a copy of the sink, and its donor dies:
+    the flow is done when that copy is through."""
+    controller = running(LINE, 4, 0)
+    assert copies(controller) == "0,1 | 1,2 | 2,3"
+    controller.handle(finished(controller, 0))
+    controller.handle(SitesFailed((3,), "killed"))
+    controller.handle(WaitOver("patience"))
+    assert copies(controller) == "0,1 | 1,2 | 2+0"
+    seen(controller)
+    controller.handle(reported(controller, 0, (2, 0), "installed"))
+    controller.handle(SitesFailed((2,), "killed"))
+    assert controller.view.cohort((2, 0)).copies == (0,)
+    seen(controller)
+    said = controller.handle(finished(controller, 1))
+    assert said == [], "0 has not said that the sink is through"
+    assert controller.handle(finished(controller, 0)) == [EndFlow(None)]
+
+
+def test_copies_of_units_that_are_through_do_not_keep_the_flow_from_ending() -> None:
+    controller = running(LINE, 2, 1)
+    controller.handle(finished(controller, 0))
+    controller.handle(SitesFailed((1,), "killed"))
+    seen(controller)
+    controller.handle(finished(controller, 0))  # it may say so again
+    assert controller.state is State.DONE, "though all three miss a copy"
+
+
+# --- placement ----------------------------------------------------------------------------------
+
+
 def test_partitions_are_spread_evenly_and_single_ones_do_not_pile_up() -> None:
-    layout = place(SHAPE, [0, 1, 2])
-    assert sorted(len(layout.partitions_at(1, s)) for s in (0, 1, 2)) == [2, 3, 3]
-    assert [layout.sites[0][p] for p in (0, 1)] == [(0,), (1,)]
-    assert layout.sites[2][0] == (2,)
+    domains = {s: domain(s) for s in range(3)}
+    view = place(SHAPE, [0, 1, 2], domains)
+    assert [(c.first, c.end) for c in view.cohorts[1]] == [(0, 3), (3, 6), (6, 8)]
+    assert str(view) == "view 0.0 of 0 1 2: 0 1 | 2 0 1 | 2"
     with pytest.raises(HostError):
-        place(SHAPE, [])
+        place(SHAPE, [], {})
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_copies_are_chained_so_that_a_loss_burdens_several(count: int) -> None:
+    domains = {s: domain(s) for s in range(5)}
+    view = place(protected(count), list(domains), domains)
+    for cohort in view.cohorts[1]:
+        first = cohort.copies[0]
+        assert cohort.copies == tuple((first + k) % 5 for k in range(count))
+    for position in range(count):
+        assert sorted(c.copies[position] for c in view.cohorts[1]) == list(range(5)), "even"
+
+
+GRID = {s: Domain(f"p{s}", f"e{s // 2}", f"h{s // 4}", f"a{s // 8}") for s in range(16)}
+"""Two sites to an executor, two executors to a host, two hosts to an application."""
+
+
+@pytest.mark.parametrize("apart", ["process", "executor", "host", "application"])
+def test_copies_are_as_far_apart_as_asked_and_as_can_be(apart: str) -> None:
+    view = place(protected(apart=apart), list(GRID), GRID)
+    for unit in view.units():
+        one, other = (GRID[s] for s in view.cohort(unit).copies)
+        assert getattr(one, apart) != getattr(other, apart)
+        assert one.application != other.application, "there are two: why share one"
+
+
+def test_three_copies_on_two_applications_share_no_host() -> None:
+    view = place(protected(3, "host"), list(GRID), GRID)
+    for unit in view.units():
+        assert len({GRID[s].host for s in view.cohort(unit).copies}) == 3
+
+
+@pytest.mark.parametrize(
+    ("apart", "found"), [("executor", "only 1: e0"), ("application", "only 1: a0")]
+)
+def test_copies_that_cannot_be_apart_are_refused_with_what_there_is(apart: str, found: str) -> None:
+    with pytest.raises(HostError) as caught:
+        place(protected(apart=apart), [0, 1], GRID)
+    text = str(caught.value)
+    assert f"'packets' wants 2 copies of each partition, no two in one {apart}" in text
+    assert found in text and "pairs(apart=...)" in text
+
+
+def test_too_few_sites_for_the_copies_end_the_flow_before_it_starts() -> None:
+    controller = Controller(protected(3), [0, 1])
+    controller.handle(registered(0))
+    (end,) = controller.handle(registered(1))
+    assert isinstance(end.error, HostError) and "wants 3 copies" in str(end.error)
+    assert controller.state is State.FAILED
+
+
+def test_new_copies_are_made_only_where_they_are_apart() -> None:
+    controller = Controller(protected(apart="executor"), [0, 2])
+    for site in (0, 2):
+        controller.handle(SiteRegistered(site, ("", site), GRID[site]))
+    seen(controller)
+    (_, launch, *_) = controller.handle(SitesFailed((2,), "killed"))
+    controller.handle(SiteRegistered(launch.site, ("", 0), GRID[1]))  # beside site 0
+    assert all(controller.view.cohort(u).all == (0,) for u in controller.view.units())
+    assert controller.unrecovered[0, 0] == "no site is in another executor than its copies"
+    assert not controller.protected
+
+
+def test_spans() -> None:
+    assert spans([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+    assert spans([]) == ""

@@ -2,37 +2,56 @@
 
 import pytest
 
-from holdfast.core.effects import PublishRecord
+from holdfast.core.effects import ConfirmChain, CopySequencer, PassRecord, PublishRecord
 from holdfast.core.events import (
     BlocksAvailable,
+    ChainJoined,
     DrainRequested,
     EpochDelivered,
+    RecordPassed,
+    SequencerCopied,
     SplitEnded,
     SplitIdle,
+    SuccessorConnected,
+    ViewCommitted,
 )
+from holdfast.core.ids import NO_EPOCH
+from holdfast.core.layout import Cohort, View
 from holdfast.core.records import Block, EpochRecord, Range
-from holdfast.core.sequencer import Budget, Sequencer
+from holdfast.core.sequencer import RESENT, Budget, Sequencer
 from holdfast.errors import ProtocolError
 
 SINK = 9
 
 
-def sequencer(splits=((0, 0),), **budget) -> Sequencer:
+def chain(*sites: int, joining: tuple[int, ...] = (), number: int = 0) -> ViewCommitted:
+    """A view in which these sites have the copies of the sequencer."""
+    members = (*sites, *joining)
+    return ViewCommitted(View(0, number, members, ((Cohort(0, 1, sites, joining),),)))
+
+
+def sequencer(splits=((0, 0),), site: int = 0, sites=(0,), **budget) -> Sequencer:
+    """The copy at `site` of the sequencer that is at `sites`."""
     limits = {
         "epoch_rows_max": 100,
         "epochs_in_flight_max": 3,
         "bytes_in_flight_max": 10_000,
         "small_in_flight_max": 2,
     }
-    return Sequencer(splits, [SINK], Budget(**(limits | budget)))
+    machine = Sequencer(site, splits, [SINK], Budget(**(limits | budget)))
+    if sites:
+        assert machine.handle(chain(*sites)) == []
+    return machine
 
 
-def blocks(start: int, *lengths: int, source: int = 0, split: int = 0, time_max=None):
+def blocks(
+    start: int, *lengths: int, source: int = 0, split: int = 0, time_max=None, anew: bool = False
+):
     made = []
     for length in lengths:
         made.append(Block(start, start + length, 10 * length, time_max))
         start += length
-    return BlocksAvailable(source, split, tuple(made))
+    return BlocksAvailable(source, split, tuple(made), anew)
 
 
 def test_rows_are_cut_at_once_and_numbered_on() -> None:
@@ -121,3 +140,197 @@ def test_a_gap_in_the_offsets_is_refused() -> None:
         machine.handle(blocks(6, 2))
     with pytest.raises(ProtocolError, match="no split 4"):
         machine.handle(blocks(0, 2, split=4))
+
+
+# --- the chain ----------------------------------------------------------------------------------
+
+
+def record(epoch: int, start: int, end: int) -> EpochRecord:
+    return EpochRecord(epoch, start, (Range(0, 0, start, end, None),))
+
+
+FIRST = record(0, 0, 5)
+SECOND = record(1, 5, 12)
+
+
+def test_a_record_goes_through_the_chain_and_the_last_publishes_it() -> None:
+    first, middle, last = (sequencer(site=s, sites=(0, 1, 2)) for s in (0, 1, 2))
+    assert first.handle(blocks(0, 5)) == [PassRecord(1, FIRST)]
+    assert middle.handle(RecordPassed(FIRST)) == [PassRecord(2, FIRST)]
+    assert last.handle(RecordPassed(FIRST)) == [PublishRecord(FIRST)]
+    assert [m.next_epoch for m in (first, middle, last)] == [1, 1, 1]
+
+
+def test_only_the_first_cuts() -> None:
+    follower = sequencer(site=1, sites=(0, 1))
+    assert follower.handle(blocks(0, 500)) == []
+    assert follower.handle(DrainRequested()) == []
+
+
+def test_a_record_that_comes_twice_is_passed_on_again_and_counted_once() -> None:
+    """Who lost it on the way needs it; who has it drops it."""
+    last = sequencer(site=1, sites=(0, 1))
+    for _ in range(2):
+        assert last.handle(RecordPassed(FIRST)) == [PublishRecord(FIRST)]
+    assert last.next_seq == 5
+    with pytest.raises(ProtocolError, match="record of epoch 2, not 1"):
+        last.handle(RecordPassed(record(2, 12, 13)))
+
+
+def test_the_follower_goes_on_with_the_same_numbering() -> None:
+    follower = sequencer(site=1, sites=(0, 1))
+    follower.handle(RecordPassed(FIRST))
+    follower.handle(RecordPassed(SECOND))
+    assert follower.handle(chain(1, number=1)) == [PublishRecord(FIRST), PublishRecord(SECOND)]
+    assert follower.handle(EpochDelivered(SINK, 1)) == []
+    assert follower.handle(blocks(12, 3, anew=True)) == [PublishRecord(record(2, 12, 15))]
+    follower.check_invariants()
+
+
+def test_blocks_announced_before_it_knows_that_it_leads_are_cut_then() -> None:
+    follower = sequencer(site=1, sites=(0, 1))
+    follower.handle(RecordPassed(FIRST))
+    assert follower.handle(blocks(5, 7, anew=True)) == []
+    assert follower.handle(chain(1, number=1)) == [PublishRecord(FIRST), PublishRecord(SECOND)]
+
+
+def test_of_blocks_that_records_have_taken_meanwhile_the_rest_is_cut() -> None:
+    """The ingress knew of no epoch yet when it announced [0, 20) to the follower; then the first
+    sequencer's last records came, one of which ends within a block."""
+    follower = sequencer(site=1, sites=(0, 1))
+    follower.handle(blocks(0, 3, 7, 10, anew=True))
+    follower.handle(RecordPassed(FIRST))
+    *_, published = follower.handle(chain(1, number=1))
+    assert published == PublishRecord(record(1, 5, 20))
+
+
+def test_blocks_that_are_all_in_records_are_not_cut_again() -> None:
+    follower = sequencer(site=1, sites=(0, 1))
+    follower.handle(RecordPassed(FIRST))
+    follower.handle(chain(1, number=1))
+    assert follower.handle(blocks(0, 5, anew=True)) == []
+    assert follower.handle(blocks(0, 5, 4, anew=True)) == [PublishRecord(record(1, 5, 9))]
+
+
+def test_announced_anew_replaces_what_was_announced() -> None:
+    """Another copy of the ingress leads, whose blocks are cut differently."""
+    machine = sequencer(small_in_flight_max=1)
+    machine.handle(blocks(0, 5))
+    machine.handle(blocks(5, 10, 10))
+    assert machine.handle(blocks(5, 4, anew=True)) == []
+    assert machine.handle(blocks(9, 2)) == []
+    (published,) = machine.handle(EpochDelivered(SINK, 0))
+    assert published.record == record(1, 5, 11)
+
+
+def test_what_is_in_flight_is_counted_by_the_follower_too() -> None:
+    follower = sequencer(site=1, sites=(0, 1))
+    for epoch in range(3):
+        follower.handle(RecordPassed(record(epoch, 100 * epoch, 100 * epoch + 100)))
+    follower.handle(EpochDelivered(SINK, 0))
+    follower.handle(chain(1, number=1))
+    assert follower.handle(blocks(300, 100, 100, anew=True)) == [
+        PublishRecord(record(3, 300, 400))
+    ], "two were in flight, three may be"
+    follower.check_invariants()
+
+
+def test_a_finished_stream_stays_finished() -> None:
+    follower = sequencer(site=1, sites=(0, 1))
+    last = EpochRecord(0, 0, (), idle=(0,), last=True, ended=True)
+    follower.handle(RecordPassed(last))
+    assert follower.handle(chain(1, number=1)) == [PublishRecord(last)]
+    assert follower.handle(blocks(0, 5, anew=True)) == []
+
+
+def test_the_end_and_the_drain_can_be_said_again_to_the_follower() -> None:
+    for event, end in ((SplitEnded(0, 0), True), (DrainRequested(), False)):
+        follower = sequencer(site=1, sites=(0, 1))
+        follower.handle(RecordPassed(FIRST))
+        follower.handle(chain(1, number=1))
+        (published,) = follower.handle(event)
+        assert (published.record.epoch, published.record.last) == (1, True)
+        assert published.record.ended is end
+
+
+def test_when_the_chain_gets_shorter_its_last_publishes_what_it_had_passed_on() -> None:
+    first = sequencer(site=0, sites=(0, 1))
+    first.handle(blocks(0, 5))
+    first.handle(blocks(5, 7))
+    assert first.handle(chain(0, number=1)) == [PublishRecord(FIRST), PublishRecord(SECOND)]
+
+
+def test_when_the_middle_is_gone_the_first_passes_on_to_the_last() -> None:
+    first = sequencer(site=0, sites=(0, 1, 2))
+    first.handle(blocks(0, 5))
+    assert first.handle(chain(0, 2, number=1)) == [PassRecord(2, FIRST)]
+
+
+def test_a_new_connection_to_the_next_copy_gets_everything_again() -> None:
+    first = sequencer(site=0, sites=(0, 1))
+    first.handle(blocks(0, 5))
+    assert first.handle(SuccessorConnected(7)) == []
+    assert first.handle(SuccessorConnected(1)) == [PassRecord(1, FIRST)]
+
+
+def test_a_new_copy_is_in_the_chain_before_it_counts() -> None:
+    first = sequencer(site=0, sites=(0,))
+    first.handle(blocks(0, 5))
+    first.handle(EpochDelivered(SINK, 0))
+    assert first.handle(chain(0, joining=(3,), number=1)) == [PublishRecord(FIRST)]
+    (copied,) = first.handle(ChainJoined(3, NO_EPOCH))
+    assert isinstance(copied, CopySequencer) and copied.site == 3
+    new = sequencer(site=3, sites=())
+    assert new.handle(SequencerCopied(copied.state)) == []
+    # Until it says that it has the state, nothing waits for it.
+    joined = ChainJoined(3, new.next_epoch)
+    assert first.handle(joined) == [PassRecord(3, FIRST), ConfirmChain(3)]
+    # From now on no record is acted on that the new copy does not have.
+    assert first.handle(blocks(5, 7)) == [PassRecord(3, SECOND)]
+    assert new.handle(RecordPassed(SECOND)) == [PublishRecord(SECOND)]
+    # Views in which it still joins leave it in the chain, ...
+    assert first.handle(chain(0, joining=(3,), number=2)) == [
+        PassRecord(3, FIRST),
+        PassRecord(3, SECOND),
+    ]
+    # ... and with the one in which it counts, it can go on alone.
+    first.handle(chain(0, 3, number=3))
+    new.handle(chain(0, 3, number=3))
+    assert new.handle(chain(3, number=4))[-1] == PublishRecord(SECOND)
+    new.handle(EpochDelivered(SINK, 1))
+    assert new.handle(blocks(12, 1, anew=True)) == [PublishRecord(record(2, 12, 13))]
+
+
+def test_a_new_copy_that_is_not_wanted_any_more_leaves_the_chain() -> None:
+    first = sequencer(site=0, sites=(0,))
+    first.handle(chain(0, joining=(3,), number=1))
+    assert first.handle(ChainJoined(3, 0)) == [ConfirmChain(3)]
+    assert first.handle(blocks(0, 5)) == [PassRecord(3, FIRST)]
+    assert first.handle(chain(0, number=2)) == [PublishRecord(FIRST)]
+
+
+def test_who_does_not_join_is_not_let_into_the_chain() -> None:
+    """It was given up, and does not know yet."""
+    first = sequencer(site=0, sites=(0,))
+    first.handle(chain(0, joining=(3,), number=1))
+    first.handle(chain(0, number=2))
+    assert first.handle(ChainJoined(3)) == []
+    assert first.handle(blocks(0, 5)) == [PublishRecord(FIRST)]
+
+
+def test_a_copy_restores_every_split() -> None:
+    first = sequencer(splits=[(0, 0), (0, 1)], small_in_flight_max=9)
+    first.handle(chain(0, joining=(3,), number=1))
+    first.handle(blocks(0, 5))
+    first.handle(blocks(0, 3, split=1))
+    (copied,) = first.handle(ChainJoined(3, NO_EPOCH))
+    new = sequencer(splits=[(0, 0), (0, 1)], site=3, sites=(3,))
+    new.handle(SequencerCopied(copied.state))
+    assert (new.next_epoch, new.next_seq) == (2, 8)
+    assert [s.cut for s in new.splits.values()] == [5, 3]
+    with pytest.raises(ProtocolError, match="does not follow offset 3"):
+        new.handle(blocks(4, 1, split=1))
+
+
+def test_more_is_sent_again_than_can_be_in_flight() -> None:
+    assert Budget().epochs_in_flight_max < RESENT

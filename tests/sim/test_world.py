@@ -6,7 +6,9 @@ import pytest
 
 from holdfast import Flow, col, count, discard, max_, mean, rows, sum_
 from holdfast.core.effects import IngestEpoch
+from holdfast.core.ids import SiteId
 from holdfast.core.sequencer import Budget
+from holdfast.errors import SiteLostError
 from holdfast.flow.options import Options
 from holdfast.sim.world import World
 
@@ -103,18 +105,18 @@ def test_a_stalled_stage_holds_the_source_back_and_nothing_deadlocks(
 ) -> None:
     world = World(diamond([events(600)]), sites=3, seed=2, options=SMALL)
     number = world.plan.stage_named(stage).id
-    world.stalled = lambda site, order: order.stage == number
+    world.stalled = lambda site, order: order.unit[0] == number
     world.settle()
     taken = sum(r.rows for r in world.records)
-    held = sum(s.rows_held for site in world.sites.values() for s in site.stages.splits)
+    held = sum(s.rows_held for node in world.nodes.values() for _, s in node.stages.splits())
     assert taken < 600, "the stall must reach the sequencer"
     assert len(world.records) <= SMALL.budget.epochs_in_flight_max
     assert held <= SMALL.read_ahead_rows + SMALL.block_rows, "and the source"
     finished = [
-        s.finished
-        for site in world.sites.values()
-        for s in site.dataflow.stages.values()
-        if s.shape.name == "time window by (g)"
+        u.finished
+        for node in world.nodes.values()
+        for u in node.dataflow.units.values()
+        if u.shape.name == "time window by (g)"
     ]
     assert all(f >= SMALL.window - 1 for f in finished), "other branches go on within their credit"
     world.stalled = lambda site, order: False
@@ -125,13 +127,17 @@ def test_a_stalled_stage_holds_the_source_back_and_nothing_deadlocks(
 def test_one_stalled_site_only_uses_up_its_own_credit() -> None:
     world = World(diamond([events(600)]), sites=3, seed=4, options=SMALL)
     stage = world.plan.stage_named("running aggregate by (k)").id
-    world.stalled = lambda site, order: site == 1 and order.stage == stage
+    world.stalled = lambda site, order: site == 1 and order.unit[0] == stage
     world.settle()
-    for site in world.sites.values():
-        for producer in site.dataflow.producers.values():
+    unsent = 0
+    for node in world.nodes.values():
+        for producer in node.dataflow.producers.values():
             for lane in producer.lanes.values():
-                unsent = lane.kept[lane.sent :]
-                assert all(b.epoch > lane.credit for b in unsent)
+                for taker in lane.takers.values():
+                    waiting = list(lane.kept)[taker.next - lane.trimmed :]
+                    assert all(b.epoch > taker.credit for b in waiting)
+                    unsent += len(waiting)
+    assert unsent > 0, "something does wait"
     world.stalled = lambda site, order: False
     world.run()
 
@@ -150,7 +156,12 @@ def test_arrival_merging_does_not_wait_for_a_slow_producer() -> None:
         # One of the two ingresses is stuck: its partners have nothing from it.
         world.stalled = lambda site, order: site == 1 and isinstance(order, IngestEpoch)
         world.settle()
-        finished[merge] = sum(s.stages.counters[1].calls for s in world.sites.values())
+        finished[merge] = sum(
+            runner.calls
+            for node in world.nodes.values()
+            for unit, runner in node.stages.units.items()
+            if unit[0] == 1
+        )
         world.stalled = lambda site, order: False
         world.run()
         # Counts and integer sums do not mind the order: the last row of each key is the same.
@@ -170,4 +181,26 @@ def test_draining_delivers_what_was_taken_and_closes_no_window() -> None:
     assert last.last and not last.ended
     taken = sum(r.rows for r in world.records)
     assert 0 < taken < 600
-    assert sum(b.num_rows for _, b in world.results["out"]) == 2 * taken
+    assert sum(b.num_rows for b in world.results["out"].values()) == 2 * taken
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_connections_that_break_change_nothing(seed: int, expected: dict[str, pa.Table]) -> None:
+    world = World(diamond([events(600)]), sites=3, seed=seed, options=SMALL)
+    while not world.ended:
+        if world.steps % 90 == 89:
+            world.reset(*world.random.sample(sorted(world.nodes), 2))
+        assert world.step(), world.describe()
+    assert world.error is None
+    assert sum("reset" in line for line in world.log) > 5
+    for sink in ("out", "windows"):
+        assert result(world, sink).equals(expected[sink])
+
+
+def test_the_loss_of_an_unprotected_site_ends_the_flow() -> None:
+    world = World(diamond([events(600)]), sites=3, seed=1, options=SMALL)
+    for _ in range(200):
+        world.step()
+    world.crash(SiteId(2))
+    with pytest.raises(SiteLostError, match=r"site 2 died \(crashed\); its partitions were not"):
+        world.run()

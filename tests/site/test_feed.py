@@ -35,7 +35,7 @@ def hand_over(
 
 
 def test_a_staged_batch_is_taken_at_its_commit_in_partition_order() -> None:
-    reader, replies = FedReader(SCHEMA, through=False), Replies()
+    reader, replies = FedReader(0, SCHEMA, through=False), Replies()
     hand_over(reader, 0, 1, 5, 3, 4)
     hand_over(reader, 0, 0, 6, 1, 2)
     assert drained(reader) == []
@@ -47,7 +47,7 @@ def test_a_staged_batch_is_taken_at_its_commit_in_partition_order() -> None:
 
 
 def test_a_second_attempt_replaces_the_first() -> None:
-    reader, replies = FedReader(SCHEMA, through=False), Replies()
+    reader, replies = FedReader(0, SCHEMA, through=False), Replies()
     reader.open(0, 0, 1, replies)
     reader.rows(0, 0, 1, batch(1), replies)
     hand_over(reader, 0, 0, 2, 7, 8)
@@ -59,7 +59,7 @@ def test_a_second_attempt_replaces_the_first() -> None:
 
 
 def test_a_batch_that_is_not_complete_is_not_taken() -> None:
-    reader, replies = FedReader(SCHEMA, through=False), Replies()
+    reader, replies = FedReader(0, SCHEMA, through=False), Replies()
     reader.open(0, 0, 1, replies)
     reader.rows(0, 0, 1, batch(1), replies)
     reader.commit(0, (0,), replies)
@@ -68,7 +68,7 @@ def test_a_batch_that_is_not_complete_is_not_taken() -> None:
 
 
 def test_through_takes_partitions_in_turn_as_they_come() -> None:
-    reader, replies = FedReader(SCHEMA, through=True), Replies()
+    reader, replies = FedReader(0, SCHEMA, through=True), Replies()
     hand_over(reader, 0, 1, 2, 3, 4)
     assert drained(reader) == []
     reader.open(0, 0, 1, replies)
@@ -80,7 +80,7 @@ def test_through_takes_partitions_in_turn_as_they_come() -> None:
 
 
 def test_through_skips_what_an_earlier_attempt_had_handed_over() -> None:
-    reader, replies = FedReader(SCHEMA, through=True), Replies()
+    reader, replies = FedReader(0, SCHEMA, through=True), Replies()
     reader.open(0, 0, 1, replies)
     reader.rows(0, 0, 1, batch(1, 2), replies)
     assert drained(reader) == [1, 2]
@@ -91,7 +91,7 @@ def test_through_skips_what_an_earlier_attempt_had_handed_over() -> None:
 
 def test_feeders_wait_while_there_is_no_room(monkeypatch) -> None:
     monkeypatch.setattr(feed, "HELD_BYTES_MAX", 100)
-    reader, replies = FedReader(SCHEMA, through=True), Replies()
+    reader, replies = FedReader(0, SCHEMA, through=True), Replies()
     reader.open(0, 0, 1, replies)
     reader.rows(0, 0, 1, batch(*range(50)), replies)
     assert replies == [(True, "")], "only the opening is answered"
@@ -100,7 +100,7 @@ def test_feeders_wait_while_there_is_no_room(monkeypatch) -> None:
 
 
 def test_the_end_is_after_the_last_row() -> None:
-    reader = FedReader(SCHEMA, through=True)
+    reader = FedReader(0, SCHEMA, through=True)
     hand_over(reader, 0, 0, 1, 1)
     reader.end(Replies())
     assert reader.read(10).num_rows == 1

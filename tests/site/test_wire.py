@@ -9,6 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from holdfast.core.layout import Cohort, Domain, View
+from holdfast.core.records import Block, EpochRecord, Range
 from holdfast.site import wire
 
 SECRET = b"a secret of thirty-two bytes....."
@@ -60,7 +62,7 @@ def test_messages_and_bodies_arrive_in_order() -> None:
         big = os.urandom(3_000_000)
         for epoch in range(3):
             body = [b"ab", big] if epoch == 1 else None
-            client.opened[0].send(wire.Delivered(7, epoch), body)
+            client.opened[0].send(wire.Delivered(7, epoch, epoch), body)
         await end.until(lambda: len(end.messages) == 3)
         assert [m.epoch for m, _ in end.messages] == [0, 1, 2]
         assert end.messages[1][1] == b"ab" + big
@@ -102,6 +104,32 @@ def test_a_server_with_another_secret_is_refused() -> None:
     asyncio.run(main())
 
 
+VIEW = View(2, 7, (0, 3), ((Cohort(0, 4, (0, 3)), Cohort(4, 8, (3,), (5,))), (Cohort(0, 1, (0,)),)))
+RECORD = EpochRecord(3, 100, (Range(0, 1, 5, 9, 77), Range(0, 2, 0, 1, None)), (1,), False, True)
+BUNDLE = wire.Bundle(1, 2, 3, 4, True, 5, 16, 8)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.Register(1, "h", 99, 5, Domain("p", "e", "h", "a")),
+        wire.NewView(VIEW, {0: ("h", 1), 3: ("h", 2)}),
+        wire.CopyState(1, 2, 3, 4, "failed", "it broke"),
+        wire.Pass(RECORD),
+        wire.SequencerState(4, 104, False, 1, [9, 1], [RECORD]),
+        wire.Blocks(0, 1, (Block(0, 5, 40, None), Block(5, 9, 32, 7)), True),
+        wire.Acks([wire.Ack(0, 1, 2, -1, 3, True, -1, 2**64 - 1)]),
+        wire.HandOverBegin(1, 2, 30, 4_000, {"counts": [1, 2, 3, 4], "ingress": {"mark": b"x"}}),
+        wire.HandOverKept(1, 2, BUNDLE),
+    ],
+    ids=lambda m: type(m).__name__,
+)
+def test_headers_come_back_as_they_were(message: wire.Message) -> None:
+    again = wire.decode(wire.encode(message)[wire.PREFIX.size :])
+    assert again == message
+    assert wire.fields(again) == wire.fields(message)
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -109,7 +137,7 @@ def test_a_server_with_another_secret_is_refused() -> None:
         struct.pack("<II", 0, 0xFFFFFFFF),
         struct.pack("<II", 0xFFFFFFFF, 10),
         struct.pack("<II", 0, 4) + b"\xc1\xc1\xc1\xc1",
-        wire.encode(wire.Delivered(0, 0)),
+        wire.encode(wire.Delivered(0, 0, 0)),
         wire.encode(wire.Hello("site", 0, b"n" * 16, b"p" * 32)),
     ],
 )

@@ -134,7 +134,7 @@ def test_a_killed_task_stops_an_unprotected_flow_with_the_partitions_named(sites
     wait_for_figures(run, 2)
     victim = next(s["pid"] for s in run.status()["sites"] if s["site"] == 1)
     os.kill(victim, signal.SIGKILL)
-    with pytest.raises(SiteLostError, match=r"site 1 died.*'running aggregate by \(k\)': 4-7"):
+    with pytest.raises(SiteLostError, match=r"site 1 died.*'running aggregate by \(k\)': 0-3"):
         run.wait(30)
     # Spark is unharmed, and so is the next flow on it.
     again = endless("after").start(sites_spark, sites=2)
@@ -145,10 +145,10 @@ def test_a_killed_task_stops_an_unprotected_flow_with_the_partitions_named(sites
 
 def test_a_site_that_dies_in_spark_before_the_start_is_resubmitted(sites_spark) -> None:
     class Clumsy(SparkHost):
-        """Kills the first two lives of site 1, as soon as each has registered."""
+        """Site 0 comes late. Meanwhile site 1, and what is launched in its place, is killed."""
 
         def launch(self, flow, config, on_exit) -> None:
-            if config.site == 0 and config.attempt == 0:
+            if config.site == 0:
                 # Site 0 is held back, so that the flow cannot start meanwhile.
                 threading.Timer(8, super().launch, (flow, config, on_exit)).start()
             else:
@@ -182,7 +182,7 @@ def test_a_site_that_dies_in_spark_before_the_start_is_resubmitted(sites_spark) 
     (run,) = started
     time.sleep(0.5)
     run.stop()
-    assert run.status()["relaunches"].get(1) == 2
+    assert set(run.status()["dead"]) == {1, 2}
     assert run.sink_report("out")["rows"] > 0
 
 

@@ -10,7 +10,7 @@ clock.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
@@ -104,6 +104,49 @@ class KeyedOperator:
     def install(self, state: dict[str, pa.RecordBatch]) -> None:
         for name, batch in state.items():
             self.tables()[name].install(batch)
+
+    def extras(self) -> dict[str, int]:
+        """What it knows besides its tables, in plain values."""
+        return {"late_rows": self.late_rows}
+
+    def install_extras(self, extras: Mapping[str, int]) -> None:
+        self.late_rows += extras["late_rows"]
+
+    def snapshot(self, partitions: Sequence[int] | None = None) -> OperatorSnapshot:
+        """Freeze the state of some partitions (all, by default): `process` may go on while it is
+        given out."""
+        return OperatorSnapshot(self, partitions)
+
+
+class OperatorSnapshot:
+    """An operator as it was between two epochs. A fresh one with all the parts and the `extras`
+    installed goes on from there to the same results. To be read to the end or closed."""
+
+    def __init__(self, operator: KeyedOperator, partitions: Sequence[int] | None) -> None:
+        self.extras = operator.extras()
+        self._tables = {n: t.snapshot(partitions) for n, t in operator.tables().items()}
+
+    @property
+    def rows_left(self) -> int:
+        return sum(t.rows_left for t in self._tables.values())
+
+    @property
+    def nbytes_left(self) -> int:
+        """About how much is still to be given out."""
+        return sum(t.nbytes_left for t in self._tables.values())
+
+    def next(self, rows_max: int) -> tuple[str, pa.RecordBatch] | None:
+        """A table's name and more of its rows, for `install`; None when the state is complete."""
+        for name, table in self._tables.items():
+            part = table.next(rows_max)
+            if part is not None:
+                return name, part
+        return None
+
+    def close(self) -> None:
+        """Give up what is left."""
+        for table in self._tables.values():
+            table.close()
 
 
 @dataclass(frozen=True)
@@ -256,6 +299,7 @@ __all__ = [
     "Agg",
     "Col",
     "KeyedOperator",
+    "OperatorSnapshot",
     "Port",
     "broadcast",
     "columns_of",

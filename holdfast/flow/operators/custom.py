@@ -14,7 +14,7 @@ from holdfast.flow.batches import Track, as_array, empty, order_arrays, take
 from holdfast.flow.expr import Column, unwrap
 from holdfast.flow.groups import Groups
 from holdfast.flow.operators.base import KeyedOperator, Port
-from holdfast.flow.state import Field, StateTable
+from holdfast.flow.state import Field, StateTable, distinct
 
 
 class Rows:
@@ -102,7 +102,8 @@ class CustomOperator(KeyedOperator):
         if batch.num_rows == 0:
             return {"out": empty(self.outputs["out"].full_schema)}
         slots = self.table.slots(self.words(batch))
-        touched = np.unique(slots)
+        touched = distinct(slots)
+        self.table.touch(touched, epoch)
         before = self.table.backup(touched)
         try:
             rows, columns = self.function.process(Rows(batch, slots), self.table)
@@ -111,7 +112,6 @@ class CustomOperator(KeyedOperator):
             # The state is as if the rows had never come, so that they can be tried one by one.
             self.table.put_back(touched, before)
             raise
-        self.table.touch(touched, epoch)
         return {"out": out}
 
     def _output(

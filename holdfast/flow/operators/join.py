@@ -76,7 +76,10 @@ class WindowJoin(KeyedOperator):
         self.needs = [set(left.schema.names), set(right.schema.names)]
 
     def _allocate(self) -> None:
-        self.sides = [_Side(self.keys, p.full_schema, self.partitions) for p in self.inputs]
+        self.sides = [
+            _Side(self.keys, port.full_schema, on, self.partitions)
+            for port, on in zip(self.inputs, self.on, strict=True)
+        ]
 
     def tables(self) -> dict[str, StateTable]:
         return {"left": self.sides[0], "right": self.sides[1]}  # type: ignore[dict-item]
@@ -112,8 +115,8 @@ class WindowJoin(KeyedOperator):
                 side.clear()
             return
         oldest = (mark - self.hold) // self.within * self.within  # no row below this is on time
-        for side, on in zip(self.sides, self.on, strict=True):
-            side.forget(on, oldest - self.within)
+        for side in self.sides:
+            side.forget(oldest - self.within)
 
     def _pairs(self, probe: pa.RecordBatch, side: _Side, flip: bool) -> pa.RecordBatch:
         schema = self.outputs["out"].full_schema
@@ -186,8 +189,8 @@ class _Run:
 class _Side:
     """The rows of one input that a row of the other may still meet: runs of growing size."""
 
-    def __init__(self, keys: list[str], schema: pa.Schema, partitions: int) -> None:
-        self.keys, self.schema, self.partitions = keys, schema, partitions
+    def __init__(self, keys: list[str], schema: pa.Schema, on: str, partitions: int) -> None:
+        self.keys, self.schema, self.on, self.partitions = keys, schema, on, partitions
         self.runs: list[_Run] = []
         self._floor = Track.NEVER
 
@@ -215,14 +218,14 @@ class _Side:
     def clear(self) -> None:
         self.runs = []
 
-    def forget(self, on: str, oldest: int) -> None:
+    def forget(self, oldest: int) -> None:
         """Drop rows with a time below `oldest`, once at least half of a run is that old."""
         if oldest <= self._floor:
             return
         self._floor = oldest
         kept: list[_Run] = []
         for run in self.runs:
-            rows = np.flatnonzero(event_times(run.batch, on) >= oldest)
+            rows = np.flatnonzero(event_times(run.batch, self.on) >= oldest)
             if 2 * rows.size <= run.batch.num_rows:
                 if rows.size:
                     kept.append(self._run(take(run.batch, rows)))
@@ -235,10 +238,21 @@ class _Side:
     ) -> pa.RecordBatch:
         """The rows of some partitions; increments are not finer than everything."""
         batch = concat([empty(self.schema), *(r.batch for r in self.runs)])
-        if partitions is None:
-            return batch
-        part = partition_of(key_words([batch.column(k) for k in self.keys]), self.partitions)
-        return take(batch, np.flatnonzero(np.isin(part, list(partitions))))
+        return self.wanted(batch, partitions, self._floor)
+
+    def wanted(
+        self, batch: pa.RecordBatch, partitions: Sequence[int] | None, oldest: int
+    ) -> pa.RecordBatch:
+        """The rows of some partitions that are not forgotten, whether they are still in runs or
+        not: when those go depends on how the runs came about."""
+        held = event_times(batch, self.on) >= oldest
+        if partitions is not None:
+            part = partition_of(key_words([batch.column(k) for k in self.keys]), self.partitions)
+            held &= np.isin(part, list(partitions))
+        return take(batch, np.flatnonzero(held))
+
+    def snapshot(self, partitions: Sequence[int] | None = None) -> _SideSnapshot:
+        return _SideSnapshot(self, partitions, self._floor)
 
     def install(self, state: pa.RecordBatch) -> None:
         self.add(state)
@@ -248,3 +262,32 @@ class _Side:
         rest = self.extract([p for p in range(self.partitions) if p not in gone])
         self.runs = []
         self.add(rest)
+
+
+class _SideSnapshot:
+    """What `Snapshot` is to a table: runs are never changed, so it only has to hold on to them."""
+
+    def __init__(self, side: _Side, partitions: Sequence[int] | None, oldest: int) -> None:
+        self._side, self._partitions, self._oldest = side, partitions, oldest
+        self._batches = [run.batch for run in side.runs]
+
+    @property
+    def rows_left(self) -> int:
+        return sum(b.num_rows for b in self._batches)
+
+    @property
+    def nbytes_left(self) -> int:
+        return sum(b.nbytes for b in self._batches)
+
+    def next(self, rows_max: int) -> pa.RecordBatch | None:
+        while self._batches:
+            batch = self._batches.pop()
+            if batch.num_rows > rows_max:
+                self._batches.append(batch.slice(rows_max))
+            part = self._side.wanted(batch.slice(0, rows_max), self._partitions, self._oldest)
+            if part.num_rows:
+                return part
+        return None
+
+    def close(self) -> None:
+        self._batches = []

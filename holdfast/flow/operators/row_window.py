@@ -62,6 +62,7 @@ class RowWindow(KeyedOperator):
         batch = inputs[0]
         operands = {n: aggs[0].whole(batch) for n, aggs in self.rings.items()}  # what can raise
         groups = Groups(self.table.slots(self.words(batch)))
+        self.table.touch(groups.slots, epoch)
         seen = self.table["__n"][groups.slots]
         base = np.repeat(seen, groups.lengths)
         index = base + groups.ranks()  # each row's number among all rows of its key
@@ -77,7 +78,6 @@ class RowWindow(KeyedOperator):
             windows.remember(values, self.table[name])
         results |= {a.name: windows.count for a in self.aggs if a.kind == "count"}
         self.table["__n"][groups.slots] = seen + groups.lengths
-        self.table.touch(groups.slots, epoch)
         return {"out": self._output(batch, groups, due, results)}
 
     def _output(

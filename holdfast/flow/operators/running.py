@@ -41,13 +41,13 @@ class RunningAggregate(KeyedOperator):
         operands = {a.name: self._operand(a, batch) for a in self.aggs}  # the part that can raise
         slots = self.table.slots(self.words(batch))
         groups = Groups(slots)
+        self.table.touch(groups.slots, epoch)
         seen = self.table["__n"][groups.slots]
         counts = groups.scattered(np.repeat(seen, groups.lengths) + groups.ranks() + 1)
         columns: dict[str, object] = {k: batch.column(k) for k in self.keys}
         for agg in self.aggs:
             columns[agg.name] = self._advance(agg, operands[agg.name], slots, groups, seen, counts)
         self.table["__n"][groups.slots] = seen + groups.lengths
-        self.table.touch(groups.slots, epoch)
         out = build(columns, self.outputs["out"].schema)
         arrays = [*out.columns, *order_arrays(batch)]
         schema = self.outputs["out"].full_schema

@@ -130,10 +130,10 @@ class Sessions(KeyedOperator):
     def _remember(
         self, batch: pa.RecordBatch, groups: Groups, starts: np.ndarray, epoch: int
     ) -> None:
+        self.table.touch(groups.slots, epoch)
         lasts = groups.lasts
         opens = starts[lasts]
         self.table["__open"][groups.slots] = opens
         rows, slots = groups.rows[lasts[opens]], groups.slots[opens]
         for name in self.kept:
             self.table.put(name, slots, unwrap(batch.column(name).take(pa.array(rows))))
-        self.table.touch(groups.slots, epoch)

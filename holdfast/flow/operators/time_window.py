@@ -74,8 +74,9 @@ class TimeWindow(KeyedOperator):
 
     def install(self, state: dict[str, pa.RecordBatch]) -> None:
         super().install(state)
-        windows = self.table["__window"][self.table.live()]
-        self._next_close = int(self._close_at(windows).min()) if windows.size else Track.END
+        windows = state["windows"].column("__window").to_numpy()
+        if windows.size:
+            self._next_close = min(self._next_close, int(self._close_at(windows.min())))
 
     def process(
         self, inputs: list[pa.RecordBatch], track: Track, epoch: int
@@ -119,6 +120,7 @@ class TimeWindow(KeyedOperator):
         operands = {a.name: self._operand(a, batch, rows) for a in self.aggs}
         words = self.words(batch).take(rows)
         slots = self.table.slots(_with_window(words, window), partition_of(words, self.partitions))
+        self.table.touch(slots, epoch)
         seen = self.table["__n"][slots]
         opening = np.flatnonzero(seen == 0)[::-1]  # backwards: of a slot's rows the first one stays
         first_slots, first_rows = slots[opening], rows[opening]
@@ -136,7 +138,6 @@ class TimeWindow(KeyedOperator):
             else:
                 agg.ufunc.at(self.table[agg.name], slots, operand)
         np.add.at(self.table["__n"], slots, 1)
-        self.table.touch(slots, epoch)
         self._next_close = min(self._next_close, int(self._close_at(window.min())))
 
     @staticmethod

@@ -1,0 +1,163 @@
+"""An arbiter in a directory, for several applications on one host.
+
+Every version is a file of its own, written whole under another name and then linked to its
+number. The link is the compare-and-set: the kernel lets only one party make a name. There is no
+lock, so a party that is stopped or killed anywhere holds nobody up.
+
+Old versions are removed, so a party that slept for long may link a number that is free *again*.
+It looks before it believes: a number was removed only when later ones existed, and the latest
+is never removed, so a link counts only if nothing later is there. This rests on the listing being
+a snapshot. It is: a few dozen names are one system call, during which Linux keeps links out.
+
+Renewals replace one small file per term, which only the leader of that term writes. Times are
+CLOCK_BOOTTIME, which all processes of a host share and which goes on while it sleeps; they mean
+nothing elsewhere, so the records of another host are refused. Those of an earlier boot count,
+their leases do not: whoever held one is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+from holdfast.arbiter import Entry, pack, unpack
+from holdfast.arbiter.leased import LeasedArbiter, Record
+from holdfast.errors import ArbiterAway, HostError
+
+KEPT = 16
+"""So many versions stay, so that a reader finds what it has just seen in the listing."""
+
+
+class FileArbiter(LeasedArbiter):
+    """The files are in a directory under `path` that bears the flow's name."""
+
+    def __init__(self, path: str, flow: str, lease_s: float) -> None:
+        super().__init__(flow, lease_s)
+        self.directory = Path(path) / quote(flow, safe="")
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        except OSError as error:
+            raise HostError(
+                f"flow {flow!r}: no arbiter can be in {path!r}: {error}",
+                hint="a file arbiter needs Linux and a local directory it may write to",
+            ) from error
+        self._host = f"{socket.gethostname()} {_machine_id()}"
+
+    def _clock_ns(self) -> int:
+        return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+    def _latest(self) -> Record:
+        with self._reached():
+            while True:
+                version = self._latest_version()
+                if version == 0:
+                    return Record()
+                with contextlib.suppress(FileNotFoundError):  # removed: there are many later ones
+                    return self._decode(version, self._version_file(version).read_bytes())
+
+    def _append(self, record: Record) -> bool:
+        entry = record.entry
+        with self._reached():
+            temporary = self._write(
+                f"{entry.version:012d}",
+                pack(
+                    entry.value,
+                    term=entry.term,
+                    holder=entry.holder,
+                    until_ns=record.until_ns,
+                    boot=self._boot,
+                    host=self._host,
+                ),
+            )
+            try:
+                os.link(temporary, self._version_file(entry.version))
+            except (FileExistsError, FileNotFoundError):
+                return False  # lost, or lost so long ago that the temporary file was removed
+            finally:
+                temporary.unlink(missing_ok=True)
+            _fsync(self.directory)
+            if self._latest_version() != entry.version:
+                return False
+        self._remove_what_is_older(entry)
+        return True
+
+    def _until_ns(self, record: Record) -> int:
+        with self._reached(), contextlib.suppress(FileNotFoundError):
+            # Only this boot's records say until when, and only this boot's leases count.
+            return int(self._lease_file(record.entry.term).read_bytes()) if record.until_ns else 0
+        return record.until_ns
+
+    def _extend(self, term: int, until_ns: int) -> None:
+        with self._reached():
+            temporary = self._write(f"lease-{term:012d}", str(until_ns).encode(), durable=False)
+            os.replace(temporary, self._lease_file(term))
+
+    def _decode(self, version: int, data: bytes) -> Record:
+        header, value = unpack(data)
+        if header["boot"] != self._boot and header["host"] != self._host:
+            raise HostError(
+                f"flow {self.flow!r}: the arbiter in {self.directory} is that of another host: "
+                f"{header['host'].split()[0]}",
+                hint="a file arbiter serves one host: use zk://host:port for several, "
+                "or remove the directory if nothing uses it any more",
+            )
+        until_ns = header["until_ns"] if header["boot"] == self._boot else 0
+        return Record(Entry(version, header["term"], header["holder"], value), until_ns)
+
+    def _version_file(self, version: int) -> Path:
+        return self.directory / f"version-{version:012d}"
+
+    def _lease_file(self, term: int) -> Path:
+        return self.directory / f"lease-{term:012d}"
+
+    def _latest_version(self) -> int:
+        names = os.listdir(self.directory)
+        return max((int(n[8:]) for n in names if n.startswith("version-")), default=0)
+
+    def _write(self, name: str, data: bytes, *, durable: bool = True) -> Path:
+        temporary = self.directory / f"temporary-{name}-{uuid.uuid4().hex}"
+        with temporary.open("xb") as file:
+            file.write(data)
+            file.flush()
+            if durable:  # no lease outlives the host, and none should wait for a busy disk
+                os.fsync(file.fileno())
+        return temporary
+
+    def _remove_what_is_older(self, entry: Entry) -> None:
+        """Also what the dead left behind: it belongs to a version or a term that is over."""
+        over = {"version-": entry.version - KEPT, "temporary-": entry.version}
+        over |= {"lease-": entry.term - 1, "temporary-lease-": entry.term - 1}
+        with contextlib.suppress(OSError):
+            for name in os.listdir(self.directory):
+                parts = re.match(r"([a-z-]+)(\d+)", name)
+                if parts and int(parts[2]) <= over.get(parts[1], 0):
+                    (self.directory / name).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _reached(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ArbiterAway(where=str(self.directory), cause=str(error)) from error
+
+
+def _machine_id() -> str:
+    with contextlib.suppress(OSError):
+        return Path("/etc/machine-id").read_text().strip()
+    return "-"
+
+
+def _fsync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

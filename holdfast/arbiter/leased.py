@@ -1,0 +1,97 @@
+"""Leadership by a lease that is a time on a clock that all parties share.
+
+Safety never rests on the lease: every change of the entry is a compare-and-set of its version.
+The lease only says when a contender may try. It is exact all the same, by two orders of events.
+A contender reads the clock before it reads the lease. A leader reads the clock again after it has
+written the new lease, and calls itself renewed only if the old one was still running. So whoever
+finds a lease run out has seen every renewal that any leader was told about.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, field, replace
+
+from holdfast.arbiter import Arbiter, Entry, following
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A version as stored. `until_ns` is the lease its leader began with."""
+
+    entry: Entry = field(default_factory=Entry)
+    until_ns: int = 0
+
+
+class LeasedArbiter(Arbiter):
+    """The rules, over five primitives."""
+
+    def __init__(self, flow: str, lease_s: float) -> None:
+        super().__init__(flow)
+        self._lease_ns = round(lease_s * 1e9)
+
+    @abstractmethod
+    def _clock_ns(self) -> int: ...
+
+    @abstractmethod
+    def _latest(self) -> Record: ...
+
+    @abstractmethod
+    def _append(self, record: Record) -> bool:
+        """Make `record` the latest one if its version is free, and never was taken."""
+
+    @abstractmethod
+    def _until_ns(self, record: Record) -> int:
+        """When the lease of the record's term ends, or ended."""
+
+    @abstractmethod
+    def _extend(self, term: int, until_ns: int) -> None:
+        """Set the lease of `term`. Only the leader of the term does so."""
+
+    def read(self) -> Entry:
+        return self._latest().entry
+
+    def commit(self, expected: Entry, value: bytes) -> Entry:
+        record, wanted = self._latest(), following(expected, value)
+        if not self._leads(record, expected.term):
+            raise self._superseded(expected, record.entry)
+        if record.entry == wanted:
+            return wanted  # said before, when the answer got lost
+        if record.entry.version != expected.version or not self._append(
+            replace(record, entry=wanted)
+        ):
+            raise self._superseded(expected, self._latest().entry)
+        return wanted
+
+    def lead(self, holder: str, despite: Entry | None = None) -> Entry | None:
+        now = self._clock_ns()
+        record = self._latest()
+        last = record.entry
+        deposed = despite is not None and despite.term == last.term
+        if now < self._until_ns(record) and not deposed:
+            mine = last.term == self._term and last.holder == holder
+            return last if mine else None
+        entry = Entry(last.version + 1, last.term + 1, holder, last.value)
+        if not self._append(Record(entry, self._clock_ns() + self._lease_ns)):
+            return None
+        self._term = entry.term
+        return entry
+
+    def renew(self, entry: Entry) -> bool:
+        now, record = self._clock_ns(), self._latest()
+        until = self._until_ns(record)
+        if not self._leads(record, entry.term):
+            return False
+        self._extend(entry.term, now + self._lease_ns)
+        if self._clock_ns() < until:
+            return True
+        self.resign(entry)  # too late: a contender may have looked in between
+        return False
+
+    def resign(self, entry: Entry) -> None:
+        if entry.term == self._term != 0:
+            self._extend(entry.term, 0)
+            self._term = 0
+
+    def _leads(self, record: Record, term: int) -> bool:
+        return term == self._term == record.entry.term and self._clock_ns() < self._until_ns(record)

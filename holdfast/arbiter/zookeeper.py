@@ -1,0 +1,208 @@
+"""An arbiter in ZooKeeper, for applications on several hosts.
+
+`/holdfast/<flow>/entry` holds the entry; the znode's version is the entry's. An ephemeral znode
+beside it, `leader`, lives as long as the leader's session, which takes the place of the lease:
+kazoo's own thread keeps it alive, and it ends when the process is stopped or cut off for the
+session's time-out. The server bounds that time-out, by default to at least 4 s.
+
+`lead` makes the leader znode and the new term in one transaction, and `commit` goes through only
+while both are as they were. So a leader znode always belongs to the term in the entry. Nothing
+of ours runs in kazoo's threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import quote
+
+from holdfast.arbiter import Arbiter, Entry, following, pack, unpack
+from holdfast.errors import ArbiterAway, HostError
+
+try:
+    from kazoo import exceptions as kazoo_errors
+    from kazoo.client import KazooClient, TransactionRequest
+except ImportError as error:
+    raise HostError(
+        "an arbiter in ZooKeeper needs the package kazoo, which is not installed",
+        hint="pip install 'holdfast[zookeeper]'",
+    ) from error
+
+ANSWER_S_MAX = 0.8
+"""How long to wait for a connection and an answer."""
+
+LOG = logging.getLogger("holdfast.arbiter")
+LOG.addHandler(logging.NullHandler())  # callers hear of a lost connection by ArbiterAway
+
+
+class ZooKeeperArbiter(Arbiter):
+    """`hosts` are ``host:port,host:port``. The session begins in the background."""
+
+    def __init__(self, hosts: str, flow: str, lease_s: float) -> None:
+        super().__init__(flow)
+        self.hosts = hosts
+        root = f"/holdfast/{quote(flow, safe='')}"
+        self._entry, self._leader = f"{root}/entry", f"{root}/leader"
+        self._client = KazooClient(
+            hosts,
+            timeout=lease_s,
+            connection_retry={"max_tries": -1, "delay": 0.05, "backoff": 2, "max_delay": 0.5},
+            logger=LOG,
+        )
+        self._client.start_async()
+
+    def read(self) -> Entry:
+        def sync_and_get() -> Any:
+            self._client.sync_async(self._entry)  # one server may lag behind the others
+            return self._client.get_async(self._entry)
+
+        try:
+            data, stat = self._ask(sync_and_get)
+        except kazoo_errors.NoNodeError:
+            return Entry()
+        if not data:
+            return Entry()
+        header, value = unpack(data)
+        return Entry(stat.version, header["term"], header["holder"], value)
+
+    def commit(self, expected: Entry, value: bytes) -> Entry:
+        wanted = following(expected, value)
+
+        def change(transaction: TransactionRequest) -> None:
+            transaction.check(self._leader, 0)
+            transaction.set_data(self._entry, _encode(wanted), expected.version)
+
+        if expected.term == self._term != 0 and self._transact(change):
+            return wanted
+        entry = self.read()
+        if entry == wanted and self._leads(expected.term):
+            return wanted  # said before, when the answer got lost
+        raise self._superseded(expected, entry)
+
+    def lead(self, holder: str, despite: Entry | None = None) -> Entry | None:
+        owner = self._owner()
+        last = self.read()
+        deposed = owner is not None and despite is not None and despite.term == last.term
+        if owner is not None and not deposed:
+            # If it is this session, it leads already, or its earlier `lead` went through unheard.
+            if owner != self._session() or last.holder != holder:
+                return None
+            self._term = last.term
+            return last
+        if last.version == 0:
+            with contextlib.suppress(kazoo_errors.NodeExistsError):
+                self._ask(lambda: self._client.create_async(self._entry, b"", makepath=True))
+        entry = Entry(last.version + 1, last.term + 1, holder, last.value)
+
+        def change(transaction: TransactionRequest) -> None:
+            if deposed:
+                transaction.delete(self._leader)
+            transaction.create(self._leader, holder.encode(), ephemeral=True)
+            transaction.set_data(self._entry, _encode(entry), last.version)
+
+        if not self._transact(change):
+            return None
+        self._term = entry.term
+        return entry
+
+    def renew(self, entry: Entry) -> bool:
+        return self._leads(entry.term)
+
+    def resign(self, entry: Entry) -> None:
+        if entry.term != self._term:
+            return
+        last = self.read()
+
+        def change(transaction: TransactionRequest) -> None:
+            transaction.check(self._entry, last.version)  # never a successor's znode
+            transaction.delete(self._leader)
+
+        if last.term == self._term != 0:
+            self._transact(change)
+        self._term = 0
+
+    def close(self) -> None:
+        """End the session, and with it a leadership; wait for that only a little."""
+
+        def stop() -> None:
+            with contextlib.suppress(Exception):  # kazoo raises plain ones if it takes long
+                self._client.stop()
+                self._client.close()
+
+        stopper = threading.Thread(target=stop, daemon=True, name="holdfast-arbiter-close")
+        stopper.start()
+        stopper.join(ANSWER_S_MAX)
+
+    def _leads(self, term: int) -> bool:
+        return term == self._term != 0 and self._owner() == self._session()
+
+    def _session(self) -> int:
+        identity = self._client.client_id
+        return identity[0] if identity else -1
+
+    def _owner(self) -> int | None:
+        """The session that leads."""
+
+        def sync_and_look() -> Any:
+            self._client.sync_async(self._leader)
+            return self._client.exists_async(self._leader)
+
+        stat = self._ask(sync_and_look)
+        return stat.ephemeralOwner if stat else None
+
+    def _transact(self, change: Callable[[TransactionRequest], None]) -> bool:
+        """Whether the change was made; it is made as a whole or not at all."""
+
+        def send() -> Any:
+            transaction = self._client.transaction()
+            change(transaction)
+            return transaction.commit_async()
+
+        failures = [r for r in self._ask(send) if isinstance(r, Exception)]
+        for failure in failures:
+            if not isinstance(failure, REFUSALS):
+                raise self._away(failure)
+        return not failures
+
+    def _ask(self, send: Callable[[], Any]) -> Any:
+        """The answer to what `send` sends, or `ArbiterAway`.
+
+        A request that hits the end of the session is sent again in the next one. That is safe for
+        all of ours: the leader znode has gone with the session, and versions are never used twice.
+        """
+        deadline = time.monotonic() + ANSWER_S_MAX
+        while True:
+            while not self._client.connected:
+                if time.monotonic() > deadline:
+                    raise self._away("no connection")
+                time.sleep(0.005)
+            try:
+                return send().get(timeout=max(0.0, deadline - time.monotonic()))
+            except (kazoo_errors.NoNodeError, kazoo_errors.NodeExistsError):
+                raise
+            except kazoo_errors.SessionExpiredError as error:
+                if time.monotonic() > deadline:
+                    raise self._away(error) from error
+            except (kazoo_errors.KazooException, self._client.handler.timeout_exception) as error:
+                raise self._away(error) from error
+
+    def _away(self, cause: Exception | str) -> ArbiterAway:
+        text = cause if isinstance(cause, str) else str(cause) or type(cause).__name__
+        return ArbiterAway(where=f"zk://{self.hosts}", cause=text)
+
+
+REFUSALS = (
+    kazoo_errors.NodeExistsError,
+    kazoo_errors.NoNodeError,
+    kazoo_errors.BadVersionError,
+    kazoo_errors.RolledBackError,
+    kazoo_errors.RuntimeInconsistency,
+)
+
+
+def _encode(entry: Entry) -> bytes:
+    return pack(entry.value, term=entry.term, holder=entry.holder)

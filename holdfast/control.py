@@ -1,0 +1,701 @@
+"""The controller's side of the wire: what joins the controller machine to sites, hosts and arbiter.
+
+It runs in an event loop of its own and takes no part in the flow of data. A flow may be hosted by
+several applications. Each of them has a `Control`, to which all sites report; one leads, and only
+what it has committed in the arbiter counts. The others know what it knows from the same reports,
+launch sites for it, and take its place when it dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol, assert_never
+
+import msgspec
+
+from holdfast import errors
+from holdfast.arbiter import Arbiter, Entry, arbiter
+from holdfast.core.controller import Controller, first_id
+from holdfast.core.effects import (
+    CommitView,
+    ControllerEffect,
+    DrainFlow,
+    EndFlow,
+    FenceSite,
+    LaunchSite,
+    OrderCatchUp,
+    StartFlow,
+    Wait,
+)
+from holdfast.core.events import (
+    ControllerEvent,
+    CopyBehind,
+    CopyReported,
+    FlowFailed,
+    SiteFinished,
+    SiteRegistered,
+    SitesFailed,
+    ViewSeen,
+    WaitOver,
+)
+from holdfast.core.ids import CohortId, SiteId, StageId
+from holdfast.core.layout import Domain, Shape, View
+from holdfast.core.records import EpochRecord
+from holdfast.errors import ArbiterAway, Superseded
+from holdfast.flow.graph import Flow
+from holdfast.flow.options import Options
+from holdfast.flow.plan import Plan, shape
+from holdfast.flow.sources import Feeder
+from holdfast.site import wire
+from holdfast.site.runtime import OnExit, SiteConfig
+
+log = logging.getLogger("holdfast.control")
+
+GATHER_S = 0.003
+"""Sites that are lost within so long of each other have failed together: one view, not several."""
+
+
+class Host(Protocol):
+    """Who starts the sites' processes, and says when one has ended."""
+
+    name: str
+    application: str
+    listen_host: str
+    advertise_host: str
+    """Where sites find the controller."""
+
+    def launch(self, flow: Flow, config: SiteConfig, on_exit: OnExit) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of the flow's applications this is, and how they find each other."""
+
+    app: int = 0
+    controls: tuple[tuple[str, int], ...] = ()
+    """Where each application's control listens; empty if there is only one application."""
+    arbiter_url: str | None = None
+
+    def __post_init__(self) -> None:
+        hosts = {host for host, _ in self.controls}
+        if len(hosts) > 1 and not str(self.arbiter_url).startswith("zk://"):
+            raise errors.HostError(
+                f"applications on {len(hosts)} hosts ({', '.join(sorted(hosts))}) need an arbiter "
+                "that all of them reach",
+                hint="give --arbiter zk://host:port,host:port",
+            )
+
+    @property
+    def apps(self) -> int:
+        return max(1, len(self.controls))
+
+
+class Committed(msgspec.Struct, frozen=True):
+    """What a controller knows that another one needs to go on."""
+
+    view: View
+    addresses: dict[int, tuple[str, int]]
+    domains: dict[int, Domain]
+    app_of: dict[int, int]
+    dead: dict[int, str]
+    launched: list[int]
+    running: bool
+    draining: bool
+    ended: bool = False
+    error: str | None = None
+
+
+class Control:
+    """One application's control. All methods but `post` are called in its event loop."""
+
+    def __init__(
+        self,
+        flow: Flow,
+        plan: Plan,
+        host: Host,
+        sites: int,
+        standbys: int,
+        options: Options,
+        secret: bytes,
+        place: Place,
+    ) -> None:
+        self.flow, self.plan, self.options = flow, plan, options
+        self.place = place
+        self.shape = _apart(shape(plan, options.partitions), place.apps)
+        self.controller: Controller | None = None
+        self.error: Exception | None = None
+        self.records: dict[int, EpochRecord] = {}
+        self.status: dict[int, dict[str, Any]] = {}
+        self.on_running: Callable[[], None] = lambda: None
+        self.loop = asyncio.new_event_loop()
+        self._host, self._secret = host, secret
+        self._sites, self._standbys = sites, standbys
+        self._arbiter: Arbiter = arbiter(place.arbiter_url, flow.name, options.lease_s)
+        self._entry: Entry | None = None
+        self._uncommitted: CommitView | None = None
+        self._committing = False
+        self._connections: dict[SiteId, wire.Connection] = {}
+        self._registered: dict[SiteId, wire.Register] = {}
+        self._app_of: dict[int, int] = {}
+        self._agents: dict[int, wire.Connection] = {}
+        self._leader: wire.Connection | None = None
+        self._waiting_launches: dict[int, list[SiteId]] = {}
+        self._heard: dict[SiteId, float] = {}
+        self._suspects: dict[SiteId, str | None] = {}
+        """Sites whose connection broke; with a reason if their process is known to be gone."""
+        self._started = False
+        self._feeders: list[Feeder] = []
+
+    # --- life -----------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Until the flow has ended."""
+        self._over: asyncio.Future[None] = self.loop.create_future()
+        port = self.place.controls[self.place.app][1] if self.place.controls else 0
+        self._server, self._port = await wire.listen(self._accept, self._host.listen_host, port)
+        tasks = [self.loop.create_task(t) for t in (self._keep_leading(), self._watch())]
+        try:
+            await self._over
+        finally:
+            for task in tasks:
+                task.cancel()
+            if self.controller is not None:
+                for connection in [*self._connections.values(), *self._agents.values()]:
+                    connection.send(wire.Dismiss())
+                    connection.close()
+                self._say_ended()
+            self._stop_feeders()
+            self._server.close()
+            await asyncio.sleep(0.05)
+            self._arbiter.close()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self._host.advertise_host, self._port
+
+    def _end(self, error: Exception | None) -> None:
+        self.error = error
+        if not self._over.done():
+            self._over.set_result(None)
+
+    def post(self, event: ControllerEvent) -> None:
+        """Tell the controller something, from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the flow has ended
+            self.loop.call_soon_threadsafe(self._handle, event)
+
+    # --- who leads ------------------------------------------------------------------------------
+
+    async def _keep_leading(self) -> None:
+        """Lead, or follow whoever does, for as long as the flow runs."""
+        while True:
+            try:
+                if self.controller is None:
+                    entry = await self._ask(partial(self._arbiter.lead, _text(self.address)))
+                    if entry is not None:
+                        await self._lead(entry)
+                    elif self._leader is None:
+                        await self._follow()
+                elif self._entry is not None and not await self._ask(
+                    partial(self._arbiter.renew, self._entry)
+                ):
+                    self._step_down("its lease has run out")
+            except ArbiterAway as error:
+                log.warning("%s", error)
+            except errors.HoldfastError as error:
+                self._end(error)
+            await asyncio.sleep(self.options.lease_s / 5)
+
+    async def _ask(self, call: Callable[[], Any]) -> Any:
+        """Something that the arbiter may take its time for."""
+        if self.place.arbiter_url is None:
+            return call()
+        return await self.loop.run_in_executor(None, call)
+
+    async def _lead(self, entry: Entry) -> None:
+        if self._entry is not None and self._entry.term == entry.term:
+            return  # it is being seen to
+        log.info("application %s leads, term %s", self.place.app, entry.term)
+        self._entry = entry
+        if self._leader is not None:
+            self._leader.close()
+            self._leader = None
+        if entry.value:
+            await self._take_over(msgspec.msgpack.decode(entry.value, type=Committed), entry.term)
+            return
+        ids = [SiteId(first_id(entry.term) + i) for i in range(self._sites + self._standbys)]
+        self._app_of = {int(s): s % self.place.apps for s in ids}
+        sites, standbys = ids[: self._sites], ids[self._sites :]
+        self.controller = Controller(self.shape, sites, standbys, entry.term)
+        for site in ids:
+            self._launch(site)
+
+    async def _take_over(self, known: Committed, term: int) -> None:
+        """Go on from what the last leader had committed, and from what the sites have reported."""
+        if known.ended:
+            self._end(errors.HoldfastError(known.error) if known.error else None)
+            return
+        self._app_of = {int(s): a for s, a in known.app_of.items()}
+        domains = {SiteId(s): d for s, d in known.domains.items()}
+        addresses = {SiteId(s): a for s, a in known.addresses.items()}
+        for site, registered in self._registered.items():
+            domains[site] = registered.domain
+            addresses[site] = (registered.host, registered.port)
+        gone = await self._not_listening(known.view.members, addresses)
+        controller = Controller(self.shape, known.view.members)
+        dead = {SiteId(s): reason for s, reason in known.dead.items()}
+        effects = controller.resume(
+            known.view, term, addresses, domains, dead, known.running, known.draining
+        )
+        controller.launched |= {SiteId(s) for s in known.launched}
+        self.controller, self._started = controller, known.running
+        self._heard = dict.fromkeys(addresses, time.monotonic())
+        orphans = [SiteId(s) for s in known.launched if s not in addresses]
+        if gone or orphans:
+            effects += controller.handle(SitesFailed((*gone, *orphans), "its application is gone"))
+        for effect in _last_view_only(effects):
+            self._apply(effect)
+        if known.running:
+            self._start_feeders()
+            self.on_running()
+
+    def _step_down(self, reason: str) -> None:
+        log.warning("application %s no longer leads: %s", self.place.app, reason)
+        self._stop_feeders()
+        self.controller = self._entry = self._uncommitted = None
+        for connection in self._agents.values():
+            connection.close()
+        self._agents.clear()
+
+    async def _follow(self) -> None:
+        """Offer the leader to launch sites for it."""
+        entry = await self._ask(self._arbiter.read)
+        if not entry.holder or entry.holder == _text(self.address):
+            return
+        if entry.value:
+            known = msgspec.msgpack.decode(entry.value, type=Committed)
+            if known.ended:
+                self._end(errors.HoldfastError(known.error) if known.error else None)
+                return
+        try:
+            await wire.dial(self._dialled_leader, _address(entry.holder))
+        except ConnectionRefusedError:
+            await self._depose(entry)
+        except OSError as error:
+            log.info("the leader at %s does not answer: %s", entry.holder, error)
+
+    def _dialled_leader(self) -> wire.Connection:
+        return wire.Connection(
+            self._secret,
+            self._on_leader_open,
+            self._on_leader_message,
+            self._on_leader_lost,
+            identity=("agent", self.place.app),
+        )
+
+    def _on_leader_open(self, connection: wire.Connection) -> None:
+        self._leader = connection
+        self.on_running()
+
+    def _on_leader_message(
+        self, connection: wire.Connection, message: wire.Message, body: memoryview
+    ) -> None:
+        match message:
+            case wire.Launch():
+                self._launch_here(SiteId(message.site))
+            case wire.Dismiss():
+                self._end(None)
+            case _:
+                connection.abort()
+
+    def _on_leader_lost(self, connection: wire.Connection, error: Exception | None) -> None:
+        if self._leader is connection:
+            self._leader = None
+            if not self._over.done():
+                self._inquest = self.loop.create_task(self._follow())
+
+    async def _depose(self, entry: Entry) -> None:
+        """Nobody listens where the leader did: its process is gone, and its lease need not run
+        out first. Should it live after all, its next commit will fail."""
+        won = await self._ask(partial(self._arbiter.lead, _text(self.address), despite=entry))
+        if won is not None and self.controller is None:
+            await self._lead(won)
+
+    # --- launching sites ------------------------------------------------------------------------
+
+    def _launch(self, site: SiteId) -> None:
+        """Have the application that the site belongs to start its process."""
+        app = self._app_of[site]
+        if app == self.place.app:
+            self._launch_here(site)
+        elif app in self._agents:
+            self._agents[app].send(wire.Launch(site))
+        else:
+            self._waiting_launches.setdefault(app, []).append(site)
+
+    def _launch_here(self, site: SiteId) -> None:
+        if self._over.done():
+            return
+        several = self.place.apps > 1
+        config = SiteConfig(
+            site,
+            self._secret,
+            self.place.controls or (self.address,),
+            self._host.listen_host,
+            self.options,
+            f"application {self.place.app}" if several else self._host.application,
+        )
+        # Not in the loop: packing the flow takes a while, and others may fail meanwhile.
+        self.loop.run_in_executor(None, self._launch_now, site, config)
+
+    def _launch_now(self, site: SiteId, config: SiteConfig) -> None:
+        try:
+            self._host.launch(self.flow, config, self._on_exit)
+        except Exception as error:
+            self.post(FlowFailed(site, error))
+
+    def _on_exit(self, site: int, reason: str) -> None:
+        """A site's process has ended (called from any thread)."""
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self._exited, SiteId(site), reason)
+
+    def _exited(self, site: SiteId, reason: str) -> None:
+        if self.controller is not None:
+            self._suspect(site, reason)
+        elif self._leader is not None:
+            self._leader.send(wire.Exited(site, reason))
+
+    # --- connections from sites and other applications ------------------------------------------
+
+    def _accept(self) -> wire.Connection:
+        return wire.Connection(self._secret, self._on_open, self._on_message, self._on_close)
+
+    def _on_open(self, connection: wire.Connection) -> None:
+        if connection.role == "agent" and self.controller is None:
+            connection.close()  # we follow ourselves
+        elif connection.role == "agent":
+            self._agents[connection.id] = connection
+            for site in self._waiting_launches.pop(connection.id, []):
+                connection.send(wire.Launch(site))
+
+    def _on_message(
+        self, connection: wire.Connection, message: wire.Message, body: memoryview
+    ) -> None:
+        if isinstance(message, wire.Exited):
+            self._suspect(SiteId(message.site), message.reason)
+            return
+        site = SiteId(connection.id)
+        self._heard[site] = time.monotonic()
+        match message:
+            case wire.Beat():
+                pass
+            case wire.Register():
+                self._on_register(connection, message)
+            case wire.Seen():
+                self._handle(ViewSeen(site, message.term, message.number))
+            case wire.CopyState():
+                unit = (StageId(message.stage), CohortId(message.cohort))
+                copy = SiteId(message.site)
+                self._handle(
+                    CopyReported(copy, unit, message.number, message.phase, message.reason)
+                )
+            case wire.Behind():
+                self._handle(CopyBehind(SiteId(message.site), message.reason))
+            case wire.Status():
+                if site in self._connections:
+                    self.status[site] = msgspec.json.decode(message.figures)
+            case wire.Cut():
+                self.records[message.record.epoch] = message.record
+            case wire.Failed():
+                self._handle(FlowFailed(site, _rebuilt(message)))
+            case wire.Finished():
+                self._handle(SiteFinished(site, message.number))
+            case _:
+                log.warning("site %s sent %s to the controller", site, type(message).__name__)
+                connection.abort()
+
+    def _on_register(self, connection: wire.Connection, message: wire.Register) -> None:
+        site = SiteId(message.site)
+        self._connections[site] = connection
+        self._registered[site] = message
+        self._suspects.pop(site, None)
+        if self.controller is None:
+            return
+        if site in self.controller.dead:
+            self._fence(site)
+        elif site not in self.controller.addresses:
+            address = (message.host, message.port)
+            self._handle(SiteRegistered(site, address, message.domain))
+        elif self.controller.view is not None and self._uncommitted is None:
+            self._give_view(site)  # its connection broke, and it may have missed something
+            for effect in self.controller.orders_for(site):
+                self._apply(effect)
+
+    def _on_close(self, connection: wire.Connection, error: Exception | None) -> None:
+        if connection.role == "agent" and self._agents.get(connection.id) is connection:
+            del self._agents[connection.id]
+        site = SiteId(connection.id)
+        if connection.role == "site" and self._connections.get(site) is connection:
+            del self._connections[site]
+            self._registered.pop(site, None)
+            self._suspect(site, None)
+
+    # --- who is dead ----------------------------------------------------------------------------
+
+    def _suspect(self, site: SiteId, reason: str | None) -> None:
+        """Something is wrong with a site: find out what, together with those that follow soon."""
+        if self.controller is None:
+            return
+        if not self._suspects:
+            self.loop.call_later(GATHER_S, lambda: self.loop.create_task(self._inquire()))
+        self._suspects[site] = reason or self._suspects.get(site)
+
+    async def _inquire(self) -> None:
+        """Tell the dead from those whose connection broke: nobody listens where a process died."""
+        suspects, self._suspects = self._suspects, {}
+        gone = {s: reason for s, reason in suspects.items() if reason is not None}
+        unsure = [s for s, reason in suspects.items() if reason is None]
+        known = self.controller.addresses if self.controller else {}
+        for site in await self._not_listening(unsure, known):
+            gone[site] = "its process is gone"
+        if gone:
+            reason = "; ".join(sorted(set(gone.values())))
+            self._handle(SitesFailed(tuple(gone), reason))
+
+    async def _not_listening(
+        self, sites: Iterable[SiteId], addresses: Mapping[SiteId, tuple[str, int]]
+    ) -> list[SiteId]:
+        """Those of the sites where nobody listens any more."""
+
+        async def listens(address: tuple[str, int]) -> bool:
+            try:
+                probe = asyncio.open_connection(*address)
+                _, writer = await asyncio.wait_for(probe, self.options.lease_s / 5)
+                writer.close()
+            except ConnectionRefusedError:
+                return False
+            except (OSError, TimeoutError) as error:
+                log.info("nobody answers at %s: %s", address, error)
+            return True
+
+        asked = [s for s in sites if s in addresses]
+        answers = await asyncio.gather(*(listens(addresses[s]) for s in asked))
+        return [s for s, there in zip(asked, answers, strict=True) if not there]
+
+    async def _watch(self) -> None:
+        """Declare dead who has been silent for longer than the lease, unless we have been."""
+        pause = self.options.lease_s / 5
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(pause)
+            now = time.monotonic()
+            if now - before > 3 * pause:  # it is this process that did not get to run
+                self._heard = dict.fromkeys(self._heard, now)
+            if self.controller is None:
+                continue
+            limit, known = now - self.options.lease_s, self.controller.addresses
+            silent = [s for s, at in self._heard.items() if at < limit and s in known]
+            if silent:
+                reason = f"silent for more than {self.options.lease_s} s"
+                self._handle(SitesFailed(tuple(silent), reason, certain=False))
+
+    # --- the controller's effects ---------------------------------------------------------------
+
+    def _handle(self, event: ControllerEvent) -> None:
+        if self.controller is not None:
+            for effect in _last_view_only(self.controller.handle(event)):
+                self._apply(effect)
+
+    def _apply(self, effect: ControllerEffect) -> None:
+        match effect:
+            case CommitView():
+                self._uncommitted = effect
+                self._commit()
+            case StartFlow():
+                self._started = True
+                for site in self._connections:
+                    self._send(site, wire.Start())
+                self._start_feeders()
+                self._commit_again()
+                self.on_running()
+            case OrderCatchUp():
+                self._send(effect.donor, wire.CatchUp(*effect.unit, effect.joiner))
+            case DrainFlow():
+                self._stop_feeders()
+                self._send(effect.site, wire.Drain())
+                self._commit_again()
+            case LaunchSite():
+                self._note_app(effect.site)
+                self.loop.call_later(effect.after_ms / 1e3, self._launch, effect.site)
+            case FenceSite():
+                self._fence(effect.site)
+            case Wait():
+                self.loop.call_later(effect.ms / 1e3, self._handle, WaitOver(effect.what))
+            case EndFlow():
+                self._end(effect.error)
+            case _:
+                assert_never(effect)
+
+    def _note_app(self, site: SiteId) -> None:
+        """A site that is launched in place of another belongs to the same application."""
+        assert self.controller is not None
+        before = next((o for o, n in self.controller.replaced.items() if n == site), None)
+        self._app_of[site] = self._app_of.get(before, 0) if before is not None else 0
+
+    def _fence(self, site: SiteId) -> None:
+        connection = self._connections.pop(site, None)
+        self._registered.pop(site, None)
+        self.status.pop(site, None)
+        if connection is not None:
+            connection.send(wire.Fenced())
+            connection.close()
+
+    def _commit(self) -> None:
+        """Have the arbiter commit the latest view; nobody acts on it before."""
+        if self.place.arbiter_url is None:
+            self._committed(self._uncommitted)
+        elif not self._committing:
+            self._committing = True
+            self._pending = self.loop.create_task(self._commit_latest())
+
+    def _commit_again(self) -> None:
+        """The same view, but something else has changed that a successor must know."""
+        if self.place.arbiter_url is not None and self._uncommitted is None:
+            assert self.controller is not None and self.controller.view is not None
+            self._uncommitted = CommitView(self.controller.view, {})
+            self._commit()
+
+    async def _commit_latest(self) -> None:
+        try:
+            while (effect := self._uncommitted) is not None and self.controller is not None:
+                assert self._entry is not None
+                value = msgspec.msgpack.encode(self._known())
+                try:
+                    self._entry = await self._ask(partial(self._arbiter.commit, self._entry, value))
+                except ArbiterAway as error:
+                    log.warning("membership is frozen: %s", error)
+                    await asyncio.sleep(self.options.lease_s / 5)
+                    continue
+                except Superseded as error:
+                    self._step_down(str(error))
+                    return
+                if effect is self._uncommitted:
+                    self._committed(effect)
+        finally:
+            self._committing = False
+
+    def _committed(self, effect: CommitView | None) -> None:
+        self._uncommitted = None
+        if effect is not None:
+            log.info("%s", effect.view)
+            for site in effect.view.members:
+                self._give_view(site)
+
+    def _known(self, ended: bool = False) -> Committed:
+        controller = self.controller
+        assert controller is not None and controller.view is not None
+        return Committed(
+            controller.view,
+            {int(s): a for s, a in controller.addresses.items()},
+            {int(s): d for s, d in controller.domains.items()},
+            self._app_of,
+            {int(s): r for s, r in controller.dead.items()},
+            [int(s) for s in controller.launched],
+            self._started,
+            controller.state.value == "draining",
+            ended,
+            str(self.error) if self.error else None,
+        )
+
+    def _say_ended(self) -> None:
+        """Leave word that the flow is over, for applications that come back later."""
+        if self._entry is None or self.place.arbiter_url is None:
+            return
+        with contextlib.suppress(errors.HoldfastError):
+            if self.controller is not None and self.controller.view is not None:
+                value = msgspec.msgpack.encode(self._known(ended=True))
+                self._entry = self._arbiter.commit(self._entry, value)
+            self._arbiter.resign(self._entry)
+
+    def _give_view(self, site: SiteId) -> None:
+        assert self.controller is not None and self.controller.view is not None
+        view, known = self.controller.view, self.controller.addresses
+        if site in view.members:
+            addresses = {int(s): known[s] for s in view.members if s in known}
+            self._send(site, wire.NewView(view, addresses))
+        if self._started:
+            self._send(site, wire.Start())
+
+    def _send(self, site: SiteId, message: wire.Message) -> None:
+        connection = self._connections.get(site)
+        if connection is not None:
+            connection.send(message)
+
+    # --- feeding --------------------------------------------------------------------------------
+
+    def _start_feeders(self) -> None:
+        for stage in self.plan.sources:
+            assert stage.source is not None
+            if stage.source.fed:
+                feeder = stage.source.feeder()
+                feeder.failed = self._on_feed_failed
+                feeder.start(partial(self._locate, stage.id), self._secret, stage.id, stage.name)
+                self._feeders.append(feeder)
+
+    def _locate(self, stage: int) -> list[tuple[str, int]]:
+        """Where a fed source's ingress is: the leading copy first, then all who know of it."""
+        assert self.controller is not None and self.controller.view is not None
+        view, addresses = self.controller.view, dict(self.controller.addresses)
+        sites = dict.fromkeys([*view.cohorts[stage][0].copies, *view.members])
+        return [addresses[s] for s in sites if s in addresses]
+
+    def _on_feed_failed(self, error: Exception) -> None:
+        self.post(FlowFailed(SiteId(-1), error))
+
+    def _stop_feeders(self) -> None:
+        feeders, self._feeders = self._feeders, []
+        for feeder in feeders:
+            feeder.stop()
+
+
+def _apart(shaped: Shape, apps: int) -> Shape:
+    """With several applications, copies are in different ones: that is what they are for."""
+    if apps == 1:
+        return shaped
+    stages = tuple(
+        replace(s, apart="application") if 1 < s.copies <= apps else s for s in shaped.stages
+    )
+    return replace(shaped, stages=stages)
+
+
+def _last_view_only(effects: list[ControllerEffect]) -> list[ControllerEffect]:
+    """Of several views that follow one another at once only the last is worth committing."""
+    views = [e for e in effects if isinstance(e, CommitView)]
+    return [e for e in effects if e not in views[:-1]]
+
+
+def _text(address: tuple[str, int]) -> str:
+    return f"{address[0]}:{address[1]}"
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    return host, int(port)
+
+
+def _rebuilt(message: wire.Failed) -> Exception:
+    """A site's error as an exception of this process; only our own classes are made."""
+    kind = getattr(errors, message.kind, None)
+    detail: dict[str, Any] = dict(message.detail)
+    if kind is errors.OperatorError:
+        return errors.OperatorError(**detail)
+    if not (isinstance(kind, type) and issubclass(kind, errors.HoldfastError)):
+        kind = errors.HoldfastError
+    return kind(detail["message"], hint=detail.get("hint"))

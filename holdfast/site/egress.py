@@ -1,0 +1,92 @@
+"""Egress: a sink's rows on one site, from the last merge to the sink's writer.
+
+One copy leads and writes. The others keep what they have until it is durable: if the leader dies,
+the next copy finds out what really was, and writes the rest.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pyarrow as pa
+
+from holdfast.flow.batches import user_names
+from holdfast.flow.plan import Stage
+from holdfast.flow.sinks import SinkWriter
+
+
+class Egress:
+    """One copy of a sink's only unit."""
+
+    def __init__(self, stage: Stage) -> None:
+        assert stage.sink is not None
+        self._sink, self._name = stage.sink, stage.name
+        schema = stage.inputs[0].schema
+        self.columns = schema.names if stage.sink.with_order else user_names(schema)
+        self._schema = pa.schema([schema.field(n) for n in self.columns])
+        self.writer: SinkWriter | None = None
+        self.leads = False
+        self.taken = self.durable = -1
+        self._held: deque[tuple[int, pa.RecordBatch]] = deque()
+        if stage.sink.replicated:
+            self.writer = stage.sink.open(self._name, self._schema)
+
+    @property
+    def held(self) -> list[tuple[int, pa.RecordBatch]]:
+        """The epochs that are not known to be durable."""
+        return list(self._held)
+
+    def begin(self) -> None:
+        """Lead from the first epoch on."""
+        self.leads = True
+        if self.writer is None:
+            self.writer = self._sink.open(self._name, self._schema)
+
+    def lead(self) -> None:
+        """Go on in place of a leader that is gone."""
+        if self.leads:
+            return
+        self.leads = True
+        if self.writer is None:
+            self.writer, self.durable = self._sink.resume(self._name, self._schema, self.durable)
+            for epoch, batch in self.held:
+                if epoch > self.durable:
+                    self._write(epoch, batch)
+
+    def take(self, epoch: int, batch: pa.RecordBatch) -> None:
+        self.taken = epoch
+        if epoch > self.durable:
+            self._held.append((epoch, batch))
+        # A leader before this one may have got further than this copy has.
+        if self.writer is not None and (self._sink.replicated or epoch > self.durable):
+            self._write(epoch, batch)
+
+    def _write(self, epoch: int, batch: pa.RecordBatch) -> None:
+        assert self.writer is not None
+        self.writer.write(epoch, batch)
+        self.let_go(self.writer.commit(epoch))
+
+    def let_go(self, durable: int) -> None:
+        """Everything up to this epoch is durable."""
+        self.durable = max(self.durable, durable)
+        while self._held and self._held[0][0] <= self.durable:
+            self._held.popleft()
+
+    def report(self) -> dict[str, Any] | None:
+        return self.writer.report() if self.writer is not None and self.leads else None
+
+    def save(self) -> dict[str, Any]:
+        saved = self.writer.save() if self.writer is not None and self._sink.replicated else {}
+        return {"taken": self.taken, "durable": self.durable, "writer": saved}
+
+    def restore(self, saved: dict[str, Any], held: list[tuple[int, pa.RecordBatch]]) -> None:
+        self.taken, self.durable = saved["taken"], saved["durable"]
+        self._held = deque(held)
+        if self.writer is not None:
+            self.writer.restore(saved["writer"])
+
+    def close(self) -> None:
+        """The last epoch is through."""
+        if self.writer is not None and self.leads:
+            self.writer.close()

@@ -1,0 +1,115 @@
+"""Handing a unit over to a new copy: the donor's side and the joiner's.
+
+The donor freezes its operator's tables and gives them out a part at a time, between its orders;
+it never stands still for longer than one part takes. The joiner puts the parts in as they come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+
+from holdfast.core.effects import HandOver
+from holdfast.core.events import CopyInstalled
+from holdfast.core.exchange import Kept
+from holdfast.core.ids import CohortId, Epoch, ExchangeId, Unit
+from holdfast.errors import ProtocolError
+from holdfast.flow.batches import from_ipc, to_ipc
+from holdfast.flow.plan import Plan
+from holdfast.site import bundles, wire
+from holdfast.site.stages import UnitRunner
+
+Part = tuple[wire.Message, list[Any] | None]
+
+PART_BYTES = 1 << 18
+
+
+class Outgoing:
+    """A unit's state on its way to a new copy; `next` gives the parts."""
+
+    def __init__(self, order: HandOver, runner: UnitRunner) -> None:
+        self.unit, self.joiner = order.unit, order.joiner
+        operator = runner.runner.operator
+        self._snapshot = operator.snapshot() if operator else None
+        held = runner.held()
+        kept = [b for lanes in order.kept.values() for lane in lanes.values() for b in lane]
+        self._rest = sum(k.bundle.nbytes for k in kept) + sum(int(b.nbytes) for _, b in held)
+        self.nbytes = self.nbytes_left
+        begin = wire.HandOverBegin(*order.unit, order.epoch, self.nbytes, runner.extras())
+        self._parts = self._all(begin, order, held)
+
+    @property
+    def nbytes_left(self) -> int:
+        return self._rest + (self._snapshot.nbytes_left if self._snapshot else 0)
+
+    def next(self) -> Part | None:
+        """The next part to send; None after the last."""
+        return next(self._parts, None)
+
+    def _all(
+        self, begin: wire.HandOverBegin, order: HandOver, held: list[tuple[int, pa.RecordBatch]]
+    ) -> Iterator[Part]:
+        yield begin, None
+        for exchange, lanes in order.kept.items():
+            for consumer, lane in lanes.items():
+                for epoch, last, bundle in lane:
+                    self._rest -= bundle.nbytes
+                    header, body = bundles.encode(
+                        bundle, exchange, epoch, self.unit[1], consumer, last
+                    )
+                    yield wire.HandOverKept(*self.unit, header), body
+        for number, batch in held:
+            self._rest -= int(batch.nbytes)
+            yield wire.HandOverHeld(*self.unit, number), [to_ipc(batch)]
+        if self._snapshot is not None:
+            rows = self._snapshot.rows_left
+            width = max(1, self._snapshot.nbytes_left // max(1, rows))
+            while (part := self._snapshot.next(max(256, PART_BYTES // width))) is not None:
+                yield wire.HandOverState(*self.unit, part[0]), [to_ipc(part[1])]
+        yield wire.HandOverEnd(*self.unit), None
+
+    def close(self) -> None:
+        """Nobody wants the rest."""
+        if self._snapshot is not None:
+            self._snapshot.close()
+
+
+class Incoming:
+    """A unit's state as it comes in from its donor."""
+
+    def __init__(self, begin: wire.HandOverBegin, donor: int, runner: UnitRunner) -> None:
+        self.begin, self.donor = begin, donor
+        self.nbytes = 0
+        self._runner = runner
+        self._kept: dict[ExchangeId, dict[CohortId, list[Kept]]] = {
+            ExchangeId(e.id): {} for e in runner.stage.outputs
+        }
+        self._held: list[tuple[int, pa.RecordBatch]] = []
+
+    def take(self, plan: Plan, message: wire.Message, body: memoryview) -> None:
+        """Put one part in."""
+        self.nbytes += body.nbytes
+        match message:
+            case wire.HandOverState():
+                operator = self._runner.runner.operator
+                if operator is None or message.table not in operator.tables():
+                    raise ProtocolError(f"the unit has no table {message.table!r}")
+                operator.install({message.table: from_ipc(pa.py_buffer(body))})
+            case wire.HandOverKept():
+                header = message.bundle
+                schema = plan.exchanges[header.exchange].schema
+                frames = bundles.decode(header, body, schema)
+                lane = self._kept[ExchangeId(header.exchange)].setdefault(
+                    CohortId(header.consumer), []
+                )
+                lane.append(Kept(Epoch(header.epoch), header.last, frames))
+            case wire.HandOverHeld():
+                self._held.append((message.number, from_ipc(pa.py_buffer(body))))
+
+    def install(self, unit: Unit) -> CopyInstalled:
+        """All parts are in: be the copy."""
+        self._runner.restore(self.begin.extras, self._held)
+        self._runner.epoch = self.begin.epoch
+        return CopyInstalled(unit, Epoch(self.begin.epoch), self._kept)

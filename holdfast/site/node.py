@@ -1,0 +1,658 @@
+"""A site without its sockets: the machines, the units, and what goes between them.
+
+Messages become events for the machines (`Dataflow`, and on some sites `Sequencer`); their effects
+become messages, and orders that wait in a heap. Whoever runs a node (`Site` on asyncio, the
+simulator in virtual time) delivers messages to it, has it carry out one order at a time, and has
+it read its sources and send what it hands over in between.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol, assert_never
+
+from holdfast.core.dataflow import Dataflow
+from holdfast.core.effects import (
+    AbandonHandOver,
+    AskRecords,
+    CloseUnit,
+    ConfirmChain,
+    CopySequencer,
+    HandOver,
+    IngestEpoch,
+    OpenUnit,
+    PassRecord,
+    ProcessBundles,
+    PublishRecord,
+    ReportCopy,
+    ReportDelivered,
+    ReportFinished,
+    SendAck,
+    SendBundle,
+    SequencerEffect,
+    SiteEffect,
+)
+from holdfast.core.events import (
+    AckArrived,
+    BlocksAvailable,
+    BundleArrived,
+    CatchUpOrdered,
+    ChainJoined,
+    DrainRequested,
+    EpochDelivered,
+    PeerConnected,
+    PeerLost,
+    RecordArrived,
+    RecordPassed,
+    SequencerCopied,
+    SequencerEvent,
+    SiteEvent,
+    SplitEnded,
+    SplitIdle,
+    SuccessorConnected,
+    ViewCommitted,
+)
+from holdfast.core.ids import NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
+from holdfast.core.layout import View
+from holdfast.core.sequencer import Sequencer
+from holdfast.errors import ProtocolError
+from holdfast.flow.options import Options
+from holdfast.flow.plan import Plan, shape
+from holdfast.site import bundles, wire
+from holdfast.site.handover import Incoming, Outgoing
+from holdfast.site.ingress import Split
+from holdfast.site.memory import fitting, limit_bytes
+from holdfast.site.stages import SiteStages
+
+log = logging.getLogger("holdfast.site")
+
+Order = IngestEpoch | ProcessBundles
+
+EARLY_MAX = 1_000
+FIRST: Unit = (StageId(0), CohortId(0))
+"""The unit that the sequencer lives with."""
+
+
+class Transport(Protocol):
+    """How a node reaches others. What cannot be sent is dropped: the other side will ask again."""
+
+    def send(self, site: SiteId, message: wire.Message, body: list[Any] | None = None) -> None: ...
+
+    def tell(self, message: wire.Message) -> None:
+        """Say something to the controller."""
+
+
+class Node:
+    """One site of a flow."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        site: SiteId,
+        options: Options,
+        transport: Transport,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.plan, self.site, self.options = plan, site, options
+        self._transport, self._now = transport, now
+        self.view: View | None = None
+        self.stages = SiteStages(plan, site, options)
+        self.stages.send = transport.send
+        self.dataflow = Dataflow(site, shape(plan, options.partitions), options.window)
+        self.sequencer: Sequencer | None = None
+        self.orders: list[tuple[int, int, int, Order]] = []
+        self.outgoing: dict[tuple[Unit, SiteId], Outgoing] = {}
+        self.incoming: dict[Unit, Incoming] = {}
+        self.finished = False
+        self.freeze_ms = 0.0
+        self._gaps = _Gaps()
+        self.latency_ms: deque[float] = deque(maxlen=2_000)
+        self._cut_at: dict[int, float] = {}
+        self._ties = itertools.count()
+        self._acks: dict[SiteId, dict[tuple[int, int, int], wire.Ack]] = {}
+        self._quiet_since: dict[tuple[int, int], float] = {}
+        self._waits_for_chain = self._caught_up = False
+        self._early: deque[SequencerEvent] = deque(maxlen=EARLY_MAX)
+
+    # --- what a shell calls ---------------------------------------------------------------------
+
+    def on_view(self, view: View) -> None:
+        """Act on a view, unless a later one came before."""
+        known = self.view
+        if known is not None and (view.term, view.number) <= (known.term, known.number):
+            return
+        self.view, self.finished = view, False
+        if self.sequencer is None and known is None and self.site in view.sequencers:
+            self.sequencer = self._make_sequencer()
+        elif self.sequencer is not None and self.site not in view.cohort(FIRST).all:
+            self.sequencer = None
+        for unit, incoming in list(self.incoming.items()):
+            if incoming.donor not in view.members:
+                del self.incoming[unit]
+                self._fail_copy(unit, self.site, f"site {incoming.donor} died")
+        self.stages.on_view(view)
+        self._handle(ViewCommitted(view))
+        self.stages.on_view(view)  # units that it opened
+        self._announce_anew()
+        self._ask_for_portions()
+        if self.sequencer is not None:
+            self._sequence(ViewCommitted(view))
+        early, self._early = self._early, deque(maxlen=EARLY_MAX)
+        for event in early if self.sequencer is not None else ():
+            self._sequence(event)
+        self._join_chain()
+
+    def on_connected(self, site: SiteId) -> None:
+        """There is a connection to another site. If there was one before, what was on it is lost:
+        ask again, and say again, whatever nobody else would repeat."""
+        self._handle(PeerConnected(site))
+        if self.view is None:
+            return
+        finished = [u.finished for u in self.dataflow.units.values()]
+        after = min(finished, default=self.dataflow.recorded)
+        self._transport.send(site, wire.RecordsAfter(after))
+        if self.sequencer is not None:
+            self._sequence(SuccessorConnected(site))
+        if site == self.view.sequencers[0]:
+            self._announce_anew()
+            for effect in self.dataflow.delivered():
+                self._apply(effect)
+        if site == self.view.sequencers[-1]:
+            self._join_chain()
+        self._ask_for_portions()
+
+    def on_lost(self, site: SiteId) -> None:
+        self._acks.pop(site, None)
+        for unit, held in self.dataflow.units.items():
+            if site in held.handed:  # some of it may not have arrived
+                self._abandon(unit, site)
+                self._fail_copy(unit, site, f"its connection to site {self.site} broke")
+        for unit, incoming in list(self.incoming.items()):
+            if incoming.donor == site:
+                del self.incoming[unit]
+                self._fail_copy(unit, self.site, f"its connection to site {site} broke")
+        self._handle(PeerLost(site))
+
+    def report_again(self) -> None:
+        """Say again what a controller may not have heard, or a new one must know."""
+        if self.view is not None:
+            if self.finished:
+                self._transport.tell(wire.Finished(self.view.number))
+            for unit in self.view.units_at(self.site):
+                held = self.dataflow.units[unit]
+                waits = self._waits_for_chain and unit == FIRST
+                if held.installed and not waits and self.site in self.view.cohort(unit).joining:
+                    self._tell_copy(unit, self.site, "installed")
+        if self.sequencer is not None:
+            for record in self.sequencer.history:
+                self._transport.tell(wire.Cut(record))
+
+    def receive(self, site: SiteId, message: wire.Message, body: memoryview) -> None:
+        """A message from another site, or from the controller."""
+        match message:
+            case wire.Bundle():
+                self._on_bundle(message, body)
+            case wire.Acks():
+                for ack in message.acks:
+                    self._handle(_arrived(ack, site))
+            case wire.Record():
+                self._handle(RecordArrived(message.record))
+            case wire.Pass():
+                self._sequence(RecordPassed(message.record))
+            case wire.RecordsAfter():
+                for epoch in sorted(e for e in self.dataflow.records if e > message.epoch):
+                    self._transport.send(site, wire.Record(self.dataflow.records[epoch]))
+            case wire.JoinChain():
+                self._sequence(ChainJoined(site, Epoch(message.has)))
+            case wire.Chained():
+                self._on_chained()
+            case wire.SequencerState():
+                self._on_sequencer_state(message)
+            case wire.Blocks():
+                self._sequence(
+                    BlocksAvailable(
+                        StageId(message.source), message.split, message.blocks, message.anew
+                    )
+                )
+            case wire.SplitState():
+                kind = SplitEnded if message.ended else SplitIdle
+                self._sequence(kind(StageId(message.source), message.split))
+            case wire.Delivered():
+                self._on_delivered(message)
+            case wire.Drain():
+                self._sequence(DrainRequested())
+            case wire.CatchUp():
+                unit = (StageId(message.stage), CohortId(message.cohort))
+                self._handle(CatchUpOrdered(unit, SiteId(message.joiner)))
+            case wire.HandOverBegin():
+                self._on_hand_over_begin(site, message)
+            case wire.HandOverState() | wire.HandOverKept() | wire.HandOverHeld():
+                incoming = self.incoming.get((StageId(message.stage), CohortId(message.cohort)))
+                if incoming is not None and incoming.donor == site:
+                    incoming.take(self.plan, message, body)
+            case wire.HandOverEnd():
+                self._on_hand_over_end(site, message)
+            case wire.FeedPortion():
+                self._on_feed_portion(site, message, body)
+            case wire.FeedHas():
+                reader = self.stages.fed().get(message.source)
+                if reader is not None and reader.leads:
+                    reader.on_has(site, message.number, message.again)
+            case _:
+                raise ProtocolError(f"a site does not expect {type(message).__name__}")
+
+    def flush(self) -> None:
+        """Send the acks that have come together."""
+        waiting, self._acks = self._acks, {}
+        for site, acks in waiting.items():
+            if site == self.site:
+                for ack in acks.values():
+                    self._handle(_arrived(ack, site))
+            else:
+                self._transport.send(site, wire.Acks(list(acks.values())))
+
+    def work(self) -> bool:
+        """Carry out the oldest order that can be; False if there is none."""
+        for at, entry in enumerate(sorted(self.orders)):
+            if self.stages.ready(entry[-1]):
+                self._pop(at, entry)
+                self.carry_out(entry[-1])
+                return True
+        return False
+
+    def carry_out(self, order: Order) -> None:
+        if order.unit in self.stages.units:
+            self._handle(self.stages.carry_out(order))
+
+    def _pop(self, at: int, entry: tuple[int, int, int, Order]) -> None:
+        if at == 0:
+            heapq.heappop(self.orders)
+        else:
+            self.orders.remove(entry)
+            heapq.heapify(self.orders)
+
+    def hand_over(self) -> int:
+        """Send the next part of what is being handed over; how many bytes it had, -1 if none."""
+        for key, outgoing in self.outgoing.items():
+            part = outgoing.next()
+            if part is None:
+                del self.outgoing[key]
+                return 0
+            message, body = part
+            self._transport.send(outgoing.joiner, message, body)
+            return sum(memoryview(b).nbytes for b in body or [])
+        return -1
+
+    # --- effects --------------------------------------------------------------------------------
+
+    def _handle(self, event: SiteEvent) -> None:
+        for effect in self.dataflow.handle(event):
+            self._apply(effect)
+
+    def _apply(self, effect: SiteEffect) -> None:
+        match effect:
+            case OpenUnit():
+                self.stages.open(effect.unit, effect.view)
+            case CloseUnit():
+                self.stages.shut(effect.unit)
+                self.incoming.pop(effect.unit, None)
+                self.orders = [o for o in self.orders if o[-1].unit != effect.unit]
+                heapq.heapify(self.orders)
+            case IngestEpoch():
+                self._enqueue(effect.record.epoch, effect)
+            case ProcessBundles():
+                self._enqueue(effect.epoch, effect)
+            case SendBundle():
+                self._send_bundle(effect)
+            case SendAck():
+                self._acks.setdefault(effect.site, {})[
+                    effect.exchange, effect.producer, effect.consumer
+                ] = wire.Ack(
+                    effect.exchange,
+                    effect.producer,
+                    effect.consumer,
+                    effect.received,
+                    effect.credit,
+                    effect.take,
+                    effect.finished,
+                    effect.checksum,
+                )
+            case AskRecords():
+                assert self.view is not None
+                self._to(self.view.sequencers[-1], wire.RecordsAfter(effect.after))
+            case HandOver():
+                self._begin_hand_over(effect)
+            case AbandonHandOver():
+                self._abandon(effect.unit, effect.joiner)
+            case ReportDelivered():
+                self._report_delivered(effect)
+            case ReportCopy():
+                self._report_copy(effect)
+            case ReportFinished():
+                self._finish()
+            case _:
+                assert_never(effect)
+
+    def _finish(self) -> None:
+        assert self.view is not None
+        self.finished = True
+        self.stages.close()
+        self._transport.tell(wire.Finished(self.view.number))
+
+    def _enqueue(self, epoch: int, order: Order) -> None:
+        # The oldest epoch first; within it the stage nearest to the sinks.
+        heapq.heappush(self.orders, (epoch, -order.unit[0], next(self._ties), order))
+
+    def _to(self, site: SiteId, message: wire.Message) -> None:
+        if site == self.site:
+            self.receive(site, message, memoryview(b""))
+        else:
+            self._transport.send(site, message)
+
+    def _send_bundle(self, effect: SendBundle) -> None:
+        x, epoch, producer = effect.exchange, effect.epoch, effect.producer
+        if effect.site == self.site:
+            self._handle(
+                BundleArrived(x, epoch, producer, effect.consumer, effect.last, effect.bundle)
+            )
+            return
+        message, body = bundles.encode(
+            effect.bundle, x, epoch, producer, effect.consumer, effect.last
+        )
+        self._transport.send(effect.site, message, body)
+
+    def _on_bundle(self, message: wire.Bundle, body: memoryview) -> None:
+        if not 0 <= message.exchange < len(self.plan.exchanges):
+            raise ProtocolError(f"there is no exchange {message.exchange}")
+        frames = bundles.decode(message, body, self.plan.exchanges[message.exchange].schema)
+        checker = self.stages.checkers.get(message.exchange)
+        if checker is not None:
+            checker.check(frames, message.epoch, message.producer, message.consumer)
+        self._handle(
+            BundleArrived(
+                ExchangeId(message.exchange),
+                Epoch(message.epoch),
+                CohortId(message.producer),
+                CohortId(message.consumer),
+                message.last,
+                frames,
+            )
+        )
+
+    # --- new copies -----------------------------------------------------------------------------
+
+    def _begin_hand_over(self, effect: HandOver) -> None:
+        unit, joiner = effect.unit, effect.joiner
+        if joiner in self.dataflow.connected:
+            begun = self._now()
+            self.outgoing[unit, joiner] = Outgoing(effect, self.stages.units[unit])
+            self.freeze_ms = max(self.freeze_ms, (self._now() - begun) * 1e3)
+        else:
+            self._fail_copy(unit, joiner, f"it has no connection to site {self.site}")
+
+    def _abandon(self, unit: Unit, joiner: SiteId) -> None:
+        outgoing = self.outgoing.pop((unit, joiner), None)
+        if outgoing is not None:
+            outgoing.close()
+
+    def _on_hand_over_begin(self, site: SiteId, message: wire.HandOverBegin) -> None:
+        unit = (StageId(message.stage), CohortId(message.cohort))
+        held = self.dataflow.units.get(unit)
+        if self.view is None or held is None or held.installed:
+            return  # it is not wanted here any more
+        self.stages.shut(unit)
+        self.stages.open(unit, self.view)
+        self.incoming[unit] = Incoming(message, site, self.stages.units[unit])
+
+    def _on_hand_over_end(self, site: SiteId, message: wire.HandOverEnd) -> None:
+        unit = (StageId(message.stage), CohortId(message.cohort))
+        incoming = self.incoming.get(unit)
+        if incoming is not None and incoming.donor == site:
+            del self.incoming[unit]
+            self._handle(incoming.install(unit))
+            assert self.view is not None
+            self.stages.on_view(self.view)
+            self._ask_for_portions()
+
+    def _fail_copy(self, unit: Unit, site: SiteId, reason: str) -> None:
+        self._tell_copy(unit, site, "failed", reason)
+
+    def _tell_copy(self, unit: Unit, site: SiteId, phase: str, reason: str = "") -> None:
+        assert self.view is not None
+        self._transport.tell(wire.CopyState(*unit, site, self.view.number, phase, reason))
+
+    def _report_copy(self, effect: ReportCopy) -> None:
+        if effect.unit == FIRST and (self._waits_for_chain or effect.phase == "installed"):
+            self._waits_for_chain = True
+            self._caught_up = effect.phase == "caught_up"
+            self._join_chain()
+        else:
+            self._tell_copy(effect.unit, self.site, effect.phase)
+
+    def _join_chain(self) -> None:
+        """With the first unit comes a copy of the sequencer, and only with it is the unit whole:
+        from then on every record passes through it before anybody acts on it."""
+        if self._waits_for_chain and self.view is not None:
+            has = self.sequencer.next_epoch if self.sequencer else NO_EPOCH
+            self._to(self.view.sequencers[-1], wire.JoinChain(has))
+
+    def _on_sequencer_state(self, message: wire.SequencerState) -> None:
+        if self._waits_for_chain:
+            self.sequencer = self._make_sequencer()
+            self._sequence(SequencerCopied(wire.fields(message)))
+            for record in message.history:
+                self._handle(RecordArrived(record))
+            self._join_chain()
+
+    def _on_chained(self) -> None:
+        if self._waits_for_chain:
+            self._waits_for_chain = False
+            self._tell_copy(FIRST, self.site, "installed")
+            if self._caught_up:
+                self._tell_copy(FIRST, self.site, "caught_up")
+
+    # --- the sequencer --------------------------------------------------------------------------
+
+    def _make_sequencer(self) -> Sequencer:
+        sinks = [StageId(s.id) for s in self.plan.sinks]
+        budget = fitting(self.options.budget, limit_bytes())
+        return Sequencer(self.site, self.plan.splits, sinks, budget)
+
+    def _sequence(self, event: SequencerEvent) -> None:
+        if self.sequencer is None:
+            self._early.append(event)  # from a site that acts on a later view than this one
+            return
+        for effect in self.sequencer.handle(event):
+            self._apply_sequencer(effect)
+
+    def _apply_sequencer(self, effect: SequencerEffect) -> None:
+        match effect:
+            case PublishRecord():
+                self._publish(effect.record)
+            case PassRecord():
+                self._cut_at.setdefault(effect.record.epoch, self._now())
+                self._transport.send(effect.site, wire.Pass(effect.record))
+            case CopySequencer():
+                self._transport.send(effect.site, wire.SequencerState(**effect.state))
+            case ConfirmChain():
+                self._transport.send(effect.site, wire.Chained())
+            case _:
+                assert_never(effect)
+
+    def _publish(self, record: Any) -> None:
+        assert self.view is not None
+        self._cut_at.setdefault(record.epoch, self._now())
+        self._transport.tell(wire.Cut(record))
+        for site in self.view.members:
+            if site != self.site:
+                self._transport.send(site, wire.Record(record))
+        self._handle(RecordArrived(record))
+
+    def _to_sequencer(self, message: wire.Message) -> None:
+        assert self.view is not None
+        self._to(self.view.sequencers[0], message)
+
+    # --- sinks ----------------------------------------------------------------------------------
+
+    def _report_delivered(self, effect: ReportDelivered) -> None:
+        assert self.view is not None
+        egress = self.stages.egress(effect.sink)
+        assert egress is not None
+        message = wire.Delivered(effect.sink, effect.epoch, egress.durable)
+        copies = self.view.cohort((effect.sink, CohortId(0))).all
+        for site in {self.view.sequencers[0], *copies}:
+            self._to(site, message)
+
+    def _on_delivered(self, message: wire.Delivered) -> None:
+        egress = self.stages.egress(StageId(message.sink))
+        if egress is not None:
+            self._gaps.delivered(self._now())
+            if not egress.leads:
+                egress.let_go(message.durable)
+        if self.sequencer is not None:
+            self._note_latency(message)
+            self._sequence(EpochDelivered(StageId(message.sink), Epoch(message.epoch)))
+
+    def _note_latency(self, message: wire.Delivered) -> None:
+        assert self.sequencer is not None
+        others = [e for sink, e in self.sequencer.delivered.items() if sink != message.sink]
+        if all(e >= message.epoch for e in others):
+            now = self._now()
+            for epoch in [e for e in self._cut_at if e <= message.epoch]:
+                self.latency_ms.append((now - self._cut_at.pop(epoch)) * 1e3)
+
+    # --- sources --------------------------------------------------------------------------------
+
+    def _leads(self, unit: Unit) -> bool:
+        return self.view is not None and self.view.cohort(unit).copies[:1] == (self.site,)
+
+    def _announce_anew(self) -> None:
+        """The sequencer may be another, or this site may lead where it did not."""
+        for unit, split in self.stages.splits():
+            if self._leads(unit) and self.dataflow.units[unit].installed:
+                self._to_sequencer(wire.Blocks(unit[0], split.number, split.blocks(), True))
+                quiet = self._quiet_since.get((unit[0], split.number))
+                if split.ended or quiet == float("inf"):
+                    self._to_sequencer(wire.SplitState(unit[0], split.number, split.ended))
+
+    def read_ahead(self) -> None:
+        """Read what the sources have, up to the limit; the leading copy offers it."""
+        if self.finished:
+            return
+        for unit, split in self.stages.splits():
+            if self.dataflow.units[unit].installed:
+                self.read_split(unit, split, self.options.block_rows)
+
+    def read_split(self, unit: Unit, split: Split, block_rows: int) -> None:
+        source, leads = unit[0], self._leads(unit)
+        while not split.ended and split.rows_held < self.options.read_ahead_rows:
+            block = split.read(block_rows)
+            if block is None:
+                break
+            self._quiet_since.pop((source, split.number), None)
+            if leads:
+                self._to_sequencer(wire.Blocks(source, split.number, (block,), False))
+            if block.rows < block_rows:
+                return  # that was all there is; asking again at once would only find crumbs
+        else:
+            return
+        if leads and split.ended:
+            self._to_sequencer(wire.SplitState(source, split.number, True))
+        elif leads:
+            self._notice_quiet(source, split)
+
+    def _notice_quiet(self, source: int, split: Split) -> None:
+        now = self._now()
+        since = self._quiet_since.setdefault((source, split.number), now)
+        if since < now - self.options.idle_ms / 1e3:
+            self._quiet_since[source, split.number] = float("inf")  # say it once
+            self._to_sequencer(wire.SplitState(source, split.number, False))
+
+    def _on_feed_portion(self, site: SiteId, message: wire.FeedPortion, body: memoryview) -> None:
+        unit = (StageId(message.source), CohortId(0))
+        held = self.dataflow.units.get(unit)
+        if held is None or not held.installed:
+            return  # when it is installed it asks for what it lacks
+        reader = self.stages.fed()[message.source]
+        reader.on_portion(message, body)
+        self._transport.send(site, wire.FeedHas(message.source, reader.has, False))
+
+    def _ask_for_portions(self) -> None:
+        """Tell the leading ingress of each fed source what this copy has, and get the rest."""
+        for source, reader in self.stages.fed().items():
+            unit = (StageId(source), CohortId(0))
+            if self.view is not None and not reader.leads and self.dataflow.units[unit].installed:
+                leader = self.view.cohort(unit).copies[0]
+                self._transport.send(leader, wire.FeedHas(source, reader.has, True))
+
+    # --- being watched --------------------------------------------------------------------------
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "site": self.site,
+            "held_bundles": sum(p.held() for p in self.dataflow.producers.values()),
+            "stages": self.stages.figures(),
+            "latency_ms": _quantiles(list(self.latency_ms)),
+            "output_gap_ms": self._gaps.longest_ms(self._now()),
+            "copying": [
+                {"unit": list(unit), "to": joiner, "bytes_left": o.nbytes_left, "bytes": o.nbytes}
+                for (unit, joiner), o in self.outgoing.items()
+            ],
+            "finished_epochs": [
+                [*unit, u.finished, u.installed] for unit, u in self.dataflow.units.items()
+            ],
+        }
+
+    def behind(self) -> tuple[SiteId, int] | None:
+        """The copy elsewhere that most is kept for here, and how many bytes."""
+        found = [p.slowest() for p in self.dataflow.producers.values()]
+        return max((f for f in found if f is not None), key=lambda f: f[1], default=None)
+
+
+class _Gaps:
+    """How long a sink got nothing, as its copies see it: also across the death of the leader."""
+
+    _SPAN_S = 5.0
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+        self._gaps: deque[tuple[float, float]] = deque()
+
+    def delivered(self, now: float) -> None:
+        if self._last is not None:
+            self._gaps.append((now, now - self._last))
+        self._last = now
+        while self._gaps and self._gaps[0][0] < now - self._SPAN_S:
+            self._gaps.popleft()
+
+    def longest_ms(self, now: float) -> float | None:
+        """During the last seconds, the one that is not over included; None if no sink is here."""
+        if self._last is None:
+            return None
+        return 1e3 * max([now - self._last, *(gap for _, gap in self._gaps)])
+
+
+def _arrived(ack: wire.Ack, site: SiteId) -> AckArrived:
+    return AckArrived(
+        ExchangeId(ack.exchange),
+        CohortId(ack.producer),
+        CohortId(ack.consumer),
+        site,
+        Epoch(ack.received),
+        Epoch(ack.credit),
+        ack.take,
+        Epoch(ack.finished),
+        ack.checksum,
+    )
+
+
+def _quantiles(samples: list[float]) -> dict[str, float] | None:
+    if not samples:
+        return None
+    ordered = sorted(samples)
+    return {f"p{q}": ordered[min(len(ordered) - 1, len(ordered) * q // 100)] for q in (50, 99)}

@@ -1,0 +1,325 @@
+"""The dataflow of one site, event by event."""
+
+from dataclasses import dataclass
+
+from holdfast.core.dataflow import Dataflow
+from holdfast.core.effects import (
+    AbandonHandOver,
+    AskRecords,
+    CloseUnit,
+    HandOver,
+    IngestEpoch,
+    OpenUnit,
+    ProcessBundles,
+    ReportCopy,
+    ReportDelivered,
+    ReportFinished,
+    SendAck,
+    SendBundle,
+    SiteEffect,
+)
+from holdfast.core.events import (
+    AckArrived,
+    BundleArrived,
+    CatchUpOrdered,
+    CopyInstalled,
+    PeerConnected,
+    PeerLost,
+    RecordArrived,
+    UnitProcessed,
+    ViewCommitted,
+)
+from holdfast.core.ids import NO_EPOCH
+from holdfast.core.layout import Cohort, Shape, StageShape, View
+from holdfast.core.records import EpochRecord
+
+SHAPE = Shape(
+    (
+        StageShape(0, "packets", "source", 1, (), (0,), copies=2),
+        StageShape(1, "sessions", "keyed", 1, (0,), (1,), copies=2),
+        StageShape(2, "alerts", "sink", 1, (1,), (), copies=2),
+    ),
+    producer_of=(0, 1),
+    consumer_of=(1, 2),
+)
+SOURCE, KEYED, SINK = (0, 0), (1, 0), (2, 0)
+
+
+@dataclass(frozen=True)
+class Frames:
+    name: str
+    checksum: int = 0
+    nbytes: int = 1
+
+
+def view(number: int, *copies: str) -> ViewCommitted:
+    """``view(3, "0,1", "1+2", "2")``: who holds the source, the keyed stage and the sink."""
+    cohorts = []
+    for held in copies:
+        full, *joining = held.split("+")
+        sites = tuple(int(s) for s in full.split(",") if s)
+        cohorts.append((Cohort(0, 1, sites, tuple(int(s) for s in joining)),))
+    members = tuple(sorted({s for (c,) in cohorts for s in c.all}))
+    return ViewCommitted(View(0, number, members, tuple(cohorts)))
+
+
+def site(number: int, *copies: str, connected: tuple[int, ...] = ()) -> Dataflow:
+    machine = Dataflow(number, SHAPE, window=3)
+    for other in connected:
+        machine.handle(PeerConnected(other))
+    machine.handle(view(0, *copies))
+    return machine
+
+
+def record(epoch: int, last: bool = False) -> RecordArrived:
+    return RecordArrived(EpochRecord(epoch, epoch, (), last=last))
+
+
+def bundle(exchange: int, epoch: int, name: str = "b") -> BundleArrived:
+    return BundleArrived(exchange, epoch, 0, 0, True, Frames(name))
+
+
+def ack(exchange: int, from_: int, received: int, take: bool = True) -> AckArrived:
+    return AckArrived(exchange, 0, 0, from_, received, 99, take, NO_EPOCH, 0)
+
+
+def processed(unit: tuple[int, int], epoch: int, **outputs: str) -> UnitProcessed:
+    made = {int(x[1:]): {0: Frames(name)} for x, name in outputs.items()}
+    return UnitProcessed(unit, epoch, True, made)
+
+
+def of(kind: type, effects: list[SiteEffect]) -> list:
+    return [e for e in effects if isinstance(e, kind)]
+
+
+def test_a_frame_on_its_way_through_a_site() -> None:
+    machine = site(0, "0", "0", "0")
+    assert machine.handle(record(0)) == [IngestEpoch(SOURCE, record(0).record)]
+    assert machine.handle(processed(SOURCE, 0, x0="a")) == [], "nobody has asked yet"
+    (sent,) = machine.handle(ack(0, 0, NO_EPOCH))
+    assert sent == SendBundle(0, 0, 0, 0, 0, True, Frames("a"))
+    assert machine.handle(bundle(0, 0, "a")) == [ProcessBundles(KEYED, 0, True, {0: [Frames("a")]})]
+    assert machine.handle(bundle(0, 1, "b")) == [], "one epoch at a time"
+    effects = machine.handle(processed(KEYED, 0, x1="c"))
+    assert of(ProcessBundles, effects) == [ProcessBundles(KEYED, 1, True, {0: [Frames("b")]})]
+    (told,) = of(SendAck, effects)
+    assert (told.received, told.credit) == (1, 3)
+    machine.handle(ack(1, 0, NO_EPOCH))
+    machine.handle(bundle(1, 0, "c"))
+    assert ReportDelivered(2, 0) in machine.handle(processed(SINK, 0))
+
+
+def test_an_earlier_view_is_not_acted_on() -> None:
+    machine = site(0, "0,1", "0,1", "0,1")
+    machine.handle(view(2, "0", "0", "0"))
+    assert machine.handle(view(1, "0,1", "0,1", "0,1")) == []
+    assert machine.view is not None and machine.view.number == 2
+
+
+def test_units_come_and_go_with_the_views() -> None:
+    machine = Dataflow(0, SHAPE, window=3)
+    effects = machine.handle(view(0, "0,1", "1,2", "2,0"))
+    assert [e.unit for e in of(OpenUnit, effects)] == [SOURCE, SINK]
+    effects = machine.handle(view(1, "0,1", "1,2+0", "2"))
+    assert [e.unit for e in of(OpenUnit, effects)] == [KEYED]
+    assert of(CloseUnit, effects) == [CloseUnit(SINK)]
+    assert machine.handle(processed(SINK, 0)) == [], "it was at work when it was closed"
+
+
+def test_acks_that_come_before_the_view_are_counted_when_it_comes() -> None:
+    machine = site(0, "0", "1", "1", connected=(1, 2))
+    machine.handle(ack(0, 1, NO_EPOCH))
+    machine.handle(record(0))
+    machine.handle(processed(SOURCE, 0, x0="a"))
+    assert machine.handle(ack(0, 2, NO_EPOCH)) == [], "2 knows a view in which it counts"
+    machine.handle(ack(0, 1, 0))
+    producer = machine.producers[0, 0]
+    assert producer.held() == 0
+    machine.handle(record(1))
+    machine.handle(processed(SOURCE, 1, x0="b"))
+    effects = machine.handle(view(1, "0", "1+2", "1"))
+    assert of(SendBundle, effects) == [SendBundle(2, 0, 1, 0, 0, True, Frames("b"))]
+    machine.handle(ack(0, 1, 1))
+    assert producer.held() == 1, "2 has not"
+
+
+def test_acks_of_a_lost_connection_are_not_counted_later() -> None:
+    machine = site(0, "0", "1", "1", connected=(1, 2))
+    machine.handle(record(0))
+    machine.handle(processed(SOURCE, 0, x0="a"))
+    machine.handle(ack(0, 2, NO_EPOCH))
+    machine.handle(PeerLost(2))
+    assert of(SendBundle, machine.handle(view(1, "0", "1+2", "1"))) == []
+
+
+def test_a_lost_connection_turns_a_consumer_to_the_other_copy() -> None:
+    machine = site(0, "1,2", "0", "0", connected=(1, 2))
+    source = machine.consumers[0, 0].source[0]
+    other = 3 - source
+    (told,) = of(SendAck, machine.handle(PeerLost(source)))
+    assert (told.site, told.take) == (other, True)
+    (told,) = of(SendAck, machine.handle(PeerConnected(source)))
+    assert (told.site, told.take) == (source, False), "but it keeps for us"
+
+
+def test_a_death_in_a_view_turns_a_consumer_too_and_lets_go_of_what_was_kept() -> None:
+    machine = site(0, "0", "1,2", "1", connected=(1, 2))
+    machine.handle(record(0))
+    machine.handle(processed(SOURCE, 0, x0="a"))
+    machine.handle(ack(0, 1, 0))
+    assert machine.producers[0, 0].held() == 1
+    machine.handle(view(1, "0", "1", "1"))
+    assert machine.producers[0, 0].held() == 0
+    machine.check_invariants()
+
+
+def test_a_sink_reports_from_the_copy_that_leads_only() -> None:
+    for leader, expected in (("0,1", [ReportDelivered(2, 0)]), ("1,0", [])):
+        machine = site(0, "1", "1", leader, connected=(1,))
+        machine.handle(bundle(1, 0))
+        assert of(ReportDelivered, machine.handle(processed(SINK, 0))) == expected
+    effects = machine.handle(view(1, "1", "1", "0"))
+    assert of(ReportDelivered, effects) == [ReportDelivered(2, 0)], "it leads now"
+
+
+def test_a_source_asks_for_records_when_the_sequencer_may_be_another() -> None:
+    machine = site(0, "1,0", "1", "1", connected=(1,))
+    machine.handle(record(0))
+    machine.handle(processed(SOURCE, 0, x0="a"))
+    assert AskRecords(0) in machine.handle(view(1, "0", "1", "1"))
+
+
+# --- the end ------------------------------------------------------------------------------------
+
+
+def finished_source() -> Dataflow:
+    """Site 0 has only the source, and is through with it."""
+    machine = site(0, "0,1", "1", "1,2", connected=(1, 2))
+    machine.handle(ack(0, 1, NO_EPOCH))
+    machine.handle(record(0, last=True))
+    effects = machine.handle(processed(SOURCE, 0, x0="a"))
+    effects += machine.handle(ack(0, 1, 0))  # and what it made has arrived
+    assert of(ReportFinished, effects) == [ReportFinished()]
+    return machine
+
+
+def test_the_end_is_said_once() -> None:
+    machine = finished_source()
+    assert of(ReportFinished, machine.handle(record(0, last=True))) == []
+
+
+def test_a_copy_that_comes_after_the_end_was_said_is_seen_through_and_said() -> None:
+    """It may be the only one by then: nobody else would say it."""
+    machine = finished_source()
+    machine.handle(view(1, "0,1", "1", "1+0"))
+    effects = machine.handle(CopyInstalled(SINK, NO_EPOCH, {}))
+    assert of(ReportFinished, effects) == []
+    machine.handle(view(2, "0,1", "1", "1,0"))
+    machine.handle(bundle(1, 0))
+    assert of(ReportFinished, machine.handle(processed(SINK, 0))) == [ReportFinished()]
+
+
+# --- a new copy ---------------------------------------------------------------------------------
+
+
+def donor() -> Dataflow:
+    """Site 0 has the keyed stage; of its input, epochs 0 and 1 are here and 0 is at work."""
+    machine = site(0, "1", "0", "1", connected=(1, 2))
+    for epoch in (0, 1):
+        machine.handle(bundle(0, epoch, f"i{epoch}"))
+    machine.handle(view(1, "1", "0+2", "1"))
+    return machine
+
+
+def test_the_donor_hands_over_after_all_that_it_had_received_is_processed() -> None:
+    """Its producers may have let go of that before they counted the new copy."""
+    machine = donor()
+    assert machine.handle(CatchUpOrdered(KEYED, 2)) == []
+    assert of(HandOver, machine.handle(processed(KEYED, 0, x1="o0"))) == []
+    (over,) = of(HandOver, machine.handle(processed(KEYED, 1, x1="o1")))
+    assert (over.unit, over.joiner, over.epoch) == (KEYED, 2, 1)
+    assert [(k.epoch, k.bundle.name) for k in over.kept[1][0]] == [(0, "o0"), (1, "o1")]
+
+
+def test_the_donor_hands_over_at_once_if_there_is_nothing_to_wait_for() -> None:
+    machine = site(0, "1", "0+2", "1", connected=(1, 2))
+    (over,) = of(HandOver, machine.handle(CatchUpOrdered(KEYED, 2)))
+    assert over.epoch == NO_EPOCH
+
+
+def test_a_hand_over_that_is_not_wanted_any_more_is_abandoned() -> None:
+    machine = donor()
+    machine.handle(CatchUpOrdered(KEYED, 2))
+    machine.handle(view(2, "1", "0", "1"))
+    machine.handle(processed(KEYED, 0, x1="o0"))
+    assert of(HandOver, machine.handle(processed(KEYED, 1, x1="o1"))) == []
+    machine = donor()
+    machine.handle(CatchUpOrdered(KEYED, 2))
+    machine.handle(processed(KEYED, 0, x1="o0"))
+    machine.handle(processed(KEYED, 1, x1="o1"))
+    effects = machine.handle(view(2, "1", "0", "1"))
+    assert of(AbandonHandOver, effects) == [AbandonHandOver(KEYED, 2)]
+    assert of(AbandonHandOver, machine.handle(view(3, "1", "0", "1"))) == [], "once"
+
+
+def test_what_is_not_held_here_is_not_handed_over() -> None:
+    machine = site(0, "0", "1", "1", connected=(1, 2))
+    assert machine.handle(CatchUpOrdered(KEYED, 2)) == []
+    machine.handle(view(1, "0", "1+0", "1"))
+    assert machine.handle(CatchUpOrdered(KEYED, 2)) == [], "nor what is only on its way here"
+
+
+def test_a_new_copy_does_nothing_until_its_state_is_there() -> None:
+    machine = site(0, "1", "1+0", "1", connected=(1,))
+    assert machine.handle(bundle(0, 0)) == []
+    assert not machine.consumers and not machine.producers
+
+
+def test_a_new_copy_goes_on_from_where_its_state_was_taken() -> None:
+    machine = site(2, "1", "0+2", "1", connected=(0, 1))
+    machine.handle(record(7))  # the others are at 7
+    machine.handle(ack(1, 1, 2))  # early: the sink's copy counts us already
+    kept = {1: {0: [(3, True, Frames("o3")), (4, True, Frames("o4")), (5, True, Frames("o5"))]}}
+    effects = machine.handle(CopyInstalled(KEYED, 5, kept))
+    assert ReportCopy(KEYED, "installed") in effects
+    assert ReportCopy(KEYED, "caught_up") not in effects
+    sent = of(SendBundle, effects)
+    assert [(s.site, s.exchange, s.epoch) for s in sent] == [(1, 1, 3), (1, 1, 4), (1, 1, 5)]
+    (told,) = of(SendAck, effects)
+    assert (told.site, told.received, told.take) == (1, 5, True)
+    assert machine.handle(bundle(0, 5)) == [], "that was in the state"
+    for epoch in (6, 7):
+        assert of(ProcessBundles, machine.handle(bundle(0, epoch)))[0].epoch == epoch
+        effects = machine.handle(processed(KEYED, epoch, x1="o"))
+        caught_up = ReportCopy(KEYED, "caught_up") in effects
+        assert caught_up == (epoch == 7)
+    machine.check_invariants()
+
+
+def test_a_new_source_asks_for_the_records_it_lacks() -> None:
+    machine = site(2, "0+2", "1", "1", connected=(0, 1))
+    effects = machine.handle(CopyInstalled(SOURCE, 4, {0: {0: []}}))
+    assert AskRecords(4) in effects
+    assert [e.record.epoch for e in of(IngestEpoch, machine.handle(record(5)))] == [5]
+
+
+def test_state_that_comes_too_late_is_dropped() -> None:
+    machine = site(2, "1", "0+2", "1", connected=(0, 1))
+    machine.handle(view(1, "1", "0", "1"))
+    assert machine.handle(CopyInstalled(KEYED, 5, {1: {0: []}})) == []
+
+
+def test_a_consumer_does_not_turn_to_a_copy_beside_it_that_is_behind() -> None:
+    """Site 2 has the sink, and gets a copy of the keyed stage whose state is older than what the
+    sink has received from the other."""
+    machine = site(2, "1", "0+2", "2", connected=(0, 1))
+    for epoch in range(4):
+        machine.handle(bundle(1, epoch))
+    machine.handle(CopyInstalled(KEYED, 1, {1: {0: []}}))
+    machine.handle(view(1, "1", "0,2", "2"))
+    assert machine.consumers[1, 0].source[0] == 0
+    for epoch in (2, 3):
+        machine.handle(bundle(0, epoch))
+        machine.handle(processed(KEYED, epoch, x1="o"))
+    machine.handle(view(2, "1", "0,2", "2"))
+    assert machine.consumers[1, 0].source[0] == 2, "now it is not"

@@ -1,0 +1,594 @@
+"""Partition pairs on simulated sites: whatever dies while a copy of everything is left, whenever it
+dies, the results are those of an undisturbed run; if the last copy goes, that is said.
+
+A seed that fails is run again with ``one(seed, ...)``; `world.describe()` has the last views.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from holdfast import Flow, col, count, max_, pairs, rows, sum_
+from holdfast.core.controller import State
+from holdfast.core.effects import ProcessBundles
+from holdfast.core.ids import SiteId
+from holdfast.core.sequencer import Budget
+from holdfast.errors import DivergenceError, SiteLostError
+from holdfast.flow.options import Options
+from holdfast.flow.protection import Protection
+from holdfast.flow.sources import Source, SplitReader
+from holdfast.sim.world import CONTROLLER, World
+from holdfast.site import wire
+
+from .test_world import SMALL, Ordered, diamond, events, result
+
+N = 160
+SINKS = ("out", "windows")
+TINY = Options(
+    partitions=4,
+    budget=Budget(epoch_rows_max=16, epochs_in_flight_max=4, bytes_in_flight_max=1 << 20),
+    window=2,
+    block_rows=10,
+    read_ahead_rows=40,
+)
+PAIRS = pairs(apart="process")
+ROOMY = replace(TINY.budget, epochs_in_flight_max=50, small_in_flight_max=50)
+
+
+def line(batches: list[pa.RecordBatch], protect: Protection | None = None) -> Flow:
+    """A source, two keyed stages in a row and a window beside them, each with a sink."""
+    flow = Flow("line") if protect is None else Flow("line", protect=protect)
+    source = flow.source("events", rows(*batches), event_time="ts")
+    totals = source.key_by("k").agg(x=sum_("v")).select(k=col("k") % 3, x=col("x"))
+    totals.key_by("k").agg(m=max_("x"), n=count()).sink("out", Ordered())
+    windows = source.key_by("g").window(time=20, every=10, lateness=5).agg(n=count())
+    windows.sink("windows", Ordered())
+    return flow
+
+
+def undisturbed(batch: pa.RecordBatch) -> dict[str, pa.Table]:
+    world = World(line([batch]), sites=1)
+    world.run()
+    return {sink: result(world, sink) for sink in SINKS}
+
+
+@cache
+def expected() -> dict[str, pa.Table]:
+    return undisturbed(events(N))
+
+
+def survives(world: World, *victims: SiteId) -> bool:
+    """Whether a living copy of everything is left without these. One that joins is none."""
+    view = world.controller.view
+    assert view is not None
+    living = set(world.nodes) - set(victims)
+    return all(living.intersection(view.cohort(u).copies) for u in view.units())
+
+
+class Faults:
+    """Crashes and resets at random moments, many of them soon after one another."""
+
+    def __init__(self, seed: int, crashes: int = 4, at_once: int = 1, resets: int = 0) -> None:
+        self.random = random.Random(seed)
+        self.crashes, self.at_once, self.resets = crashes, at_once, resets
+        self.crashed = 0
+        self._next_crash = self.random.randint(20, 400)
+        self._next_reset = self.random.randint(20, 300)
+
+    def __call__(self, world: World) -> None:
+        if world.controller.running and world.steps >= self._next_crash and self.crashes:
+            self._crash(world)
+        if world.steps >= self._next_reset and self.resets and len(world.nodes) > 1:
+            self._reset(world)
+
+    def _crash(self, world: World) -> None:
+        count = min(self.random.randint(1, self.at_once), len(world.nodes))
+        victims = self.random.sample(sorted(world.nodes), count)
+        if not survives(world, *victims):
+            return
+        world.crash(*victims)
+        self.crashes -= 1
+        self.crashed += 1
+        gaps = [(1, 30), (1, 200), (100, 400)]
+        self._next_crash = world.steps + self.random.randint(*self.random.choice(gaps))
+
+    def _reset(self, world: World) -> None:
+        one, other = self.random.sample(sorted(world.nodes), 2)
+        if (one, other) in world.network and (other, one) in world.network:
+            world.reset(one, other)
+            self.resets -= 1
+            self._next_reset = world.steps + self.random.randint(1, 150)
+
+
+def go(world: World, *disturb: Callable[[World], None], until: Callable[[], Any] = bool) -> None:
+    """Run to the end of the flow, or until something holds, with these disturbances."""
+    while not world.ended and not until():
+        for each in disturb:
+            each(world)
+        assert world.step(), f"stuck after {world.steps} steps: {world.describe()}"
+        assert world.steps < 50_000, f"no end: {world.describe()}"
+        check_chain(world)
+
+
+def check_chain(world: World) -> None:
+    """Records pass through sites only that have, or are about to have, a copy of the sequencer."""
+    for site, node in world.nodes.items():
+        if node.sequencer is not None and node.view is not None and site in node.view.sequencers:
+            chain = (None, *node.view.cohorts[0][0].all)
+            assert node.sequencer.successor in chain, f"{site}: {world.describe()}"
+
+
+def finish(world: World, *disturb: Callable[[World], None]) -> World:
+    """Run to the end, which must be a good one with the right result."""
+    go(world, *disturb)
+    if world.error is not None:
+        raise world.error
+    for sink in SINKS:
+        found = result(world, sink)
+        assert found.equals(expected()[sink]), (sink, found.num_rows, world.describe())
+    return world
+
+
+def protected_world(seed: int, **settings: Any) -> World:
+    protect = settings.pop("protect", PAIRS)
+    return World(
+        line([events(N)], protect), **{"sites": 4, "options": TINY, "seed": seed} | settings
+    )
+
+
+def steps(world: World, count: int) -> None:
+    for _ in range(count):
+        assert world.step()
+
+
+# --- at random ----------------------------------------------------------------------------------
+
+
+def test_the_flow_with_copies_gives_what_it_gives_without() -> None:
+    assert expected()["out"].num_rows == N and expected()["windows"].num_rows > 20
+    world = finish(protected_world(0))
+    assert world.controller.state is State.DONE
+    assert "crash" not in "".join(world.log)
+
+
+@pytest.mark.parametrize("seed", [2, 9, 35, *range(100, 112)])
+def test_crashes_at_any_moment(seed: int) -> None:
+    faults = Faults(seed)
+    finish(protected_world(seed), faults)
+    assert faults.crashed > 0
+
+
+@pytest.mark.parametrize("seed", range(200, 206))
+def test_crashes_and_connections_that_break(seed: int) -> None:
+    finish(protected_world(seed), Faults(seed, resets=15))
+
+
+@pytest.mark.parametrize("seed", range(300, 306))
+def test_two_sites_at_once_with_three_copies(seed: int) -> None:
+    world = protected_world(seed, sites=5, protect=pairs(copies=3, apart="process"))
+    faults = Faults(seed, at_once=2)
+    finish(world, faults)
+    assert faults.crashed > 0
+
+
+@pytest.mark.parametrize("seed", range(400, 405))
+def test_nobody_is_launched_and_the_others_take_the_copies(seed: int) -> None:
+    world = protected_world(seed, sites=5, relaunch=False)
+    steps(world, 150)
+    world.crash(SiteId(2))
+    finish(world)
+    view = world.controller.view
+    assert view is not None and set(view.members) == {0, 1, 3, 4}
+    joined = [line for line in world.log if "+" in line]
+    assert joined, "copies were made on the sites that are left"
+
+
+@pytest.mark.parametrize("seed", range(500, 503))
+def test_standbys_take_the_copies(seed: int) -> None:
+    world = protected_world(seed, standbys=2, relaunch=False)
+    steps(world, 150)
+    world.crash(SiteId(1))
+    go(world, until=lambda: world.controller.dead)
+    view = world.controller.view
+    assert view is not None and {4, 5} & set(view.members), "at once"
+    assert list(joining(world))
+    finish(world, Faults(seed, crashes=1))
+
+
+@pytest.mark.parametrize("seed", range(600, 605))
+def test_draining_while_copies_are_made(seed: int) -> None:
+    world = protected_world(seed)
+    faults = Faults(seed, crashes=3)
+    go(world, faults, until=lambda: faults.crashed)
+    steps(world, faults.random.randint(0, 150))
+    if not world.ended:
+        world.drain()
+    go(world, faults)
+    assert world.error is None and world.controller.state is State.DONE
+    last = world.records[-1]
+    assert last.last
+    taken = sum(r.rows for r in world.records)
+    assert result(world, "out").num_rows == taken
+    assert result(world, "out").equals(expected()["out"].slice(0, taken))
+
+
+@pytest.mark.parametrize("seed", range(700, 703))
+def test_several_splits_are_read_again_in_the_recorded_order(seed: int) -> None:
+    parts = [events(60, seed=s) for s in (1, 2, 3)]
+    world = World(line(parts, PAIRS), sites=4, seed=seed, options=TINY)
+    go(world, Faults(seed, crashes=3, resets=4))
+    assert world.error is None
+    ordered = [parts[r.split].slice(r.start, r.rows) for e in world.records for r in e.ranges]
+    plain = undisturbed(pa.concat_batches(ordered))
+    for sink in SINKS:
+        assert result(world, sink).equals(plain[sink])
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+def test_a_diamond_loses_sites(seed: int) -> None:
+    plain = World(diamond([events(400)]), sites=1)
+    plain.run()
+    flow = diamond([events(400)])
+    flow.protection = PAIRS
+    world = World(flow, sites=3, seed=seed, options=SMALL)
+    go(world, Faults(seed, crashes=3, resets=3))
+    assert world.error is None
+    for sink in SINKS:
+        assert result(world, sink).equals(result(plain, sink))
+
+
+# --- by role ------------------------------------------------------------------------------------
+
+
+def leader_of(world: World, role: str) -> SiteId:
+    view = world.controller.view
+    assert view is not None
+    if role == "sequencer":
+        return view.sequencers[0]
+    if role == "sequencer's follower":
+        return view.sequencers[-1]
+    return view.cohort((world.plan.stage_named(role).id, 0)).copies[0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("role", ["sequencer", "sequencer's follower", "out", "windows"])
+def test_one_after_another_whoever_has_the_role(role: str) -> None:
+    """Whenever all is well again the one in this role is taken away."""
+    world = protected_world(11)
+    taken: list[SiteId] = []
+
+    def take(world: World) -> None:
+        if world.steps % 10 == 9 and world.controller.protected and len(taken) < 4:
+            victim = leader_of(world, role)
+            if victim in world.nodes and survives(world, victim):
+                world.crash(victim)
+                taken.append(victim)
+
+    finish(world, take)
+    assert len(taken) >= 2 and len(set(taken)) == len(taken)
+
+
+def test_epochs_are_numbered_on_by_every_sequencer() -> None:
+    world = protected_world(12)
+    first = leader_of(world, "sequencer")
+    go(world, until=lambda: len(world.records) >= 3)
+    world.crash(first)
+    finish(world)
+    assert leader_of(world, "sequencer") != first
+    assert [r.epoch for r in world.records] == list(range(len(world.records)))
+    bases = [r.base + r.rows for r in world.records]
+    assert [r.base for r in world.records] == [0, *bases[:-1]]
+
+
+# --- when the last copy goes --------------------------------------------------------------------
+
+
+def through(world: World, site: SiteId) -> bool:
+    """Whether a site has processed the last epoch."""
+    last = world.records[-1]
+    return last.last and all(
+        u.finished == last.epoch for u in world.nodes[site].dataflow.units.values()
+    )
+
+
+def is_prefix(world: World) -> bool:
+    """Whether each sink has got all of its first epochs, and nothing that is not expected."""
+    for sink in SINKS:
+        epochs = sorted(world.results[sink])
+        if epochs != list(range(len(epochs))):
+            return False
+        if not epochs:
+            continue
+        found = world.result(sink)
+        wanted = expected()[sink].slice(0, found.num_rows)
+        if not result(world, sink).equals(wanted):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("seed", range(800, 806))
+def test_the_loss_of_all_copies_is_said_and_nothing_wrong_was_delivered(seed: int) -> None:
+    world = protected_world(seed)
+    rng = random.Random(seed)
+    steps(world, rng.randint(60, 300))
+    if seed % 2:  # while the copies of another are being made
+        world.crash(SiteId(rng.randrange(4)))
+        steps(world, rng.randint(1, 200))
+    view = world.controller.view
+    assert view is not None
+    unit = rng.choice([u for u in view.units() if set(view.cohort(u).copies) <= set(world.nodes)])
+    world.crash(*view.cohort(unit).copies)
+    with pytest.raises(SiteLostError) as caught:
+        world.run()
+    stage = world.plan.stages[unit[0]].name
+    assert "no copy is left of" in str(caught.value) and repr(stage) in str(caught.value)
+    assert is_prefix(world)
+
+
+def test_a_site_that_is_through_and_dies_before_its_frames_arrived() -> None:
+    """It had nothing left to do, but others still need what it kept."""
+    world = World(
+        line([events(60)]),
+        sites=6,  # so that the source is alone on one
+        seed=5,
+        options=replace(TINY, partitions=1, window=1, budget=ROOMY),
+    )
+    world.stalled = lambda site, order: isinstance(order, ProcessBundles)
+    go(world, until=lambda: len(world.records) >= 4)
+    world.drain()
+    world.settle()
+    source = SiteId(0)
+    assert through(world, source)
+    assert any(p.held() for p in world.nodes[source].dataflow.producers.values())
+    world.crash(source)
+    world.stalled = lambda site, order: False
+    with pytest.raises(SiteLostError, match="'events'"):
+        world.run()
+
+
+# --- by script ----------------------------------------------------------------------------------
+
+
+class Held(deque):  # type: ignore[type-arg]
+    """A queue of the network of which nothing is delivered while it is held."""
+
+    held = True
+
+    def __bool__(self) -> bool:
+        return len(self) > 0 and not self.held
+
+
+def hold(world: World, sender: SiteId, receiver: SiteId) -> Held:
+    held = Held(world.network[sender, receiver])
+    world.network[sender, receiver] = held
+    return held
+
+
+def told(queue: deque[Any], kind: type, **fields: Any) -> bool:
+    """Whether a message like this is on its way."""
+    return any(
+        isinstance(item, tuple)
+        and isinstance(item[0], kind)
+        and all(getattr(item[0], k) == v for k, v in fields.items())
+        for item in queue
+    )
+
+
+def joining(world: World) -> Iterator[tuple[Any, SiteId]]:
+    view = world.controller.view
+    assert view is not None
+    for unit in view.units():
+        for site in view.cohort(unit).joining:
+            yield unit, site
+
+
+def test_word_of_a_copy_that_was_given_up_is_not_taken_for_the_next_one() -> None:
+    """A new copy is in place, and says so; before that is heard its donor says that the connection
+    broke. The copy is given up and made again, and then the old word arrives."""
+    world = protected_world(21, sites=3, relaunch=False, options=replace(TINY, partitions=1))
+    # The sinks stand still, so that the stream does not end meanwhile.
+    world.stalled = lambda site, order: order.unit[0] >= 4
+    go(world, until=lambda: len(world.records) >= 2)
+    world.crash(SiteId(1))
+    go(world, until=lambda: world.controller.dead and list(joining(world)))
+    unit, joiner = next((u, s) for u, s in joining(world) if world.plan.stages[u[0]].operator)
+    words = hold(world, joiner, CONTROLLER)
+    words.held = False
+    go(world, until=lambda: told(words, wire.CopyState, stage=unit[0], phase="installed"))
+    words.held = True
+    world.reset(world.controller.view.cohort(unit).donor, joiner)
+    go(world, until=lambda: joiner not in world.controller.view.cohort(unit).joining)
+    go(world, until=lambda: joiner in world.controller.view.cohort(unit).joining)
+    words.held = False
+    world.stalled = lambda site, order: False
+    finish(world)
+    assert sum(f"+{joiner}" in line for line in world.log) >= 2
+
+
+def test_the_state_of_a_new_sequencer_is_lost_with_its_connection() -> None:
+    """It asks again; what is passed on to it before that is answered does no harm."""
+    world = protected_world(5004, standbys=2)
+    steps(world, 150)
+    world.crash(world.controller.view.sequencers[1])
+    first, site = SiteId(0), None
+
+    def asked() -> bool:
+        nonlocal site
+        for (sender, receiver), queue in world.network.items():
+            if sender == first and told(queue, wire.SequencerState):
+                site = receiver
+        return site is not None
+
+    go(world, until=asked)
+    world.reset(first, site)
+    finish(world)
+
+
+def test_a_new_sequencer_that_was_given_up_is_not_in_the_chain() -> None:
+    """It had asked to be, and asks again when its connection is mended; but it joins no more."""
+    world = protected_world(81, standbys=2)
+    steps(world, 150)
+    first, follower = world.controller.view.sequencers
+    world.crash(follower)
+    go(world, until=lambda: world.controller.dead and list(joining(world)))
+    (joiner,) = world.controller.view.cohorts[0][0].joining
+    go(world, until=lambda: told(world.network[joiner, first], wire.JoinChain))
+    world.reset(first, joiner)
+    finish(world)
+
+
+def test_a_connection_to_a_sequencer_that_has_no_view_yet_breaks() -> None:
+    world = World(line([events(80, 1), events(80, 2)], PAIRS), sites=4, seed=3, options=TINY)
+    hold(world, CONTROLLER, SiteId(0))
+    go(world, until=lambda: world.nodes[SiteId(1)].view and (0, 1) in world.network)
+    for _ in range(3):
+        world.reset(SiteId(0), SiteId(1))
+        world.settle()
+    world.network[CONTROLLER, SiteId(0)].held = False
+    world.run()
+    assert sum(r.rows for r in world.records) == 160
+
+
+class Silent(Source):
+    """Never has a row, and never ends."""
+
+    splits = 1
+    schema = events(0).schema
+
+    def open(self, split: int, offset: int = 0) -> SplitReader:
+        return _Nothing()
+
+
+class _Nothing(SplitReader):
+    def read(self, rows_max: int, *, due: bool = False) -> pa.RecordBatch | None:
+        return events(0)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_idle_source_is_told_to_the_sequencer_that_takes_over(lost: bool) -> None:
+    """With `lost` the first sequencer dies before it hears that the source is idle. No window
+    closes until that is known."""
+    flow = Flow("idle", protect=PAIRS)
+    source = flow.source("events", rows(events(400)), event_time="ts")
+    flow.source("silent", Silent(), event_time="ts").key_by("k").agg(n=count()).sink(
+        "none", Ordered()
+    )
+    source.key_by("g").window(time=20).agg(n=count()).sink("windows", Ordered())
+    world = World(flow, sites=4, seed=71, options=replace(TINY, idle_ms=30))
+    silent = world.plan.stage_named("silent").id
+    go(world, until=lambda: world.controller.running)
+    sequencer = leader_of(world, "sequencer")
+    said = world.network[leader_of(world, "silent"), sequencer]
+    go(world, until=lambda: told(said, wire.SplitState, source=silent, ended=False))
+    if lost:
+        world.crash(sequencer)
+    before = len(world.records)
+    go(world, until=lambda: sum(r.rows for r in world.records) == 400)
+    assert any(silent in r.idle for r in world.records[before:])
+    world.drain()
+    go(world)
+    assert world.error is None
+    assert result(world, "windows").num_rows > 0
+
+
+@pytest.mark.parametrize("phase", ["joining", "ordered", "handing over", "installed", "promoted"])
+@pytest.mark.parametrize("who", ["joiner", "donor"])
+def test_a_death_in_each_phase_of_making_a_copy(phase: str, who: str) -> None:
+    """With three copies, so that the donor is never the last one."""
+    world = protected_world(31, protect=pairs(copies=3, apart="process"))
+    steps(world, 120)
+    world.crash(SiteId(1))
+    go(world, until=lambda: world.controller.dead and list(joining(world)))
+    unit, joiner = next(joining(world))
+    view = world.controller.view
+    assert view is not None
+    donor = view.cohort(unit).donor
+    reached = {
+        "joining": lambda: True,
+        "ordered": lambda: (unit, joiner) in world.controller._ordered,
+        "handing over": lambda: unit in world.nodes[joiner].incoming,
+        "installed": lambda: (
+            unit in world.nodes[joiner].dataflow.units
+            and world.nodes[joiner].dataflow.units[unit].installed
+        ),
+        "promoted": lambda: joiner in world.controller.view.cohort(unit).copies,  # type: ignore[union-attr]
+    }
+    go(world, until=reached[phase])
+    assert not world.ended
+    victim = joiner if who == "joiner" else donor
+    assert survives(world, victim)
+    world.crash(victim)
+    finish(world)
+
+
+def test_a_sink_leader_dies_with_the_last_rows_and_all_others_are_through() -> None:
+    """Its other copy has said that it is through; it has yet to write what the leader has not."""
+    world = protected_world(41, sites=2, relaunch=False, options=replace(TINY, budget=ROOMY))
+    sink = world.plan.stage_named("out").id
+    go(world, until=lambda: world.controller.running)
+    view = world.controller.view
+    assert view is not None
+    leader, other = view.cohort((sink, 0)).copies  # type: ignore[arg-type]
+    world.stalled = lambda site, order: site == leader and order.unit[0] == sink
+    go(world, until=lambda: len(world.records) >= 4)
+    world.drain()
+    world.settle()
+    assert through(world, other) and not through(world, leader)
+    world.crash(leader)
+    go(world)
+    assert world.error is None
+    taken = sum(r.rows for r in world.records)
+    assert result(world, "out").num_rows == taken
+
+
+# --- the checks themselves ----------------------------------------------------------------------
+
+
+def test_copies_that_differ_are_found_out() -> None:
+    """An operator that depends on the site it runs at."""
+    world = protected_world(51)
+    go(world, until=lambda: world.controller.running)
+    stage = world.plan.stage_named("running aggregate by (k)").id
+    world._work = _skewed(world, stage)  # type: ignore[method-assign]
+    with pytest.raises(DivergenceError, match="not deterministic"):
+        go(world)
+
+
+def _skewed(world: World, stage: int) -> Callable[[SiteId, Any], None]:
+    work = World._work
+
+    def skewed(site: SiteId, entry: Any) -> None:
+        order = entry[-1]
+        if order.unit[0] == stage and site == 2 and isinstance(order, ProcessBundles):
+            for frames in order.bundles.values():
+                for f in frames:
+                    f.batch = f.batch.slice(1)
+        work(world, site, entry)
+
+    return skewed
+
+
+def test_a_copy_that_loses_rows_when_it_is_made_is_found_out(monkeypatch: Any) -> None:
+    """The harness notices if a hand-over leaves something behind."""
+    from holdfast.site.handover import Incoming
+
+    take = Incoming.take
+
+    def forgetful(self: Incoming, plan: Any, message: Any, body: memoryview) -> None:
+        if not isinstance(message, wire.HandOverState):
+            take(self, plan, message, body)
+
+    monkeypatch.setattr(Incoming, "take", forgetful)
+    with pytest.raises((DivergenceError, AssertionError)):
+        for seed in range(61, 66):
+            world = protected_world(seed)
+            steps(world, 200)
+            world.crash(SiteId(1))
+            finish(world, Faults(seed, crashes=1))

@@ -1,0 +1,221 @@
+"""A unit that is handed over goes on, at its new site, to the same results as at the old one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from holdfast import Flow, KeyedFunction, col, count, discard, first, last, max_, mean, rows, sum_
+from holdfast.core.effects import HandOver, IngestEpoch, ProcessBundles
+from holdfast.core.events import CopyInstalled
+from holdfast.core.exchange import Kept
+from holdfast.core.layout import Cohort
+from holdfast.core.records import EpochRecord, Range
+from holdfast.flow.graph import Stream
+from holdfast.flow.options import Options
+from holdfast.flow.plan import Plan, plan
+from holdfast.site import handover, wire
+from holdfast.site.bundles import Frames
+from holdfast.site.handover import Incoming, Outgoing
+from holdfast.site.stages import UnitRunner
+
+OPTIONS = Options(partitions=4)
+EPOCHS, ROWS = 60, 5
+
+
+def events() -> pa.RecordBatch:
+    rng = np.random.default_rng(7)
+    n = EPOCHS * ROWS
+    return pa.record_batch(
+        {
+            "k": pa.array(rng.integers(0, 9, n)),
+            "v": pa.array(rng.normal(size=n)),
+            "s": pa.array(rng.choice(["a", "bb", "c"], n).tolist()),
+            "ts": pa.array(np.cumsum(rng.integers(0, 4, n)) - rng.integers(0, 2, n)),
+        }
+    )
+
+
+class Changes(KeyedFunction):
+    """Emit the difference from the key's value before."""
+
+    state = {"before": (pa.float64(), 0.0)}  # noqa: RUF012
+    output = pa.schema([("change", pa.float64())])
+
+    def process(self, rows: Any, state: Any) -> Any:
+        groups = rows.groups()
+        value = rows["v"][groups.rows]
+        before = np.empty_like(value)
+        before[1:] = value[:-1]
+        before[groups.starts] = state["before"][groups.slots]
+        state["before"][groups.slots] = value[groups.lasts]
+        order = np.argsort(groups.rows)
+        return groups.rows[order], {"change": (value - before)[order]}
+
+
+KINDS: dict[str, Callable[[Stream], Stream]] = {
+    "running": lambda s: s.key_by("k").agg(t=sum_("v"), n=count(), f=first("s"), z=last("s")),
+    "row window": lambda s: s.key_by("k").window(rows=4).agg(m=max_("v"), a=mean("v")),
+    "time window": lambda s: s.key_by("k").window(time=30, every=10, lateness=5).agg(n=count()),
+    "tumbling": lambda s: s.key_by("k").window(time=40, lateness=2).agg(t=sum_("v"), f=first("s")),
+    "sessions": lambda s: s.key_by("k").sessions(start=col("v") > 0.5, end=col("v") < 0, time="ts"),
+    "join": lambda s: s.key_by("k").join(
+        s.select("k", "ts", w=col("v")).key_by("k"), within=6, lateness=5
+    ),
+    "custom": lambda s: s.key_by("k").apply(Changes()),
+}
+
+
+def runner(planned: Plan, stage: int, partitions: int) -> UnitRunner:
+    return UnitRunner(planned, planned.stages[stage], Cohort(0, partitions, (0,)), OPTIONS)
+
+
+def ingested(planned: Plan) -> list[dict[int, Frames]]:
+    """What the source sends, epoch by epoch and by exchange."""
+    source = runner(planned, 0, 1)
+    assert source.ingress is not None
+    while source.ingress.splits[0].read(1_000) is not None:
+        pass
+    made = []
+    for epoch in range(EPOCHS):
+        at = epoch * ROWS
+        span = Range(0, 0, at, at + ROWS, None)
+        over = epoch == EPOCHS - 1
+        record = EpochRecord(epoch, at, (span,), idle=(0,) if over else (), last=over, ended=over)
+        outputs, track = source.run(IngestEpoch((0, 0), record))
+        made.append({x: Frames(b, track, None) for x, b in outputs.items()})
+    return made
+
+
+def processed(unit: UnitRunner, epoch: int, frames: dict[int, Frames]) -> list[pa.RecordBatch]:
+    inputs = {e.id: [frames[e.id]] for e in unit.stage.inputs}
+    outputs, _ = unit.run(ProcessBundles((unit.stage.id, 0), epoch, True, inputs))
+    return [outputs[x] for x in sorted(outputs)]
+
+
+def handed(
+    planned: Plan,
+    unit: UnitRunner,
+    epoch: int,
+    kept: Any = None,
+    between: Callable[[], object] = lambda: None,
+) -> tuple[UnitRunner, CopyInstalled]:
+    """Give the unit's state to a fresh one; `between` happens between the parts."""
+    key = (unit.stage.id, 0)
+    outgoing = Outgoing(HandOver(key, 9, epoch, kept or {}), unit)
+    new = runner(planned, unit.stage.id, unit.cohort.end)
+    incoming: Incoming | None = None
+    while (part := outgoing.next()) is not None:
+        between()
+        message, body = part
+        again = wire.decode(wire.encode(message)[wire.PREFIX.size :])
+        data = memoryview(b"".join(bytes(memoryview(b)) for b in body or []))
+        if isinstance(again, wire.HandOverBegin):
+            incoming = Incoming(again, 0, new)
+        elif isinstance(again, wire.HandOverEnd):
+            assert incoming is not None
+            assert outgoing.nbytes_left == 0
+            return new, incoming.install(key)
+        else:
+            assert incoming is not None
+            incoming.take(planned, again, data)
+    raise AssertionError("the end was not said")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("when", [0, 9, 30])
+def test_an_operator_goes_on_as_if_nothing_had_happened(
+    kind: str, when: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handover, "PART_BYTES", 64)  # many parts
+    flow = Flow("one")
+    KINDS[kind](flow.source("events", rows(events()), event_time="ts")).sink("out", discard())
+    planned = plan(flow)
+    sent = ingested(planned)
+    old = runner(planned, 1, OPTIONS.partitions)
+    for epoch in range(when):
+        processed(old, epoch, sent[epoch])
+    # The old copy goes on while it gives its state out.
+    rest = iter(range(when, EPOCHS))
+    ahead: list[list[pa.RecordBatch]] = []
+
+    def work() -> None:
+        for epoch in rest:
+            ahead.append(processed(old, epoch, sent[epoch]))
+            break
+
+    new, installed = handed(planned, old, when - 1, between=work)
+    for epoch in rest:
+        ahead.append(processed(old, epoch, sent[epoch]))
+    assert installed.epoch == new.epoch == when - 1
+    found = [processed(new, epoch, sent[epoch]) for epoch in range(when, EPOCHS)]
+    assert sum(b.num_rows for epoch in ahead for b in epoch) > 0
+    for epoch, (wanted, got) in enumerate(zip(ahead, found, strict=True), when):
+        assert all(a.equals(b) for a, b in zip(wanted, got, strict=True)), f"epoch {epoch}"
+    assert (new.rows_in, new.rows_out, new.calls) == (old.rows_in, old.rows_out, old.calls)
+    assert new.figures()["late_rows"] == old.figures()["late_rows"]
+
+
+def test_a_source_is_read_on_from_where_the_epochs_are() -> None:
+    """Rows that were read and are in no epoch yet are read again by the new copy."""
+    flow = Flow("one")
+    KINDS["time window"](flow.source("events", rows(events()), event_time="ts")).sink(
+        "out", discard()
+    )
+    planned = plan(flow)
+    old = runner(planned, 0, 1)
+    assert old.ingress is not None
+    old.ingress.splits[0].read(100)
+    records = [EpochRecord(e, 40 * e, (Range(0, 0, 40 * e, 40 * e + 40, None),)) for e in range(3)]
+    for record in records[:2]:
+        old.run(IngestEpoch((0, 0), record))
+    new, _ = handed(planned, old, 1)
+    assert new.ingress is not None
+    for unit in (old, new):
+        assert unit.ingress is not None and unit.ingress.ready(records[2], 7)
+    (one, track), (other, same) = (u.run(IngestEpoch((0, 0), records[2])) for u in (old, new))
+    assert all(one[x].equals(other[x]) for x in one)
+    assert track.to_bytes() == same.to_bytes()
+
+
+def test_a_sink_gives_over_what_is_not_durable() -> None:
+    flow = Flow("one")
+    flow.source("events", rows(events())).sink("out", discard())
+    planned = plan(flow)
+    sent = ingested(planned)
+    old = runner(planned, 1, 1)
+    assert old.egress is not None
+    for epoch in range(4):
+        processed(old, epoch, sent[epoch])
+    old.egress.let_go(1)
+    new, _ = handed(planned, old, 3)
+    assert new.egress is not None
+    assert (new.egress.taken, new.egress.durable) == (3, old.egress.durable)
+    assert [(e, b.num_rows) for e, b in new.egress.held] == [
+        (e, b.num_rows) for e, b in old.egress.held
+    ]
+    for unit in (old, new):
+        processed(unit, 4, sent[4])
+        assert unit.egress is not None
+        unit.egress.lead()
+    assert old.egress.report() == new.egress.report()
+
+
+def test_kept_bundles_come_along_with_what_they_say() -> None:
+    flow = Flow("one")
+    KINDS["running"](flow.source("events", rows(events()), event_time="ts")).sink("out", discard())
+    planned = plan(flow)
+    sent = ingested(planned)
+    digests = np.arange(4, dtype=np.uint64)
+    bundle = Frames(sent[0][0].batch, sent[0][0].track, digests)
+    empty = Frames(bundle.batch.slice(0, 0), bundle.track, None)
+    source = runner(planned, 0, 1)
+    kept = {0: {0: [Kept(5, True, bundle), Kept(6, True, empty)], 1: []}}
+    _, installed = handed(planned, source, 6, kept)
+    one, other = installed.kept[0][0]
+    assert (one.epoch, one.last, other.epoch, other.bundle.batch.num_rows) == (5, True, 6, 0)
+    assert one.bundle.batch.equals(bundle.batch)
+    assert one.bundle.checksum == bundle.checksum == 6
+    assert one.bundle.track.to_bytes() == bundle.track.to_bytes()

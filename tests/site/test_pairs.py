@@ -1,0 +1,293 @@
+"""Partition pairs on real processes: sites are killed and stopped, and the result is exact.
+
+What a disturbed run took in is run again, undisturbed and on one site; both must give the same.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from holdfast import (
+    Flow,
+    HostError,
+    SiteLostError,
+    col,
+    count,
+    discard,
+    generator,
+    max_,
+    pairs,
+    parquet,
+    sum_,
+)
+from holdfast.control import Control
+from holdfast.flow.options import Options
+from holdfast.flow.sinks import Sink
+from holdfast.run import Run
+from holdfast.site import wire
+
+PATIENCE_S = 60
+
+
+def numbers(split: int, offset: int, n: int) -> pa.RecordBatch:
+    at = np.arange(offset, offset + n)
+    return pa.record_batch({"k": pa.array(at * 7919 % 5000), "v": pa.array((at % 997) * 1.0)})
+
+
+SCHEMA = numbers(0, 0, 0).schema
+
+
+def two_lines(protect=None, *, left: int | None = None, right: int | None = None) -> Flow:
+    """Two sources of one split each, so that no result depends on how their rows interleave."""
+    flow = Flow("lines") if protect is None else Flow("lines", protect=protect)
+    for name, rows in (("left", left), ("right", right)):
+        rate = 40_000 if rows is None else None
+        source = flow.source(name, generator(numbers, SCHEMA, rows=rows, rate=rate))
+        totals = source.key_by("k").agg(t=sum_("v"), n=count()).select(g=col("k") % 100, t=col("t"))
+        totals.key_by("g").agg(m=max_("t"), c=count()).sink(f"{name} out", discard())
+    return flow
+
+
+def one_line(sink: Sink, protect=None, rows: int | None = None) -> Flow:
+    flow = Flow("line") if protect is None else Flow("line", protect=protect)
+    rate = 40_000 if rows is None else None
+    source = flow.source("numbers", generator(numbers, SCHEMA, rows=rows, rate=rate))
+    source.key_by("k").agg(t=sum_("v"), n=count()).sink("out", sink)
+    return flow
+
+
+def until(condition: Callable[[], object], what: str, within: float = PATIENCE_S) -> None:
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within} s: {what}"
+        time.sleep(0.02)
+
+
+def until_protected(run: Run, sites: int) -> None:
+    """Every copy is there, and every site has said who it is."""
+
+    def ready() -> bool:
+        assert not run.ended(0), run.error
+        return run.protected and len(run.status()["sites"]) >= sites
+
+    until(ready, "protected")
+
+
+def until_rows(run: Run, more: int = 5_000) -> None:
+    """Some more rows have come in."""
+    before = run.status()["rows_in"]
+    until(lambda: run.status()["rows_in"] > before + more, "rows come in")
+
+
+def pids(run: Run) -> dict[int, int]:
+    return {s["site"]: s["pid"] for s in run.status()["sites"]}
+
+
+def copies(run: Run) -> dict[tuple[str, int], list[int]]:
+    """Who has the copies of each cohort, by stage and first partition."""
+    return {(p["stage"], p["partitions"][0]): p["copies"] for p in run.status()["partitions"]}
+
+
+def kill(run: Run, *sites: int) -> None:
+    found = pids(run)
+    for site in sites:
+        os.kill(found[site], signal.SIGKILL)
+    until(lambda: set(sites) <= set(run.status()["dead"]), f"the death of {sites} is known")
+
+
+def taken(run: Run) -> dict[str, int]:
+    """How many rows of each source are in epochs."""
+    found = dict.fromkeys((s.name for s in run.plan.sources), 0)
+    for record in run.records():
+        for r in record.ranges:
+            found[run.plan.stages[r.source].name] += r.rows
+    return found
+
+
+def check_lines(run: Run, kept: list[Run]) -> None:
+    """Drain, and compare with an undisturbed run of the same rows."""
+    run.stop(timeout=PATIENCE_S)
+    assert run.state == "done"
+    rows = taken(run)
+    assert min(rows.values()) > 10_000
+    plain = two_lines(**rows).start(sites=1)
+    kept.append(plain)
+    assert plain.wait(PATIENCE_S)
+    for name in ("left out", "right out"):
+        assert run.sink_report(name)["rows"] == rows[name.split()[0]]
+        assert run.sink_report(name) == plain.sink_report(name)
+
+
+def exists(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+# --- kill -9 ------------------------------------------------------------------------------------
+
+
+def test_a_site_of_each_role_is_killed_in_turn(kept) -> None:
+    run = two_lines(pairs()).start(sites=4, partitions=8)
+    kept.append(run)
+    killed = []
+    for role in ("sequencer", "ingress", "egress", "plain"):
+        until_protected(run, 4)
+        held = copies(run)
+        leaders = {
+            "sequencer": held["left", 0][0],
+            "ingress": held["right", 0][0],
+            "egress": held["left out", 0][0],
+        }
+        plain = [s for s in pids(run) if s not in leaders.values()] or sorted(pids(run))
+        victim = leaders.get(role, plain[0])
+        until_rows(run)
+        kill(run, victim)
+        killed.append(victim)
+    until_protected(run, 4)
+    until_rows(run)
+    assert set(run.status()["dead"]) == set(killed) and len(killed) == 4
+    check_lines(run, kept)
+
+
+def test_two_sites_that_share_nothing_are_killed_at_once(kept) -> None:
+    run = two_lines(pairs()).start(sites=4, partitions=8)
+    kept.append(run)
+    until_protected(run, 4)
+    until_rows(run)
+    held = [set(c) for c in copies(run).values()]
+    couples = [(a, b) for a in range(4) for b in range(a) if not any(c <= {a, b} for c in held)]
+    assert couples, held
+    kill(run, *couples[0])
+    until_protected(run, 4)
+    until_rows(run)
+    check_lines(run, kept)
+
+
+def test_all_copies_of_a_partition_are_killed(kept) -> None:
+    run = two_lines(pairs()).start(sites=4, partitions=8)
+    kept.append(run)
+    until_protected(run, 4)
+    until_rows(run)
+    (stage, first), victims = next(i for i in copies(run).items() if i[0][0].startswith("running"))
+    lost = {name for name, sites in copies(run).items() if set(sites) <= set(victims)}
+    found = pids(run)
+    for site in victims:
+        os.kill(found[site], signal.SIGKILL)
+    with pytest.raises(SiteLostError, match="no copy is left of") as caught:
+        run.wait(PATIENCE_S)
+    assert run.state == "failed"
+    assert f"{stage!r}: {first}" in str(caught.value)
+    for name, _ in lost:
+        assert repr(name) in str(caught.value)
+
+
+# --- stopped for a while ------------------------------------------------------------------------
+
+
+def test_a_site_that_sleeps_longer_than_the_lease_must_leave(kept) -> None:
+    """It wakes up as one that was declared dead; whatever it does then changes nothing."""
+    run = two_lines(pairs()).start(sites=4, partitions=8, options=Options(lease_s=0.7))
+    kept.append(run)
+    until_protected(run, 4)
+    until_rows(run)
+    victim = copies(run)["left out", 0][0]  # it believes that it leads a sink
+    pid = pids(run)[victim]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        until(lambda: victim in run.status()["dead"], "the sleeper is declared dead")
+        assert "silent" in run.status()["dead"][victim]
+        until_protected(run, 4)
+        until_rows(run)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: not exists(pid), "the sleeper leaves")
+    until_rows(run)
+    assert set(run.status()["dead"]) == {victim}
+    check_lines(run, kept)
+
+
+def test_a_nap_shorter_than_the_lease_is_nothing(kept) -> None:
+    run = two_lines(pairs()).start(sites=4, partitions=8, options=Options(lease_s=30))
+    kept.append(run)
+    until_protected(run, 4)
+    until_rows(run)
+    view = run.status()["view"]
+    for pid in pids(run).values():
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.3)
+        os.kill(pid, signal.SIGCONT)
+    until_rows(run)
+    assert run.status()["dead"] == {} and run.status()["view"] == view
+    check_lines(run, kept)
+
+
+# --- what is there ------------------------------------------------------------------------------
+
+
+def test_too_few_sites_for_the_copies_are_refused() -> None:
+    with pytest.raises(HostError, match="wants 2 copies of each partition, no two in one executor"):
+        one_line(discard(), pairs(), rows=10).start(sites=1)
+    with pytest.raises(HostError, match=r"no two in one host, and the sites are in only 1"):
+        one_line(discard(), pairs(apart="host"), rows=10).start(sites=2)
+
+
+def test_every_row_is_in_the_parquet_files_once_though_its_writers_are_killed(
+    kept, tmp_path
+) -> None:
+    run = one_line(parquet(tmp_path / "out", roll_s=0.2), pairs()).start(sites=3, partitions=6)
+    kept.append(run)
+    for _ in range(2):
+        until_protected(run, 3)
+        until_rows(run)
+        kill(run, copies(run)["out", 0][0])
+    until_rows(run)
+    run.stop(timeout=PATIENCE_S)
+    (rows,) = taken(run).values()
+    table = pq.read_table(tmp_path / "out")
+    assert table.num_rows == rows > 10_000
+    at = np.arange(rows)
+    for key in (0, 1, 4999):
+        values = (at % 997 * 1.0)[at * 7919 % 5000 == key]
+        found = table.filter(pa.compute.equal(table["k"], key)).sort_by("n")
+        assert found["n"].to_pylist() == list(range(1, values.size + 1)), "each once"
+        assert np.array_equal(found["t"].to_numpy(), np.cumsum(values))
+    files = sorted((tmp_path / "out").glob("*.parquet"))
+    assert len(files) > 2 and (tmp_path / "out" / "_SUCCESS").exists()
+    following = -1
+    for file in files:
+        assert int(file.stem.split("-")[1]) == following + 1, "no epoch is missing or doubled"
+        following = int(pq.read_metadata(file).metadata[b"holdfast.last_epoch"])
+
+
+# --- the controller's connections ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", [wire.CatchUp, wire.Drain], ids=["catch-up", "drain"])
+def test_an_order_that_is_lost_with_its_connection_is_given_again(kept, monkeypatch, lost) -> None:
+    """The site registers again at once; it must be told what it missed."""
+    send, dropped = Control._send, []
+
+    def lossy(self, site, message) -> None:
+        if isinstance(message, lost) and not dropped:
+            dropped.append(site)
+            self._connections[site].abort()
+        else:
+            send(self, site, message)
+
+    monkeypatch.setattr(Control, "_send", lossy)
+    run = one_line(discard(), pairs()).start(sites=3, partitions=3)
+    kept.append(run)
+    until_protected(run, 3)
+    if lost is wire.CatchUp:
+        kill(run, copies(run)["out", 0][1])
+        until(lambda: dropped, "a copy is ordered")
+        until(lambda: run.protected, "the copy is made nevertheless", within=30)
+    run.stop(timeout=30)
+    assert dropped
+    assert any(r.last for r in run.records()), "it was drained, not broken off"
