@@ -30,6 +30,7 @@ from holdfast.core.effects import (
     FenceSite,
     LaunchSite,
     OrderCatchUp,
+    PauseFlow,
     StartFlow,
     Wait,
 )
@@ -531,6 +532,8 @@ class Control:
                 self._stop_feeders()
                 self._send(effect.site, wire.Drain())
                 self._commit_again()
+            case PauseFlow():
+                self._send(effect.site, wire.Pause(effect.paused))
             case LaunchSite():
                 self._note_app(effect.site)
                 self.loop.call_later(effect.after_ms / 1e3, self._launch, effect.site)

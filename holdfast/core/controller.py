@@ -22,6 +22,7 @@ from holdfast.core.effects import (
     FenceSite,
     LaunchSite,
     OrderCatchUp,
+    PauseFlow,
     StartFlow,
     Wait,
 )
@@ -120,12 +121,13 @@ class Controller:
         self._stillborn: dict[SiteId, int] = {}
         self._seen: set[SiteId] = set()
         self._ordered: dict[tuple[Unit, SiteId], SiteId] = {}
-        self._joined_at: dict[tuple[Unit, SiteId], int] = {}
-        """The number of the view in which a copy began to join."""
         self._failed_joins: dict[Unit, int] = {}
         self._paused: set[Unit] = set()
         self._patience_over = False
         self._in_doubt: list[SitesFailed] = []
+        self._paused_flow = False
+        self._replica_of: dict[SiteId, int] = {}
+        """With dataflow or cluster pairs: which of the two replicas a site belongs to."""
         self._finished: set[SiteId] = set()
 
     def resume(
@@ -145,7 +147,6 @@ class Controller:
         self._next_id = max(first_id(term), *(1 + s for s in [*addresses, *dead, *view.members]))
         self.history.append(f"term {term} begins")
         self.view = replace(view, term=term)
-        self._joined_at = {(u, s): 0 for u in view.units() for s in view.cohort(u).joining}
         if not running:
             return self._gathered()
         self.state = State.DRAINING if draining else State.RUNNING
@@ -215,6 +216,13 @@ class Controller:
         except HostError as error:
             return self._end(State.FAILED, error)
         self._become(State.CONNECTING)
+        if self.shape.granularity != "partition":
+            self._replica_of = {
+                site: copy
+                for stage in placed.cohorts
+                for cohort in stage
+                for copy, site in enumerate(cohort.copies)
+            }
         number = 0 if self.view is None else self.view.number + 1
         return self._commit(replace(placed, term=self.term, number=number))
 
@@ -249,7 +257,7 @@ class Controller:
         if not self.running:
             return self._failed_early(gone, event.reason)
         assert self.view is not None
-        view = self.view.without(gone)
+        view = self._without(gone)
         bare = view.bare()
         if bare and not event.certain:
             return []  # better wait for a silent site than stop
@@ -268,7 +276,21 @@ class Controller:
         self.replaying = {(u, s) for u, s in self.replaying if s not in gone}
         if any(s in self.view.members for s in gone):
             effects += self._commit(view)
+            effects += self._pause(False)
         return effects + self._recover()
+
+    def _without(self, gone: Iterable[SiteId]) -> View:
+        """The next view without these; of a whole replica nothing is left with one site of it."""
+        assert self.view is not None
+        view = self.view.without(gone)
+        if self.shape.granularity == "partition":
+            return view
+        return self._useless(view, {r for s, r in self._replica_of.items() if s in gone})
+
+    def _useless(self, view: View, lost: set[int]) -> View:
+        """`view`, with all copies of these replicas gone, but not their sites."""
+        sites = [s for s in view.members if self._replica_of.get(s) in lost]
+        return replace(view.without(sites), number=view.number, members=view.members)
 
     def _is_known(self, site: SiteId) -> bool:
         return site in self.launched or site in self.addresses
@@ -291,6 +313,8 @@ class Controller:
         self._next_id += 1
         self.launched.add(new)
         self.replaced[site] = new
+        if site in self._replica_of:
+            self._replica_of[new] = self._replica_of.pop(site)
         self._stillborn[new] = stillborn and self._stillborn.get(site, 0) + 1
         for group in (self.sites, self.standbys):
             if site in group:
@@ -330,6 +354,8 @@ class Controller:
         changes: dict[Unit, Cohort] = {}
         added: list[SiteId] = []
         effects: list[ControllerEffect] = []
+        if self.shape.granularity != "partition":
+            return self._recover_replica()
         busy = {u[0] for u in self.view.units() if self.view.cohort(u).joining}
         load = self._load()
         for unit in self._missing():
@@ -339,8 +365,7 @@ class Controller:
             if site is None:
                 continue
             cohort = self.view.cohort(unit)
-            changes[unit] = replace(cohort, joining=(*cohort.joining, site))
-            self._joined_at[unit, site] = self.view.number + 1
+            changes[unit] = cohort.joined_by(site, self.view.number + 1)
             added.append(site)
             load[site] += 1
             busy.add(unit[0])
@@ -349,6 +374,29 @@ class Controller:
         elif self.launched and self._missing() and not self._patience_over:
             effects.append(Wait("patience", RELAUNCH_MS))
         return effects
+
+    def _recover_replica(self) -> list[ControllerEffect]:
+        """Make a whole replica anew, all at once and with the flow standing still: what partition
+        pairs are there to avoid. All its sites must be there before it can begin."""
+        assert self.view is not None
+        missing = self._missing()
+        copies = [s for u in self.view.units() for s in self.view.cohort(u).copies]
+        kept = {self._replica_of[s] for s in copies}
+        sites = sorted(s for s, r in self._replica_of.items() if r not in kept)
+        if not missing or not sites or any(s not in self.addresses for s in sites):
+            return []
+        changes = {}
+        for unit in missing:
+            cohort, site = self.view.cohort(unit), sites[unit[1] % len(sites)]
+            changes[unit] = cohort.joined_by(site, self.view.number + 1)
+        return [*self._commit(self.view.changed(changes, sites)), *self._pause(True)]
+
+    def _pause(self, paused: bool) -> list[ControllerEffect]:
+        if paused == self._paused_flow:
+            return []
+        assert self.view is not None
+        self._paused_flow = paused
+        return [PauseFlow(self.view.sequencers[0], paused)]
 
     def _missing(self) -> list[Unit]:
         assert self.view is not None
@@ -396,9 +444,8 @@ class Controller:
         if event.phase == "caught_up":
             self.replaying.discard((event.unit, event.site))
             return []
-        begun = self._joined_at.get((event.unit, event.site))
-        if event.site not in cohort.joining or begun is None or event.number < begun:
-            return []
+        if event.site not in cohort.joining or event.number < cohort.since_of(event.site):
+            return []  # word of a copy that was given up
         rest = tuple(s for s in cohort.joining if s != event.site)
         if event.phase == "installed":
             self._ordered.pop((event.unit, event.site), None)
@@ -407,6 +454,8 @@ class Controller:
             joined = replace(cohort, copies=(*cohort.copies, event.site), joining=rest)
             self.view = self.view.changed({event.unit: joined})
             effects = [e for d in self._resolved() for e in self._on_sites_failed(d)]
+            if not any(self.view.cohort(u).joining for u in self.view.units()):
+                effects += self._pause(False)
             if self.running:
                 effects += self._recover()
             # Whatever changed since, the last view is the one to act on.
@@ -414,10 +463,11 @@ class Controller:
                 effects += self._commit(self.view)
             return effects
         effects = self._join_failed(event.unit, event.reason)
-        self._ordered.pop((event.unit, event.site), None)
-        return effects + self._commit(
-            self.view.changed({event.unit: replace(cohort, joining=rest)})
-        )
+        view = self.view.changed({event.unit: cohort.without([event.site])})
+        if self.shape.granularity != "partition":
+            self._ordered.clear()
+            view = self._useless(view, {self._replica_of[event.site]})
+        return effects + self._commit(view) + self._pause(False)
 
     def _resolved(self) -> list[SitesFailed]:
         doubts, self._in_doubt = self._in_doubt, []
@@ -450,7 +500,7 @@ class Controller:
                 return []
             assert self.view is not None
             gone = [s for d in doubts for s in d.sites]
-            bare = self.view.without(gone).bare()
+            bare = self._without(gone).bare()
             return self._end(State.FAILED, self._lost(gone, bare, doubts[0].reason))
         if what == "join":
             self._paused = {u for u in self._paused if u != (int(rest[0]), int(rest[1]))}
@@ -469,6 +519,8 @@ class Controller:
         ]
         if self.state is State.DRAINING and self.view is not None:
             orders += [DrainFlow(s) for s in self.view.sequencers[:1] if s == site]
+        if self._paused_flow:
+            orders.append(PauseFlow(site, True))
         return orders
 
     # --- the end --------------------------------------------------------------------------------

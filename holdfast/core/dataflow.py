@@ -56,6 +56,7 @@ class _Unit:
     key: Unit
     shape: StageShape
     installed: bool
+    since: int
     finished: Epoch = NO_EPOCH
     busy: bool = False
     replaying_to: Epoch | None = None
@@ -115,8 +116,9 @@ class Dataflow:
         self._reported = False  # it is said for each view
         effects: list[SiteEffect] = []
         held = view.units_at(self.site)
-        for key in [u for u in self.units if u not in held]:
-            effects += self._close(key)
+        for key, unit in list(self.units.items()):
+            if key not in held or view.cohort(key).since_of(self.site) != unit.since:
+                effects += self._close(key)
         for key in held:
             if key not in self.units:
                 effects += self._open(key, installed=self.site in view.cohort(key).copies)
@@ -140,7 +142,8 @@ class Dataflow:
 
     def _open(self, key: Unit, installed: bool) -> list[SiteEffect]:
         assert self.view is not None
-        self.units[key] = _Unit(key, self.shape.stages[key[0]], installed)
+        since = self.view.cohort(key).since_of(self.site)
+        self.units[key] = _Unit(key, self.shape.stages[key[0]], installed, since)
         if installed:
             self._add_ends(self.units[key], NO_EPOCH)
         return [OpenUnit(key, self.view)]
@@ -158,7 +161,9 @@ class Dataflow:
         for exchange in unit.shape.outputs:
             self.producers[exchange, cohort] = Producer(exchange, cohort)
         for exchange in unit.shape.inputs:
-            self.consumers[exchange, cohort] = Consumer(exchange, cohort, self.window, finished)
+            self.consumers[exchange, cohort] = Consumer(
+                exchange, cohort, self.window, finished, unit.since
+            )
 
     @staticmethod
     def _gone(unit: _Unit, wanted: tuple[SiteId, ...]) -> list[SiteId]:
@@ -169,7 +174,9 @@ class Dataflow:
     def _count_takers(self, producer: Producer) -> None:
         assert self.view is not None
         cohorts = self.view.cohorts[self.shape.consumer_of[producer.exchange]]
-        producer.on_view({CohortId(j): c.all for j, c in enumerate(cohorts)})
+        producer.on_view(
+            {CohortId(j): {s: c.since_of(s) for s in c.all} for j, c in enumerate(cohorts)}
+        )
 
     def _follow_producers(self, consumer: Consumer) -> list[SiteEffect]:
         assert self.view is not None
@@ -226,17 +233,20 @@ class Dataflow:
 
     def _on_bundle_arrived(self, event: BundleArrived) -> list[SiteEffect]:
         consumer = self.consumers.get((event.exchange, event.consumer))
-        if consumer is None or not consumer.on_bundle(event):
+        if consumer is None or consumer.since != event.since or not consumer.on_bundle(event):
             return []  # for a copy that is no more, or it came twice
         return self._next(self.units[self.shape.consumer_of[event.exchange], event.consumer])
 
     def _on_ack_arrived(self, event: AckArrived) -> list[SiteEffect]:
         producer = self.producers.get((event.exchange, event.producer))
-        if producer is None or not producer.counts(event.consumer, event.site):
+        counted = producer.since(event.consumer, event.site) if producer else -1
+        if producer is None or counted < event.since:
             # From a site that acts on a later view than this one, or for a copy not in place yet.
             key = (event.exchange, event.producer, event.consumer, event.site)
             self._early[key] = event
             return []
+        if counted > event.since:
+            return []  # from a copy that was there before
         return [*producer.on_ack(event), *self._finish_site()]
 
     def _take_early_acks(self) -> list[SiteEffect]:

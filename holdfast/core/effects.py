@@ -52,6 +52,7 @@ class SendBundle:
     epoch: Epoch
     producer: CohortId
     consumer: CohortId
+    since: int
     last: bool
     bundle: Any
 
@@ -64,6 +65,7 @@ class SendAck:
     exchange: ExchangeId
     producer: CohortId
     consumer: CohortId
+    since: int
     received: Epoch
     credit: Epoch
     take: bool
@@ -201,6 +203,14 @@ class DrainFlow:
 
 
 @dataclass(frozen=True, slots=True)
+class PauseFlow:
+    """Tell the sequencer at `site` to stand still, or to go on."""
+
+    site: SiteId
+    paused: bool
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchSite:
     """Have the host start a site's process, after this many milliseconds."""
 
@@ -231,5 +241,13 @@ class EndFlow:
 
 
 ControllerEffect = (
-    CommitView | StartFlow | OrderCatchUp | DrainFlow | LaunchSite | FenceSite | Wait | EndFlow
+    CommitView
+    | StartFlow
+    | OrderCatchUp
+    | DrainFlow
+    | PauseFlow
+    | LaunchSite
+    | FenceSite
+    | Wait
+    | EndFlow
 )

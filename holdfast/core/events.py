@@ -54,6 +54,8 @@ class BundleArrived:
     epoch: Epoch
     producer: CohortId
     consumer: CohortId
+    since: int
+    """For the copy of the consumer that began in this view, and not one before it at this site."""
     last: bool
     bundle: Any
 
@@ -66,6 +68,7 @@ class AckArrived:
     producer: CohortId
     consumer: CohortId
     site: SiteId
+    since: int
     received: Epoch
     """It has everything up to this epoch."""
     credit: Epoch
@@ -160,6 +163,13 @@ class DrainRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class PauseRequested:
+    """Cut no epochs for the time being, or do again."""
+
+    paused: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RecordPassed:
     """The copy of the sequencer before this one in the chain has the record."""
 
@@ -196,6 +206,7 @@ SequencerEvent = (
     | SplitEnded
     | EpochDelivered
     | DrainRequested
+    | PauseRequested
     | RecordPassed
     | ChainJoined
     | SuccessorConnected

@@ -36,6 +36,7 @@ class Kept(NamedTuple):
 class _Taker:
     """What a producer knows of one copy of a consumer."""
 
+    since: int
     received: Epoch = NO_EPOCH
     credit: Epoch = NO_EPOCH
     takes: bool = False
@@ -63,16 +64,19 @@ class Producer:
         self.lanes: dict[CohortId, _Lane] = {}
         self.made = NO_EPOCH
 
-    def on_view(self, copies: Mapping[CohortId, Iterable[SiteId]]) -> None:
-        """Count these copies of the consumers, and no others."""
+    def on_view(self, copies: Mapping[CohortId, Mapping[SiteId, int]]) -> None:
+        """Count these copies of the consumers, and no others; each with the view it is from."""
         for consumer, sites in copies.items():
             lane = self.lanes.setdefault(consumer, _Lane())
-            lane.takers = {s: lane.takers.get(s) or _Taker() for s in sites}
+            known = {s: t for s, t in lane.takers.items() if sites.get(s) == t.since}
+            lane.takers = {s: known.get(s) or _Taker(since) for s, since in sites.items()}
             self._trim(lane)
 
-    def counts(self, consumer: CohortId, site: SiteId) -> bool:
-        """Whether `site` has a copy of `consumer`, as far as is known here."""
-        return consumer in self.lanes and site in self.lanes[consumer].takers
+    def since(self, consumer: CohortId, site: SiteId) -> int:
+        """From which view the copy of `consumer` at `site` is that counts here; -1 if none does."""
+        lane = self.lanes.get(consumer)
+        taker = lane.takers.get(site) if lane else None
+        return taker.since if taker else -1
 
     def received(self, consumer: CohortId, site: SiteId) -> Epoch:
         """What the copy of `consumer` at `site` has."""
@@ -130,7 +134,16 @@ class Producer:
                     break
                 if epoch > taker.received:
                     ready.append(
-                        SendBundle(site, self.exchange, epoch, self.cohort, consumer, last, bundle)
+                        SendBundle(
+                            site,
+                            self.exchange,
+                            epoch,
+                            self.cohort,
+                            consumer,
+                            taker.since,
+                            last,
+                            bundle,
+                        )
                     )
                 taker.next += 1
         return ready
@@ -191,10 +204,15 @@ class Consumer:
     """The receiving end: bundles by epoch and producer cohort."""
 
     def __init__(
-        self, exchange: ExchangeId, cohort: CohortId, window: int, finished: Epoch = NO_EPOCH
+        self,
+        exchange: ExchangeId,
+        cohort: CohortId,
+        window: int,
+        finished: Epoch = NO_EPOCH,
+        since: int = 0,
     ) -> None:
         self.exchange, self.cohort, self.window = exchange, cohort, window
-        self.finished = finished
+        self.finished, self.since = finished, since
         self.received: dict[CohortId, Epoch] = {}
         self.source: dict[CohortId, SiteId | None] = {}
         self._copies: dict[CohortId, tuple[SiteId, ...]] = {}
@@ -299,6 +317,7 @@ class Consumer:
             self.exchange,
             producer,
             self.cohort,
+            self.since,
             self.received[producer],
             Epoch(self.finished + self.window),
             self.source[producer] == site,

@@ -36,6 +36,11 @@ class Shape:
     """By exchange: the stage that feeds it."""
     consumer_of: tuple[StageId, ...]
     """By exchange: the stage that it feeds."""
+    granularity: str = "partition"
+    """What is lost with a site, and made anew: see `replicas`."""
+
+
+GRANULARITIES = ("partition", "dataflow", "cluster")
 
 
 DOMAINS = ("process", "executor", "host", "application")
@@ -68,10 +73,29 @@ class Cohort:
     sink's."""
     joining: tuple[SiteId, ...] = ()
     """The sites to which a copy is being made."""
+    since: tuple[tuple[SiteId, int], ...] = ()
+    """The number of the view in which a copy began to join. It tells a copy from one that was at
+    the same site before; those of the first view began with 0."""
 
     @property
     def all(self) -> tuple[SiteId, ...]:
         return self.copies + self.joining
+
+    def since_of(self, site: SiteId) -> int:
+        return dict(self.since).get(site, 0)
+
+    def joined_by(self, site: SiteId, number: int) -> Cohort:
+        """With a new copy at `site`, from the view with this number on."""
+        return replace(self, joining=(*self.joining, site), since=(*self.since, (site, number)))
+
+    def without(self, gone: Iterable[SiteId]) -> Cohort:
+        left = set(self.all) - set(gone)
+        return replace(
+            self,
+            copies=tuple(s for s in self.copies if s in left),
+            joining=tuple(s for s in self.joining if s in left),
+            since=tuple(pair for pair in self.since if pair[0] in left),
+        )
 
     @property
     def donor(self) -> SiteId:
@@ -122,17 +146,7 @@ class View:
     def without(self, gone: Iterable[SiteId]) -> View:
         """The next view, in which these sites take no part."""
         gone = set(gone)
-        cohorts = tuple(
-            tuple(
-                replace(
-                    c,
-                    copies=tuple(s for s in c.copies if s not in gone),
-                    joining=tuple(s for s in c.joining if s not in gone),
-                )
-                for c in stage
-            )
-            for stage in self.cohorts
-        )
+        cohorts = tuple(tuple(c.without(gone) for c in stage) for stage in self.cohorts)
         members = tuple(s for s in self.members if s not in gone)
         return View(self.term, self.number + 1, members, cohorts)
 
@@ -182,6 +196,8 @@ def place(shape: Shape, sites: Sequence[SiteId], domains: Mapping[SiteId, Domain
     if not sites:
         raise HostError("a flow needs at least one site")
     ring = _ring(sites, domains)
+    if shape.granularity != "partition":
+        return _place_replicas(shape, ring, domains)
     placed, turn = [], 0
     for stage in shape.stages:
         count = min(stage.partitions, len(ring))
@@ -198,6 +214,27 @@ def place(shape: Shape, sites: Sequence[SiteId], domains: Mapping[SiteId, Domain
             turn += count
         placed.append(tuple(cohorts))
     return View(0, 0, tuple(sites), tuple(placed))
+
+
+def replicas(shape: Shape, ring: Sequence[SiteId]) -> tuple[list[SiteId], list[SiteId]]:
+    """The two sets of sites that hold one copy of everything each: one site a set for dataflow
+    pairs, half of them for cluster pairs."""
+    count = 1 if shape.granularity == "dataflow" else len(ring) // 2
+    return list(ring[0 : 2 * count : 2]), list(ring[1 : 2 * count : 2])
+
+
+def _place_replicas(shape: Shape, ring: Sequence[SiteId], domains: Mapping[SiteId, Domain]) -> View:
+    first, second = replicas(shape, ring)
+    placed = []
+    for stage in shape.stages:
+        if not first or not second or not may_join(stage, first[:1], second[0], domains):
+            _next_copy(stage, ring[:1], ring[1:], domains)  # says what is wrong
+        count = min(stage.partitions, len(first))
+        bounds = [-(-stage.partitions * c // count) for c in range(count + 1)]
+        placed.append(
+            tuple(Cohort(bounds[c], bounds[c + 1], (first[c], second[c])) for c in range(count))
+        )
+    return View(0, 0, tuple(sorted(ring)), tuple(placed))
 
 
 def may_join(

@@ -30,6 +30,7 @@ from holdfast.core.events import (
     ChainJoined,
     DrainRequested,
     EpochDelivered,
+    PauseRequested,
     RecordPassed,
     SequencerCopied,
     SequencerEvent,
@@ -103,7 +104,8 @@ class Sequencer:
         self.leads = False
         self.successor: SiteId | None = None
         self.history: deque[EpochRecord] = deque(maxlen=RESENT)
-        self._draining = False
+        self._draining = self._paused = False
+        self._joining: tuple[SiteId, ...] = ()
         self._in_flight: dict[Epoch, int] = {}
         self._turn = 0
 
@@ -130,6 +132,8 @@ class Sequencer:
                 self._on_epoch_delivered(event)
             case DrainRequested():
                 self._draining = True
+            case PauseRequested():
+                self._paused = event.paused
             case _:
                 assert_never(event)
         return self._cut_all()
@@ -143,7 +147,8 @@ class Sequencer:
         at = chain.index(self.site)
         if at == 0 and not self.leads:
             self._lead()
-        joined = self.successor if self.successor in event.view.cohorts[0][0].joining else None
+        self._joining = event.view.cohorts[0][0].joining
+        joined = self.successor if self.successor in self._joining else None
         self.successor = chain[at + 1] if at + 1 < len(chain) else joined
         # Whoever should have passed these on or published them may have died before.
         return self._pass_all() + self._cut_all()
@@ -164,6 +169,8 @@ class Sequencer:
                 split.add(block)
 
     def _on_chain_joined(self, event: ChainJoined) -> list[SequencerEffect]:
+        if event.site not in self._joining:
+            return []  # a copy that was given up
         oldest = self.history[0].epoch if self.history else self.next_epoch
         if event.has < oldest:
             return [CopySequencer(event.site, self._state())]
@@ -172,6 +179,8 @@ class Sequencer:
 
     def _on_record_passed(self, event: RecordPassed) -> list[SequencerEffect]:
         record = event.record
+        if self.leads:
+            return []  # from one that led before and does not know yet that it does not any more
         if record.epoch > self.next_epoch:
             raise ProtocolError(f"record of epoch {record.epoch}, not {self.next_epoch}")
         if record.epoch == self.next_epoch:
@@ -245,7 +254,9 @@ class Sequencer:
         return effects
 
     def _cut(self) -> EpochRecord | None:
-        if not self.leads or self.finished or not self._has_room() or self._better_wait():
+        if not self.leads or self._paused or self.finished:
+            return None
+        if not self._has_room() or self._better_wait():
             return None
         ranges, nbytes = ([], 0) if self._draining else self._take_blocks()
         exhausted = all(s.ended and not s.blocks for s in self.splits.values())

@@ -136,10 +136,17 @@ def shape(plan: Plan, partitions: int) -> Shape:
                 protection.apart,
             )
         )
+    wanted = {(s.protection or none()).granularity for s in plan.stages}
+    if len(wanted) > 1:
+        raise FlowError(
+            f"flow {plan.flow!r}: all stages must be protected by {' or by '.join(sorted(wanted))} "
+            "pairs, not some by each"
+        )
     return Shape(
         tuple(stages),
         tuple(StageId(e.producer) for e in plan.exchanges),
         tuple(StageId(e.consumer) for e in plan.exchanges),
+        wanted.pop(),
     )
 
 

@@ -24,6 +24,7 @@ from holdfast.core.effects import (
     FenceSite,
     LaunchSite,
     OrderCatchUp,
+    PauseFlow,
     StartFlow,
     Wait,
 )
@@ -360,6 +361,8 @@ class World:
                 self._send(effect.donor, wire.CatchUp(*effect.unit, effect.joiner))
             case DrainFlow():
                 self._send(effect.site, wire.Drain())
+            case PauseFlow():
+                self._send(effect.site, wire.Pause(effect.paused))
             case LaunchSite():
                 if self._relaunch:
                     self._timers.append(_Launch(effect.site))

@@ -103,7 +103,7 @@ class Checker:
 
 
 def encode(
-    frames: Frames, exchange: int, epoch: int, producer: int, consumer: int, last: bool
+    frames: Frames, exchange: int, epoch: int, producer: int, consumer: int, since: int, last: bool
 ) -> tuple[wire.Bundle, list[object]]:
     """The message and the buffers of its body."""
     track = frames.track.to_bytes()
@@ -112,7 +112,9 @@ def encode(
     body: list[object] = [track, digests]
     if rows:
         body.append(frames.batch.serialize())
-    message = wire.Bundle(exchange, epoch, producer, consumer, last, rows, len(track), len(digests))
+    message = wire.Bundle(
+        exchange, epoch, producer, consumer, since, last, rows, len(track), len(digests)
+    )
     return message, body
 
 

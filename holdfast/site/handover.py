@@ -57,7 +57,7 @@ class Outgoing:
                 for epoch, last, bundle in lane:
                     self._rest -= bundle.nbytes
                     header, body = bundles.encode(
-                        bundle, exchange, epoch, self.unit[1], consumer, last
+                        bundle, exchange, epoch, self.unit[1], consumer, 0, last
                     )
                     yield wire.HandOverKept(*self.unit, header), body
         for number, batch in held:

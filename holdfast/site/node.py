@@ -45,6 +45,7 @@ from holdfast.core.events import (
     ChainJoined,
     DrainRequested,
     EpochDelivered,
+    PauseRequested,
     PeerConnected,
     PeerLost,
     RecordArrived,
@@ -129,8 +130,6 @@ class Node:
         self.view, self.finished = view, False
         if self.sequencer is None and known is None and self.site in view.sequencers:
             self.sequencer = self._make_sequencer()
-        elif self.sequencer is not None and self.site not in view.cohort(FIRST).all:
-            self.sequencer = None
         for unit, incoming in list(self.incoming.items()):
             if incoming.donor not in view.members:
                 del self.incoming[unit]
@@ -208,7 +207,11 @@ class Node:
                 for epoch in sorted(e for e in self.dataflow.records if e > message.epoch):
                     self._transport.send(site, wire.Record(self.dataflow.records[epoch]))
             case wire.JoinChain():
-                self._sequence(ChainJoined(site, Epoch(message.has)))
+                if (
+                    self.view is not None
+                    and self.view.cohort(FIRST).since_of(site) == message.since
+                ):
+                    self._sequence(ChainJoined(site, Epoch(message.has)))
             case wire.Chained():
                 self._on_chained()
             case wire.SequencerState():
@@ -226,6 +229,8 @@ class Node:
                 self._on_delivered(message)
             case wire.Drain():
                 self._sequence(DrainRequested())
+            case wire.Pause():
+                self._sequence(PauseRequested(message.paused))
             case wire.CatchUp():
                 unit = (StageId(message.stage), CohortId(message.cohort))
                 self._handle(CatchUpOrdered(unit, SiteId(message.joiner)))
@@ -301,6 +306,8 @@ class Node:
             case CloseUnit():
                 self.stages.shut(effect.unit)
                 self.incoming.pop(effect.unit, None)
+                if effect.unit == FIRST:
+                    self.sequencer, self._waits_for_chain = None, False
                 self.orders = [o for o in self.orders if o[-1].unit != effect.unit]
                 heapq.heapify(self.orders)
             case IngestEpoch():
@@ -316,6 +323,7 @@ class Node:
                     effect.exchange,
                     effect.producer,
                     effect.consumer,
+                    effect.since,
                     effect.received,
                     effect.credit,
                     effect.take,
@@ -355,15 +363,11 @@ class Node:
             self._transport.send(site, message)
 
     def _send_bundle(self, effect: SendBundle) -> None:
-        x, epoch, producer = effect.exchange, effect.epoch, effect.producer
+        to = (effect.exchange, effect.epoch, effect.producer, effect.consumer, effect.since)
         if effect.site == self.site:
-            self._handle(
-                BundleArrived(x, epoch, producer, effect.consumer, effect.last, effect.bundle)
-            )
+            self._handle(BundleArrived(*to, effect.last, effect.bundle))
             return
-        message, body = bundles.encode(
-            effect.bundle, x, epoch, producer, effect.consumer, effect.last
-        )
+        message, body = bundles.encode(effect.bundle, *to, effect.last)
         self._transport.send(effect.site, message, body)
 
     def _on_bundle(self, message: wire.Bundle, body: memoryview) -> None:
@@ -379,6 +383,7 @@ class Node:
                 Epoch(message.epoch),
                 CohortId(message.producer),
                 CohortId(message.consumer),
+                message.since,
                 message.last,
                 frames,
             )
@@ -439,7 +444,8 @@ class Node:
         from then on every record passes through it before anybody acts on it."""
         if self._waits_for_chain and self.view is not None:
             has = self.sequencer.next_epoch if self.sequencer else NO_EPOCH
-            self._to(self.view.sequencers[-1], wire.JoinChain(has))
+            since = self.view.cohort(FIRST).since_of(self.site)
+            self._to(self.view.sequencers[-1], wire.JoinChain(has, since))
 
     def _on_sequencer_state(self, message: wire.SequencerState) -> None:
         if self._waits_for_chain:
@@ -643,6 +649,7 @@ def _arrived(ack: wire.Ack, site: SiteId) -> AckArrived:
         CohortId(ack.producer),
         CohortId(ack.consumer),
         site,
+        ack.since,
         Epoch(ack.received),
         Epoch(ack.credit),
         ack.take,

@@ -29,7 +29,7 @@ import msgspec
 
 from holdfast.core.ids import SiteId
 from holdfast.core.layout import Domain
-from holdfast.errors import HoldfastError, OperatorError, ProtocolError
+from holdfast.errors import HoldfastError, HostError, OperatorError, ProtocolError
 from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
 from holdfast.flow.plan import plan
@@ -45,6 +45,7 @@ POLL_S = 0.002
 REDIAL_S = 0.05
 ORPHAN_S = 10.0
 """How long a site goes on without a controller."""
+UNREACHABLE_LEASES = 10
 QUEUED_BYTES_MAX = 4 << 20
 """What is handed over waits while so much is on its way to the new copy."""
 
@@ -87,6 +88,7 @@ class Site:
         self._kicked = self._handing_over = False
         self._unseen = False
         self._stall_ms = 0.0
+        self._lost_since: dict[SiteId, float] = {}
 
     # --- coming and going -----------------------------------------------------------------------
 
@@ -237,6 +239,7 @@ class Site:
     async def _keep_dialling(self) -> None:
         """Dial the members with higher numbers that there is no connection to."""
         while True:
+            self._complain()
             for site, address in list(self._addresses.items()):
                 if site > self.id and site not in self._peers:
                     try:
@@ -244,6 +247,23 @@ class Site:
                     except OSError as error:
                         log.info("site %s cannot reach site %s: %s", self.id, site, error)
             await asyncio.sleep(REDIAL_S)
+
+    def _complain(self) -> None:
+        """Say so if a member cannot be reached for longer than the lease. The controller lets it
+        go if the flow can do without it; if not, nothing moves, and that must not stay unsaid."""
+        now, lease = time.monotonic(), self.config.options.lease_s
+        lost = [s for s in self._addresses if s > self.id and s not in self._peers]
+        self._lost_since = {s: self._lost_since.get(s, now) for s in lost}
+        for site, since in self._lost_since.items():
+            if now - since > UNREACHABLE_LEASES * lease and self._started:
+                self._fail(
+                    HostError(
+                        f"site {self.id} has not reached site {site} for {now - since:.0f} s",
+                        hint="is the network between the executors sound?",
+                    )
+                )
+            elif now - since > 2 * lease:
+                self.tell(wire.Behind(site, f"site {self.id} cannot reach it"))
 
     def _on_new_view(self, message: wire.NewView) -> None:
         members = set(message.view.members)

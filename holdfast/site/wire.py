@@ -148,6 +148,12 @@ class Drain(Message, frozen=True):
     """Take no more rows (only to the sequencer's site)."""
 
 
+class Pause(Message, frozen=True):
+    """Cut no epochs for the time being, or do again (only to the sequencer's site)."""
+
+    paused: bool
+
+
 class Dismiss(Message, frozen=True):
     """The flow is over; leave."""
 
@@ -200,9 +206,11 @@ class RecordsAfter(Message, frozen=True):
 
 class JoinChain(Message, frozen=True):
     """I am to have a copy of the sequencer. With `has`, the number of the next epoch, I have one:
-    pass your records on to me. Without it (-1), give me your state first."""
+    pass your records on to me. Without it (-1), give me your state first. `since` is the view in
+    which I began to join."""
 
     has: int
+    since: int
 
 
 class Chained(Message, frozen=True):
@@ -242,6 +250,7 @@ class Bundle(Message, frozen=True):
     epoch: int
     producer: int
     consumer: int
+    since: int
     last: bool
     rows: int
     track: int
@@ -254,6 +263,7 @@ class Ack(msgspec.Struct, frozen=True, array_like=True):
     exchange: int
     producer: int
     consumer: int
+    since: int
     received: int
     credit: int
     take: bool

@@ -76,11 +76,11 @@ def record(epoch: int, last: bool = False) -> RecordArrived:
 
 
 def bundle(exchange: int, epoch: int, name: str = "b") -> BundleArrived:
-    return BundleArrived(exchange, epoch, 0, 0, True, Frames(name))
+    return BundleArrived(exchange, epoch, 0, 0, 0, True, Frames(name))
 
 
 def ack(exchange: int, from_: int, received: int, take: bool = True) -> AckArrived:
-    return AckArrived(exchange, 0, 0, from_, received, 99, take, NO_EPOCH, 0)
+    return AckArrived(exchange, 0, 0, from_, 0, received, 99, take, NO_EPOCH, 0)
 
 
 def processed(unit: tuple[int, int], epoch: int, **outputs: str) -> UnitProcessed:
@@ -97,7 +97,7 @@ def test_a_frame_on_its_way_through_a_site() -> None:
     assert machine.handle(record(0)) == [IngestEpoch(SOURCE, record(0).record)]
     assert machine.handle(processed(SOURCE, 0, x0="a")) == [], "nobody has asked yet"
     (sent,) = machine.handle(ack(0, 0, NO_EPOCH))
-    assert sent == SendBundle(0, 0, 0, 0, 0, True, Frames("a"))
+    assert sent == SendBundle(0, 0, 0, 0, 0, 0, True, Frames("a"))
     assert machine.handle(bundle(0, 0, "a")) == [ProcessBundles(KEYED, 0, True, {0: [Frames("a")]})]
     assert machine.handle(bundle(0, 1, "b")) == [], "one epoch at a time"
     effects = machine.handle(processed(KEYED, 0, x1="c"))
@@ -138,7 +138,7 @@ def test_acks_that_come_before_the_view_are_counted_when_it_comes() -> None:
     machine.handle(record(1))
     machine.handle(processed(SOURCE, 1, x0="b"))
     effects = machine.handle(view(1, "0", "1+2", "1"))
-    assert of(SendBundle, effects) == [SendBundle(2, 0, 1, 0, 0, True, Frames("b"))]
+    assert of(SendBundle, effects) == [SendBundle(2, 0, 1, 0, 0, 0, True, Frames("b"))]
     machine.handle(ack(0, 1, 1))
     assert producer.held() == 1, "2 has not"
 

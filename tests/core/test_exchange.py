@@ -30,7 +30,7 @@ def sent(effects: list[SendBundle]) -> list[tuple[int, int, int, str]]:
 def producer(**copies: tuple[int, ...]) -> Producer:
     """A producer cohort 0, and the copies of its consumers: ``c1=(7, 8)``."""
     made = Producer(X, 0)
-    made.on_view({int(c[1:]): sites for c, sites in copies.items()})
+    made.on_view({int(c[1:]): dict.fromkeys(sites, 0) for c, sites in copies.items()})
     return made
 
 
@@ -49,7 +49,7 @@ def ack(
     finished: int = NO_EPOCH,
     checksum: int = 0,
 ) -> AckArrived:
-    return AckArrived(X, 0, consumer, site, received, credit, take, finished, checksum)
+    return AckArrived(X, 0, consumer, site, 0, received, credit, take, finished, checksum)
 
 
 def consumer(copies: dict[int, tuple[int, ...]], window: int = 2, **known) -> Consumer:
@@ -66,7 +66,7 @@ def consumer(copies: dict[int, tuple[int, ...]], window: int = 2, **known) -> Co
 
 
 def arrived(epoch: int, producer: int, name: str, last: bool = True, checksum: int = 0):
-    return BundleArrived(X, epoch, producer, 1, last, Frames(name, checksum))
+    return BundleArrived(X, epoch, producer, 1, 0, last, Frames(name, checksum))
 
 
 # --- one copy on each side ----------------------------------------------------------------------
@@ -136,8 +136,8 @@ def test_acks_are_cumulative_and_carry_credit_and_checksums() -> None:
     made.on_bundle(arrived(0, 1, "a", checksum=80))
     made.take(0)
     assert made.finish(0, {10, 11}) == [
-        SendAck(10, X, 0, 1, 1, 3, True, 0, 70),
-        SendAck(11, X, 1, 1, 0, 3, True, 0, 80),
+        SendAck(10, X, 0, 1, 0, 1, 3, True, 0, 70),
+        SendAck(11, X, 1, 1, 0, 0, 3, True, 0, 80),
     ]
     made.check_invariants()
 
@@ -186,9 +186,9 @@ def test_a_copy_that_is_gone_is_not_kept_for() -> None:
         offer(made, epoch, c1=str(epoch))
     made.on_ack(ack(7, 1))
     assert made.held() == 3
-    made.on_view({1: (7,)})
+    made.on_view({1: {7: 0}})
     assert made.held() == 1
-    assert not made.counts(1, 8)
+    assert made.since(1, 8) == -1
     made.check_invariants()
 
 
@@ -197,7 +197,7 @@ def test_a_new_copy_is_kept_for_from_the_view_on_that_has_it() -> None:
     made.on_ack(ack(7, NO_EPOCH))
     offer(made, 0, c1="a")
     made.on_ack(ack(7, 0))
-    made.on_view({1: (7, 9)})
+    made.on_view({1: {7: 0, 9: 0}})
     offer(made, 1, c1="b")
     made.on_ack(ack(7, 1))
     assert [k.epoch for k in made.lanes[1].kept] == [1]
@@ -263,11 +263,11 @@ def test_when_the_connection_breaks_the_other_copy_is_asked_at_once() -> None:
     assert made.on_lost(11, {10}) == [], "cohort 1 has no other, and its only one is not there"
     assert made.source == {0: 10, 1: None}
     assert made.on_connected(11, {10, 11}) == [
-        SendAck(11, X, 0, 1, 0, 1, False, NO_EPOCH, 0),
-        SendAck(11, X, 1, 1, NO_EPOCH, 1, True, NO_EPOCH, 0),
+        SendAck(11, X, 0, 1, 0, 0, 1, False, NO_EPOCH, 0),
+        SendAck(11, X, 1, 1, 0, NO_EPOCH, 1, True, NO_EPOCH, 0),
     ]
     (told,) = made.on_lost(10, {11})
-    assert told == SendAck(11, X, 0, 1, 0, 1, True, NO_EPOCH, 0)
+    assert told == SendAck(11, X, 0, 1, 0, 0, 1, True, NO_EPOCH, 0)
 
 
 def test_what_two_copies_send_is_taken_once_whichever_is_first() -> None:
@@ -306,7 +306,7 @@ def test_whichever_copies_die_a_survivor_has_what_a_survivor_lacks() -> None:
     eleven.on_ack(ack(8, 3, take=True))  # 8 had all of them
     assert eleven.held() == 4, "7 has not"
     (told,) = seven.on_lost(10, {11})
-    eleven.on_view({1: (7,)})
+    eleven.on_view({1: {7: 0}})
     replayed = eleven.on_ack(ack(7, told.received, told.credit, take=told.take))
     assert sent(replayed) == [(7, 1, 2, "e2"), (7, 1, 3, "e3")]
     for effect in replayed:
@@ -358,7 +358,7 @@ def test_a_new_copy_can_send_whatever_the_old_one_could() -> None:
     assert {c: [k.epoch for k in kept] for c, kept in exported.items()} == {1: [2, 3], 2: [3]}
     new = Producer(X, 0)
     new.install(3, exported)
-    new.on_view({1: (7, 8), 2: (8,)})
+    new.on_view({1: {7: 0, 8: 0}, 2: {8: 0}})
     assert new.made == 3
     assert sent(new.on_ack(ack(8, 1))) == [(8, 1, 2, "a2"), (8, 1, 3, "a3")]
     assert sent(new.on_ack(ack(7, 3))) == []

@@ -314,7 +314,7 @@ def test_who_does_not_join_is_not_let_into_the_chain() -> None:
     first = sequencer(site=0, sites=(0,))
     first.handle(chain(0, joining=(3,), number=1))
     first.handle(chain(0, number=2))
-    assert first.handle(ChainJoined(3)) == []
+    assert first.handle(ChainJoined(3, 0)) == []
     assert first.handle(blocks(0, 5)) == [PublishRecord(FIRST)]
 
 

@@ -439,7 +439,7 @@ def test_a_new_sequencer_that_was_given_up_is_not_in_the_chain() -> None:
     world.crash(follower)
     go(world, until=lambda: world.controller.dead and list(joining(world)))
     (joiner,) = world.controller.view.cohorts[0][0].joining
-    go(world, until=lambda: told(world.network[joiner, first], wire.JoinChain))
+    go(world, until=lambda: told(world.network.get((joiner, first), deque()), wire.JoinChain))
     world.reset(first, joiner)
     finish(world)
 

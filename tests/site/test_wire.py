@@ -106,7 +106,7 @@ def test_a_server_with_another_secret_is_refused() -> None:
 
 VIEW = View(2, 7, (0, 3), ((Cohort(0, 4, (0, 3)), Cohort(4, 8, (3,), (5,))), (Cohort(0, 1, (0,)),)))
 RECORD = EpochRecord(3, 100, (Range(0, 1, 5, 9, 77), Range(0, 2, 0, 1, None)), (1,), False, True)
-BUNDLE = wire.Bundle(1, 2, 3, 4, True, 5, 16, 8)
+BUNDLE = wire.Bundle(1, 2, 3, 4, 5, True, 6, 16, 8)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ BUNDLE = wire.Bundle(1, 2, 3, 4, True, 5, 16, 8)
         wire.Pass(RECORD),
         wire.SequencerState(4, 104, False, 1, [9, 1], [RECORD]),
         wire.Blocks(0, 1, (Block(0, 5, 40, None), Block(5, 9, 32, 7)), True),
-        wire.Acks([wire.Ack(0, 1, 2, -1, 3, True, -1, 2**64 - 1)]),
+        wire.Acks([wire.Ack(0, 1, 2, 0, -1, 3, True, -1, 2**64 - 1)]),
         wire.HandOverBegin(1, 2, 30, 4_000, {"counts": [1, 2, 3, 4], "ingress": {"mark": b"x"}}),
         wire.HandOverKept(1, 2, BUNDLE),
     ],
