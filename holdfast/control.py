@@ -148,7 +148,7 @@ class Control:
         self._app_of: dict[int, int] = {}
         self._agents: dict[int, wire.Connection] = {}
         self._leader: wire.Connection | None = None
-        self._waiting_launches: dict[int, list[SiteId]] = {}
+        self._launched_here: set[SiteId] = set()
         self._heard: dict[SiteId, float] = {}
         self._suspects: dict[SiteId, str | None] = {}
         """Sites whose connection broke; with a reason if their process is known to be gone."""
@@ -337,13 +337,12 @@ class Control:
         if app == self.place.app:
             self._launch_here(site)
         elif app in self._agents:
-            self._agents[app].send(wire.Launch(site))
-        else:
-            self._waiting_launches.setdefault(app, []).append(site)
+            self._agents[app].send(wire.Launch(site))  # if not, it is told when it comes
 
     def _launch_here(self, site: SiteId) -> None:
-        if self._over.done():
+        if self._over.done() or site in self._launched_here:
             return
+        self._launched_here.add(site)
         several = self.place.apps > 1
         config = SiteConfig(
             site,
@@ -383,8 +382,10 @@ class Control:
             connection.close()  # we follow ourselves
         elif connection.role == "agent":
             self._agents[connection.id] = connection
-            for site in self._waiting_launches.pop(connection.id, []):
-                connection.send(wire.Launch(site))
+            # Also those it may have been told before: the last agent may have died with them.
+            for site in sorted(self.controller.launched if self.controller else ()):
+                if self._app_of.get(site) == connection.id:
+                    connection.send(wire.Launch(site))
 
     def _on_message(
         self, connection: wire.Connection, message: wire.Message, body: memoryview

@@ -261,14 +261,14 @@ class Node:
             else:
                 self._transport.send(site, wire.Acks(list(acks.values())))
 
-    def work(self) -> bool:
-        """Carry out the oldest order that can be; False if there is none."""
+    def work(self) -> Order | None:
+        """Carry out the oldest order that can be, and say which it was; None if there is none."""
         for at, entry in enumerate(sorted(self.orders)):
             if self.stages.ready(entry[-1]):
                 self._pop(at, entry)
                 self.carry_out(entry[-1])
-                return True
-        return False
+                return entry[-1]
+        return None
 
     def carry_out(self, order: Order) -> None:
         if order.unit in self.stages.units:

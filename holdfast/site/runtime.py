@@ -27,6 +27,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast.core.effects import IngestEpoch
 from holdfast.core.ids import SiteId
 from holdfast.core.layout import Domain
 from holdfast.errors import HoldfastError, HostError, OperatorError, ProtocolError
@@ -82,10 +83,10 @@ class Site:
         self._addresses: dict[SiteId, tuple[str, int]] = {}
         self._dead: set[SiteId] = set()
         self._feeds = Feeds(self.node.stages.fed, self._leader_of)
-        self.node.stages.on_fed = self._kick
+        self.node.stages.on_fed = self._on_fed
         self._limit = limit_bytes()
         self._started = self._failed = False
-        self._kicked = self._handing_over = False
+        self._kicked = self._handing_over = self._fed = False
         self._unseen = False
         self._stall_ms = 0.0
         self._lost_since: dict[SiteId, float] = {}
@@ -315,8 +316,9 @@ class Site:
             case wire.NewView():
                 self._on_new_view(message)
             case wire.Start():
-                self._started = True
-                self._poll()
+                if not self._started and not self._failed:  # it comes with every view
+                    self._started = True
+                    self._poll()
             case wire.Dismiss() | wire.Fenced():
                 self._leave()
             case (
@@ -359,14 +361,15 @@ class Site:
             return
         try:
             self.node.flush()
-            if self.node.work():
+            order = self.node.work()
+            if order is not None:
                 self.node.flush()
                 self._kick()
             if self.node.outgoing and not self._handing_over:
                 self._handing_over = True
                 asyncio.get_running_loop().call_soon(self._hand_over)
-            if self._started:
-                self.node.read_ahead()
+            if isinstance(order, IngestEpoch) or self._fed:
+                self._read_ahead()
         except Exception as error:
             self._fail(error)
 
@@ -393,8 +396,18 @@ class Site:
 
     def _poll(self) -> None:
         if self._started:
-            self._kick()
+            self._guarded(self._read_ahead)
             asyncio.get_running_loop().call_later(POLL_S, self._poll)
+
+    def _read_ahead(self) -> None:
+        """Not at every turn: of a source with a set rate that would only get crumbs."""
+        self._fed = False
+        if self._started:
+            self.node.read_ahead()
+
+    def _on_fed(self) -> None:
+        self._fed = True
+        self._kick()
 
     # --- being watched --------------------------------------------------------------------------
 

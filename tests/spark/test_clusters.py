@@ -73,7 +73,7 @@ def check(master: str) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4_000:]
     assert "executors: 2" in done.stdout
-    assert re.search(r"lost: site \d died .* not protected", done.stdout), done.stdout
+    assert re.search(r"lost: site \d(, \d)* died .* not protected", done.stdout), done.stdout
 
 
 def test_local_cluster() -> None:

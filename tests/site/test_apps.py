@@ -1,0 +1,114 @@
+"""One flow in two applications on plain processes: either of them may die, or stand still."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from holdfast import none
+from holdfast.apps import Apps
+from holdfast.control import Place
+from holdfast.errors import FlowError, HostError
+
+from .apps_flow import flow
+
+FILE = str(Path(__file__).parent / "apps_flow.py")
+
+
+def rows(path: Path) -> pa.Table:
+    return pq.read_table(path).sort_by([("g", "ascending"), ("c", "ascending")])
+
+
+def check(apps: Apps, out: Path) -> None:
+    """End the flow; what came out is what one site makes of the same rows."""
+    apps.stop()
+    apps.wait()
+    status = apps.status()
+    assert status["state"] == "done" and status["rows_in"] > 0
+    plain = flow(out=f"{out}-expected", rows=status["rows_in"])
+    plain.protection = none()
+    with plain.start(sites=1) as run:
+        assert run.wait(60)
+    assert rows(out).equals(rows(Path(f"{out}-expected")))
+
+
+@pytest.fixture
+def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOLDFAST_TEST_OUT", str(tmp_path / "out"))
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def apps(out: Path) -> Iterator[Apps]:
+    with Apps(FILE, apps=2, sites=4, host="process") as apps:
+        until(apps, lambda: apps.protected, "everything is protected")
+        yield apps
+
+
+def until(apps: Apps, holds: Callable[[], bool], what: str, within: float = 90.0) -> None:
+    deadline = time.monotonic() + within
+    while not holds():
+        assert not apps.ended(0.05), f"the flow ended before {what}: {apps.error}"
+        assert time.monotonic() < deadline, f"not within {within} s: {what}: {apps.status()}"
+
+
+def flows_on(apps: Apps) -> None:
+    before = apps.status()["rows_in"]
+    until(apps, lambda: apps.status().get("rows_in", 0) > before, "rows flow")
+
+
+@pytest.mark.parametrize("role", ["leading", "following"])
+def test_an_application_dies_with_all_its_sites(apps: Apps, role: str, out: Path) -> None:
+    flows_on(apps)
+    leader = apps.leader
+    assert leader is not None
+    victim = leader if role == "leading" else 1 - leader
+    other = 1 - victim
+    gone = {s["site"] for s in apps.status()["sites"]}
+    os.killpg(apps.processes[victim].pid, signal.SIGKILL)
+    until(apps, lambda: apps.leader == other, "the other leads")
+    flows_on(apps)
+    until(
+        apps,
+        lambda: bool({s["site"] for s in apps.status()["sites"]} - gone) and apps.protected,
+        "the application is back, and everything is protected again",
+    )
+    assert apps.lives[victim] == 2
+    check(apps, out)
+
+
+def test_a_leader_that_stands_still_is_replaced_and_finds_out(apps: Apps, out: Path) -> None:
+    """Only its control stands still; its sites run on, and stay."""
+    flows_on(apps)
+    leader = apps.leader
+    assert leader is not None
+    before = {s["site"] for s in apps.status()["sites"]}
+    os.kill(apps.processes[leader].pid, signal.SIGSTOP)
+    try:
+        until(apps, lambda: apps.leader == 1 - leader, "the other leads")
+        flows_on(apps)
+    finally:
+        os.kill(apps.processes[leader].pid, signal.SIGCONT)
+    flows_on(apps)
+    assert apps.leader == 1 - leader
+    assert {s["site"] for s in apps.status()["sites"]} == before
+    check(apps, out)
+
+
+def test_applications_on_two_hosts_need_an_arbiter() -> None:
+    controls = (("one", 1), ("two", 1))
+    with pytest.raises(HostError, match="need an arbiter that all of them reach"):
+        Place(0, controls, "file:/tmp/somewhere")
+    with pytest.raises(HostError, match="2 hosts"):
+        Place(0, controls)
+    assert Place(1, controls, "zk://one:2181").apps == 2
+
+
+def test_more_applications_than_sites_are_refused() -> None:
+    with pytest.raises(FlowError, match="at least as many sites"):
+        Apps(FILE, apps=3, sites=2, host="process")
