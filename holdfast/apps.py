@@ -97,6 +97,13 @@ class Apps:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.lives = dict.fromkeys(range(apps), 0)
         self.error: Exception | None = None
+        self._said: dict[str, Any] = {
+            "state": "gathering",
+            "view": None,
+            "rows_in": 0,
+            "sites": [],
+            "partitions": [],
+        }
         self._over = threading.Event()
         self._threads = [
             threading.Thread(target=self._supervise, args=(c,), daemon=True) for c in self.configs
@@ -157,8 +164,8 @@ class Apps:
         """What the leading application said last."""
         reports = self._reports().values()
         leading = [r for r in reports if r["state"] != "following"]
-        nothing: dict[str, Any] = {"state": "gathering", "sites": [], "partitions": []}
-        return max(leading, key=lambda r: r["time"], default=nothing)
+        self._said = max(leading, key=lambda r: r["time"], default=self._said)
+        return self._said
 
     @property
     def leader(self) -> int | None:

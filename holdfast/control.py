@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -86,6 +87,11 @@ class Place:
     arbiter_url: str | None = None
 
     def __post_init__(self) -> None:
+        if len(self.controls) > 1 and self.arbiter_url is None:
+            raise errors.HostError(
+                f"{len(self.controls)} applications need an arbiter to settle who leads",
+                hint="give --arbiter file:/path on one host, zk://host:port,host:port across hosts",
+            )
         hosts = {host for host, _ in self.controls}
         if len(hosts) > 1 and not str(self.arbiter_url).startswith("zk://"):
             raise errors.HostError(
@@ -131,6 +137,7 @@ class Control:
         self.flow, self.plan, self.options = flow, plan, options
         self.place = place
         self.shape = _apart(shape(plan, options.partitions), place.apps)
+        _refuse(plan, self.shape, place.apps)
         self.controller: Controller | None = None
         self.error: Exception | None = None
         self.records: dict[int, EpochRecord] = {}
@@ -139,8 +146,11 @@ class Control:
         self.loop = asyncio.new_event_loop()
         self._host, self._secret = host, secret
         self._sites, self._standbys = sites, standbys
-        self._arbiter: Arbiter = arbiter(place.arbiter_url, flow.name, options.lease_s)
+        # A flow that is started anew has another secret, and nothing to do with the entry of old.
+        key = f"{flow.name}-{hashlib.sha256(secret).hexdigest()[:12]}"
+        self._arbiter: Arbiter = arbiter(place.arbiter_url, key, options.lease_s)
         self._entry: Entry | None = None
+        self._to_fence: list[SiteId] = []
         self._uncommitted: CommitView | None = None
         self._committing = False
         self._connections: dict[SiteId, wire.Connection] = {}
@@ -409,7 +419,10 @@ class Control:
                     CopyReported(copy, unit, message.number, message.phase, message.reason)
                 )
             case wire.Behind():
-                self._handle(CopyBehind(SiteId(message.site), message.reason))
+                if self._uncommitted is None:  # if not, membership is frozen
+                    self._handle(
+                        CopyBehind(SiteId(message.site), message.reason, message.unreachable)
+                    )
             case wire.Status():
                 if site in self._connections:
                     self.status[site] = msgspec.json.decode(message.figures)
@@ -528,7 +541,8 @@ class Control:
                 self._commit_again()
                 self.on_running()
             case OrderCatchUp():
-                self._send(effect.donor, wire.CatchUp(*effect.unit, effect.joiner))
+                term = self.controller.term if self.controller else 0
+                self._send(effect.donor, wire.CatchUp(term, *effect.unit, effect.joiner))
             case DrainFlow():
                 self._stop_feeders()
                 self._send(effect.site, wire.Drain())
@@ -539,7 +553,7 @@ class Control:
                 self._note_app(effect.site)
                 self.loop.call_later(effect.after_ms / 1e3, self._launch, effect.site)
             case FenceSite():
-                self._fence(effect.site)
+                self._to_fence.append(effect.site)  # nobody acts on a death before it is committed
             case Wait():
                 self.loop.call_later(effect.ms / 1e3, self._handle, WaitOver(effect.what))
             case EndFlow():
@@ -597,6 +611,9 @@ class Control:
 
     def _committed(self, effect: CommitView | None) -> None:
         self._uncommitted = None
+        for dead in self._to_fence:
+            self._fence(dead)
+        self._to_fence.clear()
         if effect is not None:
             log.info("%s", effect.view)
             for site in effect.view.members:
@@ -667,6 +684,29 @@ class Control:
         feeders, self._feeders = self._feeders, []
         for feeder in feeders:
             feeder.stop()
+
+
+def _refuse(plan: Plan, shaped: Shape, apps: int) -> None:
+    """What cannot be protected as asked, by name."""
+    for stage in plan.sources:
+        if stage.source is None or not stage.source.fed:
+            continue
+        if shaped.stages[stage.id].copies > 2:
+            raise errors.HostError(
+                f"source {stage.name!r} is fed by Spark, and such a source can have 2 copies, "
+                f"not {shaped.stages[stage.id].copies}",
+                hint="protect the flow with pairs(), or read the source directly",
+            )
+        if apps > 1 and not stage.source.resumable:
+            raise errors.HostError(
+                f"source {stage.name!r}: without a checkpoint location the query that feeds it "
+                "could not be taken over by another application",
+                hint="write spark_stream(df, checkpoint=...), at a place that all of them reach",
+            )
+    if apps > 1 and shaped.granularity != "partition":
+        raise errors.HostError(
+            f"{shaped.granularity} pairs are there to be measured, in one application"
+        )
 
 
 def _apart(shaped: Shape, apps: int) -> Shape:

@@ -38,7 +38,7 @@ from holdfast.core.events import (
     ViewSeen,
     WaitOver,
 )
-from holdfast.core.ids import SiteId, Unit
+from holdfast.core.ids import FIRST, SiteId, Unit
 from holdfast.core.layout import (
     Cohort,
     Domain,
@@ -82,6 +82,10 @@ JOINS_MAX = 5
 RELAUNCH_MS = 10_000
 """How long a missing copy waits for a site that is being launched before it burdens another."""
 
+COMPLAINTS_MAX = 8
+"""So often a site may be said to be out of reach, once a lease, before the flow is ended if it
+cannot do without it."""
+
 DOUBT_MS = 300
 """How long to wait for word from a new copy when the one it was made from dies."""
 
@@ -122,9 +126,14 @@ class Controller:
         self._seen: set[SiteId] = set()
         self._ordered: dict[tuple[Unit, SiteId], SiteId] = {}
         self._failed_joins: dict[Unit, int] = {}
+        self._complaints: dict[SiteId, int] = {}
         self._paused: set[Unit] = set()
         self._patience_over = False
-        self._in_doubt: list[SitesFailed] = []
+        self._patience = 0
+        self._chain_since = 0
+        """The number of the view in which a copy of the sequencer was last lost."""
+        self._in_doubt: dict[int, SitesFailed] = {}
+        self._doubts = 0
         self._paused_flow = False
         self._replica_of: dict[SiteId, int] = {}
         """With dataflow or cluster pairs: which of the two replicas a site belongs to."""
@@ -150,7 +159,14 @@ class Controller:
         if not running:
             return self._gathered()
         self.state = State.DRAINING if draining else State.RUNNING
-        return self._commit(replace(self.view, number=view.number + 1))
+        # Those that have caught up will say so to a new controller.
+        self.replaying = {
+            (u, s)
+            for u in view.units()
+            for s in view.cohort(u).copies
+            if view.cohort(u).since_of(s)
+        }
+        return self._commit(replace(self.view, number=view.number + 1)) + self._recover()
 
     def handle(self, event: ControllerEvent) -> list[ControllerEffect]:
         if self.state in (State.DONE, State.FAILED):
@@ -264,8 +280,9 @@ class Controller:
         if bare and all(s in self._finished for s in gone):
             return []  # they had nothing left to do
         if bare and all(view.cohort(u).joining for u in bare):
-            self._in_doubt.append(event)
-            return [Wait("doubt", DOUBT_MS)]
+            self._doubts += 1
+            self._in_doubt[self._doubts] = event
+            return [Wait(f"doubt {self._doubts}", DOUBT_MS)]
         if bare:
             return self._end(State.FAILED, self._lost(gone, bare, event.reason))
         effects = self._bury(gone, event.reason)
@@ -275,6 +292,8 @@ class Controller:
                     effects += self._join_failed(unit, f"site {site} died: {event.reason}")
         self.replaying = {(u, s) for u, s in self.replaying if s not in gone}
         if any(s in self.view.members for s in gone):
+            if view.cohort(FIRST).copies != self.view.cohort(FIRST).copies:
+                self._chain_since = view.number
             effects += self._commit(view)
             effects += self._pause(False)
         return effects + self._recover()
@@ -372,7 +391,8 @@ class Controller:
         if changes:
             effects += self._commit(self.view.changed(changes, added))
         elif self.launched and self._missing() and not self._patience_over:
-            effects.append(Wait("patience", RELAUNCH_MS))
+            self._patience += 1
+            effects.append(Wait(f"patience {self._patience}", RELAUNCH_MS))
         return effects
 
     def _recover_replica(self) -> list[ControllerEffect]:
@@ -384,6 +404,8 @@ class Controller:
         kept = {self._replica_of[s] for s in copies}
         sites = sorted(s for s, r in self._replica_of.items() if r not in kept)
         if not missing or not sites or any(s not in self.addresses for s in sites):
+            return []
+        if any(u in self._paused or u in self.unrecovered for u in missing):
             return []
         changes = {}
         for unit in missing:
@@ -446,6 +468,8 @@ class Controller:
             return []
         if event.site not in cohort.joining or event.number < cohort.since_of(event.site):
             return []  # word of a copy that was given up
+        if event.unit == FIRST and event.phase == "installed" and event.number < self._chain_since:
+            return []  # it is in a chain that is no more, and will say so again
         rest = tuple(s for s in cohort.joining if s != event.site)
         if event.phase == "installed":
             self._ordered.pop((event.unit, event.site), None)
@@ -470,8 +494,8 @@ class Controller:
         return effects + self._commit(view) + self._pause(False)
 
     def _resolved(self) -> list[SitesFailed]:
-        doubts, self._in_doubt = self._in_doubt, []
-        return doubts
+        doubts, self._in_doubt = self._in_doubt, {}
+        return list(doubts.values())
 
     def _join_failed(self, unit: Unit, reason: str) -> list[ControllerEffect]:
         for key in [k for k in self._ordered if k[0] == unit]:
@@ -487,17 +511,33 @@ class Controller:
 
     def _on_copy_behind(self, event: CopyBehind) -> list[ControllerEffect]:
         """A slow copy must not govern the flow: let it go, if the flow can do without it."""
-        if self.view is None or event.site not in self.view.members:
+        if self.view is None or not self.running or event.site not in self.view.members:
             return []
-        reason = f"it is too far behind: {event.reason}"
-        return self._on_sites_failed(SitesFailed((event.site,), reason, certain=False))
+        joins = [u for u in self.view.units() if event.site in self.view.cohort(u).joining]
+        if joins and self.shape.granularity == "partition":
+            number = self.view.number
+            words = [CopyReported(event.site, u, number, "failed", event.reason) for u in joins]
+            return [e for word in words for e in self._on_copy_reported(word)]
+        if not self._without([event.site]).bare():
+            return self._on_sites_failed(SitesFailed((event.site,), event.reason))
+        said = self._complaints[event.site] = self._complaints.get(event.site, 0) + 1
+        if event.unreachable and said >= COMPLAINTS_MAX:
+            return self._end(
+                State.FAILED,
+                HostError(
+                    f"site {event.site} cannot be reached, and there is no copy of what it holds: "
+                    f"{event.reason}",
+                    hint="is the network between the executors sound?",
+                ),
+            )
+        return []
 
     def _on_wait_over(self, event: WaitOver) -> list[ControllerEffect]:
         what, *rest = event.what.split()
         if what == "doubt":
-            doubts = self._resolved()
-            if not doubts or not self.running:
+            if int(rest[0]) not in self._in_doubt or not self.running:
                 return []
+            doubts = self._resolved()
             assert self.view is not None
             gone = [s for d in doubts for s in d.sites]
             bare = self._without(gone).bare()
@@ -505,7 +545,7 @@ class Controller:
         if what == "join":
             self._paused = {u for u in self._paused if u != (int(rest[0]), int(rest[1]))}
         if what == "patience":
-            self._patience_over = True
+            self._patience_over = int(rest[0]) == self._patience
         effects = self._recover()
         self._patience_over = False
         return effects

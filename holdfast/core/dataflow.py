@@ -63,8 +63,10 @@ class _Unit:
     """A new copy has caught up when it has finished this epoch."""
     handovers: dict[SiteId, Epoch] = field(default_factory=dict)
     """To whom its state goes, once it has finished this epoch."""
-    handed: list[SiteId] = field(default_factory=list)
-    """To whom its state has been given out."""
+    handed: dict[SiteId, int] = field(default_factory=dict)
+    """To whom its state has been given out, and since which view that copy joins."""
+    hurried: Epoch = NO_EPOCH
+    """What it had finished when it was last looked at."""
 
 
 class Dataflow:
@@ -124,9 +126,11 @@ class Dataflow:
                 effects += self._open(key, installed=self.site in view.cohort(key).copies)
         for unit in self.units.values():
             wanted = view.cohort(unit.key).joining
-            for joiner in [s for s in unit.handovers if s not in wanted]:
-                del unit.handovers[joiner]
-            effects += [AbandonHandOver(unit.key, s) for s in self._gone(unit, wanted)]
+            unit.handovers = {s: e for s, e in unit.handovers.items() if s in wanted}
+            for joiner, since in list(unit.handed.items()):
+                if joiner not in wanted or view.cohort(unit.key).since_of(joiner) != since:
+                    del unit.handed[joiner]
+                    effects.append(AbandonHandOver(unit.key, joiner))
         for producer in self.producers.values():
             self._count_takers(producer)
         effects += self._take_early_acks()
@@ -164,12 +168,6 @@ class Dataflow:
             self.consumers[exchange, cohort] = Consumer(
                 exchange, cohort, self.window, finished, unit.since
             )
-
-    @staticmethod
-    def _gone(unit: _Unit, wanted: tuple[SiteId, ...]) -> list[SiteId]:
-        gone = [s for s in unit.handed if s not in wanted]
-        unit.handed = [s for s in unit.handed if s in wanted]
-        return gone
 
     def _count_takers(self, producer: Producer) -> None:
         assert self.view is not None
@@ -215,6 +213,18 @@ class Dataflow:
         for producer in self.producers.values():
             producer.on_lost(event.site)
         return [e for c in self.consumers.values() for e in c.on_lost(event.site, self.connected)]
+
+    def hurry(self) -> list[SiteEffect]:
+        """Units that have something to do and have not moved since the last call: take what they
+        lack from another copy, in case the one they take from is slow."""
+        effects: list[SiteEffect] = []
+        for unit in self.units.values():
+            stuck = unit.installed and not unit.busy and unit.finished == unit.hurried
+            if stuck and unit.finished < self.recorded:
+                for exchange in unit.shape.inputs:
+                    effects += self.consumers[exchange, unit.key[1]].turn(self.connected)
+            unit.hurried = unit.finished
+        return effects
 
     # --- the flow of data -----------------------------------------------------------------------
 
@@ -352,10 +362,11 @@ class Dataflow:
         return self._handovers(unit) if not unit.busy else []
 
     def _handovers(self, unit: _Unit) -> list[SiteEffect]:
+        assert self.view is not None
         effects: list[SiteEffect] = []
         for joiner in [s for s, due in unit.handovers.items() if unit.finished >= due]:
             del unit.handovers[joiner]
-            unit.handed.append(joiner)
+            unit.handed[joiner] = self.view.cohort(unit.key).since_of(joiner)
             kept = {x: self.producers[x, unit.key[1]].export() for x in unit.shape.outputs}
             effects.append(HandOver(unit.key, joiner, unit.finished, kept))
         return effects

@@ -260,10 +260,12 @@ class CopyReported:
 
 @dataclass(frozen=True, slots=True)
 class CopyBehind:
-    """A site must keep more for a copy than it has room for: that copy is far behind."""
+    """Another site must keep more for the copies at `site` than it has room for, or has not been
+    able to reach it for a while."""
 
     site: SiteId
     reason: str
+    unreachable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

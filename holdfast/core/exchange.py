@@ -262,6 +262,17 @@ class Consumer:
             turn = (producer + self.cohort) % len(alive) if alive else 0
             self.source[producer] = alive[turn] if alive else None
 
+    def turn(self, connected: set[SiteId]) -> list[SendAck]:
+        """Take what is lacking of the next epoch from the next copy."""
+        effects = []
+        for producer, received in self.received.items():
+            alive = [s for s in self._copies[producer] if s in connected]
+            source = self.source.get(producer)
+            if received == self.finished and source in alive and len(alive) > 1:
+                self.source[producer] = alive[(alive.index(source) + 1) % len(alive)]
+                effects += [a for a in self.acks(connected) if a.producer == producer]
+        return effects
+
     def on_bundle(self, event: BundleArrived) -> bool:
         """Take a bundle in; False if it is one that came before and is dropped."""
         seen = self.received.get(event.producer)

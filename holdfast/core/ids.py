@@ -15,5 +15,8 @@ CohortId = NewType("CohortId", int)
 Unit = tuple[StageId, CohortId]
 """A cohort of a stage: what a site processes in one call."""
 
+FIRST: Unit = (StageId(0), CohortId(0))
+"""The first cohort of the first source, which the sequencer lives with."""
+
 NO_EPOCH = Epoch(-1)
 """Before the first epoch, which is 0."""

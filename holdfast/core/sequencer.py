@@ -41,7 +41,10 @@ from holdfast.core.events import (
 )
 from holdfast.core.ids import NO_EPOCH, Epoch, SiteId, StageId
 from holdfast.core.records import Block, EpochRecord, Range
-from holdfast.errors import ProtocolError, require
+from holdfast.errors import FlowError, ProtocolError, require
+
+RESENT = 64
+"""So many of the latest records go out again when the chain changes: more than can be in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +58,12 @@ class Budget:
     """An epoch that is less than half full waits until fewer than so many are in flight: it would
     only queue behind them, and fills up in the meantime."""
 
-
-RESENT = 64
-"""So many of the latest records go out again when the chain changes: more than can be in flight."""
+    def __post_init__(self) -> None:
+        if not 1 <= self.epochs_in_flight_max < RESENT:
+            raise FlowError(
+                f"epochs_in_flight_max must be at least 1 and less than {RESENT}, "
+                f"not {self.epochs_in_flight_max}"
+            )
 
 
 @dataclass(slots=True)

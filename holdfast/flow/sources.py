@@ -50,6 +50,8 @@ class Source:
     splits: int = 1
     fed = False
     """Whether rows are pushed to the ingress (by Spark tasks) instead of read by it."""
+    resumable = True
+    """Of a fed source: whether another application can go on feeding it."""
     through = False
     """Of a fed source: whether rows are taken as they come in, or a whole batch at a time."""
 

@@ -64,7 +64,7 @@ class FedReader(SplitReader):
         self.source = source
         self._empty = pa.RecordBatch.from_pylist([], schema=schema)
         self.through = through
-        self.leads = True
+        self.leads = False
         self.send: Callable[[SiteId, wire.Message, list[Any]], None] = lambda *_: None
         self.on_ready: Callable[[], None] = lambda: None
         self._ready: deque[pa.RecordBatch] = deque()
@@ -229,9 +229,10 @@ class FedReader(SplitReader):
         if leads and not self.leads:
             self._submitted = self._taken
         self.leads = leads
-        self._counted = set(others)
+        others, joining = set(others), set(joining)
+        self._counted = others | (self._counted & joining)
         if leads:
-            self._has = {s: self._has.get(s, 0) for s in [*others, *joining]}
+            self._has = {s: self._has.get(s, 0) for s in others | joining}
             self._enter()
         else:
             self._has = {}
@@ -260,6 +261,7 @@ class FedReader(SplitReader):
             return
         self._has[site] = max(self._has[site], number)
         if again:
+            self._counted.add(site)  # from now on no portion enters that it does not have
             for portion in self._portions:
                 if portion.number > number:
                     self._give(site, portion)
@@ -288,7 +290,10 @@ class FedReader(SplitReader):
         self._committed, self._head = saved["committed"], saved["head"]
         self._head_taken, self._ended = saved["head_taken"], bool(saved["ended"])
         self._taken = self._submitted = saved["taken"]
-        self.leads = False
+        self._ready.clear()
+        self._staged.clear()
+        self._portions.clear()
+        self._ready_bytes = 0
 
 
 class Feeds:

@@ -58,7 +58,7 @@ from holdfast.core.events import (
     SuccessorConnected,
     ViewCommitted,
 )
-from holdfast.core.ids import NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
+from holdfast.core.ids import FIRST, NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
 from holdfast.core.layout import View
 from holdfast.core.sequencer import Sequencer
 from holdfast.errors import ProtocolError
@@ -75,8 +75,6 @@ log = logging.getLogger("holdfast.site")
 Order = IngestEpoch | ProcessBundles
 
 EARLY_MAX = 1_000
-FIRST: Unit = (StageId(0), CohortId(0))
-"""The unit that the sequencer lives with."""
 
 
 class Transport(Protocol):
@@ -117,7 +115,8 @@ class Node:
         self._ties = itertools.count()
         self._acks: dict[SiteId, dict[tuple[int, int, int], wire.Ack]] = {}
         self._quiet_since: dict[tuple[int, int], float] = {}
-        self._waits_for_chain = self._caught_up = False
+        self._waits_for_chain = False
+        self._uncounted: set[Unit] = set()
         self._early: deque[SequencerEvent] = deque(maxlen=EARLY_MAX)
 
     # --- what a shell calls ---------------------------------------------------------------------
@@ -141,10 +140,18 @@ class Node:
         self._ask_for_portions()
         if self.sequencer is not None:
             self._sequence(ViewCommitted(view))
+        joins = self.site in view.cohort(FIRST).joining and self.dataflow.units[FIRST].installed
+        if joins and known is not None and known.sequencers[-1:] != view.sequencers[-1:]:
+            self._waits_for_chain = True  # the copy it was chained to is gone
         early, self._early = self._early, deque(maxlen=EARLY_MAX)
         for event in early if self.sequencer is not None else ():
             self._sequence(event)
         self._join_chain()
+
+    def hurry(self) -> None:
+        """Called every now and then: a unit that has not moved since takes from other copies."""
+        for effect in self.dataflow.hurry():
+            self._apply(effect)
 
     def on_connected(self, site: SiteId) -> None:
         """There is a connection to another site. If there was one before, what was on it is lost:
@@ -184,9 +191,10 @@ class Node:
                 self._transport.tell(wire.Finished(self.view.number))
             for unit in self.view.units_at(self.site):
                 held = self.dataflow.units[unit]
-                waits = self._waits_for_chain and unit == FIRST
-                if held.installed and not waits and self.site in self.view.cohort(unit).joining:
+                if held.installed and self._is_whole(unit) and held.since:
                     self._tell_copy(unit, self.site, "installed")
+                    if held.replaying_to is None:
+                        self._tell_copy(unit, self.site, "caught_up")
         if self.sequencer is not None:
             for record in self.sequencer.history:
                 self._transport.tell(wire.Cut(record))
@@ -233,7 +241,8 @@ class Node:
                 self._sequence(PauseRequested(message.paused))
             case wire.CatchUp():
                 unit = (StageId(message.stage), CohortId(message.cohort))
-                self._handle(CatchUpOrdered(unit, SiteId(message.joiner)))
+                if self.view is not None and message.term >= self.view.term:
+                    self._handle(CatchUpOrdered(unit, SiteId(message.joiner)))
             case wire.HandOverBegin():
                 self._on_hand_over_begin(site, message)
             case wire.HandOverState() | wire.HandOverKept() | wire.HandOverHeld():
@@ -248,6 +257,10 @@ class Node:
                 reader = self.stages.fed().get(message.source)
                 if reader is not None and reader.leads:
                     reader.on_has(site, message.number, message.again)
+                    if message.again:
+                        self._transport.send(site, wire.FeedCounted(message.source))
+            case wire.FeedCounted():
+                self._on_feed_counted(message.source)
             case _:
                 raise ProtocolError(f"a site does not expect {type(message).__name__}")
 
@@ -306,6 +319,7 @@ class Node:
             case CloseUnit():
                 self.stages.shut(effect.unit)
                 self.incoming.pop(effect.unit, None)
+                self._uncounted.discard(effect.unit)
                 if effect.unit == FIRST:
                     self.sequencer, self._waits_for_chain = None, False
                 self.orders = [o for o in self.orders if o[-1].unit != effect.unit]
@@ -412,6 +426,7 @@ class Node:
             return  # it is not wanted here any more
         self.stages.shut(unit)
         self.stages.open(unit, self.view)
+        self.stages.on_view(self.view)
         self.incoming[unit] = Incoming(message, site, self.stages.units[unit])
 
     def _on_hand_over_end(self, site: SiteId, message: wire.HandOverEnd) -> None:
@@ -432,12 +447,32 @@ class Node:
         self._transport.tell(wire.CopyState(*unit, site, self.view.number, phase, reason))
 
     def _report_copy(self, effect: ReportCopy) -> None:
-        if effect.unit == FIRST and (self._waits_for_chain or effect.phase == "installed"):
+        unit, phase = effect.unit, effect.phase
+        if phase == "installed" and unit[0] in self.stages.fed():
+            self._uncounted.add(unit)
+        if phase == "installed" and unit == FIRST:
             self._waits_for_chain = True
-            self._caught_up = effect.phase == "caught_up"
             self._join_chain()
-        else:
-            self._tell_copy(effect.unit, self.site, effect.phase)
+        if self._is_whole(unit):
+            self._tell_copy(unit, self.site, phase)
+
+    def _is_whole(self, unit: Unit) -> bool:
+        """Whether a new copy can take the place of the others: also as far as the sequencer and
+        the rows that were pushed to them are concerned."""
+        return unit not in self._uncounted and not (unit == FIRST and self._waits_for_chain)
+
+    def _tell_if_whole(self, unit: Unit) -> None:
+        held = self.dataflow.units.get(unit)
+        if held is not None and held.installed and self._is_whole(unit):
+            self._tell_copy(unit, self.site, "installed")
+            if held.replaying_to is None:
+                self._tell_copy(unit, self.site, "caught_up")
+
+    def _on_feed_counted(self, source: int) -> None:
+        unit = (StageId(source), CohortId(0))
+        if unit in self._uncounted:
+            self._uncounted.discard(unit)
+            self._tell_if_whole(unit)
 
     def _join_chain(self) -> None:
         """With the first unit comes a copy of the sequencer, and only with it is the unit whole:
@@ -458,9 +493,7 @@ class Node:
     def _on_chained(self) -> None:
         if self._waits_for_chain:
             self._waits_for_chain = False
-            self._tell_copy(FIRST, self.site, "installed")
-            if self._caught_up:
-                self._tell_copy(FIRST, self.site, "caught_up")
+            self._tell_if_whole(FIRST)
 
     # --- the sequencer --------------------------------------------------------------------------
 

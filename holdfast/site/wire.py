@@ -97,8 +97,9 @@ class Start(Message, frozen=True):
 
 
 class CatchUp(Message, frozen=True):
-    """Hand the unit over to the new copy at `joiner`."""
+    """Hand the unit over to the new copy at `joiner`. `term` is that of the leader who says so."""
 
+    term: int
     stage: int
     cohort: int
     joiner: int
@@ -117,10 +118,11 @@ class CopyState(Message, frozen=True):
 
 
 class Behind(Message, frozen=True):
-    """I must keep too much for the copies at `site`."""
+    """I must keep too much for the copies at `site`, or cannot reach it."""
 
     site: int
     reason: str
+    unreachable: bool
 
 
 class Beat(Message, frozen=True):
@@ -381,6 +383,12 @@ class FeedPortion(Message, frozen=True):
     number: int
     marks: dict[str, int]
     sizes: list[int]
+
+
+class FeedCounted(Message, frozen=True):
+    """The leading ingress to a new copy: no portion enters any more that you do not have."""
+
+    source: int
 
 
 class FeedHas(Message, frozen=True):

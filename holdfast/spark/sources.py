@@ -65,6 +65,7 @@ class SparkStream(SparkSource):
     ) -> None:
         super().__init__(df, order_by)
         self.checkpoint, self.trigger = checkpoint, trigger
+        self.resumable = checkpoint is not None
 
     def feeder(self) -> _StreamFeeder:
         return _StreamFeeder(self)
