@@ -55,6 +55,7 @@ class SendBundle:
     since: int
     last: bool
     bundle: Any
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,7 @@ class BundleArrived:
     """For the copy of the consumer that began in this view, and not one before it at this site."""
     last: bool
     bundle: Any
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ class Kept(NamedTuple):
     epoch: Epoch
     last: bool
     bundle: Any
+    part: int = 0
+    """Which of the epoch's parts it is; with ordered merging there is only one."""
 
 
 @dataclass(slots=True)
@@ -63,6 +65,7 @@ class Producer:
         self.exchange, self.cohort = exchange, cohort
         self.lanes: dict[CohortId, _Lane] = {}
         self.made = NO_EPOCH
+        self._part = 0
 
     def on_view(self, copies: Mapping[CohortId, Mapping[SiteId, int]]) -> None:
         """Count these copies of the consumers, and no others; each with the view it is from."""
@@ -87,12 +90,13 @@ class Producer:
         effects: list[SendBundle] = []
         for consumer, lane in self.lanes.items():
             bundle = bundles[consumer]
-            lane.kept.append(Kept(epoch, last, bundle))
+            lane.kept.append(Kept(epoch, last, bundle, self._part))
             claim = lane.claims.pop(epoch, None)
             if claim is not None:
                 self._compare(consumer, epoch, bundle, claim)
             self._trim(lane)
             effects += self._sendable(consumer, lane)
+        self._part = 0 if last else self._part + 1
         if last:
             self.made = epoch
         return effects
@@ -129,7 +133,7 @@ class Producer:
                 continue
             taker.next = max(taker.next, lane.trimmed)
             while taker.next - lane.trimmed < len(lane.kept):
-                epoch, last, bundle = lane.kept[taker.next - lane.trimmed]
+                epoch, last, bundle, part = lane.kept[taker.next - lane.trimmed]
                 if epoch > taker.credit:
                     break
                 if epoch > taker.received:
@@ -143,6 +147,7 @@ class Producer:
                             taker.since,
                             last,
                             bundle,
+                            part,
                         )
                     )
                 taker.next += 1
@@ -218,6 +223,7 @@ class Consumer:
         self._copies: dict[CohortId, tuple[SiteId, ...]] = {}
         self._counted: dict[CohortId, tuple[SiteId, ...]] = {}
         self._arrived: dict[Epoch, dict[CohortId, list[Any]]] = {}
+        self._parts: dict[CohortId, int] = {}  # how many of the next epoch have come
         self._taken: dict[CohortId, int] = {}
         self._checksum: dict[CohortId, int] = {}
 
@@ -287,8 +293,11 @@ class Consumer:
                 f"exchange {self.exchange}: cohort {event.producer} sent epoch {event.epoch} "
                 f"after {seen}"
             )
+        if event.part < self._parts.get(event.producer, 0):
+            return False
         parts = self._arrived.setdefault(event.epoch, {}).setdefault(event.producer, [])
         parts.append(event.bundle)
+        self._parts[event.producer] = 0 if event.last else event.part + 1
         if event.last:
             self.received[event.producer] = event.epoch
         return True

@@ -103,7 +103,15 @@ class Checker:
 
 
 def encode(
-    frames: Frames, exchange: int, epoch: int, producer: int, consumer: int, since: int, last: bool
+    frames: Frames,
+    exchange: int,
+    epoch: int,
+    producer: int,
+    consumer: int,
+    *,
+    since: int = 0,
+    part: int = 0,
+    last: bool = True,
 ) -> tuple[wire.Bundle, list[object]]:
     """The message and the buffers of its body."""
     track = frames.track.to_bytes()
@@ -112,10 +120,8 @@ def encode(
     body: list[object] = [track, digests]
     if rows:
         body.append(frames.batch.serialize())
-    message = wire.Bundle(
-        exchange, epoch, producer, consumer, since, last, rows, len(track), len(digests)
-    )
-    return message, body
+    sizes = (rows, len(track), len(digests))
+    return wire.Bundle(exchange, epoch, producer, consumer, since, part, last, *sizes), body
 
 
 def decode(message: wire.Bundle, body: memoryview, schema: pa.Schema) -> Frames:

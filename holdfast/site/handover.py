@@ -54,10 +54,10 @@ class Outgoing:
         yield begin, None
         for exchange, lanes in order.kept.items():
             for consumer, lane in lanes.items():
-                for epoch, last, bundle in lane:
+                for epoch, last, bundle, part in lane:
                     self._rest -= bundle.nbytes
                     header, body = bundles.encode(
-                        bundle, exchange, epoch, self.unit[1], consumer, 0, last
+                        bundle, exchange, epoch, self.unit[1], consumer, part=part, last=last
                     )
                     yield wire.HandOverKept(*self.unit, header), body
         for number, batch in held:
@@ -104,7 +104,7 @@ class Incoming:
                 lane = self._kept[ExchangeId(header.exchange)].setdefault(
                     CohortId(header.consumer), []
                 )
-                lane.append(Kept(Epoch(header.epoch), header.last, frames))
+                lane.append(Kept(Epoch(header.epoch), header.last, frames, header.part))
             case wire.HandOverHeld():
                 self._held.append((message.number, from_ipc(pa.py_buffer(body))))
 

@@ -377,11 +377,12 @@ class Node:
             self._transport.send(site, message)
 
     def _send_bundle(self, effect: SendBundle) -> None:
-        to = (effect.exchange, effect.epoch, effect.producer, effect.consumer, effect.since)
+        to = (effect.exchange, effect.epoch, effect.producer, effect.consumer)
+        since, part, last = effect.since, effect.part, effect.last
         if effect.site == self.site:
-            self._handle(BundleArrived(*to, effect.last, effect.bundle))
+            self._handle(BundleArrived(*to, since, last, effect.bundle, part))
             return
-        message, body = bundles.encode(effect.bundle, *to, effect.last)
+        message, body = bundles.encode(effect.bundle, *to, since=since, part=part, last=last)
         self._transport.send(effect.site, message, body)
 
     def _on_bundle(self, message: wire.Bundle, body: memoryview) -> None:
@@ -400,6 +401,7 @@ class Node:
                 message.since,
                 message.last,
                 frames,
+                message.part,
             )
         )
 

@@ -253,6 +253,7 @@ class Bundle(Message, frozen=True):
     producer: int
     consumer: int
     since: int
+    part: int
     last: bool
     rows: int
     track: int

@@ -65,8 +65,10 @@ def consumer(copies: dict[int, tuple[int, ...]], window: int = 2, **known) -> Co
     return made
 
 
-def arrived(epoch: int, producer: int, name: str, last: bool = True, checksum: int = 0):
-    return BundleArrived(X, epoch, producer, 1, 0, last, Frames(name, checksum))
+def arrived(
+    epoch: int, producer: int, name: str, last: bool = True, checksum: int = 0, part: int = 0
+):
+    return BundleArrived(X, epoch, producer, 1, 0, last, Frames(name, checksum), part)
 
 
 # --- one copy on each side ----------------------------------------------------------------------
@@ -107,7 +109,8 @@ def test_an_epoch_is_complete_with_the_last_part_of_every_producer() -> None:
     assert made.on_bundle(arrived(0, 0, "a", last=False))
     assert made.on_bundle(arrived(0, 1, "c"))
     assert not made.complete(0)
-    assert made.on_bundle(arrived(0, 0, "b"))
+    assert not made.on_bundle(arrived(0, 0, "a", last=False)), "it came over a broken connection"
+    assert made.on_bundle(arrived(0, 0, "b", part=1))
     assert made.complete(0)
     assert [b.name for b in made.take(0)] == ["a", "b", "c"]
 

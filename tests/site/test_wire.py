@@ -106,7 +106,7 @@ def test_a_server_with_another_secret_is_refused() -> None:
 
 VIEW = View(2, 7, (0, 3), ((Cohort(0, 4, (0, 3)), Cohort(4, 8, (3,), (5,))), (Cohort(0, 1, (0,)),)))
 RECORD = EpochRecord(3, 100, (Range(0, 1, 5, 9, 77), Range(0, 2, 0, 1, None)), (1,), False, True)
-BUNDLE = wire.Bundle(1, 2, 3, 4, 5, True, 6, 16, 8)
+BUNDLE = wire.Bundle(1, 2, 3, 4, 5, 0, True, 6, 16, 8)
 
 
 @pytest.mark.parametrize(
