@@ -87,7 +87,8 @@ def test_a_leader_that_stands_still_is_replaced_and_finds_out(apps: Apps, out: P
     flows_on(apps)
     leader = apps.leader
     assert leader is not None
-    before = {s["site"] for s in apps.status()["sites"]}
+    before = apps.status()["domains"].keys()
+    assert len(before) == 4
     os.kill(apps.processes[leader].pid, signal.SIGSTOP)
     try:
         until(apps, lambda: apps.leader == 1 - leader, "the other leads")
@@ -96,7 +97,7 @@ def test_a_leader_that_stands_still_is_replaced_and_finds_out(apps: Apps, out: P
         os.kill(apps.processes[leader].pid, signal.SIGCONT)
     flows_on(apps)
     assert apps.leader == 1 - leader
-    assert {s["site"] for s in apps.status()["sites"]} == before
+    assert apps.status()["domains"].keys() == before
     check(apps, out)
 
 
@@ -104,7 +105,7 @@ def test_applications_on_two_hosts_need_an_arbiter() -> None:
     controls = (("one", 1), ("two", 1))
     with pytest.raises(HostError, match="need an arbiter that all of them reach"):
         Place(0, controls, "file:/tmp/somewhere")
-    with pytest.raises(HostError, match="2 hosts"):
+    with pytest.raises(HostError, match="2 applications need an arbiter"):
         Place(0, controls)
     assert Place(1, controls, "zk://one:2181").apps == 2
 
