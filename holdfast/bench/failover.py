@@ -616,15 +616,19 @@ def _kill_driver(apps: Apps) -> Kill:
     leader = apps.leader
     if leader is None:
         raise HostError("no application leads")
-    lives = apps.lives[leader]
-    at = _kill_all(apps.processes[leader].pid)
-    _until(lambda: apps.leader not in (leader, None), "the other application leads", apps, 0.02)
-    _until(
-        lambda: apps.lives[leader] > lives and apps.protected,
-        "the application is back and everything protected",
-        apps,
-        0.02,
-    )
+    lives, root = apps.lives[leader], apps.processes[leader].pid
+    below = tree(root)
+    gone = {s["site"] for s in apps.status()["sites"] if s["pid"] in below}
+
+    def recovered() -> bool:
+        # The next leader begins with the view of the last one, which says "protected", too.
+        status = apps.status()
+        known = gone <= {int(site) for site in status["dead"]}
+        back = status["app"] != leader and apps.lives[leader] > lives
+        return bool(known and back and status["protected"])
+
+    at = _kill_all(root)
+    _until(recovered, "the application is back and everything protected", apps, 0.05)
     return Kill(f"application {leader}", at, time.time())
 
 

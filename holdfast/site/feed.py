@@ -6,7 +6,9 @@ A batch of a source consists of numbered partitions. Two ways of taking one:
 task may be run again and a re-run batch may differ; then they are taken in partition order, once.
 
 *Through* (one batch DataFrame, read in order): partitions are taken one after another, each as it
-comes in; the tasks of later partitions wait. Nothing is held but what the limit allows.
+comes in; the tasks of later partitions wait. Nothing is held but what the limit allows. Here a
+batch is an attempt to read the whole: when Spark sorts anew it cuts the partitions elsewhere, so a
+later attempt passes over as many rows as have been taken, whatever partitions they are in.
 
 What is pushed cannot be read again, so the leading copy of the ingress gives whatever it takes, as
 numbered *portions*, to the other copies first. Only when all of them have a portion do its rows
@@ -17,7 +19,7 @@ the last portion it has: it knows which batches, or how many rows of which parti
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -73,6 +75,9 @@ class FedReader(SplitReader):
         self._committed = -1
         self._head = 0  # through: the partition whose turn it is
         self._head_taken = 0  # through: how many of its rows were taken
+        self._attempt = 0  # through: at reading the whole
+        self._total = 0  # through: how many rows were taken in all
+        self._passed = 0  # through: how many rows of this attempt are known from earlier ones
         self._ended = False
         self._waiting: list[Reply] = []  # commits that wait for room
         self._portions: deque[_Portion] = deque()  # not yet at all copies
@@ -98,7 +103,7 @@ class FedReader(SplitReader):
 
     def _answer_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
-        head = self._staged.get((0, self._head)) if self.through else None
+        head = self._staged.get((self._attempt, self._head)) if self.through else None
         if head is not None:
             waiting, head.waiting = waiting + head.waiting, []
         for reply in waiting:
@@ -107,6 +112,13 @@ class FedReader(SplitReader):
     # --- the feeders' side ----------------------------------------------------------------------
 
     def open(self, batch: int, partition: int, attempt: int, reply: Reply) -> None:
+        if self.through and batch < self._attempt:
+            reply(False, "another attempt at the whole has begun")
+            return
+        if self.through and batch > self._attempt:
+            self._attempt, self._passed = batch, self._total
+            self._head = self._head_taken = 0
+            self._staged.clear()
         if batch <= self._committed or (self.through and partition < self._head):
             reply(True, "taken")  # the feeder need not send it again
             return
@@ -146,10 +158,10 @@ class FedReader(SplitReader):
     def _pass_on(self, reply: Reply) -> None:
         """Through: go on to the next partition, and let in what of it is already here."""
         rows: list[pa.RecordBatch] = []
-        while (staged := self._staged.get((0, self._head))) is not None and staged.done:
-            del self._staged[0, self._head]
+        while (staged := self._staged.get((self._attempt, self._head))) is not None and staged.done:
+            del self._staged[self._attempt, self._head]
             self._head, self._head_taken = self._head + 1, 0
-            following = self._staged.get((0, self._head))
+            following = self._staged.get((self._attempt, self._head))
             if following is not None:
                 rows += following.batches
                 following.batches = []
@@ -180,11 +192,16 @@ class FedReader(SplitReader):
 
     def _submit(self, rows: list[pa.RecordBatch], reply: Reply, ended: bool = False) -> None:
         """Give a portion to all copies; it is taken when they have it."""
+        if self.through:
+            rows = self._unknown(rows)
         self._submitted += 1
         marks = {
             "committed": self._committed,
             "head": self._head,
             "head_taken": self._head_taken,
+            "attempt": self._attempt,
+            "total": self._total,
+            "passed": self._passed,
             "ended": int(ended),
             "everywhere": min(self._has.values(), default=self._submitted),
         }
@@ -193,6 +210,16 @@ class FedReader(SplitReader):
         for site in self._has:
             self._give(site, portion)
         self._enter()
+
+    def _unknown(self, rows: list[pa.RecordBatch]) -> list[pa.RecordBatch]:
+        """What of these rows no earlier attempt has brought."""
+        fresh = []
+        for batch in rows:
+            known = min(self._passed, batch.num_rows)
+            self._passed -= known
+            fresh.append(batch.slice(known))
+        self._total += sum(b.num_rows for b in fresh)
+        return fresh
 
     def _give(self, site: SiteId, portion: _Portion) -> None:
         bodies = [to_ipc(b) for b in portion.rows]
@@ -239,21 +266,28 @@ class FedReader(SplitReader):
 
     def on_portion(self, message: wire.FeedPortion, body: memoryview) -> None:
         """The leader has given this copy a portion."""
-        if message.number <= self._taken:
-            return
         if message.number != self._taken + 1:
-            raise ProtocolError(f"portion {message.number} of a feed after {self._taken}")
+            return  # it came before; or it left before the leader knew what this copy lacks
         rows, at = [], 0
         for size in message.sizes:
             rows.append(_decoded(body[at : at + size]))
             at += size
-        self._committed, self._head = message.marks["committed"], message.marks["head"]
-        self._head_taken = message.marks["head_taken"]
+        self._at(message.marks)
         # Kept in case this copy comes to lead while another one lacks it.
         self._portions.append(_Portion(message.number, rows, message.marks, None))
         while self._portions[0].number <= message.marks["everywhere"]:
             self._portions.popleft()
         self._take(self._portions[-1])
+
+    def _at(self, marks: Mapping[str, int]) -> None:
+        """Stand where another copy of the feed stood."""
+        self._committed = marks["committed"]
+        self._head, self._head_taken = marks["head"], marks["head_taken"]
+        self._attempt, self._total, self._passed = (
+            marks["attempt"],
+            marks["total"],
+            marks["passed"],
+        )
 
     def on_has(self, site: SiteId, number: int, again: bool) -> None:
         """Another copy has so many portions; `again`: it wants those that follow sent again."""
@@ -278,6 +312,9 @@ class FedReader(SplitReader):
             "committed": self._committed,
             "head": self._head,
             "head_taken": self._head_taken,
+            "attempt": self._attempt,
+            "total": self._total,
+            "passed": self._passed,
             "ended": int(self._ended),
             "taken": self._taken,
         }
@@ -287,8 +324,8 @@ class FedReader(SplitReader):
         return list(self._ready)
 
     def restore(self, saved: dict[str, int]) -> None:
-        self._committed, self._head = saved["committed"], saved["head"]
-        self._head_taken, self._ended = saved["head_taken"], bool(saved["ended"])
+        self._at(saved)
+        self._ended = bool(saved["ended"])
         self._taken = self._submitted = saved["taken"]
         self._ready.clear()
         self._staged.clear()

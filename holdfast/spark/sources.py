@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import threading
 import time
@@ -188,8 +189,10 @@ class _BatchFeeder(_Feeder[SparkBatch]):
             df = df.orderBy(*self._spark_source.order_by)
         ordered = df
 
+        attempts = itertools.count()
+
         def push(addresses: list[tuple[str, int]]) -> None:
-            task = _hand_over(addresses, self._secret, self._source, 0)
+            task = _hand_over(addresses, self._secret, self._source, next(attempts))
             ordered.mapInArrow(task, _HANDED).collect()
 
         self._again_if_moved(push)

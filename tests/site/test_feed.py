@@ -2,7 +2,8 @@
 
 import pyarrow as pa
 
-from holdfast.site import feed
+from holdfast.core.ids import SiteId
+from holdfast.site import feed, wire
 from holdfast.site.feed import FedReader
 
 SCHEMA = pa.schema([("x", pa.int64())])
@@ -105,3 +106,96 @@ def test_the_end_is_after_the_last_row() -> None:
     reader.end(Replies())
     assert reader.read(10).num_rows == 1
     assert reader.read(10) is None
+
+
+# --- copies -------------------------------------------------------------------------------------
+
+
+class Pair:
+    """A leading copy and another one; what goes between them waits until it is delivered."""
+
+    def __init__(self, through: bool) -> None:
+        self.leader, self.other = (FedReader(0, SCHEMA, through) for _ in range(2))
+        self.sent: list[tuple[wire.FeedPortion, bytes]] = []
+        self.leader.send = lambda site, message, body: self.sent.append(
+            (message, b"".join(bytes(b) for b in body))
+        )
+        self.leader.on_copies(True, [SiteId(2)], [])
+        self.other.on_copies(False, [SiteId(1)], [])
+
+    def deliver(self, confirmed: bool = True) -> None:
+        for message, body in self.sent:
+            self.other.on_portion(message, memoryview(body))
+        self.sent.clear()
+        if confirmed:
+            self.leader.on_has(SiteId(2), self.other.has, False)
+
+
+def test_rows_enter_and_are_confirmed_when_all_copies_have_them() -> None:
+    pair, replies = Pair(through=False), Replies()
+    hand_over(pair.leader, 0, 0, 1, 1, 2)
+    pair.leader.commit(0, (0,), replies)
+    assert drained(pair.leader) == [] and replies == []
+    pair.deliver(confirmed=False)
+    assert replies == [], "it may not have arrived, for all that is known"
+    pair.leader.on_has(SiteId(2), pair.other.has, False)
+    assert replies == [(True, "")]
+    assert drained(pair.leader) == drained(pair.other) == [1, 2]
+
+
+def test_a_new_leader_knows_which_batches_were_taken() -> None:
+    pair = Pair(through=False)
+    hand_over(pair.leader, 0, 0, 1, 1, 2)
+    pair.leader.commit(0, (0,), Replies())
+    pair.deliver(confirmed=False)  # the leader dies before it hears, and has not answered
+    pair.other.on_copies(True, [], [])
+    again = Replies()
+    hand_over(pair.other, 1, 0, 2, 3)
+    pair.other.commit(0, (0,), again)
+    pair.other.commit(1, (0,), again)
+    assert again == [(True, "taken"), (True, "")]
+    assert drained(pair.other) == [1, 2, 3]
+
+
+def test_a_new_copy_is_waited_for_once_it_counts() -> None:
+    """A leader that is alone would confirm what nobody else has."""
+    pair, replies = Pair(through=False), Replies()
+    pair.leader.on_copies(True, [], [SiteId(2)])
+    pair.leader.on_has(SiteId(2), 0, True)
+    hand_over(pair.leader, 0, 0, 1, 1)
+    pair.leader.commit(0, (0,), replies)
+    assert replies == []
+    pair.deliver()
+    assert replies == [(True, "")]
+
+
+def test_what_left_before_the_leader_knew_what_a_copy_lacks_is_sent_again() -> None:
+    pair = Pair(through=False)
+    for number in range(3):
+        hand_over(pair.leader, number, 0, 1, number)
+        pair.leader.commit(number, (0,), Replies())
+    del pair.sent[:2]
+    pair.deliver()
+    assert pair.other.has == 0
+    pair.leader.on_has(SiteId(2), 0, True)
+    pair.deliver()
+    assert drained(pair.other) == [0, 1, 2]
+
+
+def test_a_later_attempt_passes_over_what_was_taken_however_it_is_cut() -> None:
+    """Spark sorts anew, and the partitions end elsewhere."""
+    pair = Pair(through=True)
+    hand_over(pair.leader, 0, 0, 1, 1, 2, 3)
+    pair.deliver()
+    replies = Replies()
+    pair.leader.open(0, 1, 1, replies)
+    pair.leader.rows(0, 1, 1, batch(4, 5), replies)
+    pair.deliver()
+    pair.other.on_copies(True, [], [])
+    hand_over(pair.other, 1, 0, 2, 1, 2)
+    hand_over(pair.other, 1, 1, 2, 3, 4, 5, 6)
+    hand_over(pair.other, 1, 2, 2, 7)
+    assert drained(pair.other) == [1, 2, 3, 4, 5, 6, 7]
+    late = Replies()
+    pair.other.open(0, 1, 3, late)
+    assert late == [(False, "another attempt at the whole has begun")]

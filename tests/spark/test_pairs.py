@@ -1,0 +1,133 @@
+"""Partition pairs on a real Spark: sites and drivers are killed, and the batch job agrees."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from holdfast import Flow, col, count, max_, pairs, parquet, sum_
+from holdfast.apps import Apps
+from holdfast.errors import HostError
+from holdfast.run import Run
+from holdfast.spark.sources import spark_batch, spark_stream
+
+from ..site.apps_flow import flow as apps_flow
+from ..site.test_apps import FILE, flows_on
+from ..site.test_apps import until as until_apps
+
+SELECT = ("id", "id * 7919 % 500 as k", "cast(id % 997 as double) as v")
+
+
+def totals(source: Any, out: Path) -> Flow:
+    flow = Flow("pairs on Spark", protect=pairs(apart="process"))
+    keyed = flow.source("numbers", source).key_by("k").agg(t=sum_("v"), n=count())
+    groups = keyed.select(g=col("k") % 100, t=col("t"), n=col("n")).key_by("g")
+    groups.agg(m=max_("t"), c=count()).sink("out", parquet(out, roll_s=0.2))
+    return flow
+
+
+def until(run: Run, holds: Callable[[], bool], what: str, within: float = 60.0) -> None:
+    deadline = time.monotonic() + within
+    while not holds():
+        assert not run.ended(0.02), f"the flow ended before {what}: {run.error}"
+        assert time.monotonic() < deadline, f"not within {within} s: {what}: {run.status()['view']}"
+
+
+def kill_leader(run: Run, stage: str) -> None:
+    """The site that leads a stage's first cohort."""
+    until(run, lambda: run.protected, "everything is protected")
+    status = run.status()
+    leader = next(p["copies"][0] for p in status["partitions"] if p["stage"] == stage)
+    os.kill(int(status["domains"][leader].process.rpartition("/")[2]), signal.SIGKILL)
+    until(run, lambda: leader in run.status()["dead"], "its death is noticed")
+
+
+def same(found: DataFrame, expected: DataFrame) -> bool:
+    """Whether both have the same rows, some at least, in whatever order."""
+    hashed = F.xxhash64(*found.columns).cast("decimal(38,0)")
+    ours, theirs = (df.agg(F.count("*"), F.sum(hashed)).collect()[0] for df in (found, expected))
+    return bool(ours[0]) and ours == theirs
+
+
+@pytest.mark.parametrize("stage", ["numbers", "out"])
+def test_a_site_dies_while_spark_feeds_the_flow(
+    spark: SparkSession, tmp_path: Path, stage: str
+) -> None:
+    """Micro-batches of files; the site that takes them in, or the one that writes, is killed."""
+    packets = tmp_path / "in"
+    for start in range(0, 40_000, 4_000):
+        rows = spark.range(start, start + 4_000, 1, 1).selectExpr(*SELECT)
+        rows.write.mode("append").parquet(str(packets))
+    schema = spark.read.parquet(str(packets)).schema
+    stream = spark.readStream.schema(schema).option("maxFilesPerTrigger", 1).parquet(str(packets))
+    source = spark_stream(stream, order_by="id", trigger={"availableNow": True})
+    flow = totals(source, tmp_path / "out")
+    run = flow.start(spark, sites=3)
+    until(run, lambda: run.status()["rows_in"] > 0, "rows flow")
+    if not run.ended(0):
+        kill_leader(run, stage)
+    assert run.wait(120)
+    found = spark.read.parquet(str(tmp_path / "out"))
+    whole = spark.read.parquet(str(packets))
+    assert found.count() == 40_000
+    # Files come in the order in which they were written, so the ids do.
+    expected = totals(spark_batch(whole, order_by="id"), tmp_path / "none")
+    assert same(found, expected.batch(spark, {"numbers": whole}))
+
+
+def test_a_batch_dataframe_is_fed_again_from_where_the_ingress_died(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    df = spark.range(0, 1_500_000, 1, 4).selectExpr(*SELECT)
+    flow = totals(spark_batch(df, order_by="id"), tmp_path / "out")
+    run = flow.start(spark, sites=3)
+    until(run, lambda: run.status()["rows_in"] > 0, "rows flow")
+    kill_leader(run, "numbers")
+    assert run.wait(120)
+    found = spark.read.parquet(str(tmp_path / "out"))
+    assert same(found, flow.batch(spark, {"numbers": df}))
+
+
+def test_copies_in_one_executor_are_refused_unless_allowed(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    flow = totals(spark_batch(spark.range(10).selectExpr(*SELECT)), tmp_path / "out")
+    flow.protection = pairs()
+    with pytest.raises(HostError, match="no two in one executor, and the sites are in only 1"):
+        flow.start(spark, sites=2)
+
+
+def test_a_driver_is_killed_and_comes_back(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two Spark applications; the one that leads dies with its JVM and all its sites."""
+    out = tmp_path / "out"
+    monkeypatch.setenv("HOLDFAST_TEST_OUT", str(out))
+    with Apps(FILE, apps=2, sites=4, host="spark") as apps:
+        until_apps(apps, lambda: apps.protected, "everything is protected", within=180)
+        flows_on(apps)
+        leader = apps.leader
+        assert leader is not None
+        os.killpg(apps.processes[leader].pid, signal.SIGKILL)
+        until_apps(apps, lambda: apps.leader == 1 - leader, "the other leads")
+        flows_on(apps)
+        until_apps(
+            apps, lambda: apps.lives[leader] == 2 and apps.protected, "it is back", within=180
+        )
+        apps.stop()
+        apps.wait()
+        rows = apps.status()["rows_in"]
+    source = spark.range(0, rows, 1, 4).selectExpr(
+        "id * 7919 % 5000 as k", "cast(id % 997 as double) as v", "id"
+    )
+    again = apps_flow(out=str(tmp_path / "none"), rows=rows)
+    expected = again.batch(spark, {"numbers": source.orderBy("id").select("k", "v")})
+    found = spark.read.parquet(str(out))
+    assert found.count() == rows
+    assert same(found, expected)
