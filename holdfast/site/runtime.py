@@ -44,7 +44,9 @@ log = logging.getLogger("holdfast.site")
 
 POLL_S = 0.002
 REDIAL_S = 0.05
-HURRY_S = 0.1
+HURRY_S = 1.0
+"""A unit that has waited for so long tries another copy. Not sooner: what was on its way comes
+twice then, and when everything is slow that makes it slower."""
 ORPHAN_S = 10.0
 """How long a site goes on without a controller."""
 QUEUED_BYTES_MAX = 4 << 20
