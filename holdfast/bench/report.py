@@ -97,7 +97,7 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-# --- memory of a tree of processes ----------------------------------------------------------------
+# --- memory and processor time of a tree of processes ---------------------------------------------
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -126,6 +126,12 @@ def rss_mb(root: int | None = None) -> float:
     """Resident memory of the tree now, in MiB. Pages that forked processes share count in each."""
     pages = [int(fields[21]) for pid in tree(root) if (fields := _stat(pid))]
     return sum(pages) * _PAGE / (1 << 20)
+
+
+def cpu_s(root: int | None = None) -> float:
+    """Processor time of the tree so far, in seconds; without processes that have ended."""
+    ticks = [int(fields[11]) + int(fields[12]) for pid in tree(root) if (fields := _stat(pid))]
+    return sum(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 class PeakRss:
