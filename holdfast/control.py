@@ -119,6 +119,11 @@ class Committed(msgspec.Struct, frozen=True):
     ended: bool = False
     error: str | None = None
 
+    @property
+    def failure(self) -> Exception | None:
+        """What a flow that has ended failed with."""
+        return errors.HoldfastError(self.error) if self.error else None
+
 
 class Control:
     """One application's control. All methods but `post` are called in its event loop."""
@@ -251,7 +256,7 @@ class Control:
     async def _take_over(self, known: Committed, term: int) -> None:
         """Go on from what the last leader had committed, and from what the sites have reported."""
         if known.ended:
-            self._end(errors.HoldfastError(known.error) if known.error else None)
+            self._end(known.failure)
             return
         self._app_of = {int(s): a for s, a in known.app_of.items()}
         domains = {SiteId(s): d for s, d in known.domains.items()}
@@ -293,7 +298,7 @@ class Control:
         if entry.value:
             known = msgspec.msgpack.decode(entry.value, type=Committed)
             if known.ended:
-                self._end(errors.HoldfastError(known.error) if known.error else None)
+                self._end(known.failure)
                 return
         try:
             await wire.dial(self._dialled_leader, _address(entry.holder))

@@ -90,6 +90,10 @@ DOUBT_MS = 300
 """How long to wait for word from a new copy when the one it was made from dies."""
 
 
+def _backoff_ms(failures: int) -> int:
+    return BACKOFF_MS[min(failures, len(BACKOFF_MS) - 1)]
+
+
 def first_id(term: int) -> SiteId:
     """Sites that are launched in different terms have different numbers."""
     return SiteId(1_000 * max(0, term - 1))
@@ -338,8 +342,7 @@ class Controller:
         for group in (self.sites, self.standbys):
             if site in group:
                 group[group.index(site)] = new
-        wait = BACKOFF_MS[min(self._stillborn[new], len(BACKOFF_MS) - 1)]
-        return LaunchSite(new, wait)
+        return LaunchSite(new, _backoff_ms(self._stillborn[new]))
 
     def _failed_early(self, gone: list[SiteId], reason: str) -> list[ControllerEffect]:
         worst = max(self._stillborn.get(s, 0) + 1 if s in self.launched else 0 for s in gone)
@@ -506,8 +509,7 @@ class Controller:
             self.unrecovered[unit] = f"{JOINS_MAX} attempts failed, the last because {reason}"
             return []
         self._paused.add(unit)
-        wait = BACKOFF_MS[min(count - 1, len(BACKOFF_MS) - 1)]
-        return [Wait(f"join {unit[0]} {unit[1]}", wait)]
+        return [Wait(f"join {unit[0]} {unit[1]}", _backoff_ms(count - 1))]
 
     def _on_copy_behind(self, event: CopyBehind) -> list[ControllerEffect]:
         """A slow copy must not govern the flow: let it go, if the flow can do without it."""

@@ -112,7 +112,7 @@ class Dataflow:
 
     def _on_view_committed(self, event: ViewCommitted) -> list[SiteEffect]:
         view = event.view
-        if self.view is not None and (view.term, view.number) <= (self.view.term, self.view.number):
+        if not view.replaces(self.view):
             return []
         self.view = view
         self._reported = False  # it is said for each view
@@ -290,7 +290,7 @@ class Dataflow:
 
     def _delivered(self, unit: _Unit) -> list[SiteEffect]:
         assert self.view is not None
-        leads = self.view.cohort(unit.key).copies[:1] == (self.site,)
+        leads = self.view.cohort(unit.key).led_by(self.site)
         if unit.shape.kind != "sink" or not leads or unit.finished == NO_EPOCH:
             return []
         return [ReportDelivered(unit.key[0], unit.finished)]

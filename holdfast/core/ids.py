@@ -9,7 +9,6 @@ SiteId = NewType("SiteId", int)
 """One life of a site: a site that is launched again gets another."""
 StageId = NewType("StageId", int)
 ExchangeId = NewType("ExchangeId", int)
-Partition = NewType("Partition", int)
 CohortId = NewType("CohortId", int)
 """Numbers the cohorts of a stage."""
 Unit = tuple[StageId, CohortId]

@@ -81,6 +81,9 @@ class Cohort:
     def all(self) -> tuple[SiteId, ...]:
         return self.copies + self.joining
 
+    def led_by(self, site: SiteId) -> bool:
+        return self.copies[:1] == (site,)
+
     def since_of(self, site: SiteId) -> int:
         return dict(self.since).get(site, 0)
 
@@ -118,6 +121,10 @@ class View:
         stages = [" ".join(_sites(c) for c in stage) for stage in self.cohorts]
         members = " ".join(str(s) for s in self.members)
         return f"view {self.term}.{self.number} of {members}: {' | '.join(stages)}"
+
+    def replaces(self, other: View | None) -> bool:
+        """Whether this view is the later one."""
+        return other is None or (self.term, self.number) > (other.term, other.number)
 
     @property
     def sequencers(self) -> tuple[SiteId, ...]:
@@ -201,7 +208,7 @@ def place(shape: Shape, sites: Sequence[SiteId], domains: Mapping[SiteId, Domain
     placed, turn = [], 0
     for stage in shape.stages:
         count = min(stage.partitions, len(ring))
-        bounds = [-(-stage.partitions * c // count) for c in range(count + 1)]
+        bounds = _bounds(stage.partitions, count)
         cohorts = []
         for c in range(count):
             at = (turn + c) % len(ring)
@@ -223,6 +230,11 @@ def replicas(shape: Shape, ring: Sequence[SiteId]) -> tuple[list[SiteId], list[S
     return list(ring[0 : 2 * count : 2]), list(ring[1 : 2 * count : 2])
 
 
+def _bounds(partitions: int, cohorts: int) -> list[int]:
+    """Where contiguous runs of about the same length begin, and where the last one ends."""
+    return [-(-partitions * c // cohorts) for c in range(cohorts + 1)]
+
+
 def _place_replicas(shape: Shape, ring: Sequence[SiteId], domains: Mapping[SiteId, Domain]) -> View:
     first, second = replicas(shape, ring)
     placed = []
@@ -230,7 +242,7 @@ def _place_replicas(shape: Shape, ring: Sequence[SiteId], domains: Mapping[SiteI
         if not first or not second or not may_join(stage, first[:1], second[0], domains):
             _next_copy(stage, ring[:1], ring[1:], domains)  # says what is wrong
         count = min(stage.partitions, len(first))
-        bounds = [-(-stage.partitions * c // count) for c in range(count + 1)]
+        bounds = _bounds(stage.partitions, count)
         placed.append(
             tuple(Cohort(bounds[c], bounds[c + 1], (first[c], second[c])) for c in range(count))
         )

@@ -31,7 +31,6 @@ from holdfast.core.effects import (
 from holdfast.core.events import (
     ControllerEvent,
     CopyReported,
-    FlowFailed,
     SiteFinished,
     SiteRegistered,
     SitesFailed,
@@ -385,9 +384,6 @@ class World:
         queue = self.network.get((CONTROLLER, site))
         if queue is not None:
             queue.append((message, memoryview(b"")))
-
-    def fail(self, site: SiteId, error: Exception) -> None:
-        self._control(FlowFailed(site, error))
 
 
 class _Launch:

@@ -124,7 +124,7 @@ class Node:
     def on_view(self, view: View) -> None:
         """Act on a view, unless a later one came before."""
         known = self.view
-        if known is not None and (view.term, view.number) <= (known.term, known.number):
+        if not view.replaces(known):
             return
         self.view, self.finished = view, False
         if self.sequencer is None and known is None and self.site in view.sequencers:
@@ -191,10 +191,8 @@ class Node:
                 self._transport.tell(wire.Finished(self.view.number))
             for unit in self.view.units_at(self.site):
                 held = self.dataflow.units[unit]
-                if held.installed and self._is_whole(unit) and held.since:
-                    self._tell_copy(unit, self.site, "installed")
-                    if held.replaying_to is None:
-                        self._tell_copy(unit, self.site, "caught_up")
+                if held.since:
+                    self._tell_if_whole(unit)
         if self.sequencer is not None:
             for record in self.sequencer.history:
                 self._transport.tell(wire.Cut(record))
@@ -570,7 +568,7 @@ class Node:
     # --- sources --------------------------------------------------------------------------------
 
     def _leads(self, unit: Unit) -> bool:
-        return self.view is not None and self.view.cohort(unit).copies[:1] == (self.site,)
+        return self.view is not None and self.view.cohort(unit).led_by(self.site)
 
     def _announce_anew(self) -> None:
         """The sequencer may be another, or this site may lead where it did not."""

@@ -271,11 +271,7 @@ class Site:
     def _on_new_view(self, message: wire.NewView) -> None:
         members = set(message.view.members)
         known = self.node.view
-        later = known is None or (message.view.term, message.view.number) > (
-            known.term,
-            known.number,
-        )
-        if later:
+        if message.view.replaces(known):
             if known is not None:
                 self._dead |= set(known.members) - members
             for site in [s for s in self._peers if s in self._dead]:

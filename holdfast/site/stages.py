@@ -154,7 +154,7 @@ class SiteStages:
             if unit not in view.units_at(self.site):
                 continue
             cohort = view.cohort(unit)
-            leads = cohort.copies[:1] == (self.site,)
+            leads = cohort.led_by(self.site)
             if runner.egress is not None and leads:
                 runner.egress.lead()
             reader = runner.fed
