@@ -51,13 +51,13 @@ from holdfast.apps import Apps
 from holdfast.bench import dmz
 from holdfast.bench.report import Figure, cpu_s, show, tree
 from holdfast.errors import HostError, InvariantError
-from holdfast.flow.batches import row_digests
+from holdfast.flow.batches import empty, row_digests
 from holdfast.flow.expr import last
 from holdfast.flow.graph import Flow
 from holdfast.flow.protection import Protection, none, pairs
 from holdfast.flow.sinks import Sink, SinkWriter, discard
 from holdfast.flow.sources import Source, SplitReader
-from holdfast.spark.session import local_session
+from holdfast.spark.session import hosting_session
 
 SITES = 4
 WINDOW_S = 2.0
@@ -65,6 +65,7 @@ TAKE_OVER_S = 0.2
 PATIENCE_S = 120.0
 TOO_BUSY_MS = 250.0
 SETTLE_S_MAX = 10.0
+LOOK_S = 0.1
 WARM_UP_ROWS = 4_000_000
 HISTORY_KEYS = 1_000_000
 HISTORY_ROWS = 100
@@ -95,7 +96,7 @@ class _Sizes:
 
 def _bench(sizes: _Sizes, work: Path, console: Console) -> dict[str, Any]:
     speeds = _speeds(sizes.rate_rows, sizes.rate_repeats, console)
-    rate = statistics.median(s.rows_per_s for s in speeds["pairs"]) / 2
+    rate = _paced_speed(work, sizes.rate_rows) / 2
     console.print(f"kill -9 of {sizes.kills} sites, one after another, at {rate:,.0f} rows/s")
     sites = kill_sites(work, rate, sizes.kills, console)
     console.print("kill -9 of a site with a large state")
@@ -169,7 +170,8 @@ class _PacedReader(SplitReader):
     def __init__(self, source: Paced, split: int, offset: int) -> None:
         self._source, self._split, self._next = source, split, offset
         self._began: float | None = None
-        self._nothing = pa.RecordBatch.from_pylist([], schema=source.schema)
+        self._end, self._look_again = source.last_offset(), 0.0
+        self._nothing = empty(source.schema)
 
     def read(self, rows_max: int, *, due: bool = False) -> pa.RecordBatch | None:
         source, count = self._source, rows_max
@@ -179,10 +181,11 @@ class _PacedReader(SplitReader):
             elapsed = time.time() - self._began
             in_time = source.head_per_split + int(elapsed * source.rate_per_split)
             count = min(count, in_time - self._next)
-        end = source.last_offset()
-        if end is not None:
-            count = min(count, end - self._next)
-            if self._next >= end:
+        if self._end is None and time.monotonic() > self._look_again:
+            self._end, self._look_again = source.last_offset(), time.monotonic() + LOOK_S
+        if self._end is not None:
+            count = min(count, self._end - self._next)
+            if self._next >= self._end:
                 return None
         return self._make(count) if count > 0 else self._nothing
 
@@ -308,9 +311,14 @@ def gap_ms(deliveries: Sequence[Delivery], killed: float) -> float:
     >>> gap_ms([before, after], 10.0)
     37.0
     """
-    usual = [d.largest_ms for d in deliveries if killed - WINDOW_S <= d.at < killed]
     worst = slowest(deliveries, killed)
-    return max(0.0, (worst.largest_ms if worst else 0.0) - max(usual, default=0.0))
+    return max(0.0, (worst.largest_ms if worst else 0.0) - usual_ms(deliveries, killed))
+
+
+def usual_ms(deliveries: Sequence[Delivery], killed: float) -> float:
+    """The largest latency in the window before a kill."""
+    before = [d.largest_ms for d in deliveries if killed - WINDOW_S <= d.at < killed]
+    return max(before, default=0.0)
 
 
 def slowest(deliveries: Sequence[Delivery], killed: float) -> Delivery | None:
@@ -390,10 +398,23 @@ def _speed(spark: Any, protection: Protection, rows: int) -> Speed:
     return Speed(rows / seconds, used / rows * 1e6)
 
 
+def _paced_speed(work: Path, rows: int) -> float:
+    """The maximum rate, in rows/s, of the flow whose sites are killed: it does more than that of
+    `_speed`, as its rows carry when they were due and its sink takes notes."""
+    folder = tempfile.mkdtemp(dir=work)
+    _paced_source(folder, 1.0, head=rows).end(0.0)
+    with _session() as spark, paced_flow(folder, 1.0, head=rows).start(spark, sites=SITES) as run:
+        begun = time.monotonic()
+        _until(lambda: run.ended(0.05), "the flow has ended")
+        seconds = time.monotonic() - begun
+        run.wait()
+    return rows / seconds
+
+
 @contextmanager
 def _session() -> Iterator[Any]:
     # A site that was killed leaves its slot a little later than the next one wants it.
-    spark = local_session("holdfast bench", SITES + 4, **{"spark.ui.enabled": "false"})
+    spark = hosting_session("holdfast bench", SITES + 4, **{"spark.ui.enabled": "false"})
     spark.sparkContext.setLogLevel("FATAL")  # a lost worker is not news here
     try:
         yield spark
@@ -482,23 +503,23 @@ class Outcome:
         return {
             "killed": kill.what,
             "gap_ms": gap_ms(self.deliveries, kill.at),
+            "largest_before_ms": usual_ms(self.deliveries, kill.at),
             "slowest_delivered_after_s": worst.at - kill.at if worst else None,
             "catchup_s": kill.catchup_s,
         }
 
 
-def paced_flow(folder: str, rate: float) -> Flow:
+def paced_flow(folder: str, rate: float, head: int = 0) -> Flow:
     """The DMZ flow of this benchmark; source and sink meet in `folder`."""
-    flow = dmz.dmz_flow(
-        _paced_source(folder, rate), EpochLog(f"{folder}/epochs"), clock=Paced.DUE.name
-    )
+    source, sink = _paced_source(folder, rate, head), EpochLog(f"{folder}/epochs")
+    flow = dmz.dmz_flow(source, sink, clock=Paced.DUE.name)
     flow.protection = pairs(apart="process")
     return flow
 
 
-def _paced_source(folder: str, rate: float) -> Paced:
+def _paced_source(folder: str, rate: float, head: int = 0) -> Paced:
     make = dmz.DmzRows(splits=SITES, staggered=True)
-    return Paced(folder, make, dmz.SCHEMA, rate, SITES)
+    return Paced(folder, make, dmz.SCHEMA, rate, SITES, head)
 
 
 def kill_sites(work: Path, rate: float, count: int, console: Console) -> Outcome:

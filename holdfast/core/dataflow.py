@@ -325,8 +325,9 @@ class Dataflow:
     def _trim_records(self) -> None:
         sources = [u.finished for u in self.units.values() if u.shape.kind == "source"]
         done = min([*sources, Epoch(self.recorded - HISTORY)])
-        for epoch in [e for e in self.records if e <= done]:
-            del self.records[epoch]
+        # They come in order, almost always: one that does not goes when it is the first.
+        while self.records and (oldest := next(iter(self.records))) <= done:
+            del self.records[oldest]
 
     def _finish_site(self) -> list[SiteEffect]:
         """Once in a view, when nothing is left to do here."""

@@ -111,6 +111,7 @@ class Sequencer:
         self.successor: SiteId | None = None
         self.history: deque[EpochRecord] = deque(maxlen=RESENT)
         self._draining = self._paused = False
+        self._chain: tuple[SiteId, ...] = ()
         self._joining: tuple[SiteId, ...] = ()
         self._in_flight: dict[Epoch, int] = {}
         self._turn = 0
@@ -153,9 +154,12 @@ class Sequencer:
         at = chain.index(self.site)
         if at == 0 and not self.leads:
             self._lead()
-        self._joining = event.view.cohorts[0][0].joining
+        known = (self._chain, self.successor)
+        self._chain, self._joining = chain, event.view.cohorts[0][0].joining
         joined = self.successor if self.successor in self._joining else None
         self.successor = chain[at + 1] if at + 1 < len(chain) else joined
+        if (self._chain, self.successor) == known:
+            return self._cut_all()
         # Whoever should have passed these on or published them may have died before.
         return self._pass_all() + self._cut_all()
 

@@ -55,8 +55,13 @@ class StageRunner:
         self, inputs: list[list[pa.RecordBatch]], track: Track, epoch: int
     ) -> dict[int, pa.RecordBatch]:
         """Process an epoch: `inputs` has, for each exchange into the stage, its batches."""
+        return self.run_merged(self.merged(inputs), track, epoch)
+
+    def run_merged(
+        self, merged: list[pa.RecordBatch], track: Track, epoch: int
+    ) -> dict[int, pa.RecordBatch]:
+        """Process an epoch: `merged` has, for each input of the head, its rows in order."""
         assert self.operator is not None
-        merged = self.merged(inputs)
         registers = self._operate(merged, track, epoch)
         kept = {}
         for name, port in self.stage.ports.items():

@@ -13,6 +13,7 @@ from typing import Protocol
 import pyarrow as pa
 
 from holdfast.errors import FlowError
+from holdfast.flow.batches import empty
 
 
 class SplitReader:
@@ -149,7 +150,7 @@ class _GeneratorReader(SplitReader):
                 return None
             count = min(count, left)
         if count <= 0:
-            return pa.RecordBatch.from_pylist([], schema=source.schema)
+            return empty(source.schema)
         batch = source.make(self._split, self._next, count)
         self._next += batch.num_rows
         return batch

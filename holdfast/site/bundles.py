@@ -2,7 +2,7 @@
 
 Rows keep their sequence order within a bundle, so a consumer merges a few sorted runs. Which
 partition a row is for follows from its key; the bundle carries the digest of each partition's
-frame, and the receiver checks it.
+frame, and whoever processes the rows checks that they are those.
 """
 
 from __future__ import annotations
@@ -67,39 +67,32 @@ class Router:
             return {numbers[0]: Frames(batch, track, None)}
         partition = self.partition(batch)
         digests = frame_digests(batch, partition, self.partitions) if self._digests else None
-        bundles = {}
-        for number in numbers:
-            cohort, part = self.cohorts[number], batch
-            if len(numbers) > 1:
-                part = take(batch, np.flatnonzero(self._cohort_of[partition] == number))
+        ends = np.array([len(batch)])
+        if len(numbers) > 1:
+            cohort_of = self._cohort_of[partition]
+            batch = take(batch, np.argsort(cohort_of, kind="stable"))
+            ends = np.cumsum(np.bincount(cohort_of, minlength=len(numbers)))
+        bundles, start = {}, 0
+        for number, cohort, end in zip(numbers, self.cohorts, ends.tolist(), strict=True):
             own = None if digests is None else digests[cohort.first : cohort.end]
-            bundles[number] = Frames(part, track, own)
+            bundles[number] = Frames(batch.slice(start, end - start), track, own)
+            start = end
         return bundles
 
 
-class Checker:
-    """Verifies the digests of the bundles that arrive on one exchange."""
-
-    def __init__(self, router: Router, stage: str) -> None:
-        self._router, self._stage = router, stage
-
-    def check(self, frames: Frames, epoch: int, producer: int, consumer: int) -> None:
-        if frames.digests is None or frames.batch.num_rows == 0:
-            return
-        # Almost always right, and the sum over all partitions is cheaper to work out.
-        total = frames.digests.sum(dtype=np.uint64)
-        if row_digests(frames.batch).sum(dtype=np.uint64) == total:
-            return
-        cohort = self._router.cohorts[consumer]
-        found = frame_digests(
-            frames.batch, self._router.partition(frames.batch), self._router.partitions
-        )[cohort.first : cohort.end]
-        wrong = np.flatnonzero(found != frames.digests) + cohort.first
-        if wrong.size:
-            raise DivergenceError(
-                f"stage {self._stage!r}, partition {wrong[0]}, epoch {epoch}: the frame from "
-                f"producer cohort {producer} is not what its digest says"
-            )
+def check(frames: Sequence[Frames], merged: Sequence[pa.RecordBatch], where: str) -> None:
+    """Whether the rows that came together from all frames are those the digests were made of."""
+    filled = [f.digests for f in frames if f.batch.num_rows]
+    digests = [d for d in filled if d is not None]
+    if not digests or len(digests) < len(filled):
+        return
+    expected = np.concatenate(digests).sum(dtype=np.uint64)
+    found = np.array([row_digests(b).sum(dtype=np.uint64) for b in merged]).sum(dtype=np.uint64)
+    if found != expected:
+        raise DivergenceError(
+            f"{where}: the rows are not what the digests of their frames say "
+            f"({int(found):016x} instead of {int(expected):016x})"
+        )
 
 
 def encode(

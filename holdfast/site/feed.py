@@ -27,7 +27,7 @@ import pyarrow as pa
 
 from holdfast.core.ids import SiteId
 from holdfast.errors import ProtocolError
-from holdfast.flow.batches import from_ipc, to_ipc
+from holdfast.flow.batches import empty, from_ipc, to_ipc
 from holdfast.flow.sources import SplitReader
 from holdfast.site import wire
 
@@ -64,7 +64,7 @@ class FedReader(SplitReader):
 
     def __init__(self, source: int, schema: pa.Schema, through: bool) -> None:
         self.source = source
-        self._empty = pa.RecordBatch.from_pylist([], schema=schema)
+        self._empty = empty(schema)
         self.through = through
         self.leads = False
         self.send: Callable[[SiteId, wire.Message, list[Any]], None] = lambda *_: None

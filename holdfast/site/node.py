@@ -114,6 +114,7 @@ class Node:
         self._cut_at: dict[int, float] = {}
         self._ties = itertools.count()
         self._acks: dict[SiteId, dict[tuple[int, int, int], wire.Ack]] = {}
+        self._working = self._hasty = False
         self._quiet_since: dict[tuple[int, int], float] = {}
         self._waits_for_chain = False
         self._uncounted: set[Unit] = set()
@@ -262,8 +263,19 @@ class Node:
             case _:
                 raise ProtocolError(f"a site does not expect {type(message).__name__}")
 
+    @property
+    def acks_wait(self) -> bool:
+        """Whether there are acks to be sent, soon at the latest."""
+        return bool(self._acks)
+
+    @property
+    def acks_are_due(self) -> bool:
+        """Whether somebody waits for them: a producer that is to send, or that needs credit."""
+        return bool(self._acks) and self._hasty
+
     def flush(self) -> None:
         """Send the acks that have come together."""
+        self._hasty = False
         waiting, self._acks = self._acks, {}
         for site, acks in waiting.items():
             if site == self.site:
@@ -283,7 +295,10 @@ class Node:
 
     def carry_out(self, order: Order) -> None:
         if order.unit in self.stages.units:
-            self._handle(self.stages.carry_out(order))
+            processed = self.stages.carry_out(order)
+            self._working = True
+            self._handle(processed)
+            self._working = False
 
     def _pop(self, at: int, entry: tuple[int, int, int, Order]) -> None:
         if at == 0:
@@ -329,19 +344,7 @@ class Node:
             case SendBundle():
                 self._send_bundle(effect)
             case SendAck():
-                self._acks.setdefault(effect.site, {})[
-                    effect.exchange, effect.producer, effect.consumer
-                ] = wire.Ack(
-                    effect.exchange,
-                    effect.producer,
-                    effect.consumer,
-                    effect.since,
-                    effect.received,
-                    effect.credit,
-                    effect.take,
-                    effect.finished,
-                    effect.checksum,
-                )
+                self._put_ack(effect)
             case AskRecords():
                 assert self.view is not None
                 self._to(self.view.sequencers[-1], wire.RecordsAfter(effect.after))
@@ -357,6 +360,22 @@ class Node:
                 self._finish()
             case _:
                 assert_never(effect)
+
+    def _put_ack(self, effect: SendAck) -> None:
+        """An ack of what was processed only lets the producers forget, which can wait until there
+        is another one. The others ask for something."""
+        waiting = self._acks.setdefault(effect.site, {})
+        key = (effect.exchange, effect.producer, effect.consumer)
+        self._hasty |= not self._working or key in waiting or self.options.window < 4
+        waiting[key] = wire.Ack(
+            *key,
+            effect.since,
+            effect.received,
+            effect.credit,
+            effect.take,
+            effect.finished,
+            effect.checksum,
+        )
 
     def _finish(self) -> None:
         assert self.view is not None
@@ -387,9 +406,6 @@ class Node:
         if not 0 <= message.exchange < len(self.plan.exchanges):
             raise ProtocolError(f"there is no exchange {message.exchange}")
         frames = bundles.decode(message, body, self.plan.exchanges[message.exchange].schema)
-        checker = self.stages.checkers.get(message.exchange)
-        if checker is not None:
-            checker.check(frames, message.epoch, message.producer, message.consumer)
         self._handle(
             BundleArrived(
                 ExchangeId(message.exchange),
@@ -579,12 +595,13 @@ class Node:
                 if split.ended or quiet == float("inf"):
                     self._to_sequencer(wire.SplitState(unit[0], split.number, split.ended))
 
-    def read_ahead(self) -> None:
+    def read_ahead(self, only_leading: bool = False) -> None:
         """Read what the sources have, up to the limit; the leading copy offers it."""
         if self.finished:
             return
         for unit, split in self.stages.splits():
-            if self.dataflow.units[unit].installed:
+            wanted = self._leads(unit) or not only_leading
+            if wanted and self.dataflow.units[unit].installed:
                 self.read_split(unit, split, self.options.block_rows)
 
     def read_split(self, unit: Unit, split: Split, block_rows: int) -> None:

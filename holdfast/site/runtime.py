@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from holdfast.core.effects import IngestEpoch
-from holdfast.core.ids import SiteId
+from holdfast.core.ids import NO_EPOCH, Epoch, SiteId
 from holdfast.core.layout import Domain
 from holdfast.errors import HoldfastError, OperatorError, ProtocolError
 from holdfast.flow.graph import Flow
@@ -42,7 +42,12 @@ from holdfast.site.node import Node
 
 log = logging.getLogger("holdfast.site")
 
+ACK_S = 0.05
 POLL_S = 0.002
+POLL_S_MAX = 0.02
+READS_PER_EPOCH = 2
+"""How often a source is asked while rows that it gave wait for their epoch: each time costs about
+the same, however few rows come of it."""
 REDIAL_S = 0.05
 HURRY_S = 1.0
 """A unit that has waited for so long tries another copy. Not sooner: what was on its way comes
@@ -88,8 +93,9 @@ class Site:
         self.node.stages.on_fed = self._on_fed
         self._limit = limit_bytes()
         self._started = self._failed = False
-        self._kicked = self._handing_over = self._fed = False
+        self._kicked = self._handing_over = self._fed = self._flushing = False
         self._unseen = False
+        self._ingested, self._ingested_at, self._epoch_s = NO_EPOCH, 0.0, 0.0
         self._stall_ms = 0.0
         self._lost_since: dict[SiteId, float] = {}
         self._complained = 0.0
@@ -358,18 +364,32 @@ class Site:
         if self._failed:
             return
         try:
-            self.node.flush()
+            self._flush_acks()
             order = self.node.work()
             if order is not None:
-                self.node.flush()
+                self._flush_acks()
                 self._kick()
             if self.node.outgoing and not self._handing_over:
                 self._handing_over = True
                 asyncio.get_running_loop().call_soon(self._hand_over)
+            if isinstance(order, IngestEpoch):
+                self._time_epochs(order.record.epoch)
             if isinstance(order, IngestEpoch) or self._fed:
                 self._read_ahead()
         except Exception as error:
             self._fail(error)
+
+    def _flush_acks(self) -> None:
+        """Now if they are due, and a little later if not: others may go with them."""
+        if self.node.acks_are_due:
+            self.node.flush()
+        elif self.node.acks_wait and not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_later(ACK_S, self._flush_late)
+
+    def _flush_late(self) -> None:
+        self._flushing = False
+        self._guarded(self.node.flush)
 
     def _hand_over(self) -> None:
         """Send a part of what is handed over, and wait as long as its size demands."""
@@ -394,14 +414,25 @@ class Site:
 
     def _poll(self) -> None:
         if self._started:
-            self._guarded(self._read_ahead)
-            asyncio.get_running_loop().call_later(POLL_S, self._poll)
+            self._guarded(lambda: self._read_ahead(only_leading=True))
+            waiting = any(split.rows_held for _, split in self.node.stages.splits())
+            pause = self._epoch_s / READS_PER_EPOCH if waiting else 0.0
+            pause = min(max(pause, POLL_S), POLL_S_MAX)
+            asyncio.get_running_loop().call_later(pause, self._poll)
 
-    def _read_ahead(self) -> None:
+    def _time_epochs(self, epoch: Epoch) -> None:
+        """Know about how long it takes from one epoch to the next."""
+        now = time.monotonic()
+        if epoch > self._ingested:
+            past = min(now - self._ingested_at, 1.0)
+            self._epoch_s += (past - self._epoch_s) / 8
+            self._ingested, self._ingested_at = epoch, now
+
+    def _read_ahead(self, only_leading: bool = False) -> None:
         """Not at every turn: of a source with a set rate that would only get crumbs."""
         self._fed = False
         if self._started:
-            self.node.read_ahead()
+            self.node.read_ahead(only_leading)
 
     def _on_fed(self) -> None:
         self._fed = True
@@ -457,7 +488,6 @@ def run_site(flow: Flow, config: SiteConfig) -> None:
     site = Site(flow, config)
     # What is loaded by now stays. Walking all of it would stop the site for tens of milliseconds
     # whenever the garbage collector looks at its oldest generation.
-    gc.collect()
     gc.freeze()
     try:
         asyncio.run(site.run())

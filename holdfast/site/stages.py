@@ -16,8 +16,8 @@ from holdfast.flow.execute import StageRunner
 from holdfast.flow.options import Options
 from holdfast.flow.plan import Plan, Stage
 from holdfast.flow.sources import SplitReader
-from holdfast.site import wire
-from holdfast.site.bundles import Checker, Frames, Router
+from holdfast.site import bundles, wire
+from holdfast.site.bundles import Frames, Router
 from holdfast.site.egress import Egress
 from holdfast.site.feed import FedReader
 from holdfast.site.ingress import Ingress, Split
@@ -51,12 +51,14 @@ class UnitRunner:
         frames = [f for x in order.bundles for f in order.bundles[x]]
         track = Track.merged([f.track for f in frames])
         batches = [[f.batch for f in order.bundles[x]] for x in order.bundles]
+        merged = self.runner.merged(batches)
+        where = f"stage {self.stage.name!r}, cohort {order.unit[1]}, epoch {order.epoch}"
+        bundles.check(frames, merged, where)
         outputs = {}
         if self.egress is not None:
-            batch = self.runner.merged(batches)[0].select(self.egress.columns)
-            self.egress.take(order.epoch, batch)
+            self.egress.take(order.epoch, merged[0].select(self.egress.columns))
         else:
-            outputs = self.runner.run_keyed(batches, track, order.epoch)
+            outputs = self.runner.run_merged(merged, track, order.epoch)
         self._count(sum(f.batch.num_rows for f in frames), outputs, order.epoch)
         return outputs, track
 
@@ -127,7 +129,6 @@ class SiteStages:
         self.plan, self.site, self.options = plan, site, options
         self.units: dict[Unit, UnitRunner] = {}
         self.routers: dict[int, Router] = {}
-        self.checkers: dict[int, Checker] = {}
         self.on_fed: Callable[[], None] = lambda: None
         self.send: Callable[[SiteId, wire.Message, list[Any]], None] = lambda *_: None
 
@@ -139,10 +140,7 @@ class SiteStages:
         for exchange in [*stage.outputs, *stage.inputs]:
             if exchange.id not in self.routers:
                 cohorts = view.cohorts[exchange.consumer]
-                router = Router(exchange, cohorts, self.options.digests)
-                self.routers[exchange.id] = router
-                name = self.plan.stages[exchange.consumer].name
-                self.checkers[exchange.id] = Checker(router, name)
+                self.routers[exchange.id] = Router(exchange, cohorts, self.options.digests)
         if runner.egress is not None and cohort.copies[0] == self.site:
             runner.egress.begin()
         for reader in self.fed().values():

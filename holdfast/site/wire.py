@@ -40,6 +40,8 @@ HANDSHAKE_BYTES_MAX = 1 << 10
 HEADER_BYTES_MAX = 1 << 22
 BODY_BYTES_MAX = 1 << 30
 HANDSHAKE_S_MAX = 5.0
+CHUNK_BYTES = 1 << 17
+"""So much is received at once; a message that does not fit goes into memory of its own."""
 _JOINED_BYTES_MAX = 1 << 16
 
 
@@ -474,9 +476,11 @@ class Connection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._nonce = os.urandom(16)
         self._challenge: Challenge | None = None
-        self._view = memoryview(bytearray(PREFIX.size))
-        self._filled = 0
-        self._lengths: tuple[int, int] | None = None
+        self._chunk = _empty(CHUNK_BYTES)
+        self._begin = self._end = 0  # what of the chunk is not taken yet
+        self._large: memoryview | None = None  # a message that does not fit into a chunk
+        self._filled = self._header = 0  # of the large message
+        self._waiting: list[bytes | memoryview] = []
         self._timer: asyncio.TimerHandle | None = None
 
     # --- asyncio's side -------------------------------------------------------------------------
@@ -488,17 +492,20 @@ class Connection(asyncio.BufferedProtocol):
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(HANDSHAKE_S_MAX, self._refuse, "no handshake in time")
         if self._identity is None:
-            transport.write(encode(Challenge(self._nonce)))
+            self._write(encode(Challenge(self._nonce)))
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._view[self._filled :]
+        if self._large is not None:
+            return self._large[self._filled :]
+        return self._chunk[self._end :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._filled += nbytes
-        if self._filled < self._view.nbytes:
-            return
         try:
-            self._advance()
+            if self._large is not None:
+                self._fill(nbytes)
+            else:
+                self._end += nbytes
+                self._take_messages()
         except (ProtocolError, msgspec.MsgspecError) as error:
             self._refuse(str(error))
 
@@ -513,24 +520,41 @@ class Connection(asyncio.BufferedProtocol):
 
     # --- framing --------------------------------------------------------------------------------
 
-    def _advance(self) -> None:
-        """The buffer is full: it holds either a prefix, or a header and a body."""
-        if self._lengths is None:
-            body, header = PREFIX.unpack(self._view)
+    def _take_messages(self) -> None:
+        """Take all messages that are whole; the chunk keeps the rest."""
+        while self._end - self._begin >= PREFIX.size and not self._closing:
+            body, header = PREFIX.unpack_from(self._chunk, self._begin)
             self._check_lengths(body, header)
-            self._lengths = (body, header)
-            self._expect(body + header)
-            return
-        _, header = self._lengths
-        message = decode(self._view[:header])
-        content = self._view[header:]
-        self._lengths = None
-        self._expect(PREFIX.size)
-        self._dispatch(message, content)
+            begin = self._begin + PREFIX.size
+            end = begin + header + body
+            if end > self._end:
+                if PREFIX.size + header + body > CHUNK_BYTES:
+                    self._begin_large(begin, header, body)
+                break
+            self._begin = end
+            message = decode(self._chunk[begin : begin + header])
+            content = _empty(body)  # the chunk is used again
+            content[:] = self._chunk[begin + header : end]
+            self._dispatch(message, content)
+        left = self._end - self._begin
+        if self._begin and left:
+            self._chunk[:left] = bytes(self._chunk[self._begin : self._end])
+        self._begin, self._end = 0, left
 
-    def _expect(self, nbytes: int) -> None:
-        self._view = np.empty(nbytes, np.uint8).data  # not zeroed, unlike a bytearray
-        self._filled = 0
+    def _begin_large(self, begin: int, header: int, body: int) -> None:
+        """Have the rest of a message go straight to where it stays."""
+        aligned = -header % 64  # so that the body begins at a multiple of 64
+        self._large, self._header = _empty(aligned + header + body)[aligned:], header
+        self._filled = self._end - begin
+        self._large[: self._filled] = self._chunk[begin : self._end]
+        self._begin = self._end
+
+    def _fill(self, nbytes: int) -> None:
+        assert self._large is not None
+        self._filled += nbytes
+        if self._filled == self._large.nbytes:
+            whole, self._large = self._large, None
+            self._dispatch(decode(whole[: self._header]), whole[self._header :])
 
     def _check_lengths(self, body: int, header: int) -> None:
         if not self.open and (body or header > HANDSHAKE_BYTES_MAX):
@@ -577,38 +601,62 @@ class Connection(asyncio.BufferedProtocol):
 
     # --- our side -------------------------------------------------------------------------------
 
+    @property
+    def _closing(self) -> bool:
+        return self._transport is None or self._transport.is_closing()
+
     def _write(self, data: bytes | memoryview) -> None:
-        if self._transport is not None and not self._transport.is_closing():
+        """Send with whatever else is said in this turn of the loop: a system call costs more than
+        a small copy."""
+        if self._closing:
+            return
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._waiting.append(data)
+
+    def _flush(self) -> None:
+        """Neighbours that are small go out together, what is large goes as it is."""
+        waiting, self._waiting = self._waiting, []
+        small: list[bytes | memoryview] = []
+        for data in waiting:
+            if len(data) <= _JOINED_BYTES_MAX:
+                small.append(data)
+            else:
+                self._pass_on(b"".join(small))
+                self._pass_on(data)
+                small = []
+        self._pass_on(b"".join(small))
+
+    def _pass_on(self, data: bytes | memoryview) -> None:
+        if data and self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
     def send(self, message: Message, body: list[Any] | None = None) -> None:
-        """Queue a message. `body` is a list of buffers."""
-        if body is None:
-            self._write(encode(message))
-            return
-        views = [memoryview(b).cast("B") for b in body]
-        size = sum(v.nbytes for v in views)
-        head = encode(message, size)
-        if size <= _JOINED_BYTES_MAX:  # one system call is dearer than a small copy
-            self._write(b"".join([head, *views]))
-            return
-        self._write(head)
+        """Queue a message. `body` is a list of buffers, which must not change any more."""
+        views = [memoryview(b).cast("B") for b in body or ()]
+        self._write(encode(message, sum(v.nbytes for v in views)))
         for view in views:
             self._write(view)
 
     @property
     def queued(self) -> int:
         """Bytes that the kernel has not taken yet."""
-        return self._transport.get_write_buffer_size() if self._transport else 0
+        written = self._transport.get_write_buffer_size() if self._transport else 0
+        return written + sum(len(data) for data in self._waiting)
 
     def close(self) -> None:
         """Send what is queued, then close."""
         if self._transport is not None:
+            self._flush()
             self._transport.close()
 
     def abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
+
+
+def _empty(nbytes: int) -> memoryview:
+    return np.empty(nbytes, np.uint8).data  # not zeroed, unlike a bytearray
 
 
 ConnectionMaker = Callable[[], Connection]

@@ -35,16 +35,27 @@ def session(app: str, master: str) -> SparkSession:
 
 def local_session(app: str, cores: int, **conf: str) -> SparkSession:
     """An embedded Spark for demos, benchmarks and tests: quiet, and with this interpreter."""
+    return _embedded(app, cores, [], conf)
+
+
+def hosting_session(app: str, cores: int, **conf: str) -> SparkSession:
+    """An embedded Spark that only hosts sites. Its JVM does so little that compiling that well
+    costs more processor time than it saves; and it would do so just when a site has died."""
+    return _embedded(app, cores, ["-XX:TieredStopAtLevel=1"], conf)
+
+
+def _embedded(app: str, cores: int, java: list[str], conf: dict[str, str]) -> SparkSession:
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     provide_java()
     builder = SparkSession.builder.master(f"local[{cores},4]").appName(app)
+    logging = f"-Dlog4j2.configurationFile=file:{_LOG4J}"
     settings = {
         "spark.ui.showConsoleProgress": "false",
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.sql.shuffle.partitions": "4",
-        "spark.driver.extraJavaOptions": f"-Dlog4j2.configurationFile=file:{_LOG4J}",
+        "spark.driver.extraJavaOptions": " ".join([logging, *java]),
     }
     for key, value in {**settings, **conf}.items():
         builder = builder.config(key, value)

@@ -277,7 +277,7 @@ def test_a_new_copy_is_in_the_chain_before_it_counts() -> None:
     first = sequencer(site=0, sites=(0,))
     first.handle(blocks(0, 5))
     first.handle(EpochDelivered(SINK, 0))
-    assert first.handle(chain(0, joining=(3,), number=1)) == [PublishRecord(FIRST)]
+    assert first.handle(chain(0, joining=(3,), number=1)) == [], "the chain is as it was"
     (copied,) = first.handle(ChainJoined(3, NO_EPOCH))
     assert isinstance(copied, CopySequencer) and copied.site == 3
     new = sequencer(site=3, sites=())
@@ -289,10 +289,7 @@ def test_a_new_copy_is_in_the_chain_before_it_counts() -> None:
     assert first.handle(blocks(5, 7)) == [PassRecord(3, SECOND)]
     assert new.handle(RecordPassed(SECOND)) == [PublishRecord(SECOND)]
     # Views in which it still joins leave it in the chain, ...
-    assert first.handle(chain(0, joining=(3,), number=2)) == [
-        PassRecord(3, FIRST),
-        PassRecord(3, SECOND),
-    ]
+    assert first.handle(chain(0, joining=(3,), number=2)) == []
     # ... and with the one in which it counts, it can go on alone.
     first.handle(chain(0, 3, number=3))
     new.handle(chain(0, 3, number=3))

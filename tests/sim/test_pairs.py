@@ -556,12 +556,21 @@ def test_copies_that_differ_are_found_out() -> None:
     world = protected_world(51)
     go(world, until=lambda: world.controller.running)
     stage = world.plan.stage_named("running aggregate by (k)").id
-    world._work = _skewed(world, stage)  # type: ignore[method-assign]
+    world._work = _skewed(world, stage, noticed=False)  # type: ignore[method-assign]
     with pytest.raises(DivergenceError, match="not deterministic"):
         go(world)
 
 
-def _skewed(world: World, stage: int) -> Callable[[SiteId, Any], None]:
+def test_rows_that_are_lost_on_the_way_are_found_out() -> None:
+    world = protected_world(52)
+    go(world, until=lambda: world.controller.running)
+    stage = world.plan.stage_named("running aggregate by (k)").id
+    world._work = _skewed(world, stage, noticed=True)  # type: ignore[method-assign]
+    with pytest.raises(DivergenceError, match=r"cohort \d+, epoch .* not what the digests"):
+        go(world)
+
+
+def _skewed(world: World, stage: int, noticed: bool) -> Callable[[SiteId, Any], None]:
     work = World._work
 
     def skewed(site: SiteId, entry: Any) -> None:
@@ -570,6 +579,7 @@ def _skewed(world: World, stage: int) -> Callable[[SiteId, Any], None]:
             for frames in order.bundles.values():
                 for f in frames:
                     f.batch = f.batch.slice(1)
+                    f.digests = f.digests if noticed else None
         work(world, site, entry)
 
     return skewed

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from holdfast.errors import FlowError
-from holdfast.flow.batches import Track, with_order
+from holdfast.flow.batches import Track, empty, with_order
 from holdfast.flow.expr import Aggregate, Col, Column, Expr, is_plain
 from holdfast.flow.keys import KeyWords, key_words
 from holdfast.flow.state import Field, StateTable
@@ -267,7 +267,7 @@ def holds(condition: Expr, batch: pa.RecordBatch) -> np.ndarray:
 def infer(expr: Expr, schema: pa.Schema, where: str) -> pa.DataType:
     """The type of an expression over rows of `schema`."""
     require_columns(expr.columns(), schema, where)
-    batch = pa.RecordBatch.from_arrays([pa.array([], f.type) for f in schema], schema=schema)
+    batch = empty(schema)
     try:
         value = expr.eval(batch)
     except Exception as error:
