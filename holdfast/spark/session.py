@@ -13,6 +13,9 @@ from pyspark.sql import SparkSession
 _LOG4J = Path(__file__).with_name("log4j2.properties")
 
 
+DAEMON, LOADED = "spark.python.daemon.module", "holdfast.spark.daemon"
+
+
 def use_this_python(spark: Any) -> None:
     """On a local master, let Spark's workers run the interpreter that runs the driver.
 
@@ -30,7 +33,7 @@ def use_this_python(spark: Any) -> None:
 def session(app: str, master: str) -> SparkSession:
     """A session on a cluster, with the cluster's own settings."""
     provide_java()
-    return SparkSession.builder.master(master).appName(app).getOrCreate()
+    return SparkSession.builder.master(master).appName(app).config(DAEMON, LOADED).getOrCreate()
 
 
 def local_session(app: str, cores: int, **conf: str) -> SparkSession:
@@ -55,6 +58,7 @@ def _embedded(app: str, cores: int, java: list[str], conf: dict[str, str]) -> Sp
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.sql.shuffle.partitions": "4",
+        DAEMON: LOADED,
         "spark.driver.extraJavaOptions": " ".join([logging, *java]),
     }
     for key, value in {**settings, **conf}.items():
