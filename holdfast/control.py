@@ -46,7 +46,7 @@ from holdfast.core.events import (
     ViewSeen,
     WaitOver,
 )
-from holdfast.core.ids import CohortId, SiteId, StageId
+from holdfast.core.ids import CohortId, SiteId, StageId, Unit
 from holdfast.core.layout import Domain, Shape, View
 from holdfast.core.records import EpochRecord
 from holdfast.errors import ArbiterAway, Superseded
@@ -61,6 +61,8 @@ log = logging.getLogger("holdfast.control")
 
 GATHER_S = 0.003
 """Sites that are lost within so long of each other have failed together: one view, not several."""
+JOIN_S_MAX = 10.0
+"""So long a copy that is being made may get nothing; or ten leases, if that is longer."""
 
 
 class Host(Protocol):
@@ -167,6 +169,8 @@ class Control:
         self._heard: dict[SiteId, float] = {}
         self._suspects: dict[SiteId, str | None] = {}
         """Sites whose connection broke; with a reason if their process is known to be gone."""
+        self._joins: dict[tuple[Unit, SiteId], tuple[float, int | None]] = {}
+        """Copies that are being made: since when, and how many bytes, have not become fewer."""
         self._started = False
         self._feeders: list[Feeder] = []
 
@@ -278,6 +282,8 @@ class Control:
             effects += controller.handle(SitesFailed((*gone, *orphans), "its application is gone"))
         for effect in _last_view_only(effects):
             self._apply(effect)
+        if self._suspects:
+            self._inquire_soon()  # they were noticed before this one led
         if known.running:
             self._start_feeders()
             self.on_running()
@@ -470,12 +476,14 @@ class Control:
     # --- who is dead ----------------------------------------------------------------------------
 
     def _suspect(self, site: SiteId, reason: str | None) -> None:
-        """Something is wrong with a site: find out what, together with those that follow soon."""
-        if self.controller is None:
-            return
-        if not self._suspects:
-            self.loop.call_later(GATHER_S, lambda: self.loop.create_task(self._inquire()))
+        """Something is wrong with a site: find out what, together with those that follow soon. If
+        this application does not lead, it is to be found out when it does."""
+        if not self._suspects and self.controller is not None:
+            self._inquire_soon()
         self._suspects[site] = reason or self._suspects.get(site)
+
+    def _inquire_soon(self) -> None:
+        self.loop.call_later(GATHER_S, lambda: self.loop.create_task(self._inquire()))
 
     async def _inquire(self) -> None:
         """Tell the dead from those whose connection broke: nobody listens where a process died."""
@@ -496,14 +504,17 @@ class Control:
 
         async def listens(address: tuple[str, int]) -> bool:
             try:
-                probe = asyncio.open_connection(*address)
-                _, writer = await asyncio.wait_for(probe, self.options.lease_s / 5)
-                writer.close()
-            except ConnectionRefusedError:
+                async with asyncio.timeout(self.options.lease_s / 5):
+                    reader, writer = await asyncio.open_connection(*address)
+                    with contextlib.closing(writer):
+                        # The kernel may still take connections of a process that is ending. A
+                        # site that lives begins the handshake.
+                        return bool(await reader.read(1))
+            except (ConnectionRefusedError, ConnectionResetError):
                 return False
             except (OSError, TimeoutError) as error:
                 log.info("nobody answers at %s: %s", address, error)
-            return True
+                return True
 
         asked = [s for s in sites if s in addresses]
         answers = await asyncio.gather(*(listens(addresses[s]) for s in asked))
@@ -525,6 +536,28 @@ class Control:
             if silent:
                 reason = f"silent for more than {self.options.lease_s} s"
                 self._handle(SitesFailed(tuple(silent), reason, certain=False))
+            self._give_up_joins(now)
+
+    def _give_up_joins(self, now: float) -> None:
+        """A copy that is being made and gets nowhere is given up, and made anew."""
+        view = self.controller.view if self.controller else None
+        if view is None:
+            return
+        left = {
+            ((StageId(stage), CohortId(cohort)), SiteId(copy["to"])): int(copy["bytes_left"])
+            for figures in self.status.values()
+            for copy in figures["copying"]
+            for stage, cohort in [copy["unit"]]
+        }
+        known, self._joins = self._joins, {}
+        for join in [(u, s) for u in view.units() for s in view.cohort(u).joining]:
+            since, was = known.get(join, (now, None))
+            self._joins[join] = (since, was) if left.get(join) == was else (now, left.get(join))
+        limit = now - max(JOIN_S_MAX, 10 * self.options.lease_s)
+        stuck = [join for join, (since, _) in self._joins.items() if since < limit]
+        for unit, site in stuck[:1]:  # the view is another one after that
+            reason = f"site {site} got nothing for more than {now - limit:.0f} s"
+            self._handle(CopyReported(site, unit, view.number, "failed", reason))
 
     # --- the controller's effects ---------------------------------------------------------------
 

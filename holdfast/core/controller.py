@@ -605,7 +605,8 @@ class Controller:
 
     @property
     def protected(self) -> bool:
-        """Whether every unit has all its copies, and all of them are up to date."""
-        if self.view is None or not self.running:
+        """Whether every unit has all its copies, and all of them are up to date and have said that
+        they act on the view."""
+        if self.view is None or not self.running or not self._seen.issuperset(self.view.members):
             return False
         return all(self.phase(u) in ("protected", "not protected") for u in self.view.units())

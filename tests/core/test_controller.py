@@ -332,6 +332,8 @@ def test_a_new_site_gets_the_missing_copies_one_of_a_stage_at_a_time() -> None:
     assert not controller.protected
     effects = installed(controller, 1, 3, 0)
     assert views(effects) == ["view 0.8 of 0 2 3 4: 0,4 2,4 | 2,3 3,0 0,4 2,0 | 2,3"]
+    assert not controller.protected, "one of them may have died meanwhile"
+    seen(controller)
     assert controller.protected
 
 

@@ -1,0 +1,136 @@
+"""An application's control: what it does about sites that it has doubts about."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from holdfast import Flow, count, discard, generator, pairs
+from holdfast.control import JOIN_S_MAX, Committed, Control, Place
+from holdfast.core.events import SiteRegistered, SitesFailed
+from holdfast.core.ids import SiteId, Unit
+from holdfast.core.layout import Domain, place
+from holdfast.errors import FlowError
+from holdfast.flow.options import Options
+from holdfast.flow.plan import plan
+from holdfast.site import wire
+
+SCHEMA = pa.schema([("k", pa.int64())])
+
+
+class NoHost:
+    """Sites are launched and never come."""
+
+    name = application = "none"
+    listen_host = advertise_host = "127.0.0.1"
+
+    def launch(self, *_: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def control() -> Iterator[Control]:
+    flow = Flow("f", protect=pairs(apart="process"))
+    source = flow.source("s", generator(lambda *_: None, SCHEMA))
+    source.key_by("k").agg(n=count()).sink("out", discard())
+    made = Control(flow, plan(flow), NoHost(), 4, 0, Options(lease_s=60.0), b"s" * 16, Place())
+    made._over = made.loop.create_future()
+    yield made
+    made.loop.close()
+
+
+def committed(control: Control, addresses: dict[int, tuple[str, int]]) -> Committed:
+    domains = {SiteId(s): Domain(f"p{s}", f"p{s}", "h", "a") for s in range(4)}
+    view = place(control.shape, list(domains), domains)
+    app_of = dict.fromkeys(range(4), 0)
+    return Committed(view, addresses, dict(domains), app_of, {}, [], True, False)
+
+
+def test_a_site_that_dies_while_a_controller_takes_over_is_not_forgotten(control: Control) -> None:
+    async def main() -> None:
+        control._port = 0
+        looked, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slowly(sites: Any, addresses: Any) -> list[SiteId]:
+            looked.set()
+            await go_on.wait()
+            return []
+
+        control._not_listening = slowly  # type: ignore[method-assign]
+        known = committed(control, dict.fromkeys(range(4), ("127.0.0.1", 1)))
+        taking_over = asyncio.ensure_future(control._take_over(known, 1))
+        await looked.wait()
+        control._suspect(SiteId(2), "process 7 ended with status -9")
+        go_on.set()
+        await taking_over
+        assert control.controller is not None
+        while 2 not in control.controller.dead:
+            await asyncio.sleep(0.001)
+
+    control.loop.run_until_complete(asyncio.wait_for(main(), 20))
+
+
+def test_a_process_that_is_ending_does_not_count_as_listening(control: Control) -> None:
+    """Its kernel may still take the connection, and then break it."""
+
+    async def main() -> None:
+        def accept_and_break(_: Any, writer: asyncio.StreamWriter) -> None:
+            writer.transport.abort()
+
+        dying = await asyncio.start_server(accept_and_break, "127.0.0.1", 0)
+        make = lambda: wire.Connection(b"s" * 16, _ignore, _ignore, _ignore)  # noqa: E731
+        alive, port = await wire.listen(make, "127.0.0.1")
+        addresses = {
+            SiteId(0): ("127.0.0.1", dying.sockets[0].getsockname()[1]),
+            SiteId(1): ("127.0.0.1", port),
+        }
+        assert await control._not_listening(addresses, addresses) == [0]
+        dying.close()
+        alive.close()
+
+    control.loop.run_until_complete(asyncio.wait_for(main(), 20))
+
+
+def _ignore(*_: Any) -> None: ...
+
+
+def test_a_copy_that_gets_nothing_for_long_is_given_up(control: Control) -> None:
+    async def nobody(*_: Any) -> list[SiteId]:
+        return []
+
+    control._port = 0
+    control._not_listening = nobody  # type: ignore[method-assign]
+    known = committed(control, dict.fromkeys(range(4), ("127.0.0.1", 1)))
+    control.loop.run_until_complete(control._take_over(known, 1))
+    controller = control.controller
+    assert controller is not None
+    controller.handle(SitesFailed((SiteId(1),), "killed"))
+    domain = Domain("p9", "p9", "h", "a")
+    controller.handle(SiteRegistered(SiteId(9), ("127.0.0.1", 1), domain))
+
+    def joins() -> list[Unit]:
+        assert controller.view is not None
+        return [u for u in controller.view.units() if controller.view.cohort(u).joining]
+
+    first, *others = joins()
+    begun, limit = time.monotonic(), max(JOIN_S_MAX, 10 * control.options.lease_s)
+    copying = [{"unit": list(u), "to": 9, "bytes_left": 500} for u in joins()]
+    control.status = {0: {"copying": copying}}
+    control._give_up_joins(begun)
+    control._give_up_joins(begun + limit - 1)
+    for copy in copying[1:]:
+        copy["bytes_left"] = 400
+    control._give_up_joins(begun + limit - 0.5)
+    assert joins() == [first, *others]
+    control._give_up_joins(begun + limit + 1)
+    assert joins() == others, "these have got something"
+    assert any("got nothing for more than" in line for line in controller.history)
+
+
+def test_a_lease_must_be_positive() -> None:
+    with pytest.raises(FlowError, match="must be positive"):
+        Options(lease_s=0)
