@@ -195,7 +195,15 @@ class Control:
             self._stop_feeders()
             self._server.close()
             await asyncio.sleep(0.05)
+            await self._cancel_rest()
             self._arbiter.close()
+
+    async def _cancel_rest(self) -> None:
+        """Whatever else is under way ends with the flow."""
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -478,6 +486,8 @@ class Control:
     def _suspect(self, site: SiteId, reason: str | None) -> None:
         """Something is wrong with a site: find out what, together with those that follow soon. If
         this application does not lead, it is to be found out when it does."""
+        if self._over.done():
+            return  # they were dismissed
         if not self._suspects and self.controller is not None:
             self._inquire_soon()
         self._suspects[site] = reason or self._suspects.get(site)

@@ -8,7 +8,8 @@ frame, and whoever processes the rows checks that they are those.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -105,16 +106,19 @@ def encode(
     since: int = 0,
     part: int = 0,
     last: bool = True,
-) -> tuple[wire.Bundle, list[object]]:
+) -> tuple[wire.Bundle, list[Any]]:
     """The message and the buffers of its body."""
+    body = _body(frames)
+    sizes = (frames.batch.num_rows, len(body[0]), len(body[1]))
+    return wire.Bundle(exchange, epoch, producer, consumer, since, part, last, *sizes), body
+
+
+@lru_cache(maxsize=1)  # a bundle goes to all copies of its consumer, one right after another
+def _body(frames: Frames) -> list[Any]:
     track = frames.track.to_bytes()
     digests = b"" if frames.digests is None else frames.digests.tobytes()
-    rows = frames.batch.num_rows
-    body: list[object] = [track, digests]
-    if rows:
-        body.append(frames.batch.serialize())
-    sizes = (rows, len(track), len(digests))
-    return wire.Bundle(exchange, epoch, producer, consumer, since, part, last, *sizes), body
+    rows = [frames.batch.serialize()] if frames.batch.num_rows else []
+    return [track, digests, *rows]
 
 
 def decode(message: wire.Bundle, body: memoryview, schema: pa.Schema) -> Frames:

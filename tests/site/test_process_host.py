@@ -1,5 +1,6 @@
 """Flows on real processes and real sockets."""
 
+import gc
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from holdfast import (
     count,
     discard,
     generator,
+    pairs,
     parquet,
     rows,
     sum_,
@@ -49,6 +51,16 @@ def test_the_dmz_flow_gives_the_oracles_answer(kept) -> None:
     status = run.status()
     assert status["state"] == "done" and status["rows_in"] == 400_000
     assert len({d.process for d in status["domains"].values()}) == 2
+
+
+def test_a_flow_that_ends_well_prints_nothing(capfd) -> None:
+    flow = Flow("sums", protect=pairs(apart="process"))
+    source = flow.source("numbers", generator(numbers, NUMBERS, rows=60_000))
+    source.key_by("k").agg(total=sum_("v")).sink("out", discard())
+    with flow.start(sites=3) as run:
+        assert run.wait(60)
+    gc.collect()
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(("sites", "partitions"), [(1, 1), (3, 5), (4, 64)])
