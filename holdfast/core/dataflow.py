@@ -331,7 +331,7 @@ class Dataflow:
 
     def _finish_site(self) -> list[SiteEffect]:
         """Once in a view, when nothing is left to do here."""
-        if self._reported or self._last is None:
+        if self._reported or self._last is None or self.view is None:
             return []
         if any(not u.installed or u.finished < self._last for u in self.units.values()):
             return []

@@ -2,15 +2,17 @@
 
 The world runs the real nodes: their machines, operators, messages and controller. Messages between
 two sites keep their order, as on a connection; everything else (which message arrives next, which
-site works, when a source is read, when a timer fires) is drawn from one seeded generator, so a run
-can be repeated exactly. Sites can crash, connections can break, and single stages can be stalled.
+site works, when a source is read, when a timer fires) is chosen step by step, by default at random
+from a seed, so a run can be repeated exactly. `holdfast.sim.timed` has a world that goes by a clock
+instead. Sites and controllers can crash, connections can break, and single stages can be stalled.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -30,7 +32,9 @@ from holdfast.core.effects import (
 )
 from holdfast.core.events import (
     ControllerEvent,
+    CopyBehind,
     CopyReported,
+    FlowFailed,
     SiteFinished,
     SiteRegistered,
     SitesFailed,
@@ -39,9 +43,9 @@ from holdfast.core.events import (
     WaitOver,
 )
 from holdfast.core.ids import CohortId, SiteId, StageId
-from holdfast.core.layout import Domain
+from holdfast.core.layout import Domain, View
 from holdfast.core.records import EpochRecord
-from holdfast.errors import InvariantError
+from holdfast.errors import HoldfastError, InvariantError, ProtocolError
 from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
 from holdfast.flow.plan import plan, shape
@@ -50,41 +54,76 @@ from holdfast.site import wire
 from holdfast.site.node import Node, Order
 
 CONTROLLER = SiteId(-1)
+NOTHING = memoryview(b"")
 
 Move = Callable[[], None]
+Link = tuple[SiteId, SiteId]
 
 
-class _Up:
+class Up:
     """The connection is there."""
 
 
-class _Down:
+class Down:
     """The connection is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A timer: a site's process comes up."""
+
+    site: SiteId
+
+
+class TakeOver:
+    """A timer: the arbiter has noticed that nobody leads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What the arbiter keeps: enough for another controller to go on."""
+
+    term: int
+    view: View
+    dead: dict[SiteId, str]
+    launched: frozenset[SiteId]
+    running: bool
+    draining: bool
 
 
 class _Collected(SinkWriter):
     """What a sink has got, by epoch; shared by all copies, like a store outside."""
 
-    def __init__(self, into: dict[int, pa.RecordBatch]) -> None:
-        self._into = into
+    def __init__(self, world: World, into: dict[int, pa.RecordBatch]) -> None:
+        self._world, self._into = world, into
+        self._wrote: set[int] = set()
 
     def write(self, epoch: int, batch: pa.RecordBatch) -> None:
-        if epoch in self._into:
-            raise InvariantError(f"epoch {epoch} was written twice")
-        self._into[epoch] = batch
+        if epoch in self._wrote:
+            raise InvariantError(f"site {self._world.acting} wrote epoch {epoch} twice")
+        self._wrote.add(epoch)
+        known = self._into.get(epoch)
+        if known is None and epoch < max(self._into, default=-1):
+            raise InvariantError(f"epoch {epoch} was written after a later one")
+        # Whoever is not in the view any more may not know it yet. The store takes an epoch once.
+        if known is not None and not known.equals(batch):
+            raise InvariantError(f"epoch {epoch} was written twice, with different rows")
+        if known is not None and self._world.leads_sink(self._into):
+            raise InvariantError(f"epoch {epoch} was written twice, the second time by the leader")
+        self._into.setdefault(epoch, batch)
 
 
 class _Store(Sink):
     """Stands in for a flow's sink: a store outside, in which every epoch is durable at once."""
 
-    def __init__(self, into: dict[int, pa.RecordBatch], with_order: bool) -> None:
-        self._into, self.with_order = into, with_order
+    def __init__(self, world: World, into: dict[int, pa.RecordBatch], with_order: bool) -> None:
+        self._world, self._into, self.with_order = world, into, with_order
 
     def open(self, name: str, schema: pa.Schema) -> SinkWriter:
-        return _Collected(self._into)
+        return _Collected(self._world, self._into)
 
     def resume(self, name: str, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
-        return _Collected(self._into), max(self._into, default=-1)
+        return _Collected(self._world, self._into), max(self._into, default=-1)
 
 
 class _Port:
@@ -94,14 +133,13 @@ class _Port:
         self._world, self._site = world, site
 
     def send(self, site: SiteId, message: wire.Message, body: list[Any] | None = None) -> None:
-        queue = self._world.network.get((self._site, site))
-        if queue is not None and (self._site, site) not in self._world.broken:
-            data = b"".join(bytes(memoryview(part)) for part in body or [])
-            header = wire.decode(wire.encode(message)[wire.PREFIX.size :])
-            queue.append((header, memoryview(data)))
+        link = (self._site, site)
+        if link in self._world.network and link not in self._world.broken:
+            self._world.put(link, self._world.packed(message, body))
 
     def tell(self, message: wire.Message) -> None:
-        self._world.network[self._site, CONTROLLER].append((message, memoryview(b"")))
+        if (self._site, CONTROLLER) in self._world.network:
+            self._world.put((self._site, CONTROLLER), (message, NOTHING))
 
 
 class World:
@@ -124,22 +162,27 @@ class World:
         self.results: dict[str, dict[int, pa.RecordBatch]] = {s.name: {} for s in self.plan.sinks}
         for stage in self.plan.sinks:
             assert stage.sink is not None
-            stage.sink = _Store(self.results[stage.name], stage.sink.with_order)
+            stage.sink = _Store(self, self.results[stage.name], stage.sink.with_order)
         self.stalled: Callable[[SiteId, Order], bool] = lambda site, order: False
         self.steps = 0
         self.log: list[str] = []
         self.error: Exception | None = None
+        self.acting: SiteId | None = None
+        """Whose code runs."""
         self.nodes: dict[SiteId, Node] = {}
-        self.network: dict[tuple[SiteId, SiteId], deque[Any]] = {}
-        self.broken: set[tuple[SiteId, SiteId]] = set()
+        self.network: dict[Link, deque[Any]] = {}
+        self.broken: set[Link] = set()
+        self.committed: Committed | None = None
+        self.exceeded = False
+        """Whether something was lost that pairs do not promise to keep."""
         self._records: dict[int, EpochRecord] = {}
-        self._timers: list[ControllerEvent | _Launch] = []
+        self._timers: list[Any] = []
         self._started = False
         self._relaunch = relaunch
         ids = [SiteId(i) for i in range(sites + standbys)]
-        self.controller = Controller(
-            shape(self.plan, self.options.partitions), ids[:sites], ids[sites:]
-        )
+        self.shape = shape(self.plan, self.options.partitions)
+        self.controller = Controller(self.shape, ids[:sites], ids[sites:])
+        self.leaderless = False
         for site in ids:
             self._launch(site)
 
@@ -147,13 +190,40 @@ class World:
     def records(self) -> list[EpochRecord]:
         return [self._records[e] for e in sorted(self._records)]
 
+    def now(self) -> float:
+        """In seconds. This world has no clock; a step stands for a millisecond."""
+        return self.steps / 1e3
+
     def _launch(self, site: SiteId) -> None:
-        node = Node(self.plan, site, self.options, _Port(self, site), now=lambda: self.steps / 1e3)
-        self.nodes[site] = node
+        self.nodes[site] = self.make_node(site)
         self.network[site, CONTROLLER] = deque()
         self.network[CONTROLLER, site] = deque()
-        domain = Domain(f"p{site}", f"p{site}", "host", "app")
-        self._control(SiteRegistered(site, ("", site), domain))
+        self._register(site)
+
+    def make_node(self, site: SiteId) -> Node:
+        return Node(self.plan, site, self.options, _Port(self, site), now=self.now)
+
+    def _register(self, site: SiteId) -> None:
+        self._control(SiteRegistered(site, ("", site), domain_of(site)))
+
+    # --- what a world with a clock does otherwise -----------------------------------------------
+
+    def packed(self, message: wire.Message, body: list[Any] | None) -> tuple[wire.Message, Any]:
+        """A message as it arrives: through the real encoder and decoder."""
+        data = b"".join(bytes(memoryview(part)) for part in body or [])
+        return wire.decode(wire.encode(message)[wire.PREFIX.size :]), memoryview(data)
+
+    def put(self, link: Link, item: Any) -> None:
+        """Something is on its way."""
+        self.network[link].append(item)
+
+    def put_anew(self, link: Link, items: Iterable[Any]) -> None:
+        """Whatever was on its way is lost; this comes instead."""
+        self.network[link] = deque(items)
+
+    def later(self, seconds: float, what: Any) -> None:
+        """Something is to happen after a while."""
+        self._timers.append(what)
 
     # --- running --------------------------------------------------------------------------------
 
@@ -180,37 +250,45 @@ class World:
 
     def step(self) -> bool:
         """Let one thing happen, whichever the seed chooses; False if nothing can."""
-        moves = self._moves()
+        moves = self.moves()
         if not moves or (self._timers and self.random.random() < 0.01):
             if not self._timers:
                 return False
-            due = self._timers.pop(self.random.randrange(len(self._timers)))
-            if isinstance(due, _Launch):
-                self._launch(due.site)
-            else:
-                self._control(due)
+            self.happen(self._timers.pop(self.random.randrange(len(self._timers))))
         else:
-            self.random.choice(moves)()
+            self.random.choice(moves)[1]()
         self.steps += 1
         return True
 
-    def _moves(self) -> list[Move]:
-        moves: list[Move] = []
+    def happen(self, due: Any) -> None:
+        """What a timer was set for."""
+        if isinstance(due, Launch):
+            self._launch(due.site)
+        elif isinstance(due, TakeOver):
+            self.take_over()
+        else:
+            self._control(due)
+
+    def moves(self) -> list[tuple[str, Move]]:
+        """All that can happen next but timers, with names that are the same in the same state."""
+        moves: list[tuple[str, Move]] = []
         for site, node in self.nodes.items():
             for entry in node.orders:
                 order = entry[-1]
                 if not self.stalled(site, order) and node.stages.ready(order):
-                    moves.append(lambda s=site, e=entry: self._work(s, e))  # type: ignore[misc]
+                    name = f"work {site} {order.unit}"
+                    moves.append((name, lambda s=site, e=entry: self._work(s, e)))  # type: ignore[misc]
             if self._started and not node.finished:
                 for unit, split in node.stages.splits():
                     room = split.rows_held < self.options.read_ahead_rows
                     if room and not split.ended and node.dataflow.units[unit].installed:
-                        moves.append(lambda s=site, u=unit, p=split: self._read(s, u, p))  # type: ignore[misc]
+                        name = f"read {site} {unit} {split.number}"
+                        moves.append((name, lambda s=site, u=unit, p=split: self._read(s, u, p)))  # type: ignore[misc]
             if node.outgoing:
-                moves.append(lambda n=node: n.hand_over())  # type: ignore[misc]
-        for key, queue in self.network.items():
-            if queue:
-                moves.append(lambda k=key: self._deliver(*k))  # type: ignore[misc]
+                moves.append((f"hand over {site}", lambda s=site: self.hand_over(s)))  # type: ignore[misc]
+        for link, queue in self.network.items():
+            if queue and not (link[1] == CONTROLLER and self.leaderless):
+                moves.append((f"deliver {link}", lambda k=link: self.deliver(k)))  # type: ignore[misc]
         return moves
 
     def drain(self) -> None:
@@ -235,36 +313,85 @@ class World:
             return schema.empty_table()
         return pa.Table.from_batches(batches)
 
+    def leads_sink(self, into: dict[int, pa.RecordBatch]) -> bool:
+        """Whether the site whose code runs leads the sink in the view that counts."""
+        name = next(n for n, found in self.results.items() if found is into)
+        view = self.controller.view
+        unit = (StageId(self.plan.stage_named(name).id), CohortId(0))
+        return view is not None and view.cohort(unit).copies[:1] == (self.acting,)
+
     # --- faults ---------------------------------------------------------------------------------
+
+    def survives(self, *victims: SiteId) -> bool:
+        """Whether a living copy of everything is left without these. One that joins is none."""
+        view = self.controller.view
+        if view is None:
+            return False
+        living = set(self.nodes) - set(victims)
+        return all(living.intersection(view.cohort(u).copies) for u in view.units())
 
     def crash(self, *sites: SiteId) -> None:
         """These processes are gone, all at once; the others find out as time goes by."""
         self.log.append(f"{self.steps}: crash of {sites}")
+        if self.controller.running and not self.survives(*sites):
+            self.exceeded = True
         for site in sites:
-            del self.nodes[site]
-            for key in [k for k in self.network if site in k]:
-                queue = self.network.pop(key)
-                if key[0] == site and key[1] in self.nodes:
-                    # What was sent may still arrive; then the connection is seen to be gone.
-                    keep = self.random.randint(0, len(queue))
-                    left = deque(list(queue)[:keep])
-                    left.append(_Down())
-                    self.network[key] = left
-                elif key[0] == site and key[1] == CONTROLLER:
-                    self._finish_reports(site, queue)
-        self._timers.append(SitesFailed(tuple(sites), "crashed"))
+            self.vanish(site)
+        self.later(0.0, SitesFailed(tuple(sites), "crashed"))
 
-    def _finish_reports(self, site: SiteId, queue: deque[Any]) -> None:
-        for item in list(queue)[: self.random.randint(0, len(queue))]:
-            self._on_told(site, item[0])
+    def vanish(self, site: SiteId) -> None:
+        """A process ends. What it sent may still arrive; then the connection is seen to be gone."""
+        del self.nodes[site]
+        for link in [k for k in self.network if site in k]:
+            queue = self.network.pop(link)
+            if link[0] == site and link[1] in self.nodes:
+                keep = self.random.randint(0, len(queue))
+                self.put_anew(link, [*list(queue)[:keep], Down()])
+            elif link[0] == site and link[1] == CONTROLLER and not self.leaderless:
+                for item in list(queue)[: self.random.randint(0, len(queue))]:
+                    self._on_told(site, item[0])
 
     def reset(self, one: SiteId, other: SiteId) -> None:
         """The connection between two sites breaks, and is made anew."""
         self.log.append(f"{self.steps}: reset of {one}-{other}")
-        for key in ((one, other), (other, one)):
-            if key in self.network:
-                self.network[key] = deque([_Down(), _Up()])
-                self.broken.add((key[1], key[0]))  # what it sends before it notices is lost
+        for link in ((one, other), (other, one)):
+            if link in self.network:
+                self.put_anew(link, [Down(), Up()])
+                self.broken.add((link[1], link[0]))  # what it sends before it notices is lost
+
+    def crash_controller(self) -> None:
+        """Nobody leads until the arbiter notices."""
+        self.log.append(f"{self.steps}: crash of the controller")
+        self.leaderless = True
+        self._timers = [t for t in self._timers if isinstance(t, Launch)]
+        for site in self.nodes:
+            if (site, CONTROLLER) in self.network:
+                self.put_anew((site, CONTROLLER), [])
+        self.later(self.options.lease_s, TakeOver())
+
+    def take_over(self) -> None:
+        """Another controller goes on from what was committed and from what the sites say."""
+        known = self.committed
+        assert known is not None, "a controller that has committed nothing is not replaced"
+        term = known.term + 1
+        self.committed = Committed(
+            term, known.view, known.dead, known.launched, known.running, known.draining
+        )
+        self.log.append(f"{self.steps}: take-over of control, term {term}")
+        here = [s for s in self.nodes if s not in known.dead]
+        addresses = {s: ("", int(s)) for s in {*here, *known.view.members}}
+        domains = {s: domain_of(s) for s in addresses}
+        controller = Controller(self.shape, known.view.members)
+        effects = controller.resume(
+            known.view, term, addresses, domains, dict(known.dead), known.running, known.draining
+        )
+        controller.launched |= known.launched - addresses.keys()
+        self.controller, self.leaderless = controller, False
+        gone = [s for s in {*known.view.members, *known.launched} if s not in self.nodes]
+        if gone:
+            effects += controller.handle(SitesFailed(tuple(sorted(gone)), "crashed"))
+        for effect in effects:
+            self._apply(effect)
 
     # --- moves ----------------------------------------------------------------------------------
 
@@ -276,8 +403,22 @@ class World:
     def _work(self, site: SiteId, entry: Any) -> None:
         node = self.nodes[site]
         node.orders.remove(entry)
-        node.carry_out(entry[-1])
-        self._after(node)
+        self.guarded(node, lambda: node.carry_out(entry[-1]))
+
+    def guarded(self, node: Node, act: Callable[[], object]) -> None:
+        """As a site does it: an error is told to the controller."""
+        self.acting = node.site
+        try:
+            act()
+            self._after(node)
+        except (InvariantError, ProtocolError):
+            raise
+        except HoldfastError as error:
+            self._control(FlowFailed(node.site, error))
+        self.acting = None
+
+    def hand_over(self, site: SiteId) -> None:
+        self.nodes[site].hand_over()
 
     def _after(self, node: Node) -> None:
         while node._acks:
@@ -286,48 +427,59 @@ class World:
         if node.sequencer is not None:
             node.sequencer.check_invariants()
 
-    def _deliver(self, sender: SiteId, receiver: SiteId) -> None:
-        item = self.network[sender, receiver].popleft()
+    def deliver(self, link: Link) -> None:
+        """The oldest message on a connection arrives."""
+        sender, receiver = link
+        item = self.network[link].popleft()
         if receiver == CONTROLLER:
             self._on_told(sender, item[0])
             return
         node = self.nodes[receiver]
-        if isinstance(item, _Up):
-            self.broken.discard((receiver, sender))
+        self.guarded(node, lambda: self._take(node, sender, item))
+        gone = sender not in self.nodes and sender != CONTROLLER
+        if isinstance(item, Down) and gone and link in self.network:
+            del self.network[link]
+
+    def _take(self, node: Node, sender: SiteId, item: Any) -> None:
+        if isinstance(item, Up):
+            self.broken.discard((node.site, sender))
             node.on_connected(sender)
-        elif isinstance(item, _Down):
+        elif isinstance(item, Down):
             node.on_lost(sender)
-            if sender not in self.nodes:
-                del self.network[sender, receiver]
         elif isinstance(item[0], wire.NewView):
-            self._on_new_view(receiver, item[0])
+            self._on_new_view(node, item[0])
         elif isinstance(item[0], wire.Start):
             self._started = True
+        elif isinstance(item[0], wire.Fenced):
+            self.vanish(node.site)
         else:
             node.receive(sender, *item)
-        self._after(node)
 
-    def _on_new_view(self, site: SiteId, message: wire.NewView) -> None:
-        node = self.nodes[site]
-        for key in [k for k in self.network if site in k]:
-            other = key[0] if key[1] == site else key[1]
-            if other != CONTROLLER and other not in message.view.members:
-                del self.network[key]  # fenced: nothing from there counts any more
-                if key[1] == site:
+    def _on_new_view(self, node: Node, message: wire.NewView) -> None:
+        site, view, known = node.site, message.view, node.view
+        for link in [k for k in self.network if site in k]:
+            other = link[0] if link[1] == site else link[1]
+            if other != CONTROLLER and other not in view.members:
+                del self.network[link]  # fenced: nothing from there counts any more
+                if link[1] == site:
                     node.on_lost(other)
-        node.on_view(message.view)
-        for other in message.view.members:
+                elif other in self.nodes:
+                    self.put_anew(link, [Down()])
+        node.on_view(view)
+        if known is not None and view.term > known.term:
+            node.report_again()
+        for other in view.members:
             if other != site and other in self.nodes and (site, other) not in self.network:
-                self.network[site, other] = deque([_Up()])
-                self.network[other, site] = deque([_Up()])
-        self.network[site, CONTROLLER].append(
-            (wire.Seen(message.view.term, message.view.number), memoryview(b""))
-        )
+                self.put_anew((site, other), [Up()])
+                self.put_anew((other, site), [Up()])
+        self.put((site, CONTROLLER), (wire.Seen(view.term, view.number), NOTHING))
 
     # --- the controller -------------------------------------------------------------------------
 
     def _on_told(self, site: SiteId, message: wire.Message) -> None:
         match message:
+            case wire.Register():
+                self._register(site)
             case wire.Seen():
                 self._control(ViewSeen(site, message.term, message.number))
             case wire.CopyState():
@@ -335,6 +487,10 @@ class World:
                 copy = SiteId(message.site)
                 self._control(
                     CopyReported(copy, unit, message.number, message.phase, message.reason)
+                )
+            case wire.Behind():
+                self._control(
+                    CopyBehind(SiteId(message.site), message.reason, message.unreachable)
                 )
             case wire.Cut():
                 known = self._records.setdefault(message.record.epoch, message.record)
@@ -344,34 +500,55 @@ class World:
                 self._control(SiteFinished(site, message.number))
 
     def _control(self, event: ControllerEvent) -> None:
-        for effect in self.controller.handle(event):
-            self._apply(effect)
+        if not self.leaderless:
+            for effect in self.controller.handle(event):
+                self._apply(effect)
 
     def _apply(self, effect: ControllerEffect) -> None:
         match effect:
             case CommitView():
-                self.log.append(f"{self.steps}: {effect.view}")
-                for site in effect.view.members:
-                    self._skip_views(site)
-                    self._send(site, wire.NewView(effect.view, {}))
+                self.commit(effect)
             case StartFlow():
+                self._note_committed()
                 for site in self.nodes:
                     self._send(site, wire.Start())
             case OrderCatchUp():
-                self._send(effect.donor, wire.CatchUp(0, *effect.unit, effect.joiner))
+                term = self.controller.term
+                self._send(effect.donor, wire.CatchUp(term, *effect.unit, effect.joiner))
             case DrainFlow():
+                self._note_committed()
                 self._send(effect.site, wire.Drain())
             case PauseFlow():
                 self._send(effect.site, wire.Pause(effect.paused))
             case LaunchSite():
                 if self._relaunch:
-                    self._timers.append(_Launch(effect.site))
+                    self.later(effect.after_ms / 1e3, Launch(effect.site))
             case FenceSite():
-                pass
+                self._send(effect.site, wire.Fenced())
             case Wait():
-                self._timers.append(WaitOver(effect.what))
+                self.later(effect.ms / 1e3, WaitOver(effect.what))
             case EndFlow():
                 self.error = effect.error
+
+    def commit(self, effect: CommitView) -> None:
+        """The arbiter takes a view, and only then anybody hears of it."""
+        self.log.append(f"{self.steps}: {effect.view}")
+        self._note_committed()
+        for site in effect.view.members:
+            self._skip_views(site)
+            self._send(site, wire.NewView(effect.view, {}))
+
+    def _note_committed(self) -> None:
+        controller = self.controller
+        if controller.view is not None:
+            self.committed = Committed(
+                controller.term,
+                controller.view,
+                dict(controller.dead),
+                frozenset(controller.launched),
+                controller.running,
+                controller.state is State.DRAINING,
+            )
 
     def _skip_views(self, site: SiteId) -> None:
         """A view that is committed right after another may be the only one that is given out."""
@@ -381,13 +558,10 @@ class World:
                 queue.remove(item)
 
     def _send(self, site: SiteId, message: wire.Message) -> None:
-        queue = self.network.get((CONTROLLER, site))
-        if queue is not None:
-            queue.append((message, memoryview(b"")))
+        if (CONTROLLER, site) in self.network:
+            self.put((CONTROLLER, site), (message, NOTHING))
 
 
-class _Launch:
-    """A timer: a site's process comes up."""
-
-    def __init__(self, site: SiteId) -> None:
-        self.site = site
+def domain_of(site: SiteId) -> Domain:
+    """Every site of a simulated world is a process of its own."""
+    return Domain(f"p{site}", f"p{site}", "host", "app")

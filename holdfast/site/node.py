@@ -86,6 +86,14 @@ class Transport(Protocol):
         """Say something to the controller."""
 
 
+class Codec:
+    """How the bundles of a node become messages, and back. (Those of nodes in one process need not:
+    see `holdfast.sim`.)"""
+
+    encode = staticmethod(bundles.encode)
+    decode = staticmethod(bundles.decode)
+
+
 class Node:
     """One site of a flow."""
 
@@ -96,9 +104,11 @@ class Node:
         options: Options,
         transport: Transport,
         now: Callable[[], float] = time.monotonic,
+        codec: Codec | None = None,
     ) -> None:
         self.plan, self.site, self.options = plan, site, options
         self._transport, self._now = transport, now
+        self._codec = codec or Codec()
         self.view: View | None = None
         self.stages = SiteStages(plan, site, options)
         self.stages.send = transport.send
@@ -399,13 +409,15 @@ class Node:
         if effect.site == self.site:
             self._handle(BundleArrived(*to, since, last, effect.bundle, part))
             return
-        message, body = bundles.encode(effect.bundle, *to, since=since, part=part, last=last)
+        bundle = effect.bundle
+        message, body = self._codec.encode(bundle, *to, since=since, part=part, last=last)
         self._transport.send(effect.site, message, body)
 
     def _on_bundle(self, message: wire.Bundle, body: memoryview) -> None:
         if not 0 <= message.exchange < len(self.plan.exchanges):
             raise ProtocolError(f"there is no exchange {message.exchange}")
-        frames = bundles.decode(message, body, self.plan.exchanges[message.exchange].schema)
+        schema = self.plan.exchanges[message.exchange].schema
+        frames = self._codec.decode(message, body, schema)
         self._handle(
             BundleArrived(
                 ExchangeId(message.exchange),

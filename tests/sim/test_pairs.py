@@ -65,14 +65,6 @@ def expected() -> dict[str, pa.Table]:
     return undisturbed(events(N))
 
 
-def survives(world: World, *victims: SiteId) -> bool:
-    """Whether a living copy of everything is left without these. One that joins is none."""
-    view = world.controller.view
-    assert view is not None
-    living = set(world.nodes) - set(victims)
-    return all(living.intersection(view.cohort(u).copies) for u in view.units())
-
-
 class Faults:
     """Crashes and resets at random moments, many of them soon after one another."""
 
@@ -92,7 +84,7 @@ class Faults:
     def _crash(self, world: World) -> None:
         count = min(self.random.randint(1, self.at_once), len(world.nodes))
         victims = self.random.sample(sorted(world.nodes), count)
-        if not survives(world, *victims):
+        if not world.survives(*victims):
             return
         world.crash(*victims)
         self.crashes -= 1
@@ -267,7 +259,7 @@ def test_one_after_another_whoever_has_the_role(role: str) -> None:
     def take(world: World) -> None:
         if world.steps % 10 == 9 and world.controller.protected and len(taken) < 4:
             victim = leader_of(world, role)
-            if victim in world.nodes and survives(world, victim):
+            if victim in world.nodes and world.survives(victim):
                 world.crash(victim)
                 taken.append(victim)
 
@@ -523,7 +515,7 @@ def test_a_death_in_each_phase_of_making_a_copy(phase: str, who: str) -> None:
     go(world, until=reached[phase])
     assert not world.ended
     victim = joiner if who == "joiner" else donor
-    assert survives(world, victim)
+    assert world.survives(victim)
     world.crash(victim)
     finish(world)
 
@@ -558,7 +550,7 @@ def test_copies_that_differ_are_found_out() -> None:
     stage = world.plan.stage_named("running aggregate by (k)").id
     world._work = _skewed(world, stage, noticed=False)  # type: ignore[method-assign]
     with pytest.raises(DivergenceError, match="not deterministic"):
-        go(world)
+        finish(world)
 
 
 def test_rows_that_are_lost_on_the_way_are_found_out() -> None:
@@ -567,7 +559,7 @@ def test_rows_that_are_lost_on_the_way_are_found_out() -> None:
     stage = world.plan.stage_named("running aggregate by (k)").id
     world._work = _skewed(world, stage, noticed=True)  # type: ignore[method-assign]
     with pytest.raises(DivergenceError, match=r"cohort \d+, epoch .* not what the digests"):
-        go(world)
+        finish(world)
 
 
 def _skewed(world: World, stage: int, noticed: bool) -> Callable[[SiteId, Any], None]:
@@ -602,3 +594,29 @@ def test_a_copy_that_loses_rows_when_it_is_made_is_found_out(monkeypatch: Any) -
             steps(world, 200)
             world.crash(SiteId(1))
             finish(world, Faults(seed, crashes=1))
+
+
+# --- the controller dies ------------------------------------------------------------------------
+
+
+class ControllerFaults(Faults):
+    """The controller crashes, too."""
+
+    def __init__(self, seed: int, controllers: int = 3) -> None:
+        super().__init__(seed)
+        self.controllers = controllers
+        self._next = self.random.randint(20, 300)
+
+    def __call__(self, world: World) -> None:
+        super().__call__(world)
+        if world.steps >= self._next and self.controllers and world.controller.running:
+            if not world.leaderless:
+                world.crash_controller()
+                self.controllers -= 1
+            self._next = world.steps + self.random.randint(1, 300)
+
+
+@pytest.mark.parametrize("seed", [953, *range(800, 812)])
+def test_controllers_and_sites_crash(seed: int) -> None:
+    world = finish(protected_world(seed), ControllerFaults(seed))
+    assert world.controller.term > 0
