@@ -261,7 +261,7 @@ class Controller:
         if self.view is None or (event.term, event.number) != (self.view.term, self.view.number):
             return []
         self._seen.add(event.site)
-        if not self._seen.issuperset(self.view.members):
+        if not self.seen_by_all:
             return []
         if self.state is State.CONNECTING:
             self._become(State.RUNNING)
@@ -604,9 +604,14 @@ class Controller:
         return "replaying" if any(u == unit for u, _ in self.replaying) else "protected"
 
     @property
+    def seen_by_all(self) -> bool:
+        """Whether all members act on the latest view."""
+        return self.view is not None and self._seen.issuperset(self.view.members)
+
+    @property
     def protected(self) -> bool:
         """Whether every unit has all its copies, and all of them are up to date and have said that
         they act on the view."""
-        if self.view is None or not self.running or not self._seen.issuperset(self.view.members):
+        if self.view is None or not self.running or not self.seen_by_all:
             return False
         return all(self.phase(u) in ("protected", "not protected") for u in self.view.units())

@@ -421,8 +421,12 @@ class World:
         self.nodes[site].hand_over()
 
     def _after(self, node: Node) -> None:
-        while node._acks:
+        while node.acks_wait:
             node.flush()
+        self.check(node)
+
+    def check(self, node: Node) -> None:
+        """Have a node's machines check themselves."""
         node.dataflow.check_invariants()
         if node.sequencer is not None:
             node.sequencer.check_invariants()
@@ -489,9 +493,7 @@ class World:
                     CopyReported(copy, unit, message.number, message.phase, message.reason)
                 )
             case wire.Behind():
-                self._control(
-                    CopyBehind(SiteId(message.site), message.reason, message.unreachable)
-                )
+                self._control(CopyBehind(SiteId(message.site), message.reason, message.unreachable))
             case wire.Cut():
                 known = self._records.setdefault(message.record.epoch, message.record)
                 if known != message.record:

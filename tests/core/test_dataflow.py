@@ -327,5 +327,5 @@ def test_a_consumer_does_not_turn_to_a_copy_beside_it_that_is_behind() -> None:
 
 def test_a_site_without_a_view_has_nothing_to_finish() -> None:
     """Others may know of it, and tell it of the last epoch, before it hears of the view itself."""
-    machine = Dataflow(SiteId(5), SHAPE, window=2)
+    machine = Dataflow(5, SHAPE, window=2)
     assert machine.handle(record(0, last=True)) == []

@@ -1,0 +1,136 @@
+"""Trying many schedules of faults, and making the ones that fail small and readable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from holdfast.core.sequencer import Budget
+from holdfast.errors import HoldfastError
+from holdfast.flow.options import Options
+from holdfast.flow.protection import Protection, pairs
+from holdfast.sim import flows
+from holdfast.sim.checks import Checks, Violation
+from holdfast.sim.faults import Fault, Injector, schedule
+from holdfast.sim.timed import TimedWorld
+
+STEPS_MAX = 60_000
+PROTECTED_S_MAX = 20.0
+"""So much virtual time after the last fault everything is protected again, or the flow has ended:
+a bound on liveness, in leases times a hundred."""
+
+OPTIONS = Options(
+    partitions=4,
+    budget=Budget(epoch_rows_max=50, epochs_in_flight_max=4, bytes_in_flight_max=1 << 20),
+    window=4,
+    block_rows=20,
+    read_ahead_rows=60,
+    lease_s=0.1,
+)
+
+PROTOCOLS: dict[str, Protection] = {
+    "pairs": pairs(apart="process"),
+    "triples": pairs(copies=3, apart="process"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run: everything that decides what happens in it."""
+
+    seed: int
+    flow: str = "dmz"
+    protocol: str = "pairs"
+    sites: int = 0
+    """0: three to five, as the seed says."""
+    rows_in: int = flows.ROWS
+    faults: tuple[Fault, ...] | None = None
+    """None: those that the seed gives."""
+
+    def schedule(self) -> list[Fault]:
+        if self.faults is not None:
+            return list(self.faults)
+        return schedule(self.seed, OPTIONS.lease_s)
+
+    def world(self) -> TimedWorld:
+        protection = PROTOCOLS[self.protocol]
+        flow = flows.make(self.flow, protection, self.rows_in)
+        return TimedWorld(
+            flow,
+            sites=max(self.sites or 3 + self.seed % 3, protection.copies),
+            seed=self.seed,
+            options=OPTIONS,
+        )
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a case."""
+
+    case: Case
+    problem: Exception | None
+    done: list[tuple[str, str]] = field(default_factory=list)
+    """The phase in which each fault was done, and its kind."""
+    stopped: bool = False
+    steps: int = 0
+    seconds: float = 0.0
+    log: list[str] = field(default_factory=list)
+    trace: list[tuple[object, ...]] = field(default_factory=list)
+
+
+def run(case: Case, *, trace: bool = False) -> Outcome:
+    """Run a case to its end, with all checks."""
+    world = case.world()
+    if trace:
+        world.trace = []
+    injector, checks = Injector(world, case.schedule()), Checks(world)
+    problem: Exception | None = None
+    try:
+        while not world.ended:
+            if not world.step():
+                raise Violation(f"nothing is left to happen: {world.describe()}")
+            checks.step()
+            if world.steps > STEPS_MAX or world.time > injector.last_at + PROTECTED_S_MAX:
+                raise Violation(f"it does not come to an end: {world.describe()}")
+        checks.all()
+        checks.end(case.flow, case.rows_in)
+    except (Violation, HoldfastError, AssertionError, KeyError, AttributeError) as error:
+        problem = error
+    return Outcome(
+        case,
+        problem,
+        injector.done,
+        world.error is not None,
+        world.steps,
+        world.time,
+        world.log,
+        world.trace or [],
+    )
+
+
+def shrink(case: Case) -> Case:
+    """The smallest schedule that still fails: fewer faults, then earlier and plainer ones."""
+    faults = case.schedule()
+    smaller = True
+    while smaller:
+        smaller = False
+        for candidate in _smaller(faults):
+            tried = replace(case, faults=tuple(candidate))
+            if run(tried).problem is not None:
+                faults, smaller = candidate, True
+                break
+    return replace(case, faults=tuple(faults))
+
+
+def _smaller(faults: list[Fault]) -> list[list[Fault]]:
+    without = [faults[:n] + faults[n + 1 :] for n in range(len(faults))]
+    plainer = [
+        [*faults[:n], replace(f, phase=None), *faults[n + 1 :]]
+        for n, f in enumerate(faults)
+        if f.phase is not None
+    ]
+    shorter = [
+        [*faults[:n], replace(f, seconds=f.seconds / 2), *faults[n + 1 :]]
+        for n, f in enumerate(faults)
+        if f.seconds > 0.005
+    ]
+    return without + plainer + shorter
