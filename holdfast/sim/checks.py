@@ -43,6 +43,7 @@ class Checks:
         view = self.world.controller.view
         for site, node in self.world.nodes.items():
             self.world.check(node)
+            self._acts_on_what_is_committed(site, node)
             self._in_order(site, node)
             self._bounded(site, node)
             for producer in node.dataflow.producers.values():
@@ -51,6 +52,11 @@ class Checks:
             self._apart(view)
             if not self.world.exceeded:
                 self._nothing_lost(view)
+
+    def _acts_on_what_is_committed(self, site: SiteId, node: Node) -> None:
+        view = node.view
+        if view is not None and (view.term, view.number) not in self.world.committed_views:
+            raise Violation(f"site {site} acts on {view}, which nobody has committed")
 
     def _in_order(self, site: SiteId, node: Node) -> None:
         """What a consumer has of each producer only grows."""

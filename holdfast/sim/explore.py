@@ -10,13 +10,14 @@ from holdfast.flow.options import Options
 from holdfast.flow.protection import Protection, pairs
 from holdfast.sim import flows
 from holdfast.sim.checks import Checks, Violation
-from holdfast.sim.faults import Fault, Injector, schedule
+from holdfast.sim.faults import KINDS, Fault, Injector, schedule
 from holdfast.sim.timed import TimedWorld
 
 STEPS_MAX = 60_000
-PROTECTED_S_MAX = 20.0
-"""So much virtual time after the last fault everything is protected again, or the flow has ended:
-a bound on liveness, in leases times a hundred."""
+PROTECTED_S_MAX = 3.0
+"""So much virtual time (thirty leases) after the last fault everything is protected again."""
+FREE = 0.8
+"""What part of its rows a source gives before the flow has recovered from all faults."""
 
 OPTIONS = Options(
     partitions=4,
@@ -43,13 +44,15 @@ class Case:
     sites: int = 0
     """0: three to five, as the seed says."""
     rows_in: int = flows.ROWS
+    kinds: tuple[str, ...] = KINDS
+    """What may go wrong."""
     faults: tuple[Fault, ...] | None = None
     """None: those that the seed gives."""
 
     def schedule(self) -> list[Fault]:
         if self.faults is not None:
             return list(self.faults)
-        return schedule(self.seed, OPTIONS.lease_s)
+        return schedule(self.seed, OPTIONS.lease_s, self.kinds)
 
     def world(self) -> TimedWorld:
         protection = PROTOCOLS[self.protocol]
@@ -59,6 +62,7 @@ class Case:
             sites=max(self.sites or 3 + self.seed % 3, protection.copies),
             seed=self.seed,
             options=OPTIONS,
+            free_rows=int(self.rows_in * FREE) // flows.SPLITS[self.flow],
         )
 
 
@@ -89,7 +93,8 @@ def run(case: Case, *, trace: bool = False) -> Outcome:
             if not world.step():
                 raise Violation(f"nothing is left to happen: {world.describe()}")
             checks.step()
-            if world.steps > STEPS_MAX or world.time > injector.last_at + PROTECTED_S_MAX:
+            _open_gate(world, injector)
+            if world.steps > STEPS_MAX or world.time > injector.last_at + 2 * PROTECTED_S_MAX:
                 raise Violation(f"it does not come to an end: {world.describe()}")
         checks.all()
         checks.end(case.flow, case.rows_in)
@@ -105,6 +110,16 @@ def run(case: Case, *, trace: bool = False) -> Outcome:
         world.log,
         world.trace or [],
     )
+
+
+def _open_gate(world: TimedWorld, injector: Injector) -> None:
+    """Let the flow end once it has recovered; that it does not is a violation, too."""
+    if world.gate_is_open or injector.waiting or world.time < injector.last_at:
+        return
+    if world.controller.protected and not world.leaderless:
+        world.gate_is_open = True
+    elif world.time > injector.last_at + PROTECTED_S_MAX:
+        raise Violation(f"it is not protected again: {world.describe()}")
 
 
 def shrink(case: Case) -> Case:

@@ -9,7 +9,7 @@ the same when others are taken out of it.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from holdfast.core.ids import SiteId
@@ -31,6 +31,7 @@ KINDS = (
     "cut off",
     "slow",
     "controller",
+    "old leader",
     "arbiter",
 )
 LASTING = {
@@ -82,18 +83,20 @@ class Fault:
         return f"{self.kind} ({self.who}, {self.other}){span} {when}"
 
 
-def schedule(seed: int, lease_s: float, span_s: float = 0.06) -> list[Fault]:
+def schedule(
+    seed: int, lease_s: float, kinds: Sequence[str] = KINDS, span_s: float = 0.06
+) -> list[Fault]:
     """One to three faults. The first comes at any time; the others in whatever phase it brings
     about. In one run out of twenty they may be more than pairs can bear."""
     chance = random.Random(f"faults {seed}")
     beyond = chance.random() < 0.05
     first = chance.uniform(0.0, span_s)
-    kind = chance.choices(KINDS, [FIRST.get(k, 1) for k in KINDS])[0]
+    kind = chance.choices(kinds, [FIRST.get(k, 1) for k in kinds])[0]
     faults = [_fault(chance, kind, first, None, lease_s, beyond)]
     for _ in range(chance.randint(0, 2)):
         phase = chance.choice([None, *PHASES])
         at = first + chance.uniform(0.0, span_s) * (phase is None)
-        faults.append(_fault(chance, chance.choice(KINDS), at, phase, lease_s, beyond))
+        faults.append(_fault(chance, chance.choice(kinds), at, phase, lease_s, beyond))
     return faults
 
 
@@ -182,6 +185,8 @@ class Injector:
                 world.slow(one, 3.0 + fault.other, fault.seconds)
             case "controller":
                 return self._crash_controller()
+            case "old leader":
+                return self._old_leader()
             case "arbiter":
                 world.take_arbiter_away(fault.seconds)
         return True
@@ -206,6 +211,18 @@ class Injector:
             return False
         self.world.reset(one, other)
         return True
+
+    def _old_leader(self) -> bool:
+        """It must have been replaced; if not, that is done first."""
+        if self.world.old_view is not None:
+            self.world.send_old_view()
+            return True
+        if self._crash_controller():
+            self.world.at(
+                self.world.time + 1.2 * self.world.options.lease_s, TimedWorld.send_old_view
+            )
+            return True
+        return False
 
     def _crash_controller(self) -> bool:
         if self.world.leaderless or not self.world.controller.running:

@@ -21,11 +21,12 @@ from holdfast.flow.sources import rows
 from holdfast.sim.world import World
 
 ROWS = 1_000
+SPLITS = {"dmz": 3, "windows": 1, "diamond": 1}
 
 
 def dmz(rows_in: int = ROWS) -> Flow:
     """The network-monitoring flow: sessions, then windows over rows; three splits."""
-    return dmz_flow(rows(*_packets(rows_in, splits=3)), discard())
+    return dmz_flow(rows(*_packets(rows_in, SPLITS["dmz"])), discard())
 
 
 def windows(rows_in: int = ROWS) -> Flow:

@@ -15,12 +15,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import pyarrow as pa
+
 from holdfast.core.effects import CommitView
 from holdfast.core.events import SitesFailed, WaitOver
 from holdfast.core.ids import SiteId
+from holdfast.core.layout import View
 from holdfast.errors import InvariantError
+from holdfast.flow.batches import empty
 from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
+from holdfast.flow.sources import Source, SplitReader
 from holdfast.sim.world import CONTROLLER, Launch, Link, TakeOver, World, _Port
 from holdfast.site import wire
 from holdfast.site.bundles import Frames
@@ -73,8 +78,38 @@ class _ByReference(Codec):
         return body
 
 
+class _Gated(Source):
+    """A source that holds its last rows back until the world lets go of them: so that a flow does
+    not end before it has recovered."""
+
+    def __init__(self, world: TimedWorld, source: Source, rows: int) -> None:
+        self._world, self._source, self._rows = world, source, rows
+        self.schema, self.splits = source.schema, source.splits
+
+    def open(self, split: int, offset: int = 0) -> SplitReader:
+        return _GatedReader(self._world, self._source.open(split, offset), self._rows - offset)
+
+
+class _GatedReader(SplitReader):
+    def __init__(self, world: TimedWorld, reader: SplitReader, rows: int) -> None:
+        self._world, self._reader, self._free = world, reader, rows
+
+    def read(self, rows_max: int, *, due: bool = False) -> pa.RecordBatch | None:
+        if due or self._world.gate_is_open:
+            batch = self._reader.read(rows_max, due=due)
+        elif self._free > 0:
+            batch = self._reader.read(min(rows_max, self._free))
+        else:
+            return empty(self._world.plan.sources[0].ports["out"].schema)
+        self._free -= batch.num_rows if batch is not None else 0
+        return batch
+
+
 class TimedWorld(World):
-    """A flow on simulated sites, in virtual time. See `World` for what both have."""
+    """A flow on simulated sites, in virtual time. See `World` for what both have.
+
+    With `free_rows`, each split gives only so many rows before `gate_is_open` is set.
+    """
 
     def __init__(
         self,
@@ -85,8 +120,10 @@ class TimedWorld(World):
         seed: int = 0,
         options: Options | None = None,
         pace: Pace | None = None,
+        free_rows: int | None = None,
     ) -> None:
         self.pace = pace or Pace()
+        self.gate_is_open = False
         self.time = 0.0
         self._events: list[tuple[float, int, str, Any]] = []
         self._ties = itertools.count()
@@ -97,10 +134,14 @@ class TimedWorld(World):
         self._pending: set[tuple[str, SiteId]] = set()
         self.arbiter_back = 0.0
         self.paused_at: dict[SiteId, float] = {}
+        self.old_view: View | None = None
         self.poisoned = False
         """Whether a row was put in that makes the flow stop."""
         self.trace: list[tuple[Any, ...]] | None = None
         super().__init__(flow, sites=sites, standbys=standbys, seed=seed, options=options)
+        for stage in self.plan.sources:
+            if free_rows is not None and stage.source is not None:
+                stage.source = _Gated(self, stage.source, free_rows)
         self._push(self.options.lease_s / 5, "watch", None)
 
     def now(self) -> float:
@@ -220,9 +261,16 @@ class TimedWorld(World):
         if receiver != CONTROLLER and receiver not in self.nodes:
             queue.popleft()
             return
+        if isinstance(queue[0], tuple) and isinstance(queue[0][0], wire.Bundle):
+            self._refuse_strangers(link)
         self.deliver(link)
         if receiver in self.nodes:
             self._rouse(receiver)
+
+    def _refuse_strangers(self, link: Link) -> None:
+        view = self.nodes[link[1]].view
+        if view is not None and view.number > 0 and link[0] not in view.members:
+            raise InvariantError(f"site {link[1]} takes a frame from {link[0]}, who is no member")
 
     # --- sites ----------------------------------------------------------------------------------
 
@@ -380,6 +428,23 @@ class TimedWorld(World):
     def reset(self, one: SiteId, other: SiteId) -> None:
         self.note("fault", one, "reset", other)
         super().reset(one, other)
+
+    def send_old_view(self) -> None:
+        """A controller that does not know yet that it is not the leader any more says once again
+        what it said last."""
+        if self.old_view is None:
+            return
+        self.note("fault", CONTROLLER, "an old leader speaks")
+        self.log.append(f"{self.time:.4f}: old {self.old_view}")
+        for site in self.nodes:
+            self._send(site, wire.NewView(self.old_view, {}))
+            for unit in self.old_view.units_at(site):
+                message = wire.CatchUp(self.old_view.term, *unit, max(self.nodes))
+                self._send(site, message)
+
+    def take_over(self) -> None:
+        self.old_view = self.controller.view
+        super().take_over()
 
     def take_arbiter_away(self, seconds: float) -> None:
         self.note("fault", CONTROLLER, "arbiter away", None, self.time + seconds)

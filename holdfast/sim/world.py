@@ -91,30 +91,47 @@ class Committed:
     draining: bool
 
 
+DURABLE_EVERY = 3
+"""A store outside makes so many epochs durable at once, as one does that writes files."""
+
+
 class _Collected(SinkWriter):
     """What a sink has got, by epoch; shared by all copies, like a store outside."""
 
     def __init__(self, world: World, into: dict[int, pa.RecordBatch]) -> None:
         self._world, self._into = world, into
-        self._wrote: set[int] = set()
+        self._pending: dict[int, pa.RecordBatch] = {}
 
     def write(self, epoch: int, batch: pa.RecordBatch) -> None:
-        if epoch in self._wrote:
+        if epoch in self._pending:
             raise InvariantError(f"site {self._world.acting} wrote epoch {epoch} twice")
-        self._wrote.add(epoch)
-        known = self._into.get(epoch)
-        if known is None and epoch < max(self._into, default=-1):
-            raise InvariantError(f"epoch {epoch} was written after a later one")
-        # Whoever is not in the view any more may not know it yet. The store takes an epoch once.
-        if known is not None and not known.equals(batch):
-            raise InvariantError(f"epoch {epoch} was written twice, with different rows")
-        if known is not None and self._world.leads_sink(self._into):
-            raise InvariantError(f"epoch {epoch} was written twice, the second time by the leader")
-        self._into.setdefault(epoch, batch)
+        self._pending[epoch] = batch
+
+    def commit(self, epoch: int) -> int:
+        """Written is not durable: what is not dies with the writer."""
+        if len(self._pending) >= DURABLE_EVERY:
+            self._make_durable()
+        return max(self._into, default=-1)
+
+    def close(self) -> None:
+        self._make_durable()
+
+    def _make_durable(self) -> None:
+        pending, self._pending = self._pending, {}
+        for epoch, batch in pending.items():
+            known = self._into.get(epoch)
+            if known is None and epoch != max(self._into, default=-1) + 1:
+                raise InvariantError(f"epoch {epoch} was written after {max(self._into)}")
+            # Whoever is not in the view any more may not know it. The store takes an epoch once.
+            if known is not None and not known.equals(batch):
+                raise InvariantError(f"epoch {epoch} was written twice, with different rows")
+            if known is not None and self._world.leads_sink(self._into):
+                raise InvariantError(f"the leader wrote epoch {epoch}, which was there")
+            self._into.setdefault(epoch, batch)
 
 
 class _Store(Sink):
-    """Stands in for a flow's sink: a store outside, in which every epoch is durable at once."""
+    """Stands in for a flow's sink: a store outside."""
 
     def __init__(self, world: World, into: dict[int, pa.RecordBatch], with_order: bool) -> None:
         self._world, self._into, self.with_order = world, into, with_order
@@ -173,6 +190,7 @@ class World:
         self.network: dict[Link, deque[Any]] = {}
         self.broken: set[Link] = set()
         self.committed: Committed | None = None
+        self.committed_views: set[tuple[int, int]] = set()
         self.exceeded = False
         """Whether something was lost that pairs do not promise to keep."""
         self._records: dict[int, EpochRecord] = {}
@@ -461,14 +479,15 @@ class World:
 
     def _on_new_view(self, node: Node, message: wire.NewView) -> None:
         site, view, known = node.site, message.view, node.view
-        for link in [k for k in self.network if site in k]:
-            other = link[0] if link[1] == site else link[1]
-            if other != CONTROLLER and other not in view.members:
-                del self.network[link]  # fenced: nothing from there counts any more
-                if link[1] == site:
-                    node.on_lost(other)
-                elif other in self.nodes:
-                    self.put_anew(link, [Down()])
+        if view.replaces(known):
+            self._act_on(node, view, known)
+        assert node.view is not None
+        seen = wire.Seen(node.view.term, node.view.number)
+        self.put((site, CONTROLLER), (seen, NOTHING))
+
+    def _act_on(self, node: Node, view: View, known: View | None) -> None:
+        site = node.site
+        self.fence(node, view)
         node.on_view(view)
         if known is not None and view.term > known.term:
             node.report_again()
@@ -476,7 +495,17 @@ class World:
             if other != site and other in self.nodes and (site, other) not in self.network:
                 self.put_anew((site, other), [Up()])
                 self.put_anew((other, site), [Up()])
-        self.put((site, CONTROLLER), (wire.Seen(view.term, view.number), NOTHING))
+
+    def fence(self, node: Node, view: View) -> None:
+        """As a site does it: nothing counts any more that comes from one who is no member."""
+        for link in [k for k in self.network if node.site in k]:
+            other = link[0] if link[1] == node.site else link[1]
+            if other != CONTROLLER and other not in view.members:
+                del self.network[link]
+                if link[1] == node.site:
+                    node.on_lost(other)
+                elif other in self.nodes:
+                    self.put_anew(link, [Down()])
 
     # --- the controller -------------------------------------------------------------------------
 
@@ -536,6 +565,10 @@ class World:
         """The arbiter takes a view, and only then anybody hears of it."""
         self.log.append(f"{self.steps}: {effect.view}")
         self._note_committed()
+        self.committed_views.add((effect.view.term, effect.view.number))
+        self.give_out(effect)
+
+    def give_out(self, effect: CommitView) -> None:
         for site in effect.view.members:
             self._skip_views(site)
             self._send(site, wire.NewView(effect.view, {}))

@@ -1,0 +1,285 @@
+"""Bugs to plant: each is a mistake that one could make in the protocol, switched on by itself.
+
+A simulator that finds nothing proves nothing unless it is known to find what is there. Every bug
+here must be caught within its number of seeds (`tests/sim/test_bugs.py`), and
+``holdfast sim --bug NAME`` shows how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from holdfast.core.controller import Controller
+from holdfast.core.dataflow import Dataflow
+from holdfast.core.effects import PublishRecord
+from holdfast.core.exchange import Consumer, Producer
+from holdfast.core.ids import CohortId, Epoch
+from holdfast.core.layout import View
+from holdfast.core.sequencer import Sequencer
+from holdfast.sim.faults import KINDS
+from holdfast.sim.timed import TimedWorld
+from holdfast.sim.world import World, _Store
+from holdfast.site.egress import Egress
+from holdfast.site.handover import Incoming
+from holdfast.site.node import Node
+
+Make = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """A mistake: a method that is replaced by a wrong one."""
+
+    name: str
+    what: str
+    owner: Any
+    method: str
+    make: Make
+    flow: str = "windows"
+    kinds: tuple[str, ...] = KINDS
+    """Which faults bring it out."""
+    seeds: int = 60
+    """It is caught within so many."""
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """The code with the mistake in it."""
+        right = self.owner.__dict__[self.method]
+        setattr(self.owner, self.method, self.make(right))
+        try:
+            yield
+        finally:
+            setattr(self.owner, self.method, right)
+
+
+def _no_acks_to_followers(right: Any) -> Any:
+    def acks(self: Consumer, connected: Any) -> Any:
+        return [a for a in right(self, connected) if a.take]
+
+    return acks
+
+
+def _one_too_far(right: Any) -> Any:
+    def on_ack(self: Producer, ack: Any) -> Any:
+        taker = self.lanes[ack.consumer].takers[ack.site]
+        begins = ack.take and not taker.takes and taker.received >= 0
+        effects = right(self, ack)
+        return effects[1:] if begins else effects
+
+    return on_ack
+
+
+def _not_fenced(_: Any) -> Any:
+    def fence(self: World, node: Node, view: View) -> None: ...
+
+    return fence
+
+
+def _not_committed(right: Any) -> Any:
+    def commit(self: TimedWorld, effect: Any) -> None:
+        if self.arbiter_back > self.time:
+            self.give_out(effect)
+        right(self, effect)
+
+    return commit
+
+
+def _within_an_epoch(right: Any) -> Any:
+    def ordered(self: Dataflow, event: Any) -> Any:
+        unit = self.units.get(event.unit)
+        if unit is not None and unit.installed:
+            unit.handovers[event.joiner] = unit.finished
+            return self._handovers(unit)
+        return right(self, event)
+
+    return ordered
+
+
+def _trimmed_early(_: Any) -> Any:
+    def trim(self: Producer, lane: Any) -> None:
+        stable = max((t.received for t in lane.takers.values()), default=-1)
+        while lane.kept and lane.kept[0].epoch <= stable:
+            lane.kept.popleft()
+            lane.trimmed += 1
+
+    return trim
+
+
+def _nothing_kept(_: Any) -> Any:
+    def export(self: Producer) -> Any:
+        return {consumer: [] for consumer in self.lanes}
+
+    return export
+
+
+def _twice(right: Any) -> Any:
+    def on_bundle(self: Consumer, event: Any) -> bool:
+        if event.epoch <= self.received.get(event.producer, -1):
+            waiting = self._arrived.get(event.epoch, {})
+            waiting.get(event.producer, []).append(event.bundle)
+            return True
+        return bool(right(self, event))
+
+    return on_bundle
+
+
+def _credit_leaks(right: Any) -> Any:
+    def on_view(self: Consumer, *args: Any) -> Any:
+        self.window = max(0, self.window - 1)
+        return right(self, *args)
+
+    return on_view
+
+
+def _published_early(right: Any) -> Any:
+    def cut_all(self: Sequencer) -> Any:
+        return [e if isinstance(e, PublishRecord) else PublishRecord(e.record) for e in right(self)]
+
+    return cut_all
+
+
+def _not_passed_again(right: Any) -> Any:
+    def pass_all(self: Sequencer) -> Any:
+        return []
+
+    return pass_all
+
+
+def _joiners_count_as_copies(_: Any) -> Any:
+    def bare(self: View) -> Any:
+        return [u for u in self.units() if not self.cohort(u).all]
+
+    return bare
+
+
+def _joiners_are_not_counted(_: Any) -> Any:
+    def count_takers(self: Dataflow, producer: Producer) -> None:
+        assert self.view is not None
+        cohorts = self.view.cohorts[self.shape.consumer_of[producer.exchange]]
+        producer.on_view(
+            {CohortId(j): {s: c.since_of(s) for s in c.copies} for j, c in enumerate(cohorts)}
+        )
+
+    return count_takers
+
+
+def _acked_before_it_came(right: Any) -> Any:
+    def ack(self: Consumer, producer: CohortId, site: Any) -> Any:
+        found = right(self, producer, site)
+        return replace(found, received=Epoch(found.received + 1))
+
+    return ack
+
+
+def _store_is_not_asked(right: Any) -> Any:
+    def resume(self: Any, name: str, schema: Any, durable: int) -> Any:
+        writer, _ = right(self, name, schema, durable)
+        return writer, durable
+
+    return resume
+
+
+def _held_rows_stay_behind(right: Any) -> Any:
+    def restore(self: Egress, saved: Any, held: Any) -> None:
+        right(self, saved, [])
+
+    return restore
+
+
+def _the_same_term(right: Any) -> Any:
+    def resume(self: Controller, view: View, term: int, *args: Any) -> Any:
+        effects = right(self, view, term, *args)
+        self.term = term - 1
+        return effects
+
+    return resume
+
+
+def _any_view(_: Any) -> Any:
+    def replaces(self: View, other: Any) -> bool:
+        return True
+
+    return replaces
+
+
+def _silence_stops_the_flow(right: Any) -> Any:
+    def failed(self: Controller, event: Any) -> Any:
+        return right(self, replace(event, certain=True))
+
+    return failed
+
+
+def _state_stays_behind(right: Any) -> Any:
+    def take(self: Incoming, plan: Any, message: Any, body: Any) -> None:
+        if type(message).__name__ != "HandOverState":
+            right(self, plan, message, body)
+
+    return take
+
+
+def _chain_not_awaited(_: Any) -> Any:
+    def is_whole(self: Node, unit: Any) -> bool:
+        return True
+
+    return is_whole
+
+
+def _leader_forgets(right: Any) -> Any:
+    def lead(self: Sequencer) -> None:
+        right(self)
+        for split in self.splits.values():
+            split.cut = max(0, split.cut - 1)
+            split.next_offset = split.cut
+
+    return lead
+
+
+BUGS = [
+    Bug("forgotten ack", "copies that do not send get no acks",
+        Consumer, "acks", _no_acks_to_followers),
+    Bug("replay off by one", "who begins to send leaves the first frame out",
+        Producer, "on_ack", _one_too_far),
+    Bug("no fencing", "frames of who is no member count",
+        World, "fence", _not_fenced, kinds=("zombie",)),
+    Bug("view not committed", "a view is given out while the arbiter is away",
+        TimedWorld, "commit", _not_committed, kinds=("arbiter", "crash")),
+    Bug("snapshot within an epoch", "state is handed over as it is, whatever was received",
+        Dataflow, "_on_catch_up_ordered", _within_an_epoch),
+    Bug("trim too early", "a frame goes when the first copy has it",
+        Producer, "_trim", _trimmed_early),
+    Bug("output left out", "frames that are not stable are not handed over",
+        Producer, "export", _nothing_kept),
+    Bug("dedupe dropped", "a frame that comes twice counts twice",
+        Consumer, "on_bundle", _twice),
+    Bug("credit leaks", "with every view a consumer has less room",
+        Consumer, "on_view", _credit_leaks),
+    Bug("record on one copy", "the first sequencer publishes, before the others have it",
+        Sequencer, "_cut_all", _published_early),
+    Bug("records not passed again", "a chain that changed is not told what it may lack",
+        Sequencer, "_pass_all", _not_passed_again, kinds=("crash",)),
+    Bug("joiner counts as copy", "a copy without state keeps a flow alive",
+        View, "bare", _joiners_count_as_copies, kinds=("crash",)),
+    Bug("joiner not counted", "producers do not keep what a new copy will need",
+        Dataflow, "_count_takers", _joiners_are_not_counted),
+    Bug("ack ahead", "a consumer acks what is still on its way",
+        Consumer, "ack", _acked_before_it_came),
+    Bug("store not asked", "a new leader of a sink does not look what is there",
+        _Store, "resume", _store_is_not_asked, kinds=("crash",)),
+    Bug("held rows left behind", "rows that are not durable are not handed over",
+        Egress, "restore", _held_rows_stay_behind, kinds=("crash",)),
+    Bug("same term", "a new controller acts in the term of the old one",
+        Controller, "resume", _the_same_term, kinds=("controller", "crash")),
+    Bug("any view", "an older view is acted on",
+        View, "replaces", _any_view, kinds=("old leader", "crash")),
+    Bug("silence stops the flow", "a site that sleeps counts as dead for certain",
+        Controller, "_on_sites_failed", _silence_stops_the_flow, kinds=("crash", "cut off")),
+    Bug("state left behind", "a new copy begins with empty tables",
+        Incoming, "take", _state_stays_behind),
+    Bug("new leader cuts again", "a sequencer that takes over cuts rows that have been cut",
+        Sequencer, "_lead", _leader_forgets, kinds=("crash",)),
+    Bug("chain not awaited", "a copy of the sequencer counts before it is in the chain",
+        Node, "_is_whole", _chain_not_awaited, kinds=("crash",)),
+]  # fmt: skip
