@@ -139,9 +139,9 @@ class Dataflow:
         effects += self.delivered()
         for unit in self.units.values():
             effects += self._next(unit)
-        sources = [u.finished for u in self.units.values() if u.shape.kind == "source"]
-        if sources and view.number:
-            effects.append(AskRecords(min(sources)))
+        if view.number:  # the last one, too, must reach sites that have no source
+            sources = [u.finished for u in self.units.values() if u.shape.kind == "source"]
+            effects.append(AskRecords(min(sources, default=self.recorded)))
         return effects + self._finish_site()
 
     def _open(self, key: Unit, installed: bool) -> list[SiteEffect]:

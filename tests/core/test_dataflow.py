@@ -189,6 +189,12 @@ def test_a_source_asks_for_records_when_the_sequencer_may_be_another() -> None:
     assert AskRecords(0) in machine.handle(view(1, "0", "1", "1"))
 
 
+def test_a_site_without_a_source_asks_for_records_too() -> None:
+    """The last one may have been published before it was a member; without it nothing ends."""
+    machine = Dataflow(2, SHAPE, window=3)
+    assert AskRecords(NO_EPOCH) in machine.handle(view(4, "0,1", "1+2", "1"))
+
+
 # --- the end ------------------------------------------------------------------------------------
 
 
