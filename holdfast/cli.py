@@ -8,6 +8,7 @@ import runpy
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -18,7 +19,7 @@ from holdfast.errors import FlowError, HoldfastError
 from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
 
-BENCHES = ("throughput", "scaling", "failover")
+BENCHES = ("throughput", "scaling", "failover", "sim")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +55,27 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--sites", type=int, default=4, help="how many sites run the flow (4)")
     demo.set_defaults(command=_demo)
     _add_bench(commands)
+    _add_sim(commands)
     return parser
+
+
+def _add_sim(commands: Any) -> None:
+    sim = commands.add_parser(
+        "sim",
+        help="try faults on a simulated cluster, and check everything",
+        description="Runs flows on simulated sites in virtual time, with faults that seeds decide, "
+        "and checks after every run that the result is exact and everything is protected again. "
+        "A schedule that fails is made small and drawn. Exit status 1 if one does.",
+    )
+    sim.add_argument("--seeds", type=int, default=200, help="how many runs (200)")
+    sim.add_argument("--seed", type=int, help="just this run; with --seeds, the first one")
+    sim.add_argument("--trace", action="store_true", help="show and draw the run of --seed")
+    sim.add_argument("--flow", choices=("dmz", "windows", "diamond"), default="dmz")
+    sim.add_argument("--protocol", choices=("pairs", "triples"), default="pairs")
+    sim.add_argument("--bug", help="plant a bug, to see it caught; 'list' names them")
+    sim.add_argument("--exhaustive", action="store_true", help="every crash point of a small flow")
+    sim.add_argument("--out", default=".", help="where drawings of failures go (.)")
+    sim.set_defaults(command=_sim)
 
 
 def _add_run(commands: Any) -> None:
@@ -112,12 +133,32 @@ def _add_bench(commands: Any) -> None:
         description="Runs a benchmark, prints a table and optionally writes its figures as JSON. "
         "throughput: the network-monitoring flow against Structured Streaming on the same cores. "
         "scaling: cost per row as keys and partitions grow. "
-        "failover: what kill -9 of sites and of a Spark driver does to the output, under pairs.",
+        "failover: what kill -9 of sites and of a Spark driver does to the output, under pairs. "
+        "sim: how many simulated recoveries a second, and what they have tried.",
     )
     bench.add_argument("name", choices=BENCHES, help="which one")
     bench.add_argument("--quick", action="store_true", help="fewer rows and repeats")
     bench.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     bench.set_defaults(command=_bench)
+
+
+def _sim(options: argparse.Namespace, console: Console) -> int:
+    from holdfast.sim import command, exhaust
+
+    out = Path(options.out)
+    if options.bug == "list":
+        for known in command.BUGS:
+            console.print(f"{known.name}: {known.what}", highlight=False)
+        return 0
+    bug = command.bug_named(options.bug)
+    if options.exhaustive:
+        return exhaust.explore(console, bug)
+    first = options.seed or 0
+    if options.trace:
+        (case,) = command.cases_of(first, 1, options.flow, options.protocol, bug)
+        return command.replay(case, out, console, bug)
+    cases = command.cases_of(first, options.seeds, options.flow, options.protocol, bug)
+    return command.explore(cases, out, console, bug)
 
 
 def _run(options: argparse.Namespace, console: Console) -> int:

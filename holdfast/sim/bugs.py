@@ -21,7 +21,7 @@ from holdfast.core.layout import View
 from holdfast.core.sequencer import Sequencer
 from holdfast.sim.faults import KINDS
 from holdfast.sim.timed import TimedWorld
-from holdfast.sim.world import World, _Store
+from holdfast.sim.world import World
 from holdfast.site.egress import Egress
 from holdfast.site.handover import Incoming
 from holdfast.site.node import Node
@@ -148,13 +148,6 @@ def _not_passed_again(right: Any) -> Any:
     return pass_all
 
 
-def _joiners_count_as_copies(_: Any) -> Any:
-    def bare(self: View) -> Any:
-        return [u for u in self.units() if not self.cohort(u).all]
-
-    return bare
-
-
 def _joiners_are_not_counted(_: Any) -> Any:
     def count_takers(self: Dataflow, producer: Producer) -> None:
         assert self.view is not None
@@ -174,19 +167,13 @@ def _acked_before_it_came(right: Any) -> Any:
     return ack
 
 
-def _store_is_not_asked(right: Any) -> Any:
-    def resume(self: Any, name: str, schema: Any, durable: int) -> Any:
-        writer, _ = right(self, name, schema, durable)
-        return writer, durable
+def _follower_lets_go(right: Any) -> Any:
+    def take(self: Egress, epoch: int, batch: Any) -> None:
+        right(self, epoch, batch)
+        if not self.leads:
+            self._held.clear()
 
-    return resume
-
-
-def _held_rows_stay_behind(right: Any) -> Any:
-    def restore(self: Egress, saved: Any, held: Any) -> None:
-        right(self, saved, [])
-
-    return restore
+    return take
 
 
 def _the_same_term(right: Any) -> Any:
@@ -260,16 +247,12 @@ BUGS = [
         Sequencer, "_cut_all", _published_early),
     Bug("records not passed again", "a chain that changed is not told what it may lack",
         Sequencer, "_pass_all", _not_passed_again, kinds=("crash",)),
-    Bug("joiner counts as copy", "a copy without state keeps a flow alive",
-        View, "bare", _joiners_count_as_copies, kinds=("crash",)),
     Bug("joiner not counted", "producers do not keep what a new copy will need",
         Dataflow, "_count_takers", _joiners_are_not_counted),
     Bug("ack ahead", "a consumer acks what is still on its way",
         Consumer, "ack", _acked_before_it_came),
-    Bug("store not asked", "a new leader of a sink does not look what is there",
-        _Store, "resume", _store_is_not_asked, kinds=("crash",)),
-    Bug("held rows left behind", "rows that are not durable are not handed over",
-        Egress, "restore", _held_rows_stay_behind, kinds=("crash",)),
+    Bug("follower lets go", "a sink's other copy does not hold what is not durable yet",
+        Egress, "take", _follower_lets_go, kinds=("crash",)),
     Bug("same term", "a new controller acts in the term of the old one",
         Controller, "resume", _the_same_term, kinds=("controller", "crash")),
     Bug("any view", "an older view is acted on",

@@ -17,7 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from holdfast.core.effects import CommitView
+from holdfast.core.effects import CommitView, IngestEpoch
 from holdfast.core.events import SitesFailed, WaitOver
 from holdfast.core.ids import SiteId
 from holdfast.core.layout import View
@@ -29,7 +29,7 @@ from holdfast.flow.sources import Source, SplitReader
 from holdfast.sim.world import CONTROLLER, Launch, Link, TakeOver, World, _Port
 from holdfast.site import wire
 from holdfast.site.bundles import Frames
-from holdfast.site.node import Codec, Node
+from holdfast.site.node import Codec, Node, Order
 
 SLOWEST = 100.0
 """A machine that is slowed down takes so many times as long at most."""
@@ -237,9 +237,9 @@ class TimedWorld(World):
     def _note_message(self, link: Link, item: Any, due: float) -> None:
         message = item[0]
         if isinstance(message, wire.Bundle):
-            kind, text = "send", f"exchange {message.exchange} epoch {message.epoch}"
+            kind, text = "send", f"bundle x{message.exchange} epoch {message.epoch}"
         elif isinstance(message, wire.Acks):
-            kind, text = "ack", f"{len(message.acks)} acks"
+            kind, text = "ack", "ack"
         elif isinstance(message, wire.NewView):
             kind, text = "send", f"view {message.view.term}.{message.view.number}"
         else:
@@ -307,14 +307,22 @@ class TimedWorld(World):
         node = self.nodes.get(site)
         if node is None or self._asleep("work", site):
             return
-        begun = len(node.orders)
-        self.guarded(node, node.work)
-        if self.trace is not None and len(node.orders) != begun:
-            self.note("work", site, "", None, self.time)
-        if site in self.nodes and len(node.orders) < begun:
+        done: list[Order | None] = []
+        self.guarded(node, lambda: done.append(node.work()))
+        if done and done[0] is not None:
+            self._note_work(site, done[0])
+        if site in self.nodes and (not done or done[0] is not None):
             self._rouse(site)
         elif site in self.nodes and node.orders:
             self._once(self.pace.poll, "work", site)  # it waits for rows of a source
+
+    def _note_work(self, site: SiteId, order: Order) -> None:
+        if self.trace is not None:
+            epoch = order.record.epoch if isinstance(order, IngestEpoch) else order.epoch
+            name = self.plan.stages[order.unit[0]].name.replace(" ", "_")
+            text = f"{name}/{order.unit[1]} epoch {epoch}"
+            took = self.pace.work * self._speed.get(site, 1.0) / 2
+            self.trace.append((self.time - took, "work", site, text, None, self.time))
 
     def _tend(self, kind: str, site: SiteId) -> None:
         node = self.nodes.get(site)

@@ -119,9 +119,9 @@ class _Collected(SinkWriter):
     def _make_durable(self) -> None:
         pending, self._pending = self._pending, {}
         for epoch, batch in pending.items():
-            known = self._into.get(epoch)
-            if known is None and epoch != max(self._into, default=-1) + 1:
-                raise InvariantError(f"epoch {epoch} was written after {max(self._into)}")
+            known, newest = self._into.get(epoch), max(self._into, default=-1)
+            if known is None and epoch != newest + 1:
+                raise InvariantError(f"epoch {epoch} was written after {newest}")
             # Whoever is not in the view any more may not know it. The store takes an epoch once.
             if known is not None and not known.equals(batch):
                 raise InvariantError(f"epoch {epoch} was written twice, with different rows")

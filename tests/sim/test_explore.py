@@ -1,0 +1,132 @@
+"""Seeds, faults and checks: the simulator on flows that are right, and on ones that are not."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from holdfast import cli
+from holdfast.sim import exhaust
+from holdfast.sim.bugs import BUGS, Bug
+from holdfast.sim.explore import Case, run, shrink
+from holdfast.sim.faults import KINDS, PAIRS, PHASES, Fault, schedule
+from holdfast.sim.flows import FLOWS
+
+
+def named(name: str) -> Bug:
+    return next(bug for bug in BUGS if bug.name == name)
+
+
+@pytest.mark.parametrize("flow", sorted(FLOWS))
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_goes_wrong_the_result_is_right(flow: str, seed: int) -> None:
+    outcome = run(Case(seed, flow))
+    assert outcome.problem is None, outcome.case.schedule()
+    assert outcome.done
+
+
+# Seeds that have found something: what, is in the names of the tests of the machines.
+@pytest.mark.parametrize("case", [Case(57, "windows", kinds=("crash",))])
+def test_seeds_that_once_failed(case: Case) -> None:
+    assert run(case).problem is None
+
+
+def test_three_copies_outlive_two_crashes() -> None:
+    at_once = (Fault("crash of two", 0.03, who=1, other=2),)
+    outcome = run(Case(1, "windows", "triples", sites=5, faults=at_once))
+    assert outcome.problem is None and outcome.done == [("protected", "crash of two")]
+
+
+def test_what_exceeds_the_promise_ends_in_a_stop() -> None:
+    both = (Fault("crash of two", 0.03, who=0, other=0, beyond=True),)
+    outcome = run(Case(1, "windows", sites=3, faults=both))
+    assert outcome.problem is None and outcome.stopped
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    one, other = (run(Case(5, "windows"), trace=True) for _ in range(2))
+    assert one.log == other.log and one.trace == other.trace
+    assert one.log != run(Case(6, "windows")).log
+
+
+def test_faults_are_drawn_from_all_kinds_and_phases() -> None:
+    drawn = [fault for seed in range(400) for fault in schedule(seed, 0.1)]
+    assert {f.kind for f in drawn} == set(KINDS)
+    assert {f.phase for f in drawn} == {None, *PHASES}
+    assert len(PAIRS) == len(set(PAIRS)) == len(KINDS) * len(PHASES) - 1
+
+
+def test_a_schedule_that_fails_is_made_small() -> None:
+    bug = named("trim too early")
+    with bug.planted():
+        small = shrink(Case(3, "windows"))
+        assert small.faults == (), "it needs no fault at all"
+        assert run(small).problem is not None
+    assert run(small).problem is None
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=[b.name for b in BUGS])
+def test_a_planted_bug_is_caught(bug: Bug) -> None:
+    case = Case(0, bug.flow, kinds=bug.kinds)
+    with bug.planted():
+        seeds = range(bug.seeds)
+        assert any(run(replace(case, seed=s)).problem is not None for s in seeds), bug.what
+
+
+def test_there_are_enough_bugs_and_the_code_is_as_it_was() -> None:
+    assert len({bug.name for bug in BUGS}) == len(BUGS) >= 15
+    for bug in BUGS:
+        right = bug.owner.__dict__[bug.method]
+        with bug.planted():
+            assert bug.owner.__dict__[bug.method] is not right
+        assert bug.owner.__dict__[bug.method] is right
+
+
+# --- exhaustively -------------------------------------------------------------------------------
+
+
+def test_every_crash_point_of_a_small_flow() -> None:
+    paths = list(exhaust.one_crash())
+    assert len(paths) > 100
+    wrong = [path for path in paths if exhaust.run(path)[1] is not None]
+    assert not wrong
+
+
+def test_orders_close_to_a_crash_and_second_crashes() -> None:
+    """A part of them; ``holdfast sim --exhaustive`` tries all."""
+    paths = [*list(exhaust.preempted(every=29)), *list(exhaust.two_crashes(every=11))]
+    assert len(paths) > 100
+    wrong = [path for path in paths if exhaust.run(path)[1] is not None]
+    assert not wrong
+
+
+def test_exhaustion_finds_a_bug() -> None:
+    with named("record on one copy").planted():
+        assert any(exhaust.run(path)[1] is not None for path in exhaust.one_crash())
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def test_the_command_explores(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sim", "--seeds", "4", "--flow", "windows"]) == 0
+    assert "4 runs, all right" in capsys.readouterr().out
+
+
+def test_the_command_shows_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["sim", "--seeds", "4", "--bug", "trim too early", "--out", str(tmp_path)]
+    assert cli.main(arguments) == 1
+    said = capsys.readouterr().out
+    assert "seed 0 fails" in said and "--trace" in said
+    assert {path.suffix for path in tmp_path.iterdir()} == {".svg", ".txt"}
+
+
+def test_the_command_replays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    again = ["sim", "--seed", "3", "--trace", "--flow", "windows", "--out", str(tmp_path)]
+    assert cli.main(again) == 0
+    assert "ended with the right rows" in capsys.readouterr().out
+
+
+def test_an_unknown_bug_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["sim", "--bug", "none such"]) == 2
+    assert "trim too early" in capsys.readouterr().err
