@@ -94,7 +94,7 @@ def test_every_crash_point_of_a_small_flow() -> None:
 
 def test_orders_close_to_a_crash_and_second_crashes() -> None:
     """A part of them; ``holdfast sim --exhaustive`` tries all."""
-    paths = [*list(exhaust.preempted(every=29)), *list(exhaust.two_crashes(every=11))]
+    paths = [*list(exhaust.preempted(every=67)), *list(exhaust.two_crashes(every=31))]
     assert len(paths) > 100
     wrong = [path for path in paths if exhaust.run(path)[1] is not None]
     assert not wrong
