@@ -1,4 +1,4 @@
-"""``holdfast chaos``: a flow under load is done to what clusters do to flows, for as long as wanted.
+"""``holdfast chaos``: to a flow under load is done what clusters do to flows.
 
 Sites are killed, also while the last loss is being mended; they are stopped for a while; their
 connections break, their network is cut. A seed decides what happens to whom and when. Whatever

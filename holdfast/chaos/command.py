@@ -22,7 +22,7 @@ from holdfast.chaos.report import Outcome, gaps, show
 from holdfast.errors import HoldfastError, HostError
 from holdfast.flow.options import Options
 
-LEASE_S = 1.5
+LEASE_S = 1.0
 
 
 def chaos(
@@ -67,6 +67,7 @@ def _on_processes(
         run = stack.enter_context(
             load.flow(folder).start(
                 sites=load.SITES,
+                standbys=1,
                 partitions=16,
                 host=host,
                 options=Options(lease_s=LEASE_S),

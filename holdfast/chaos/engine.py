@@ -80,6 +80,10 @@ class Done:
         return f"{self.fault.number}: {self.kind.name} (site {sites}{during}), mended: {mended}"
 
 
+Heal = tuple[float, Done, Callable[[], None]]
+"""When something is over, what, and how to end it."""
+
+
 class Chaos:
     """Faults to one run. `exits` has when sites' processes ended."""
 
@@ -96,7 +100,7 @@ class Chaos:
         self.dead: dict[int, str] = {}
         self._run, self._lease_s, self._console = run, lease_s, console
         self._proxy, self._network, self._exits = proxy, network, exits
-        self._heals: list[tuple[float, Done, Callable[[], None]]] = []
+        self._heals: list[Heal] = []
         self._open: list[Done] = []
 
     # --- all of it ------------------------------------------------------------------------------
@@ -160,9 +164,9 @@ class Chaos:
         if self._run.ended(TICK_S):
             self._run.wait()
             raise HostError("the flow has ended before its time")
-        for heal in [h for h in self._heals if h[0] <= time.monotonic()]:
-            self._heal(heal)
         self._look()
+        for heal in [h for h in self._heals if self._is_over(h)]:
+            self._heal(heal)
 
     def _look(self) -> None:
         """Note who is dead by now, and what is mended."""
@@ -176,7 +180,14 @@ class Chaos:
                 done.recovered_at = time.time()
                 self._open.remove(done)
 
-    def _heal(self, heal: tuple[float, Done, Callable[[], None]]) -> None:
+    def _is_over(self, heal: Heal) -> bool:
+        """What is to outlast the lease does so until that was noticed: a controller that did not
+        get to run for a while begins to count anew."""
+        due, done, _ = heal
+        noticed = done.kind.deaths is not Deaths.ALL or len(done.dead) == len(done.victims)
+        return noticed and due <= time.monotonic()
+
+    def _heal(self, heal: Heal) -> None:
         self._heals.remove(heal)
         _, done, action = heal
         with suppress(OSError):  # it may have left

@@ -25,7 +25,12 @@ class Deaths(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of fault, and how often it occurs among the others."""
+    """A kind of fault, and how often it occurs among the others.
+
+    *kill* is SIGKILL, *stop* SIGSTOP and later SIGCONT. A *reset* breaks connections, *apart* lets
+    nothing through between two sites that both reach the controller, and *cut off* nothing
+    between a site and everybody else.
+    """
 
     name: str
     weight: int
@@ -37,16 +42,16 @@ class Kind:
     """What a host must offer for it."""
 
 
-KILL = Kind("kill -9", 5, 1, Deaths.ALL)
-TWO_KILLS = Kind("kill -9 of two at once", 2, 2, Deaths.ALL)
-NAP = Kind("stopped for less than the lease", 3, 1, Deaths.NONE, (0.1, 0.4))
-SLEEP = Kind("stopped for more than the lease", 3, 1, Deaths.ALL, (1.5, 2.5))
-RESET = Kind("connection between two sites reset", 4, 2, Deaths.NONE, needs="proxy")
-RESET_CONTROL = Kind("connections to the controller reset", 2, 1, Deaths.NONE, needs="proxy")
-HOLD = Kind("two sites apart for less than the lease", 1, 2, Deaths.NONE, (0.1, 0.5), "proxy")
-PART = Kind("two sites apart for more than the lease", 1, 2, Deaths.SOME, (1.5, 3.0), "proxy")
-BLIP = Kind("cut off for less than the lease", 2, 1, Deaths.NONE, (0.1, 0.3), "namespaces")
-CUT = Kind("cut off for more than the lease", 2, 1, Deaths.ALL, (1.5, 2.5), "namespaces")
+KILL = Kind("kill", 5, 1, Deaths.ALL)
+TWO_KILLS = Kind("kill two at once", 2, 2, Deaths.ALL)
+NAP = Kind("stop < lease", 3, 1, Deaths.NONE, (0.1, 0.4))
+SLEEP = Kind("stop > lease", 3, 1, Deaths.ALL, (1.3, 2.0))
+RESET = Kind("reset between two", 4, 2, Deaths.NONE, needs="proxy")
+RESET_CONTROL = Kind("reset to controller", 2, 1, Deaths.NONE, needs="proxy")
+HOLD = Kind("two apart < lease", 1, 2, Deaths.NONE, (0.1, 0.5), "proxy")
+PART = Kind("two apart > lease", 1, 2, Deaths.SOME, (1.5, 3.0), "proxy")
+BLIP = Kind("cut off < lease", 2, 1, Deaths.NONE, (0.1, 0.3), "namespaces")
+CUT = Kind("cut off > lease", 2, 1, Deaths.ALL, (1.3, 2.0), "namespaces")
 
 KINDS = (KILL, TWO_KILLS, NAP, SLEEP, RESET, RESET_CONTROL, HOLD, PART, BLIP, CUT)
 
@@ -72,7 +77,7 @@ class Fault:
 
 
 PAUSE_S_MAX = 0.4
-HURRIED = 0.4
+HURRIED = 0.6
 """The share of faults that do not wait until everything is protected."""
 
 
@@ -80,7 +85,7 @@ def faults(seed: int, kinds: Sequence[Kind]) -> Iterator[Fault]:
     """Faults without end. Kinds are dealt like cards, so that each has its share of any hundred.
 
     >>> [f.kind.name for f in itertools.islice(faults(7, [KILL, NAP]), 3)]
-    ['stopped for less than the lease', 'kill -9', 'kill -9']
+    ['stop < lease', 'stop < lease', 'kill']
     """
     random_ = random.Random(seed)
     numbers = itertools.count()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,9 +14,6 @@ from rich.table import Table
 from holdfast.bench.paced import Delivery
 from holdfast.chaos.engine import Done
 from holdfast.chaos.load import Verdict
-
-WINDOW_S = 2.0
-"""Rows that are under way within so long after a fault count for its gap, or until the next."""
 
 
 @dataclass(slots=True)
@@ -100,18 +98,14 @@ def _median_max(values: Sequence[float]) -> dict[str, float] | None:
 
 def gaps(lines: Sequence[Delivery], done: Sequence[Done]) -> tuple[float, list[float]]:
     """The usual latency of an epoch's slowest row, and for every fault by how much it was exceeded
-    by the slowest row under way from then on, until the next fault or for `WINDOW_S` at least."""
+    by the slowest row that was under way or due between it and the next."""
     usual = statistics.median([line.largest_ms for line in lines]) if lines else 0.0
-    ends = [d.at for d in done[1:]] + [float("inf")]
-    found = []
-    for fault, following in zip(done, ends, strict=True):
-        until = max(min(following, fault.recovered_at or following), fault.at + WINDOW_S)
-        late = [
-            line.largest_ms
-            for line in lines
-            if line.at >= fault.at and line.at - line.largest_ms / 1e3 <= until
-        ]
-        found.append(max(0.0, max(late, default=0.0) - usual))
+    found = [0.0] * len(done)
+    begun = [d.at - usual / 1e3 for d in done]
+    for line in lines:
+        last = bisect_right(begun, line.at - line.largest_ms / 1e3) - 1
+        if last >= 0:
+            found[last] = max(found[last], line.largest_ms - usual)
     return usual, found
 
 
@@ -132,14 +126,7 @@ def _kinds_table(outcome: Outcome) -> Table:
     title = f"{len(outcome.done)} faults in {outcome.seconds:.0f} s, seed {outcome.seed}"
     table = Table(title=title, title_justify="left")
     table.add_column("fault")
-    for name in (
-        "done",
-        "during recovery",
-        "gap ms: median",
-        "max",
-        "mended after s: median",
-        "max",
-    ):
+    for name in ("done", "in recovery", "gap, ms", "max", "mended, s", "max"):
         table.add_column(name, justify="right")
     for row in outcome.by_kind():
         table.add_row(
@@ -149,8 +136,11 @@ def _kinds_table(outcome: Outcome) -> Table:
             *_cells(row["gap_ms"], ".0f"),
             *_cells(row["recovery_s"], ".2f"),
         )
-    for name, why in outcome.left_out.items():
-        table.add_row(name, f"left out: {why}")
+    for name in outcome.left_out:
+        table.add_row(f"{name}: left out", "–")
+    if outcome.left_out:
+        reasons = "; ".join(sorted(set(outcome.left_out.values())))
+        table.caption = f"left out: {reasons}"
     return table
 
 
