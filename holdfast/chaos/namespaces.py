@@ -22,6 +22,7 @@ class Network:
         self._prefix = f"10.{200 + tag % 50}.{tag // 50 % 250}"
         self.address = f"{self._prefix}.1"
         self._slots: dict[int, int] = {}
+        self._next = 2
         self._lock = threading.Lock()
         _ip("link", "add", self._bridge, "type", "bridge")
         try:
@@ -34,10 +35,15 @@ class Network:
     def add(self, site: int) -> str:
         """A namespace for `site`; the address it has there."""
         with self._lock:
-            slot = self._slots[site] = min(set(range(2, 255)) - set(self._slots.values()))
+            while self._next in self._slots.values():
+                self._next = self._next % 253 + 2
+            slot = self._slots[site] = self._next
+            self._next = self._next % 253 + 2
         space, out, address = self._space(site), self._link(site), f"{self._prefix}.{slot}"
         _ip("netns", "add", space)
-        _ip("link", "add", out, "type", "veth", "peer", "name", "site", "netns", space)
+        mac = f"02:68:66:00:00:{slot:02x}"  # nobody remembers another one for this address
+        peer = ("peer", "name", "site", "address", mac, "netns", space)
+        _ip("link", "add", out, "type", "veth", *peer)
         _ip("-n", space, "addr", "add", f"{address}/24", "dev", "site")
         _ip("-n", space, "link", "set", "lo", "up")
         _ip("-n", space, "link", "set", "site", "up")
