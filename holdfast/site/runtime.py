@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import pyarrow as pa
 
 from holdfast.core.effects import IngestEpoch
 from holdfast.core.ids import NO_EPOCH, Epoch, SiteId
@@ -508,6 +509,7 @@ class Site:
 
 def run_site(flow: Flow, config: SiteConfig) -> None:
     """Run a site in this process until it is dismissed."""
+    pa.array([0])  # only now pyarrow imports pandas; later all others would wait for that
     site = Site(flow, config)
     # What is loaded by now stays. Walking all of it would stop the site for tens of milliseconds
     # whenever the garbage collector looks at its oldest generation.
