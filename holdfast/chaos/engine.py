@@ -38,6 +38,7 @@ from holdfast.chaos.proxy import CONTROL, Proxy
 from holdfast.errors import HostError
 
 TICK_S = 0.01
+SPARED_LEASES = 5.0
 PATIENCE_S = 60.0
 """So long the flow may take to be protected again, or a fenced site to leave."""
 
@@ -72,6 +73,14 @@ class Done:
     """When all was protected again, the victims gone if they had to go."""
     dead: set[int] = field(default_factory=set)
     """Those of the victims that were declared dead."""
+    spared: bool = False
+    """They came back before that, as the flow could not do without them."""
+
+    @property
+    def gone(self) -> bool:
+        """All are dead who must be."""
+        spared = self.spared or self.kind.deaths is not Deaths.ALL
+        return spared or len(self.dead) == len(self.victims)
 
     def __str__(self) -> str:
         sites = ", ".join(str(s) for s in self.victims)
@@ -172,20 +181,26 @@ class Chaos:
         """Note who is dead by now, and what is mended."""
         status = self._run.status()
         self.dead.update({int(s): why for s, why in status.get("dead", {}).items()})
-        for done in list(self._open):
+        for done in self.done:
             done.dead = {s for s in done.victims if s in self.dead}
-            gone = done.kind.deaths is not Deaths.ALL or len(done.dead) == len(done.victims)
+        for done in list(self._open):
             healed = done.kind.lasts[1] == 0 or done.healed_at is not None
-            if gone and healed and status["protected"]:
+            if done.gone and healed and status["protected"]:
                 done.recovered_at = time.time()
                 self._open.remove(done)
 
     def _is_over(self, heal: Heal) -> bool:
         """What is to outlast the lease does so until that was noticed: a controller that did not
-        get to run for a while begins to count anew."""
+        get to run for a while begins to count anew. If others have died meanwhile that only seemed
+        to, the flow may have come to need the victim, and waits for it: so it comes back."""
         due, done, _ = heal
-        noticed = done.kind.deaths is not Deaths.ALL or len(done.dead) == len(done.victims)
-        return noticed and due <= time.monotonic()
+        late = time.monotonic() - due
+        if late < 0 or done.gone:
+            return late >= 0
+        if late > SPARED_LEASES * self._lease_s:
+            partitions = self._run.status()["partitions"]
+            done.spared = not survivable(partitions, set(done.victims))
+        return done.spared
 
     def _heal(self, heal: Heal) -> None:
         self._heals.remove(heal)
@@ -227,7 +242,7 @@ class Chaos:
         status = self._run.status()
         if status["state"] != "running":
             return []
-        down = {s for d in self._open for s in d.victims if d.kind not in (RESET, RESET_CONTROL)}
+        down = self._down()
         members = {s for p in status["partitions"] for s in p["copies"]}
         living = [s for s in members if s in status["domains"] and s not in down]
         for victims in candidates(fault, living):
@@ -237,6 +252,13 @@ class Chaos:
         if fault.kind is TWO_KILLS and self._mended() and status["protected"]:
             return [(KILL, (sorted(living)[fault.rank % len(living)],), status)]
         return []
+
+    def _down(self) -> set[int]:
+        """Who cannot be counted on: also those that are just back, and whose silence is not over
+        for the controller yet."""
+        recent = [d for d in self.done if time.time() - (d.healed_at or 0.0) < self._lease_s]
+        open_ = [d for d in self._open if d.kind not in (RESET, RESET_CONTROL)]
+        return {s for d in recent + open_ for s in d.victims}
 
     def _begin(
         self, kind: Kind, victims: tuple[int, ...], pids: tuple[int, ...]
