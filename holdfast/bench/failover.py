@@ -462,7 +462,7 @@ def kill_drivers(work: Path, rate: float, count: int, console: Console) -> Outco
             _until(lambda: apps.protected, "everything is protected", apps, 0.05)
             _pause(apps)
             _settle(f"{folder}/epochs")
-            kills.append(kill := _kill_driver(apps))
+            kills.append(kill := kill_driver(apps))
             _say(console, kill, read_latest(f"{folder}/epochs"))
         _pause(apps)
         rows = _paced_source(folder, rate).end()
@@ -472,7 +472,7 @@ def kill_drivers(work: Path, rate: float, count: int, console: Console) -> Outco
     return Outcome(kills, deliveries, *compare(deliveries, rows))
 
 
-def _kill_driver(apps: Apps) -> Kill:
+def kill_driver(apps: Apps) -> Kill:
     leader = apps.leader
     if leader is None:
         raise HostError("no application leads")

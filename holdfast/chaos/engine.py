@@ -83,7 +83,7 @@ class Done:
         return spared or len(self.dead) == len(self.victims)
 
     def __str__(self) -> str:
-        sites = ", ".join(str(s) for s in self.victims)
+        sites = ", ".join(str(s) for s in self.victims) or "–"
         mended = f"{self.recovered_at - self.at:.2f} s" if self.recovered_at else "never"
         during = ", during recovery" if self.unprotected else ""
         return f"{self.fault.number}: {self.kind.name} (site {sites}{during}), mended: {mended}"

@@ -52,6 +52,9 @@ HOLD = Kind("two apart < lease", 1, 2, Deaths.NONE, (0.1, 0.5), "proxy")
 PART = Kind("two apart > lease", 1, 2, Deaths.SOME, (1.5, 3.0), "proxy")
 BLIP = Kind("cut off < lease", 2, 1, Deaths.NONE, (0.1, 0.3), "namespaces")
 CUT = Kind("cut off > lease", 2, 1, Deaths.ALL, (1.3, 2.0), "namespaces")
+DRIVER = Kind("kill a driver", 0, 0, Deaths.ALL)
+"""Done apart from the others: it takes two applications."""
+EXECUTOR = Kind("kill an executor", 0, 1, Deaths.ALL, needs="executors")
 
 KINDS = (KILL, TWO_KILLS, NAP, SLEEP, RESET, RESET_CONTROL, HOLD, PART, BLIP, CUT)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Protocol
 
 from holdfast.chaos.namespaces import Network
 from holdfast.chaos.proxy import CONTROL, Proxy
+from holdfast.control import Host
 from holdfast.flow.graph import Flow
 from holdfast.site.process_host import ProcessHost
 from holdfast.site.runtime import OnExit, SiteConfig
@@ -30,6 +32,12 @@ class Exits:
                 self._network.remove(site)
 
         return noted
+
+
+class ChaosHost(Host, Protocol):
+    """A host that notes exits."""
+
+    exits: Exits
 
 
 def detoured(config: SiteConfig, proxy: Proxy) -> SiteConfig:

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from holdfast.bench.paced import Delivery
 from holdfast.chaos.engine import Done
+from holdfast.chaos.faults import RESET, RESET_CONTROL
 from holdfast.chaos.load import Verdict
 
 
@@ -48,9 +49,15 @@ class Outcome:
             if verdict.wrong:
                 found.append(verdict.wrong)
         for site, why in self.unexpected.items():
-            if "silent" not in why:  # a machine may be too busy for a heartbeat
+            if not self._is_excused(site, why):
                 found.append(f"site {site} was healthy and declared dead: {why}")
         return found
+
+    def _is_excused(self, site: int, why: str) -> bool:
+        """A machine may be too busy for a heartbeat, and a site too busy to answer who dials; not
+        so one whose connections were only reset."""
+        reset = any(site in d.victims for d in self.done if d.kind in (RESET, RESET_CONTROL))
+        return "silent" in why or ("cannot reach" in why and not reset)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -112,6 +119,8 @@ def gaps(lines: Sequence[Delivery], done: Sequence[Done]) -> tuple[float, list[f
 def show(outcome: Outcome, console: Console) -> None:
     """The tables; after a failure also the faults."""
     console.print(_kinds_table(outcome))
+    for name, why in outcome.left_out.items():
+        console.print(f"{name} was left out: {why}", markup=False, highlight=False)
     console.print(_verdict_table(outcome))
     if outcome.failures:
         console.print(f"[bold red]failed[/]: {len(outcome.failures)} reasons; seed {outcome.seed}")
@@ -126,7 +135,7 @@ def _kinds_table(outcome: Outcome) -> Table:
     title = f"{len(outcome.done)} faults in {outcome.seconds:.0f} s, seed {outcome.seed}"
     table = Table(title=title, title_justify="left")
     table.add_column("fault")
-    for name in ("done", "in recovery", "gap, ms", "max", "mended, s", "max"):
+    for name in ("done", "recovering", "gap, ms", "max", "mended, s", "max"):
         table.add_column(name, justify="right")
     for row in outcome.by_kind():
         table.add_row(
@@ -137,10 +146,7 @@ def _kinds_table(outcome: Outcome) -> Table:
             *_cells(row["recovery_s"], ".2f"),
         )
     for name in outcome.left_out:
-        table.add_row(f"{name}: left out", "–")
-    if outcome.left_out:
-        reasons = "; ".join(sorted(set(outcome.left_out.values())))
-        table.caption = f"left out: {reasons}"
+        table.add_row(name, "left out")
     return table
 
 
