@@ -134,6 +134,7 @@ class Run:
             "sites": sorted(sites, key=lambda s: s["site"]),
             "domains": {int(s): d for s, d in controller.domains.items()} if controller else {},
             "view": str(view) if view else None,
+            "term": view.term if view else -1,
             "protected": self.protected,
             "partitions": self._recovery(controller) if controller else [],
             "dead": {int(s): reason for s, reason in dead.items()},
