@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-integration lint types unit spark bench format clean
+.PHONY: help setup demo test test-integration lint types unit spark bench chaos format clean
 
 help:  ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -51,6 +51,9 @@ test-integration: setup  ## tests with a real ZooKeeper, which is installed if m
 bench: setup  ## the quick benchmarks
 	$(BIN)/holdfast bench throughput --quick
 	$(BIN)/holdfast bench scaling --quick
+
+chaos: setup  ## 1,000 faults to a flow on plain processes (as root also to its network), about 25 minutes
+	$(BIN)/holdfast chaos --faults 1000 --host process
 
 format: setup  ## format the code
 	$(BIN)/ruff format .

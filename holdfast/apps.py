@@ -161,10 +161,11 @@ class Apps:
         return found
 
     def status(self) -> dict[str, Any]:
-        """What the leading application said last."""
+        """What the leading application said last. One that stood still says once more that it
+        leads before it finds out: the later term is right."""
         reports = self._reports().values()
         leading = [r for r in reports if r["state"] != "following"]
-        self._said = max(leading, key=lambda r: r["time"], default=self._said)
+        self._said = max(leading, key=lambda r: (r["term"], r["time"]), default=self._said)
         return self._said
 
     @property

@@ -65,6 +65,16 @@ JOIN_S_MAX = 10.0
 """So long a copy that is being made may get nothing; or ten leases, if that is longer."""
 
 
+Address = tuple[str, int]
+Route = Callable[[int, int, Address], Address]
+"""Where the first site is to dial to reach the second, which listens at the given address."""
+
+
+def direct(site: int, other: int, address: Address) -> Address:
+    """Sites connect to each other without detours."""
+    return address
+
+
 class Host(Protocol):
     """Who starts the sites' processes, and says when one has ended."""
 
@@ -150,6 +160,7 @@ class Control:
         self.records: dict[int, EpochRecord] = {}
         self.status: dict[int, dict[str, Any]] = {}
         self.on_running: Callable[[], None] = lambda: None
+        self.route: Route = direct
         self.loop = asyncio.new_event_loop()
         self._host, self._secret = host, secret
         self._sites, self._standbys = sites, standbys
@@ -697,7 +708,8 @@ class Control:
         assert self.controller is not None and self.controller.view is not None
         view, known = self.controller.view, self.controller.addresses
         if site in view.members:
-            addresses = {int(s): known[s] for s in view.members if s in known}
+            others = [s for s in view.members if s in known]
+            addresses = {int(s): self.route(site, s, known[s]) for s in others}
             self._send(site, wire.NewView(view, addresses))
         if self._started:
             self._send(site, wire.Start())

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast import errors
-from holdfast.control import Control, Host, Place
+from holdfast.control import Control, Host, Place, Route, direct
 from holdfast.core.controller import Controller
 from holdfast.core.events import StopRequested
 from holdfast.core.records import EpochRecord
@@ -41,6 +41,7 @@ def start(
     options: Options | None = None,
     place: Place | None = None,
     secret: bytes | None = None,
+    route: Route = direct,
 ) -> Run:
     """Run `flow` on `sites` sites, and return as soon as its rows flow.
 
@@ -48,6 +49,8 @@ def start(
     keyed stage has `partitions` partitions. `listen` is the address that the controller and the
     sites listen on: loopback by default on a local master, all interfaces on a cluster. With a
     `place` this is one of several applications that host the flow together (see `holdfast.apps`).
+    `route` may lead the connections between sites elsewhere, such as through a proxy that breaks
+    them (see `holdfast.chaos`).
     """
     if sites < 1 or standbys < 0:
         raise errors.FlowError(
@@ -75,6 +78,7 @@ def start(
         secret or secrets.token_bytes(32),
         place or Place(),
     )
+    control.route = route
     run = Run(control, host)
     run._begin(start_timeout)
     return run
@@ -130,6 +134,7 @@ class Run:
             "sites": sorted(sites, key=lambda s: s["site"]),
             "domains": {int(s): d for s, d in controller.domains.items()} if controller else {},
             "view": str(view) if view else None,
+            "term": view.term if view else -1,
             "protected": self.protected,
             "partitions": self._recovery(controller) if controller else [],
             "dead": {int(s): reason for s, reason in dead.items()},

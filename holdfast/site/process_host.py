@@ -25,9 +25,7 @@ class ProcessHost:
         self._closed = False
 
     def launch(self, flow: Flow, config: SiteConfig, on_exit: OnExit) -> None:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "holdfast.site"], stdin=subprocess.PIPE, close_fds=True
-        )
+        process = subprocess.Popen(self.command(config), stdin=subprocess.PIPE, close_fds=True)
         self._processes[config.site] = process
         assert process.stdin is not None
         try:
@@ -39,6 +37,10 @@ class ProcessHost:
             target=self._watch, args=(process, config, on_exit), daemon=True, name="holdfast-watch"
         )
         watcher.start()
+
+    def command(self, config: SiteConfig) -> list[str]:
+        """What a site's process runs."""
+        return [sys.executable, "-m", "holdfast.site"]
 
     def _watch(self, process: subprocess.Popen[bytes], config: SiteConfig, on_exit: OnExit) -> None:
         status = process.wait()

@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import pyarrow as pa
 
 from holdfast.core.effects import IngestEpoch
 from holdfast.core.ids import NO_EPOCH, Epoch, SiteId
@@ -87,6 +88,7 @@ class Site:
         self._server: asyncio.Server | None = None
         self._over: asyncio.Future[None] | None = None
         self._peers: dict[SiteId, wire.Connection] = {}
+        self._dials: dict[SiteId, asyncio.Task[None]] = {}
         self._addresses: dict[SiteId, tuple[str, int]] = {}
         self._dead: set[SiteId] = set()
         self._feeds = Feeds(self.node.stages.fed, self._leader_of)
@@ -133,12 +135,24 @@ class Site:
             self.config.secret, self._on_open, self._on_message, self._on_peer_lost
         )
 
-    def _dialled(self, site: SiteId) -> wire.Connection:
+    def _dialled(self, site: SiteId, settled: asyncio.Future[None]) -> wire.Connection:
+        def settle() -> None:
+            if not settled.done():
+                settled.set_result(None)
+
+        def on_open(connection: wire.Connection) -> None:
+            settle()
+            self._on_open(connection)
+
+        def on_close(connection: wire.Connection, error: Exception | None) -> None:
+            settle()
+            self._on_peer_lost(connection, error)
+
         return wire.Connection(
             self.config.secret,
-            self._on_open,
+            on_open,
             self._on_message,
-            self._on_peer_lost,
+            on_close,
             identity=("site", self.id),
             peer=("site", site),
         )
@@ -256,12 +270,22 @@ class Site:
         while True:
             self._complain()
             for site, address in list(self._addresses.items()):
-                if site > self.id and site not in self._peers:
-                    try:
-                        await wire.dial(lambda s=site: self._dialled(s), address)  # type: ignore[misc]
-                    except OSError as error:
-                        log.info("site %s cannot reach site %s: %s", self.id, site, error)
+                if site > self.id and site not in self._peers and site not in self._dials:
+                    dial = self._dial(site, address)
+                    self._dials[site] = asyncio.get_running_loop().create_task(dial)
             await asyncio.sleep(REDIAL_S)
+
+    async def _dial(self, site: SiteId, address: tuple[str, int]) -> None:
+        """One attempt, until the handshake has ended, well or not. Another one meanwhile would end
+        this one as soon as it opens, and with it whatever is being handed over."""
+        settled = asyncio.get_running_loop().create_future()
+        try:
+            await wire.dial(partial(self._dialled, site, settled), address)
+            await settled
+        except OSError as error:
+            log.info("site %s cannot reach site %s: %s", self.id, site, error)
+        finally:
+            self._dials.pop(site, None)
 
     def _complain(self) -> None:
         """Say so if a member cannot be reached for longer than the lease. The controller lets it
@@ -485,6 +509,7 @@ class Site:
 
 def run_site(flow: Flow, config: SiteConfig) -> None:
     """Run a site in this process until it is dismissed."""
+    pa.array([0])  # only now pyarrow imports pandas; later all others would wait for that
     site = Site(flow, config)
     # What is loaded by now stays. Walking all of it would stop the site for tens of milliseconds
     # whenever the garbage collector looks at its oldest generation.

@@ -668,6 +668,8 @@ async def listen(make: ConnectionMaker, host: str, port: int = 0) -> tuple[async
 
 
 async def dial(make: ConnectionMaker, address: tuple[str, int]) -> Connection:
-    """Connect; the handshake goes on by itself and ends in `on_open` or `on_close`."""
-    _, connection = await asyncio.get_running_loop().create_connection(make, *address)
+    """Connect; the handshake goes on by itself and ends in `on_open` or `on_close`. Where nobody
+    answers it is given up long before the kernel would: callers have other things to do."""
+    async with asyncio.timeout(HANDSHAKE_S_MAX):
+        _, connection = await asyncio.get_running_loop().create_connection(make, *address)
     return connection

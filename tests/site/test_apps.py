@@ -101,6 +101,15 @@ def test_a_leader_that_stands_still_is_replaced_and_finds_out(apps: Apps, out: P
     check(apps, out)
 
 
+def test_a_leader_that_wakes_up_does_not_hide_the_one_that_leads() -> None:
+    """It reports once more before it finds out, and later than the other."""
+    apps = Apps.__new__(Apps)
+    old = {"app": 0, "state": "running", "term": 1, "time": 9.0}
+    new = {"app": 1, "state": "running", "term": 2, "time": 8.9}
+    apps._said, apps._reports = {}, lambda: {0: old, 1: new}  # type: ignore[method-assign]
+    assert apps.leader == 1
+
+
 def test_applications_on_two_hosts_need_an_arbiter() -> None:
     controls = (("one", 1), ("two", 1))
     with pytest.raises(HostError, match="need an arbiter that all of them reach"):

@@ -4,6 +4,8 @@ import gc
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -350,3 +352,17 @@ def test_sites_that_never_come_up_are_a_host_error() -> None:
     flow.source("numbers", rows(numbers(0, 0, 5))).sink("out", discard())
     with pytest.raises(HostError, match="never came up"):
         flow.start(sites=1, host=Hopeless(), start_timeout=30)
+
+
+def test_a_site_has_everything_loaded_before_it_says_that_it_is_there() -> None:
+    """pyarrow imports pandas when the first array is made: a second in which a site that the
+    others wait for would stand still."""
+    code = """
+import asyncio, sys
+from types import SimpleNamespace
+from holdfast.site import runtime
+runtime.Site = lambda *_: SimpleNamespace(run=lambda: None)
+asyncio.run = lambda _: sys.exit("pandas" not in sys.modules)
+runtime.run_site(None, None)
+"""
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,110 @@
+"""Sites in network namespaces of their own, joined by a bridge, so that one can be cut off.
+
+Needs root and ``ip`` (Debian's iproute2). Names carry this process's number: other runs on the
+machine are not touched, and all is removed at the end.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+from contextlib import suppress
+
+
+class Network:
+    """A bridge in this namespace, and a veth pair from it into each site's."""
+
+    def __init__(self) -> None:
+        tag = os.getpid() % 100_000
+        self._tag, self._bridge = tag, f"hf{tag}"
+        self._prefix = f"10.{200 + tag % 50}.{tag // 50 % 250}"
+        self.address = f"{self._prefix}.1"
+        self._slots: dict[int, int] = {}
+        self._next = 2
+        self._lock = threading.Lock()
+        _ip("link", "add", self._bridge, "type", "bridge")
+        try:
+            _ip("addr", "add", f"{self.address}/24", "dev", self._bridge)
+            _ip("link", "set", self._bridge, "up")
+        except OSError:
+            self.close()
+            raise
+
+    def add(self, site: int) -> str:
+        """A namespace for `site`; the address it has there."""
+        with self._lock:
+            while self._next in self._slots.values():
+                self._next = self._next % 253 + 2
+            slot = self._slots[site] = self._next
+            self._next = self._next % 253 + 2
+        space, out, address = self._space(site), self._link(site), f"{self._prefix}.{slot}"
+        _ip("netns", "add", space)
+        mac = f"02:68:66:00:00:{slot:02x}"  # nobody remembers another one for this address
+        peer = ("peer", "name", "site", "address", mac, "netns", space)
+        _ip("link", "add", out, "type", "veth", *peer)
+        _ip("-n", space, "addr", "add", f"{address}/24", "dev", "site")
+        _ip("-n", space, "link", "set", "lo", "up")
+        _ip("-n", space, "link", "set", "site", "up")
+        _ip("link", "set", out, "master", self._bridge, "up")
+        return address
+
+    def _space(self, site: int) -> str:
+        return f"hf{self._tag}-{site}"
+
+    def _link(self, site: int) -> str:
+        return f"hf{self._tag}v{self._slots[site]}"
+
+    def inside(self, site: int, command: list[str]) -> list[str]:
+        """`command`, as run in the site's namespace: by the process that ``ip`` becomes."""
+        return ["ip", "netns", "exec", self._space(site), *command]
+
+    def cut(self, site: int) -> None:
+        """Nothing reaches the site any more, and nothing comes from it; nobody is told."""
+        _ip("link", "set", self._link(site), "down")
+
+    def heal(self, site: int) -> None:
+        if site in self._slots:  # if not, it has left meanwhile
+            _ip("link", "set", self._link(site), "up")
+
+    def remove(self, site: int) -> None:
+        """The site's process has ended. Its end of the pair goes with its namespace."""
+        for command in (("link", "del", self._link(site)), ("netns", "del", self._space(site))):
+            with suppress(OSError):
+                _ip(*command)
+        with self._lock:
+            self._slots.pop(site, None)
+
+    def close(self) -> None:
+        for site in list(self._slots):
+            self.remove(site)
+        with suppress(OSError):
+            _ip("link", "del", self._bridge)
+
+
+def unavailable() -> str | None:
+    """Why there can be no namespaces here, if so."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if shutil.which("ip") is None:
+        return "there is no `ip` command (Debian: apt install iproute2)"
+    probe = f"hf{os.getpid()}-probe"
+    try:
+        _ip("netns", "add", probe)
+        try:
+            _ip("-n", probe, "link", "add", "hfa", "type", "veth", "peer", "name", "hfb")
+            _ip("-n", probe, "link", "add", "hfc", "type", "bridge")
+            _ip("netns", "exec", probe, "true")
+        finally:
+            _ip("netns", "del", probe)
+    except OSError as error:
+        return f"the kernel refuses network namespaces: {error}"
+    return None
+
+
+def _ip(*arguments: str) -> None:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = done.stderr.strip() or f"status {done.returncode}"
+        raise OSError(f"ip {' '.join(arguments)}: {said}")

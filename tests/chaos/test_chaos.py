@@ -1,0 +1,28 @@
+"""A quick ``holdfast chaos`` on real processes: 50 faults of every kind that can be done here."""
+
+import json
+from pathlib import Path
+
+from holdfast.chaos.faults import KINDS
+from holdfast.chaos.namespaces import unavailable
+from holdfast.cli import main
+
+SEED = 2
+
+
+def test_fifty_faults_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "chaos.json"
+    status = main(["chaos", "--faults", "50", "--seed", str(SEED), "--json", str(file)])
+    said = json.loads(file.read_text())
+    assert status == 0, said["failures"]
+    assert said["faults"] == 50 and said["rows_out"] > 0
+    assert (said["lost_rows"], said["repeated_rows"]) == (0, 0)
+    assert said["fenced"] == said["fenced_and_left"] > 0
+    done, left_out = said["kinds"], said["left_out"]
+    why = unavailable()
+    for kind in KINDS:
+        if kind.needs == "namespaces" and why is not None:
+            assert left_out[kind.name] == why
+        else:
+            assert kind.name in done and kind.name not in left_out
+    assert sum(row["during_recovery"] for row in done.values()) > 0

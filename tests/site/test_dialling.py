@@ -1,0 +1,83 @@
+"""How sites find each other: one attempt at a time for each, and none holds up another."""
+
+import asyncio
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from holdfast import Flow, discard, generator
+from holdfast.core.ids import SiteId
+from holdfast.flow.options import Options
+from holdfast.site.runtime import REDIAL_S, Site, SiteConfig
+
+from .test_pairs import SCHEMA, numbers
+
+
+def lonely_site() -> Site:
+    flow = Flow("line")
+    flow.source("numbers", generator(numbers, SCHEMA)).sink("out", discard())
+    return Site(flow, SiteConfig(0, b"secret" * 4, (), "127.0.0.1", Options()))
+
+
+async def count_callers(callers: list[int]) -> tuple[str, int]:
+    """A listener that says nothing, like a site that is too busy for the handshake."""
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        callers.append(1)
+        await reader.read()
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    return server.sockets[0].getsockname()
+
+
+def deaf() -> tuple[socket.socket, list[socket.socket]]:
+    """A port where no connection comes about and none is refused: its queue is full."""
+    listening = socket.create_server(("127.0.0.1", 0), backlog=0)
+    waiting = []
+    for _ in range(2):
+        s = socket.socket()
+        s.setblocking(False)
+        s.connect_ex(listening.getsockname())
+        waiting.append(s)
+    return listening, waiting
+
+
+def dial_until(
+    holds: Callable[[], bool], prepare: Callable[[Site], Coroutine[Any, Any, None]]
+) -> None:
+    async def scene() -> None:
+        site = lonely_site()
+        await prepare(site)
+        task = asyncio.create_task(site._keep_dialling())
+        for _ in range(20):
+            await asyncio.sleep(REDIAL_S)
+            if holds():
+                break
+        task.cancel()
+
+    asyncio.run(scene())
+
+
+def test_a_slow_handshake_is_waited_for() -> None:
+    """A second connection would end the first as soon as it opens, and all that is on its way."""
+    callers: list[int] = []
+
+    async def prepare(site: Site) -> None:
+        site._addresses = {SiteId(1): await count_callers(callers)}
+
+    dial_until(lambda: len(callers) > 1, prepare)
+    assert len(callers) == 1
+
+
+def test_a_site_that_does_not_answer_does_not_keep_others_from_being_dialled() -> None:
+    callers: list[int] = []
+    listening, waiting = deaf()
+
+    async def prepare(site: Site) -> None:
+        there = await count_callers(callers)
+        site._addresses = {SiteId(1): listening.getsockname(), SiteId(2): there}
+
+    dial_until(lambda: bool(callers), prepare)
+    for s in (listening, *waiting):
+        s.close()
+    assert callers

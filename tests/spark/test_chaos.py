@@ -1,0 +1,28 @@
+"""A few faults of ``holdfast chaos`` on Spark, a driver's death among them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from holdfast.chaos.faults import DRIVER, KINDS
+
+
+def test_a_few_faults_lose_and_repeat_nothing(tmp_path: Path) -> None:
+    """In a process of its own: it has another Spark application than the other tests."""
+    file = tmp_path / "chaos.json"
+    command = [sys.executable, "-m", "holdfast.cli", "chaos", "--host", "spark"]
+    ended = subprocess.run(
+        [*command, "--faults", "8", "--seed", "1", "--json", str(file)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    said = json.loads(file.read_text())
+    assert said["faults"] == 9 and said["rows_out"] > 0
+    assert (said["lost_rows"], said["repeated_rows"]) == (0, 0)
+    assert said["kinds"][DRIVER.name]["faults"] == 1
+    in_namespaces = {k.name for k in KINDS if k.needs == "namespaces"}
+    assert in_namespaces | {"kill an executor"} == said["left_out"].keys()
+    assert all(said["left_out"].values())
