@@ -703,14 +703,17 @@ class Connection(asyncio.BufferedProtocol):
 class _Large:
     """A message that does not fit into a chunk: it comes straight to where it stays.
 
-    There is room for more than has come only up to `LARGE_BYTES`, and then for twice as much as
-    has come: who only announces a large body makes nobody provide for it. Growing copies less than
-    the message's length in all, and nothing of one that fits at once.
+    There is room for `LARGE_BYTES` at once, and when those are there for four times as much: who
+    only announces a large body makes nobody provide for it. The steps are a quarter of the message,
+    a quarter of that and so on, so that growing copies less than a third of it in all.
     """
 
     def __init__(self, header: int, body: int, begun: memoryview) -> None:
         self._header, self._nbytes = header, header + body
-        self._held = self._make(min(self._nbytes, LARGE_BYTES))
+        room = self._nbytes
+        while room > LARGE_BYTES:
+            room = -(-room // 4)  # rounded up
+        self._held = self._make(room)
         self._filled = begun.nbytes
         self._held[: self._filled] = begun
 
@@ -724,7 +727,7 @@ class _Large:
         self._filled += nbytes
         if self._filled == self._held.nbytes < self._nbytes:
             held = self._held
-            self._held = self._make(min(self._nbytes, 2 * held.nbytes))
+            self._held = self._make(min(self._nbytes, 4 * held.nbytes))
             self._held[: self._filled] = held
         return self._filled == self._nbytes
 
