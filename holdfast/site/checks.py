@@ -59,7 +59,6 @@ class Checks:
                 _require(self._has_split(message.source, message.split), "there is no such split")
             case wire.Delivered():
                 _require(message.sink in self._sinks, "there is no such sink")
-                _require(message.durable <= message.epoch, "more is durable than was delivered")
             case (
                 wire.CatchUp()
                 | wire.HandOverBegin()

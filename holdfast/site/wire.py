@@ -322,7 +322,7 @@ class Extras(TypedDict):
     counts: tuple[Number, Number, Number, Number]
     ingress: IngressExtras | None
     egress: EgressExtras | None
-    operator: dict[str, Number] | None
+    operator: dict[str, int] | None
 
 
 class HandOverBegin(Message, frozen=True):
