@@ -43,7 +43,7 @@ from holdfast.core.exchange import Consumer, Producer
 from holdfast.core.ids import NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId, Unit
 from holdfast.core.layout import Shape, StageShape, View
 from holdfast.core.records import EpochRecord
-from holdfast.errors import require
+from holdfast.errors import ProtocolError, require
 
 HISTORY = 512
 """So many records are kept for copies that are made later."""
@@ -230,7 +230,10 @@ class Dataflow:
 
     def _on_record_arrived(self, event: RecordArrived) -> list[SiteEffect]:
         record = event.record
-        if record.epoch in self.records:
+        known = self.records.get(record.epoch)
+        if known is not None:
+            if known != record:
+                raise ProtocolError(f"two records of epoch {record.epoch}")
             return []
         self.records[record.epoch] = record
         self.recorded = max(self.recorded, record.epoch)
@@ -356,6 +359,9 @@ class Dataflow:
         unit = self.units.get(event.unit)
         if unit is None or not unit.installed or event.joiner in unit.handed:
             return []
+        assert self.view is not None
+        if event.joiner not in self.view.cohort(event.unit).joining:
+            return []  # it was given up meanwhile
         # What the producers let go of before they counted the new copy, this one has received.
         inputs = [self.consumers[x, unit.key[1]] for x in unit.shape.inputs]
         received = [e for c in inputs for e in c.received.values()]

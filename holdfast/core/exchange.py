@@ -293,8 +293,19 @@ class Consumer:
                 f"exchange {self.exchange}: cohort {event.producer} sent epoch {event.epoch} "
                 f"after {seen}"
             )
-        if event.part < self._parts.get(event.producer, 0):
+        if event.epoch > self.finished + self.window:
+            raise ProtocolError(
+                f"exchange {self.exchange}: cohort {event.producer} sent epoch {event.epoch} "
+                f"without credit"
+            )
+        expected = self._parts.get(event.producer, 0)
+        if event.part < expected:
             return False
+        if event.part > expected:
+            raise ProtocolError(
+                f"exchange {self.exchange}: cohort {event.producer} sent part {event.part} "
+                f"of epoch {event.epoch}, not {expected}"
+            )
         parts = self._arrived.setdefault(event.epoch, {}).setdefault(event.producer, [])
         parts.append(event.bundle)
         self._parts[event.producer] = 0 if event.last else event.part + 1

@@ -252,6 +252,10 @@ class Sequencer:
             split.add(block)
 
     def _on_epoch_delivered(self, event: EpochDelivered) -> None:
+        if event.sink not in self.delivered:
+            raise ProtocolError(f"there is no sink {event.sink}")
+        if self.leads and event.epoch >= self.next_epoch:
+            raise ProtocolError(f"epoch {event.epoch} was delivered before it was cut")
         self.delivered[event.sink] = max(self.delivered[event.sink], event.epoch)
         everywhere = min(self.delivered.values())
         for epoch in [e for e in self._in_flight if e <= everywhere]:

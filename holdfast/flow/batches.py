@@ -156,6 +156,15 @@ class Track:
     def final(self) -> int:
         return int(self.marks[-1])
 
+    @property
+    def is_sound(self) -> bool:
+        """Whether it begins before all rows, and the watermark only ever rises."""
+        return bool(
+            self.seqs[0] == self.START
+            and np.all(self.seqs[1:] >= self.seqs[:-1])
+            and np.all(self.marks[1:] > self.marks[:-1])
+        )
+
     def before(self, seqs: np.ndarray) -> np.ndarray:
         """The watermark that each row finds, its own time not counted."""
         return self.marks[np.searchsorted(self.seqs, seqs, "left") - 1]

@@ -7,7 +7,8 @@ frame, and whoever processes the rows checks that they are those.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -17,7 +18,7 @@ import pyarrow as pa
 from holdfast.core.ids import CohortId
 from holdfast.core.layout import Cohort
 from holdfast.errors import DivergenceError, ProtocolError
-from holdfast.flow.batches import Track, empty, frame_digests, row_digests, take
+from holdfast.flow.batches import Track, empty, frame_digests, from_ipc, row_digests, take
 from holdfast.flow.keys import key_words, partition_of
 from holdfast.flow.plan import Exchange
 from holdfast.site import wire
@@ -121,20 +122,75 @@ def _body(frames: Frames) -> list[Any]:
     return [track, digests, *rows]
 
 
+@contextmanager
+def _from_a_peer() -> Iterator[None]:
+    """Whatever Arrow makes of rows that are none."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, EOFError) as error:
+        raise ProtocolError(f"rows that are no Arrow batch: {error}") from error
+
+
+def rows_of(body: memoryview) -> pa.RecordBatch:
+    """Rows that came with their schema (see `to_ipc`), uncopied."""
+    if not body.nbytes:
+        raise ProtocolError("rows that are no Arrow batch: nothing at all")
+    with _from_a_peer():
+        batch = from_ipc(pa.py_buffer(body))
+        _validate(batch)
+    return batch
+
+
+def _validate(batch: pa.RecordBatch) -> None:
+    """Whether all of it can be read: an offset that is wrong would have us read memory that is not
+    ours. What the values are is not looked at: text that is no UTF-8 came in that way."""
+    batch.validate()
+    for column in batch.columns:
+        bare = _layout(column.type)
+        if not pa.types.is_primitive(bare):
+            column.view(bare).validate(full=True)
+
+
+@lru_cache(maxsize=1024)
+def _layout(kind: pa.DataType) -> pa.DataType:
+    """A type with the same buffers, of which any values are valid."""
+    if pa.types.is_string(kind):
+        return pa.binary()
+    if pa.types.is_large_string(kind):
+        return pa.large_binary()
+    if pa.types.is_string_view(kind):
+        return pa.binary_view()
+    if pa.types.is_map(kind):
+        return pa.map_(_layout(kind.key_type), _layout(kind.item_type))
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_layout(kind.value_type)))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(_layout(kind.value_type)))
+    if pa.types.is_struct(kind):
+        return pa.struct([f.with_type(_layout(f.type)) for f in kind])
+    if pa.types.is_temporal(kind) and kind.bit_width <= 64:
+        return pa.int32() if kind.bit_width == 32 else pa.int64()
+    if pa.types.is_decimal(kind):
+        return pa.binary(kind.bit_width // 8)
+    return kind
+
+
 def decode(message: wire.Bundle, body: memoryview, schema: pa.Schema) -> Frames:
     """The inverse of `encode`; the rows stay in the body, uncopied."""
     head = message.track + message.digests
     if head > body.nbytes or message.track % 16 or message.digests % 8 or message.track == 0:
         raise ProtocolError(f"bundle of exchange {message.exchange}: lengths do not fit the body")
     track = Track.from_bytes(body[: message.track])
+    if not track.is_sound:
+        raise ProtocolError(f"bundle of exchange {message.exchange}: a watermark that goes back")
     digests = np.frombuffer(body[message.track : head], np.uint64) if message.digests else None
     if message.rows == 0:
         return Frames(empty(schema), track, digests)
-    try:
+    with _from_a_peer():
         batch = pa.ipc.read_record_batch(pa.py_buffer(body[head:]), schema)
-        batch.validate()
-    except (pa.ArrowException, OSError) as error:
-        raise ProtocolError(f"bundle of exchange {message.exchange}: {error}") from error
+        _validate(batch)
     if batch.num_rows != message.rows:
         raise ProtocolError(f"bundle of exchange {message.exchange}: {batch.num_rows} rows")
+    if any(c.null_count and not f.nullable for c, f in zip(batch.columns, schema, strict=True)):
+        raise ProtocolError(f"bundle of exchange {message.exchange}: nulls where none can be")
     return Frames(batch, track, digests)

@@ -76,8 +76,10 @@ class Client:
         wire.check_welcome(secret, challenge, nonce, self._receive(wire.Welcome))
 
     def _receive(self, kind: type[Any]) -> Any:
+        greeting = kind in (wire.Challenge, wire.Welcome)
         body, header = wire.PREFIX.unpack(self._exactly(wire.PREFIX.size))
-        message = wire.decode(self._exactly(header + body)[:header])
+        wire.check_lengths(body, header, greeting)
+        message = wire.decode(self._exactly(header + body)[:header], greeting)
         if not isinstance(message, kind):
             raise ProtocolError(f"expected {kind.__name__}, got {type(message).__name__}")
         return message

@@ -11,9 +11,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from holdfast.errors import ProtocolError
 from holdfast.flow.batches import user_names
 from holdfast.flow.plan import Stage
 from holdfast.flow.sinks import SinkWriter
+from holdfast.site import wire
 
 
 class Egress:
@@ -76,11 +78,13 @@ class Egress:
     def report(self) -> dict[str, Any] | None:
         return self.writer.report() if self.writer is not None and self.leads else None
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> wire.EgressExtras:
         saved = self.writer.save() if self.writer is not None and self._sink.replicated else {}
         return {"taken": self.taken, "durable": self.durable, "writer": saved}
 
-    def restore(self, saved: dict[str, Any], held: list[tuple[int, pa.RecordBatch]]) -> None:
+    def restore(self, saved: wire.EgressExtras, held: list[tuple[int, pa.RecordBatch]]) -> None:
+        if any(batch.schema != self._schema for _, batch in held):
+            raise ProtocolError(f"sink {self._name!r}: rows of another schema were handed over")
         self.taken, self.durable = saved["taken"], saved["durable"]
         self._held = deque(held)
         if self.writer is not None:

@@ -27,9 +27,10 @@ import pyarrow as pa
 
 from holdfast.core.ids import SiteId
 from holdfast.errors import ProtocolError
-from holdfast.flow.batches import empty, from_ipc, to_ipc
+from holdfast.flow.batches import empty, to_ipc
 from holdfast.flow.sources import SplitReader
 from holdfast.site import wire
+from holdfast.site.bundles import rows_of
 
 Reply = Callable[[bool, str], None]
 
@@ -270,7 +271,7 @@ class FedReader(SplitReader):
             return  # it came before; or it left before the leader knew what this copy lacks
         rows, at = [], 0
         for size in message.sizes:
-            rows.append(_decoded(body[at : at + size]))
+            rows.append(rows_of(body[at : at + size]))
             at += size
         self._at(message.marks)
         # Kept in case this copy comes to lead while another one lacks it.
@@ -365,7 +366,7 @@ class Feeds:
                 reader.open(message.batch, message.partition, message.attempt, reply)
             case wire.FeedRows():
                 reader, at = self._feed(connection)
-                reader.rows(*at, _decoded(body), reply)
+                reader.rows(*at, rows_of(body), reply)
             case wire.FeedDone():
                 reader, at = self._feed(connection)
                 reader.done(*at, reply)
@@ -385,13 +386,3 @@ class Feeds:
         if reader is None:
             raise ProtocolError(f"source {source} is not fed here")
         return reader
-
-
-def _decoded(body: memoryview) -> pa.RecordBatch:
-    """The rows that a feeder sent."""
-    try:
-        batch = from_ipc(pa.py_buffer(body))
-        batch.validate()
-        return batch
-    except (pa.ArrowException, OSError, StopIteration) as error:
-        raise ProtocolError(f"rows that are no Arrow batch: {error}") from error

@@ -7,6 +7,7 @@ it never stands still for longer than one part takes. The joiner puts the parts 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pyarrow as pa
@@ -15,8 +16,8 @@ from holdfast.core.effects import HandOver
 from holdfast.core.events import CopyInstalled
 from holdfast.core.exchange import Kept
 from holdfast.core.ids import CohortId, Epoch, ExchangeId, Unit
-from holdfast.errors import ProtocolError
-from holdfast.flow.batches import from_ipc, to_ipc
+from holdfast.errors import HoldfastError, ProtocolError
+from holdfast.flow.batches import to_ipc
 from holdfast.flow.plan import Plan
 from holdfast.site import bundles, wire
 from holdfast.site.stages import UnitRunner
@@ -76,6 +77,18 @@ class Outgoing:
             self._snapshot.close()
 
 
+@contextmanager
+def _from_a_peer() -> Iterator[None]:
+    """What was handed over and does not fit is the donor's mistake, whatever it looks like here.
+    The unit that was half made is made anew before anything else is put into it."""
+    try:
+        yield
+    except HoldfastError:
+        raise
+    except Exception as error:
+        raise ProtocolError(f"what was handed over does not fit: {error!r}") from error
+
+
 class Incoming:
     """A unit's state as it comes in from its donor."""
 
@@ -90,13 +103,17 @@ class Incoming:
 
     def take(self, plan: Plan, message: wire.Message, body: memoryview) -> None:
         """Put one part in."""
+        with _from_a_peer():
+            self._take(plan, message, body)
+
+    def _take(self, plan: Plan, message: wire.Message, body: memoryview) -> None:
         self.nbytes += body.nbytes
         match message:
             case wire.HandOverState():
                 operator = self._runner.runner.operator
                 if operator is None or message.table not in operator.tables():
                     raise ProtocolError(f"the unit has no table {message.table!r}")
-                operator.install({message.table: from_ipc(pa.py_buffer(body))})
+                operator.install({message.table: bundles.rows_of(body)})
             case wire.HandOverKept():
                 header = message.bundle
                 schema = plan.exchanges[header.exchange].schema
@@ -104,12 +121,15 @@ class Incoming:
                 lane = self._kept[ExchangeId(header.exchange)].setdefault(
                     CohortId(header.consumer), []
                 )
+                if lane and (lane[-1].epoch, lane[-1].part) >= (header.epoch, header.part):
+                    raise ProtocolError("kept bundles out of order")
                 lane.append(Kept(Epoch(header.epoch), header.last, frames, header.part))
             case wire.HandOverHeld():
-                self._held.append((message.number, from_ipc(pa.py_buffer(body))))
+                self._held.append((message.number, bundles.rows_of(body)))
 
     def install(self, unit: Unit) -> CopyInstalled:
         """All parts are in: be the copy."""
-        self._runner.restore(self.begin.extras, self._held)
+        with _from_a_peer():
+            self._runner.restore(self.begin.extras, self._held)
         self._runner.epoch = self.begin.epoch
         return CopyInstalled(unit, Epoch(self.begin.epoch), self._kept)

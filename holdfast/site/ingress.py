@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +15,7 @@ from holdfast.flow.plan import Plan, Stage
 from holdfast.flow.sources import SplitReader
 from holdfast.flow.steps import conform
 from holdfast.flow.watermark import Steps, Watermark, source_times, track_of
+from holdfast.site import wire
 from holdfast.site.feed import FedReader
 
 
@@ -148,7 +148,7 @@ class Ingress:
         assert isinstance(split.reader, FedReader)
         return [*split.held, *split.reader.unread()]
 
-    def save(self) -> dict[str, Any]:
+    def save(self) -> wire.IngressExtras:
         """What a new copy needs besides the source itself."""
         return {
             "offsets": {str(n): s.first for n, s in self.splits.items()},
@@ -158,7 +158,7 @@ class Ingress:
             ],
         }
 
-    def restore(self, saved: dict[str, Any], rows: list[pa.RecordBatch]) -> None:
+    def restore(self, saved: wire.IngressExtras, rows: list[pa.RecordBatch]) -> None:
         """Be where the copy was that this was saved from."""
         assert self.stage.source is not None
         for number, split in self.splits.items():

@@ -65,6 +65,7 @@ from holdfast.errors import ProtocolError
 from holdfast.flow.options import Options
 from holdfast.flow.plan import Plan, shape
 from holdfast.site import bundles, wire
+from holdfast.site.checks import Checks
 from holdfast.site.handover import Incoming, Outgoing
 from holdfast.site.ingress import Split
 from holdfast.site.memory import fitting, limit_bytes
@@ -112,7 +113,9 @@ class Node:
         self.view: View | None = None
         self.stages = SiteStages(plan, site, options)
         self.stages.send = transport.send
-        self.dataflow = Dataflow(site, shape(plan, options.partitions), options.window)
+        shaped = shape(plan, options.partitions)
+        self._checks = Checks(plan, shaped, options.window)
+        self.dataflow = Dataflow(site, shaped, options.window)
         self.sequencer: Sequencer | None = None
         self.orders: list[tuple[int, int, int, Order]] = []
         self.outgoing: dict[tuple[Unit, SiteId], Outgoing] = {}
@@ -156,7 +159,10 @@ class Node:
             self._waits_for_chain = True  # the copy it was chained to is gone
         early, self._early = self._early, deque(maxlen=EARLY_MAX)
         for event in early if self.sequencer is not None else ():
-            self._sequence(event)
+            try:
+                self._sequence(event)
+            except ProtocolError as error:  # not the fault of whoever sent the view
+                log.warning("site %s: of what came before its view: %s", self.site, error)
         self._join_chain()
 
     def hurry(self) -> None:
@@ -209,7 +215,10 @@ class Node:
                 self._transport.tell(wire.Cut(record))
 
     def receive(self, site: SiteId, message: wire.Message, body: memoryview) -> None:
-        """A message from another site, or from the controller."""
+        """A message from another site, or from the controller. One that cannot be is a
+        `ProtocolError`, and has changed nothing."""
+        if site != self.site:
+            self._checks.check(message, body)
         match message:
             case wire.Bundle():
                 self._on_bundle(message, body)
@@ -414,8 +423,6 @@ class Node:
         self._transport.send(effect.site, message, body)
 
     def _on_bundle(self, message: wire.Bundle, body: memoryview) -> None:
-        if not 0 <= message.exchange < len(self.plan.exchanges):
-            raise ProtocolError(f"there is no exchange {message.exchange}")
         schema = self.plan.exchanges[message.exchange].schema
         frames = self._codec.decode(message, body, schema)
         self._handle(
@@ -461,8 +468,9 @@ class Node:
         unit = (StageId(message.stage), CohortId(message.cohort))
         incoming = self.incoming.get(unit)
         if incoming is not None and incoming.donor == site:
+            installed = incoming.install(unit)
             del self.incoming[unit]
-            self._handle(incoming.install(unit))
+            self._handle(installed)
             assert self.view is not None
             self.stages.on_view(self.view)
             self._ask_for_portions()
@@ -647,6 +655,8 @@ class Node:
         if held is None or not held.installed:
             return  # when it is installed it asks for what it lacks
         reader = self.stages.fed()[message.source]
+        if reader.leads:
+            return  # from one that led before and does not know yet that it does not any more
         reader.on_portion(message, body)
         self._transport.send(site, wire.FeedHas(message.source, reader.has, False))
 

@@ -244,6 +244,10 @@ class Site:
         if connection.role != "site":
             return
         site = SiteId(connection.id)
+        if site == self.id:
+            log.warning("site %s: somebody else says to be it", self.id)
+            connection.abort()
+            return
         if site in self._dead:
             connection.send(wire.Fenced())
             connection.close()
@@ -340,6 +344,7 @@ class Site:
     def _receive(
         self, connection: wire.Connection, message: wire.Message, body: memoryview
     ) -> None:
+        wire.check_speaker(connection.role, message)
         match message:
             case wire.NewView():
                 self._on_new_view(message)

@@ -11,6 +11,7 @@ from holdfast.core.effects import IngestEpoch, ProcessBundles
 from holdfast.core.events import UnitProcessed
 from holdfast.core.ids import CohortId, ExchangeId, SiteId, StageId, Unit
 from holdfast.core.layout import Cohort, View
+from holdfast.errors import ProtocolError
 from holdfast.flow.batches import Track
 from holdfast.flow.execute import StageRunner
 from holdfast.flow.options import Options
@@ -85,24 +86,28 @@ class UnitRunner:
             return list(enumerate(self.ingress.unsequenced()))
         return []
 
-    def extras(self) -> dict[str, Any]:
+    def extras(self) -> wire.Extras:
         """What a new copy needs besides tables, kept bundles and held rows."""
         operator = self.runner.operator
         return {
-            "counts": [self.rows_in, self.rows_out, self.calls, self.runner.dead_rows],
+            "counts": (self.rows_in, self.rows_out, self.calls, self.runner.dead_rows),
             "ingress": self.ingress.save() if self.ingress else None,
             "egress": self.egress.save() if self.egress else None,
             "operator": operator.extras() if operator else None,
         }
 
-    def restore(self, extras: dict[str, Any], held: list[tuple[int, pa.RecordBatch]]) -> None:
+    def restore(self, extras: wire.Extras, held: list[tuple[int, pa.RecordBatch]]) -> None:
+        ingress, egress, operator = extras["ingress"], extras["egress"], extras["operator"]
+        have = (self.ingress, self.egress, self.runner.operator)
+        if [h is None for h in have] != [e is None for e in (ingress, egress, operator)]:
+            raise ProtocolError("the state of another kind of unit was handed over")
         self.rows_in, self.rows_out, self.calls, self.runner.dead_rows = extras["counts"]
-        if self.ingress is not None:
-            self.ingress.restore(extras["ingress"], [rows for _, rows in held])
-        if self.egress is not None:
-            self.egress.restore(extras["egress"], held)
-        if self.runner.operator is not None:
-            self.runner.operator.install_extras(extras["operator"])
+        if self.ingress is not None and ingress is not None:
+            self.ingress.restore(ingress, [rows for _, rows in held])
+        if self.egress is not None and egress is not None:
+            self.egress.restore(egress, held)
+        if self.runner.operator is not None and operator is not None:
+            self.runner.operator.install_extras(operator)
 
     def figures(self) -> dict[str, Any]:
         operator = self.runner.operator

@@ -10,8 +10,10 @@ A connection opens with a handshake in which both ends prove that they know the 
     client -> server   Hello(role, id, nonce, proof)    proof = HMAC(secret, both nonces, role, id)
     server -> client   Welcome(proof)                   the same, with the parts swapped
 
-Until `Welcome` no message may be longer than a kilobyte. Then, between sites: records,
-bundles, acks and what makes a new copy, each in the order in which it was sent.
+Until `Welcome` no message may be longer than a kilobyte, and nothing but these three is decoded.
+Then, between sites: records, bundles, acks and what makes a new copy, each in the order in which it
+was sent. Whatever is not as declared is a `ProtocolError`, and ends the connection; a body takes
+memory as it comes, not as it was announced.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import logging
 import os
 import struct
 from collections.abc import Callable
-from typing import Any, Union
+from typing import Annotated, Any, TypedDict, Union
 
 import msgspec
 import numpy as np
@@ -42,7 +44,15 @@ BODY_BYTES_MAX = 1 << 30
 HANDSHAKE_S_MAX = 5.0
 CHUNK_BYTES = 1 << 17
 """So much is received at once; a message that does not fit goes into memory of its own."""
+LARGE_BYTES = 1 << 22
+"""So much room a message gets that was only announced; more when it is full."""
 _JOINED_BYTES_MAX = 1 << 16
+
+NUMBER_MAX = 1 << 48
+"""Nothing that is counted gets this far, and sums of it still fit into 64 bits."""
+Number = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
+EpochNumber = Annotated[int, msgspec.Meta(ge=-1, le=NUMBER_MAX)]
+Checksum = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -58,7 +68,7 @@ class Challenge(Message, frozen=True):
 
 class Hello(Message, frozen=True):
     role: str
-    id: int
+    id: Number
     nonce: bytes
     proof: bytes
 
@@ -73,10 +83,10 @@ class Welcome(Message, frozen=True):
 class Register(Message, frozen=True):
     """I am up, listen here, and run there."""
 
-    site: int
+    site: Number
     host: str
-    port: int
-    pid: int
+    port: Number
+    pid: Number
     domain: Domain
 
 
@@ -90,8 +100,8 @@ class NewView(Message, frozen=True):
 class Seen(Message, frozen=True):
     """I act on this view, and am connected to all its members."""
 
-    term: int
-    number: int
+    term: Number
+    number: Number
 
 
 class Start(Message, frozen=True):
@@ -101,20 +111,20 @@ class Start(Message, frozen=True):
 class CatchUp(Message, frozen=True):
     """Hand the unit over to the new copy at `joiner`. `term` is that of the leader who says so."""
 
-    term: int
-    stage: int
-    cohort: int
-    joiner: int
+    term: Number
+    stage: Number
+    cohort: Number
+    joiner: Number
 
 
 class CopyState(Message, frozen=True):
     """How far the new copy of a unit at `site` is: installed, caught_up or failed. `number` is
     that of the view I act on: what is said of a copy that was given up since is void."""
 
-    stage: int
-    cohort: int
-    site: int
-    number: int
+    stage: Number
+    cohort: Number
+    site: Number
+    number: Number
     phase: str
     reason: str = ""
 
@@ -122,7 +132,7 @@ class CopyState(Message, frozen=True):
 class Behind(Message, frozen=True):
     """I must keep too much for the copies at `site`, or cannot reach it."""
 
-    site: int
+    site: Number
     reason: str
     unreachable: bool
 
@@ -134,13 +144,13 @@ class Beat(Message, frozen=True):
 class Launch(Message, frozen=True):
     """The leading application to another: start this site."""
 
-    site: int
+    site: Number
 
 
 class Exited(Message, frozen=True):
     """And back: its process has ended."""
 
-    site: int
+    site: Number
     reason: str
 
 
@@ -165,7 +175,7 @@ class Dismiss(Message, frozen=True):
 class Finished(Message, frozen=True):
     """I have seen the last epoch through, as far as it is mine in the view with this number."""
 
-    number: int
+    number: Number
 
 
 class Status(Message, frozen=True):
@@ -205,7 +215,7 @@ class Pass(Message, frozen=True):
 class RecordsAfter(Message, frozen=True):
     """Send me the records after this epoch."""
 
-    epoch: int
+    epoch: EpochNumber
 
 
 class JoinChain(Message, frozen=True):
@@ -213,8 +223,8 @@ class JoinChain(Message, frozen=True):
     pass your records on to me. Without it (-1), give me your state first. `since` is the view in
     which I began to join."""
 
-    has: int
-    since: int
+    has: EpochNumber
+    since: Number
 
 
 class Chained(Message, frozen=True):
@@ -224,24 +234,24 @@ class Chained(Message, frozen=True):
 class SequencerState(Message, frozen=True):
     """What a new copy of the sequencer begins with."""
 
-    next_epoch: int
-    next_seq: int
+    next_epoch: EpochNumber
+    next_seq: Number
     finished: bool
-    turn: int
-    cuts: list[int]
+    turn: Number
+    cuts: list[Number]
     history: list[EpochRecord]
 
 
 class Blocks(Message, frozen=True):
-    source: int
-    split: int
+    source: Number
+    split: Number
     blocks: tuple[Block, ...]
     anew: bool
 
 
 class SplitState(Message, frozen=True):
-    source: int
-    split: int
+    source: Number
+    split: Number
     ended: bool
 
 
@@ -250,30 +260,30 @@ class Bundle(Message, frozen=True):
     the watermark (`track` bytes), then the digest of each of the consumer's partitions' frames
     (`digests` bytes), then an Arrow record batch (nothing, if there are no rows)."""
 
-    exchange: int
-    epoch: int
-    producer: int
-    consumer: int
-    since: int
-    part: int
+    exchange: Number
+    epoch: Number
+    producer: Number
+    consumer: Number
+    since: Number
+    part: Number
     last: bool
-    rows: int
-    track: int
-    digests: int
+    rows: Number
+    track: Number
+    digests: Number
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True):
     """See `AckArrived`."""
 
-    exchange: int
-    producer: int
-    consumer: int
-    since: int
-    received: int
-    credit: int
+    exchange: Number
+    producer: Number
+    consumer: Number
+    since: Number
+    received: EpochNumber
+    credit: EpochNumber
     take: bool
-    finished: int
-    checksum: int
+    finished: EpochNumber
+    checksum: Checksum
 
 
 class Acks(Message, frozen=True):
@@ -286,53 +296,73 @@ class Delivered(Message, frozen=True):
     """A sink has taken everything up to `epoch`, and up to `durable` so that it outlives the site
     that wrote it."""
 
-    sink: int
-    epoch: int
-    durable: int
+    sink: Number
+    epoch: EpochNumber
+    durable: EpochNumber
 
 
 # --- handing a unit over to a new copy ----------------------------------------------------------
 
 
+class IngressExtras(TypedDict):
+    offsets: dict[str, Number]
+    mark: bytes
+    feeds: list[dict[str, EpochNumber]]
+
+
+class EgressExtras(TypedDict):
+    taken: EpochNumber
+    durable: EpochNumber
+    writer: dict[str, Any]
+
+
+class Extras(TypedDict):
+    """What a unit knows besides its tables, kept bundles and held rows."""
+
+    counts: tuple[Number, Number, Number, Number]
+    ingress: IngressExtras | None
+    egress: EgressExtras | None
+    operator: dict[str, int] | None
+
+
 class HandOverBegin(Message, frozen=True):
     """The unit's state after `epoch` follows; whatever came before of it is void."""
 
-    stage: int
-    cohort: int
-    epoch: int
-    nbytes: int
+    stage: Number
+    cohort: Number
+    epoch: EpochNumber
+    nbytes: Number
     """About how much will follow."""
-    extras: dict[str, Any]
-    """What the unit knows besides its tables and queues."""
+    extras: Extras
 
 
 class HandOverState(Message, frozen=True):
     """Part of a table (Arrow IPC in the body)."""
 
-    stage: int
-    cohort: int
+    stage: Number
+    cohort: Number
     table: str
 
 
 class HandOverKept(Message, frozen=True):
     """A bundle that the donor keeps for its consumers; the body is the bundle's."""
 
-    stage: int
-    cohort: int
+    stage: Number
+    cohort: Number
     bundle: Bundle
 
 
 class HandOverHeld(Message, frozen=True):
     """Rows that only the copies of this unit have (Arrow IPC): see `UnitRunner.held`."""
 
-    stage: int
-    cohort: int
-    number: int
+    stage: Number
+    cohort: Number
+    number: Number
 
 
 class HandOverEnd(Message, frozen=True):
-    stage: int
-    cohort: int
+    stage: Number
+    cohort: Number
 
 
 # --- from the tasks that feed a source ----------------------------------------------------------
@@ -341,10 +371,10 @@ class HandOverEnd(Message, frozen=True):
 class FeedOpen(Message, frozen=True):
     """A task begins to hand over one partition of a batch; an earlier attempt's rows are void."""
 
-    source: int
-    batch: int
-    partition: int
-    attempt: int
+    source: Number
+    batch: Number
+    partition: Number
+    attempt: Number
 
 
 class FeedRows(Message, frozen=True):
@@ -358,15 +388,15 @@ class FeedDone(Message, frozen=True):
 class FeedCommit(Message, frozen=True):
     """The driver: the batch is complete and consists of these partitions; take it, once."""
 
-    source: int
-    batch: int
-    partitions: tuple[int, ...]
+    source: Number
+    batch: Number
+    partitions: tuple[Number, ...]
 
 
 class FeedEnd(Message, frozen=True):
     """The driver: no batch will follow."""
 
-    source: int
+    source: Number
 
 
 class FeedTaken(Message, frozen=True):
@@ -382,33 +412,63 @@ class FeedPortion(Message, frozen=True):
     """The leading ingress to its other copies: rows that are about to enter the flow (one Arrow
     IPC stream after another in the body), and where the feed stands after them."""
 
-    source: int
-    number: int
-    marks: dict[str, int]
-    sizes: list[int]
+    source: Number
+    number: Number
+    marks: dict[str, EpochNumber]
+    sizes: list[Number]
 
 
 class FeedCounted(Message, frozen=True):
     """The leading ingress to a new copy: no portion enters any more that you do not have."""
 
-    source: int
+    source: Number
 
 
 class FeedHas(Message, frozen=True):
     """A copy of an ingress to the leading one: I have so many portions; `again`: what follows may
     have been lost."""
 
-    source: int
-    number: int
+    source: Number
+    number: Number
     again: bool
 
 
 _decoder = msgspec.msgpack.Decoder(type=Union[tuple(Message.__subclasses__())])  # noqa: UP007
+_greetings = msgspec.msgpack.Decoder(type=Challenge | Hello | Welcome)
 _encoder = msgspec.msgpack.Encoder()
 
+_CONTROLLERS_ONLY = (NewView, Start, CatchUp, Drain, Pause, Dismiss)
+_FEEDERS_ONLY = (FeedOpen, FeedRows, FeedDone, FeedCommit, FeedEnd)
 
-def decode(header: bytes | memoryview) -> Message:
-    return _decoder.decode(header)
+
+def decode(header: bytes | memoryview, greeting: bool = False) -> Message:
+    """One of the messages above; with `greeting` one of the handshake's."""
+    try:
+        return (_greetings if greeting else _decoder).decode(header)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"a header that is no message: {error}") from error
+
+
+def check_lengths(body: int, header: int, greeting: bool = False) -> None:
+    """Whether a message of this size is taken at all."""
+    if greeting and (body or header > HANDSHAKE_BYTES_MAX):
+        raise ProtocolError("a message before the handshake is too long")
+    if header == 0 or header > HEADER_BYTES_MAX or body > BODY_BYTES_MAX:
+        raise ProtocolError(f"a message of {header} + {body} bytes")
+
+
+def check_speaker(role: str, message: Message) -> None:
+    """Whether it is for someone in this role to say that to a site. A controller is a "server":
+    the one side that a site dials and that is no site."""
+    expected: tuple[str, ...] = ("site",)
+    if isinstance(message, _CONTROLLERS_ONLY):
+        expected = ("server",)
+    elif isinstance(message, _FEEDERS_ONLY):
+        expected = ("feeder",)
+    elif isinstance(message, Fenced):
+        expected = ("site", "server")
+    if role not in expected:
+        raise ProtocolError(f"{type(message).__name__} is not for a {role} to say")
 
 
 def encode(message: Message, body_length: int = 0) -> bytes:
@@ -478,8 +538,7 @@ class Connection(asyncio.BufferedProtocol):
         self._challenge: Challenge | None = None
         self._chunk = _empty(CHUNK_BYTES)
         self._begin = self._end = 0  # what of the chunk is not taken yet
-        self._large: memoryview | None = None  # a message that does not fit into a chunk
-        self._filled = self._header = 0  # of the large message
+        self._large: _Large | None = None  # a message that does not fit into a chunk
         self._waiting: list[bytes | memoryview] = []
         self._timer: asyncio.TimerHandle | None = None
 
@@ -496,7 +555,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._large is not None:
-            return self._large[self._filled :]
+            return self._large.room
         return self._chunk[self._end :]
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -506,7 +565,7 @@ class Connection(asyncio.BufferedProtocol):
             else:
                 self._end += nbytes
                 self._take_messages()
-        except (ProtocolError, msgspec.MsgspecError) as error:
+        except ProtocolError as error:
             self._refuse(str(error))
 
     def eof_received(self) -> bool:
@@ -524,15 +583,16 @@ class Connection(asyncio.BufferedProtocol):
         """Take all messages that are whole; the chunk keeps the rest."""
         while self._end - self._begin >= PREFIX.size and not self._closing:
             body, header = PREFIX.unpack_from(self._chunk, self._begin)
-            self._check_lengths(body, header)
+            check_lengths(body, header, greeting=not self.open)
             begin = self._begin + PREFIX.size
             end = begin + header + body
             if end > self._end:
                 if PREFIX.size + header + body > CHUNK_BYTES:
-                    self._begin_large(begin, header, body)
+                    self._large = _Large(header, body, self._chunk[begin : self._end])
+                    self._begin = self._end
                 break
             self._begin = end
-            message = decode(self._chunk[begin : begin + header])
+            message = decode(self._chunk[begin : begin + header], greeting=not self.open)
             content = _empty(body)  # the chunk is used again
             content[:] = self._chunk[begin + header : end]
             self._dispatch(message, content)
@@ -541,33 +601,18 @@ class Connection(asyncio.BufferedProtocol):
             self._chunk[:left] = bytes(self._chunk[self._begin : self._end])
         self._begin, self._end = 0, left
 
-    def _begin_large(self, begin: int, header: int, body: int) -> None:
-        """Have the rest of a message go straight to where it stays."""
-        aligned = -header % 64  # so that the body begins at a multiple of 64
-        self._large, self._header = _empty(aligned + header + body)[aligned:], header
-        self._filled = self._end - begin
-        self._large[: self._filled] = self._chunk[begin : self._end]
-        self._begin = self._end
-
     def _fill(self, nbytes: int) -> None:
         assert self._large is not None
-        self._filled += nbytes
-        if self._filled == self._large.nbytes:
-            whole, self._large = self._large, None
-            self._dispatch(decode(whole[: self._header]), whole[self._header :])
-
-    def _check_lengths(self, body: int, header: int) -> None:
-        if not self.open and (body or header > HANDSHAKE_BYTES_MAX):
-            raise ProtocolError("a message before the handshake is too long")
-        if header == 0 or header > HEADER_BYTES_MAX or body > BODY_BYTES_MAX:
-            raise ProtocolError(f"a message of {header} + {body} bytes")
+        if self._large.fill(nbytes):
+            large, self._large = self._large, None
+            self._dispatch(decode(large.header), large.body)
 
     def _dispatch(self, message: Message, body: memoryview) -> None:
         if self.open:
             self._on_message(self, message, body)
             return
         match message:
-            case Challenge() if self._identity is not None:
+            case Challenge() if self._identity is not None and self._challenge is None:
                 self._challenge = message
                 self._write(encode(hello(self._secret, message, self._nonce, *self._identity)))
             case Hello() if self._identity is None:
@@ -653,6 +698,50 @@ class Connection(asyncio.BufferedProtocol):
     def abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
+
+
+class _Large:
+    """A message that does not fit into a chunk: it comes straight to where it stays.
+
+    There is room for `LARGE_BYTES` at once, and when those are there for four times as much: who
+    only announces a large body makes nobody provide for it. The steps are a quarter of the message,
+    a quarter of that and so on, so that growing copies less than a third of it in all.
+    """
+
+    def __init__(self, header: int, body: int, begun: memoryview) -> None:
+        self._header, self._nbytes = header, header + body
+        room = self._nbytes
+        while room > LARGE_BYTES:
+            room = -(-room // 4)  # rounded up
+        self._held = self._make(room)
+        self._filled = begun.nbytes
+        self._held[: self._filled] = begun
+
+    @property
+    def room(self) -> memoryview:
+        """Where the next bytes go; never empty."""
+        return self._held[self._filled :]
+
+    def fill(self, nbytes: int) -> bool:
+        """So many bytes have come into the room; whether they were the last."""
+        self._filled += nbytes
+        if self._filled == self._held.nbytes < self._nbytes:
+            held = self._held
+            self._held = self._make(min(self._nbytes, 4 * held.nbytes))
+            self._held[: self._filled] = held
+        return self._filled == self._nbytes
+
+    def _make(self, nbytes: int) -> memoryview:
+        aligned = -self._header % 64  # so that the body begins at a multiple of 64
+        return _empty(aligned + nbytes)[aligned:]
+
+    @property
+    def header(self) -> memoryview:
+        return self._held[: self._header]
+
+    @property
+    def body(self) -> memoryview:
+        return self._held[self._header :]
 
 
 def _empty(nbytes: int) -> memoryview:

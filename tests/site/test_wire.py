@@ -106,6 +106,12 @@ def test_a_server_with_another_secret_is_refused() -> None:
 
 VIEW = View(2, 7, (0, 3), ((Cohort(0, 4, (0, 3)), Cohort(4, 8, (3,), (5,))), (Cohort(0, 1, (0,)),)))
 RECORD = EpochRecord(3, 100, (Range(0, 1, 5, 9, 77), Range(0, 2, 0, 1, None)), (1,), False, True)
+EXTRAS: wire.Extras = {
+    "counts": (1, 2, 3, 4),
+    "ingress": {"offsets": {"0": 7}, "mark": b"x", "feeds": []},
+    "egress": None,
+    "operator": None,
+}
 BUNDLE = wire.Bundle(1, 2, 3, 4, 5, 0, True, 6, 16, 8)
 
 
@@ -119,7 +125,7 @@ BUNDLE = wire.Bundle(1, 2, 3, 4, 5, 0, True, 6, 16, 8)
         wire.SequencerState(4, 104, False, 1, [9, 1], [RECORD]),
         wire.Blocks(0, 1, (Block(0, 5, 40, None), Block(5, 9, 32, 7)), True),
         wire.Acks([wire.Ack(0, 1, 2, 0, -1, 3, True, -1, 2**64 - 1)]),
-        wire.HandOverBegin(1, 2, 30, 4_000, {"counts": [1, 2, 3, 4], "ingress": {"mark": b"x"}}),
+        wire.HandOverBegin(1, 2, 30, 4_000, EXTRAS),
         wire.HandOverKept(1, 2, BUNDLE),
     ],
     ids=lambda m: type(m).__name__,
