@@ -12,8 +12,7 @@ from functools import cache
 import numpy as np
 import pyarrow as pa
 
-from holdfast.bench.dmz import DmzRows, dmz_flow
-from holdfast.flow.expr import col, count, max_, sum_
+from holdfast.flow.expr import at_start, col, count, max_, mean, sum_
 from holdfast.flow.graph import Flow
 from holdfast.flow.protection import Protection, none
 from holdfast.flow.sinks import discard
@@ -25,8 +24,16 @@ SPLITS = {"dmz": 3, "windows": 1, "diamond": 1}
 
 
 def dmz(rows_in: int = ROWS) -> Flow:
-    """The network-monitoring flow: sessions, then windows over rows; three splits."""
-    return dmz_flow(rows(*_packets(rows_in, SPLITS["dmz"])), discard())
+    """The papers' network-monitoring flow: how long connections took, then the worst and typical
+    of a group's last two; three splits."""
+    flow = Flow("dmz")
+    packets = flow.source("packets", rows(*_packets(rows_in, SPLITS["dmz"])))
+    emit = {"app": col("dst") % 4, "src": col("src"), "dur": col("ts") - at_start("ts")}
+    start, end = col("kind") == 0, col("kind") == 1
+    sessions = packets.key_by("src", "dst").sessions(start=start, end=end, emit=emit)
+    stats = sessions.key_by("app", "src").window(rows=2, every=1)
+    stats.agg(worst=max_("dur"), typical=mean("dur")).sink("alerts", discard())
+    return flow
 
 
 def windows(rows_in: int = ROWS) -> Flow:
@@ -74,8 +81,15 @@ def in_order(table: pa.Table) -> pa.Table:
 
 @cache
 def _packets(count_: int, splits: int) -> list[pa.RecordBatch]:
-    make = DmzRows(keys=60, splits=splits)
-    return [make(split, 0, count_ // splits) for split in range(splits)]
+    """Each split has 20 connections of its own, which start and end in turn."""
+    made = []
+    for split in range(splits):
+        at = np.arange(count_ // splits)
+        connection = (at * 7 + at // 20) % 20
+        kind = at // 20 % 2
+        src, dst = connection % 5 * splits + split, connection * 3 + 1
+        made.append(pa.record_batch({"kind": kind, "src": src, "dst": dst, "ts": at * splits}))
+    return made
 
 
 @cache
