@@ -180,14 +180,22 @@ class Chaos:
     def _look(self) -> None:
         """Note who is dead by now, and what is mended."""
         status = self._run.status()
-        self.dead.update({int(s): why for s, why in status.get("dead", {}).items()})
-        for done in self.done:
-            done.dead = {s for s in done.victims if s in self.dead}
+        for site, why in status.get("dead", {}).items():
+            if int(site) not in self.dead:
+                self._note_death(int(site), why)
         for done in list(self._open):
             healed = done.kind.lasts[1] == 0 or done.healed_at is not None
             if done.gone and healed and status["protected"]:
                 done.recovered_at = time.time()
                 self._open.remove(done)
+
+    def _note_death(self, site: int, why: str) -> None:
+        """It goes to the last fault that the site was a victim of."""
+        self.dead[site] = why
+        for done in reversed(self.done):
+            if site in done.victims:
+                done.dead.add(site)
+                return
 
     def _is_over(self, heal: Heal) -> bool:
         """What is to outlast the lease does so until that was noticed: a controller that did not

@@ -53,6 +53,11 @@ class Outcome:
                 found.append(f"site {site} was healthy and declared dead: {why}")
         return found
 
+    @property
+    def replaced(self) -> int:
+        """How often no two sites could be spared, and one was killed instead."""
+        return sum(d.kind is not d.fault.kind for d in self.done)
+
     def _is_excused(self, site: int, why: str) -> bool:
         """A machine may be too busy for a heartbeat, and a site too busy to answer who dials; not
         so one whose connections were only reset."""
@@ -75,6 +80,7 @@ class Outcome:
             "fenced": self.fenced,
             "fenced_and_left": self.left,
             "declared_dead_unexpectedly": {str(s): w for s, w in self.unexpected.items()},
+            "one_killed_instead_of_two": self.replaced,
             "left_out": self.left_out,
             "failures": self.failures,
             "list": [str(d) for d in self.done],
@@ -169,6 +175,7 @@ def _verdict_table(outcome: Outcome) -> Table:
         "late lines of fenced sites, dropped": said["late_lines_dropped"],
         "sites fenced": said["fenced"],
         "  of these left by themselves": said["fenced_and_left"],
+        "one killed, as no two could be spared": outcome.replaced,
         "declared dead unexpectedly": len(outcome.unexpected),
         "usual latency of an epoch's slowest row, ms": round(outcome.usual_ms),
     }
