@@ -133,6 +133,8 @@ class Checks:
         world = self.world
         if world.error is not None:
             self._stopped_rightly(world.error)
+        elif world.poisoned:
+            raise Violation("the flow ended although a row could not be processed")
         elif world.controller.state is not State.DONE:
             raise Violation(f"the flow has not ended: {world.describe()}")
         for sink, right in expected(flow, rows_in).items():

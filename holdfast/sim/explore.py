@@ -28,6 +28,9 @@ OPTIONS = Options(
     lease_s=0.1,
 )
 
+SCARCE = replace(OPTIONS, kept_bytes_max=12_000)
+"""Buffers that are soon full: whoever is slow is let go."""
+
 PROTOCOLS: dict[str, Protection] = {
     "pairs": pairs(apart="process"),
     "triples": pairs(copies=3, apart="process"),
@@ -56,14 +59,15 @@ class Case:
 
     def world(self) -> TimedWorld:
         protection = PROTOCOLS[self.protocol]
-        flow = flows.make(self.flow, protection, self.rows_in)
-        return TimedWorld(
-            flow,
+        world = TimedWorld(
+            flows.make(self.flow, protection, self.rows_in),
             sites=max(self.sites or 3 + self.seed % 3, protection.copies),
             seed=self.seed,
-            options=OPTIONS,
+            options=SCARCE if self.seed % 5 == 4 else OPTIONS,
             free_rows=int(self.rows_in * FREE) // flows.SPLITS[self.flow],
         )
+        world.poisoned = self.flow in flows.POISONED
+        return world
 
 
 @dataclass(slots=True)

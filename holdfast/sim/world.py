@@ -184,6 +184,8 @@ class World:
         self.steps = 0
         self.log: list[str] = []
         self.error: Exception | None = None
+        self.failed: dict[SiteId, HoldfastError] = {}
+        """Sites that have given up, and why: they say so again to a new controller."""
         self.acting: SiteId | None = None
         """Whose code runs."""
         self.nodes: dict[SiteId, Node] = {}
@@ -432,6 +434,7 @@ class World:
         except (InvariantError, ProtocolError):
             raise
         except HoldfastError as error:
+            self.failed[node.site] = error
             self._control(FlowFailed(node.site, error))
         self.acting = None
 
@@ -490,6 +493,8 @@ class World:
         self.fence(node, view)
         node.on_view(view)
         if known is not None and view.term > known.term:
+            if site in self.failed:
+                self._control(FlowFailed(site, self.failed[site]))
             node.report_again()
         for other in view.members:
             if other != site and other in self.nodes and (site, other) not in self.network:

@@ -95,6 +95,7 @@ class Site:
         self.node.stages.on_fed = self._on_fed
         self._limit = limit_bytes()
         self._started = self._failed = False
+        self._failure: wire.Failed | None = None
         self._kicked = self._handing_over = self._fed = self._flushing = False
         self._unseen = False
         self._ingested, self._ingested_at, self._epoch_s = NO_EPOCH, 0.0, 0.0
@@ -197,6 +198,12 @@ class Site:
         domain = Domain(process, self.config.executor or process, host, self.config.application)
         address = self._advertised()
         connection.send(wire.Register(self.id, address, self._port, os.getpid(), domain))
+        self._report_again()
+
+    def _report_again(self) -> None:
+        """Say what a controller may not have heard, or was not to be told when it did not lead."""
+        if self._failure is not None:
+            self.tell(self._failure)
         self.node.report_again()
 
     def _advertised(self) -> str:
@@ -222,7 +229,8 @@ class Site:
             text = "".join(traceback.format_exception(error))
             detail = {"message": f"site {self.id}: {text}", "hint": None}
         log.error("site %s fails: %s", self.id, error)
-        self.tell(wire.Failed(type(error).__name__, detail))
+        self._failure = wire.Failed(type(error).__name__, detail)
+        self.tell(self._failure)
 
     # --- the node's transport -------------------------------------------------------------------
 
@@ -314,7 +322,7 @@ class Site:
             self._addresses = {SiteId(s): a for s, a in message.addresses.items() if s != self.id}
             self.node.on_view(message.view)
             if known is not None and message.view.term > known.term:
-                self.node.report_again()  # to a controller that has just begun to lead
+                self._report_again()  # to a controller that has just begun to lead
         self._unseen = True
         self._say_seen()
 
