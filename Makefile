@@ -33,8 +33,12 @@ lint: setup  ## ruff
 types: setup  ## mypy
 	$(BIN)/mypy
 
+# These share nothing and wait for nothing; the others have processes of their own, and leases.
+PURE := tests/core tests/sim tests/property
+
 unit: setup  ## tests that need neither Spark nor a server
-	$(BIN)/python -m pytest tests --ignore tests/spark --ignore tests/integration
+	$(BIN)/python -m pytest --numprocesses auto $(PURE)
+	$(BIN)/python -m pytest tests $(addprefix --ignore ,$(PURE) tests/spark tests/integration)
 
 spark: setup  ## tests on a real Spark
 	$(BIN)/python -m pytest tests/spark

@@ -170,7 +170,8 @@ def test_a_site_that_dies_in_spark_before_the_start_is_resubmitted(sites_spark) 
         killed = set()
         deadline = time.monotonic() + 30
         while len(killed) < 2 and time.monotonic() < deadline:
-            for domain in list(runs[0]._controller.domains.values()) if runs else []:
+            controller = runs[0]._controller if runs else None
+            for domain in list(controller.domains.values()) if controller else []:
                 pid = int(domain.process.split("/")[1])
                 if pid not in killed:
                     os.kill(pid, signal.SIGKILL)
