@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -54,6 +54,7 @@ from holdfast.bench.paced import (
     Delivery,
     EpochLog,
     Paced,
+    Watched,
     gap_ms,
     p99_ms,
     read_latest,
@@ -208,19 +209,6 @@ def _session() -> Iterator[Any]:
         yield spark
     finally:
         spark.stop()
-
-
-class Watched(Protocol):
-    """A flow that runs: a `Run`, or `Apps`."""
-
-    @property
-    def protected(self) -> bool: ...
-
-    def status(self) -> dict[str, Any]: ...
-
-    def ended(self, timeout: float | None = None) -> bool: ...
-
-    def wait(self, timeout: float | None = None) -> bool: ...
 
 
 def _until(

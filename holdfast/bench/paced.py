@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +27,19 @@ WINDOW_S = 2.0
 LOOK_S = 0.1
 SAMPLES = 20
 """How many of an epoch's latencies are noted: evenly spread over its rows, and the largest."""
+
+
+class Watched(Protocol):
+    """A flow that runs: a `Run`, or `Apps`."""
+
+    @property
+    def protected(self) -> bool: ...
+
+    def status(self) -> dict[str, Any]: ...
+
+    def ended(self, timeout: float | None = None) -> bool: ...
+
+    def wait(self, timeout: float | None = None) -> bool: ...
 
 
 # --- rows that are due at a set time --------------------------------------------------------------

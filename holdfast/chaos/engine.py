@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 
+from holdfast.bench.paced import Watched
 from holdfast.chaos.faults import (
     BLIP,
     CUT,
@@ -41,19 +42,6 @@ TICK_S = 0.01
 SPARED_LEASES = 5.0
 PATIENCE_S = 60.0
 """So long the flow may take to be protected again, or a fenced site to leave."""
-
-
-class Watched(Protocol):
-    """A flow that runs: a `Run`, or `Apps`."""
-
-    @property
-    def protected(self) -> bool: ...
-
-    def status(self) -> dict[str, Any]: ...
-
-    def ended(self, timeout: float | None = None) -> bool: ...
-
-    def wait(self, timeout: float | None = None) -> bool: ...
 
 
 @dataclass(slots=True)

@@ -95,7 +95,7 @@ class ChosenWorld(World):
         else:
             # Usually everybody gets a turn; the first one always would be for one site to race.
             shift = 0 if self.steps in dict(self.path.deviations) else self.steps
-            moves[(chosen - len(self._timers) + shift) % len(moves)][1]()
+            moves[(chosen - len(self._timers) + shift) % len(moves)]()
         self.steps += 1
         return True
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -26,18 +25,15 @@ from holdfast.flow.batches import empty
 from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
 from holdfast.flow.sources import Source, SplitReader
-from holdfast.sim.world import CONTROLLER, Launch, Link, TakeOver, World, _Port
+from holdfast.sim.world import CONTROLLER, NOTHING, Launch, Link, TakeOver, World, _Port, domain_of
 from holdfast.site import wire
 from holdfast.site.bundles import Frames
 from holdfast.site.node import Codec, Node, Order
 
-SLOWEST = 100.0
-"""A machine that is slowed down takes so many times as long at most."""
-
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long things take, in seconds; drawn for each world."""
+    """How long things take, in seconds."""
 
     delay: float = 0.0003
     spread: float = 1.0
@@ -280,13 +276,13 @@ class TimedWorld(World):
         )
 
     def _launch(self, site: SiteId) -> None:
-        self.nodes[site] = self.make_node(site)
-        self.network[site, CONTROLLER] = deque()
-        self.network[CONTROLLER, site] = deque()
-        self.put((site, CONTROLLER), (wire.Register(site, "", 0, 0, _NOWHERE), memoryview(b"")))
+        super()._launch(site)
         for kind, every in (("poll", self.pace.poll), ("hurry", self.pace.hurry)):
             self._once(every * self.random.random(), kind, site)
         self._once(self.pace.status, "status", site)
+
+    def announce(self, site: SiteId) -> None:
+        self.put((site, CONTROLLER), (wire.Register(site, "", 0, 0, domain_of(site)), NOTHING))
 
     def _rouse(self, site: SiteId) -> None:
         """See to it that a site does what it has to do."""
@@ -355,7 +351,7 @@ class TimedWorld(World):
         behind = node.behind()
         if behind is not None and behind[1] > self.options.kept_bytes_max:
             message = wire.Behind(behind[0], f"{behind[1]} bytes are kept for it", False)
-            self.put((node.site, CONTROLLER), (message, memoryview(b"")))
+            self.put((node.site, CONTROLLER), (message, NOTHING))
 
     def _after(self, node: Node) -> None:
         """Acks are sent as a site sends them: together, unless somebody waits for one. Machines
@@ -388,8 +384,7 @@ class TimedWorld(World):
             term = self.controller.term
             self.at(self.arbiter_back, lambda world: world._commit_late(effect, term))
             return
-        view = effect.view
-        self.note("view", CONTROLLER, str(view))
+        self.note("view", CONTROLLER, str(effect.view))
         super().commit(effect)
 
     def _commit_late(self, effect: CommitView, term: int) -> None:
@@ -430,7 +425,7 @@ class TimedWorld(World):
         """A machine is slower for a while."""
         self.note("fault", site, f"{factor:.0f} times slower", None, self.time + seconds)
         self.log.append(f"{self.time:.4f}: {site} {factor:.0f} times slower for {seconds:.4f}")
-        self._speed[site] = min(factor, SLOWEST)
+        self._speed[site] = factor
         self.at(self.time + seconds, lambda world: world._speed.pop(site, None))
 
     def reset(self, one: SiteId, other: SiteId) -> None:
@@ -458,12 +453,3 @@ class TimedWorld(World):
         self.note("fault", CONTROLLER, "arbiter away", None, self.time + seconds)
         self.log.append(f"{self.time:.4f}: arbiter away for {seconds:.4f}")
         self.arbiter_back = self.time + seconds
-
-    def until(self, limit: float) -> None:
-        """Go on to a time, or to the end of the flow."""
-        while not self.ended and self.time < limit:
-            if not self.step():
-                raise InvariantError(f"nothing is left to happen: {self.describe()}")
-
-
-_NOWHERE = wire.Domain("", "", "", "")

@@ -218,7 +218,7 @@ class World:
         self.nodes[site] = self.make_node(site)
         self.network[site, CONTROLLER] = deque()
         self.network[CONTROLLER, site] = deque()
-        self._register(site)
+        self.announce(site)
 
     def make_node(self, site: SiteId) -> Node:
         return Node(self.plan, site, self.options, _Port(self, site), now=self.now)
@@ -232,6 +232,10 @@ class World:
         """A message as it arrives: through the real encoder and decoder."""
         data = b"".join(bytes(memoryview(part)) for part in body or [])
         return wire.decode(wire.encode(message)[wire.PREFIX.size :]), memoryview(data)
+
+    def announce(self, site: SiteId) -> None:
+        """A process that has come up says so to the controller."""
+        self._register(site)
 
     def put(self, link: Link, item: Any) -> None:
         """Something is on its way."""
@@ -276,7 +280,7 @@ class World:
                 return False
             self.happen(self._timers.pop(self.random.randrange(len(self._timers))))
         else:
-            self.random.choice(moves)[1]()
+            self.random.choice(moves)()
         self.steps += 1
         return True
 
@@ -289,26 +293,24 @@ class World:
         else:
             self._control(due)
 
-    def moves(self) -> list[tuple[str, Move]]:
-        """All that can happen next but timers, with names that are the same in the same state."""
-        moves: list[tuple[str, Move]] = []
+    def moves(self) -> list[Move]:
+        """All that can happen next but timers, in an order that is the same in the same state."""
+        moves: list[Move] = []
         for site, node in self.nodes.items():
             for entry in node.orders:
                 order = entry[-1]
                 if not self.stalled(site, order) and node.stages.ready(order):
-                    name = f"work {site} {order.unit}"
-                    moves.append((name, lambda s=site, e=entry: self._work(s, e)))  # type: ignore[misc]
+                    moves.append(lambda s=site, e=entry: self._work(s, e))  # type: ignore[misc]
             if self._started and not node.finished:
                 for unit, split in node.stages.splits():
                     room = split.rows_held < self.options.read_ahead_rows
                     if room and not split.ended and node.dataflow.units[unit].installed:
-                        name = f"read {site} {unit} {split.number}"
-                        moves.append((name, lambda s=site, u=unit, p=split: self._read(s, u, p)))  # type: ignore[misc]
+                        moves.append(lambda s=site, u=unit, p=split: self._read(s, u, p))  # type: ignore[misc]
             if node.outgoing:
-                moves.append((f"hand over {site}", lambda s=site: self.hand_over(s)))  # type: ignore[misc]
+                moves.append(lambda s=site: self.hand_over(s))  # type: ignore[misc]
         for link, queue in self.network.items():
             if queue and not (link[1] == CONTROLLER and self.leaderless):
-                moves.append((f"deliver {link}", lambda k=link: self.deliver(k)))  # type: ignore[misc]
+                moves.append(lambda k=link: self.deliver(k))  # type: ignore[misc]
         return moves
 
     def drain(self) -> None:

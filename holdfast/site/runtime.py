@@ -94,8 +94,9 @@ class Site:
         self._feeds = Feeds(self.node.stages.fed, self._leader_of)
         self.node.stages.on_fed = self._on_fed
         self._limit = limit_bytes()
-        self._started = self._failed = False
+        self._started = False
         self._failure: wire.Failed | None = None
+        """What this site has failed with; it works no more."""
         self._kicked = self._handing_over = self._fed = self._flushing = False
         self._unseen = False
         self._ingested, self._ingested_at, self._epoch_s = NO_EPOCH, 0.0, 0.0
@@ -218,7 +219,7 @@ class Site:
 
     def _fail(self, error: BaseException) -> None:
         """Tell the controller what is wrong and stop working; it will end the flow."""
-        self._started, self._failed = False, True
+        self._started = False
         detail: dict[str, str | int | None]
         if isinstance(error, OperatorError):
             names = ("flow", "stage", "operator", "epoch", "row", "cause")
@@ -231,6 +232,10 @@ class Site:
         log.error("site %s fails: %s", self.id, error)
         self._failure = wire.Failed(type(error).__name__, detail)
         self.tell(self._failure)
+
+    @property
+    def _failed(self) -> bool:
+        return self._failure is not None
 
     # --- the node's transport -------------------------------------------------------------------
 
