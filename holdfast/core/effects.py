@@ -44,6 +44,10 @@ class ProcessBundles:
     last: bool
     bundles: dict[ExchangeId, list[Any]]
 
+    def frames(self) -> list[Any]:
+        """All bundles, in the order of their exchanges and producers."""
+        return [bundle for bundles in self.bundles.values() for bundle in bundles]
+
 
 @dataclass(frozen=True, slots=True)
 class SendBundle:

@@ -123,6 +123,16 @@ def _digest_words(column: pa.Array) -> np.ndarray:
     return _hash_column(column)[0]
 
 
+def content_of(batch: pa.RecordBatch) -> tuple[bytes, ...]:
+    """The rows as bytes: the same for the same rows in the same order, and for no others."""
+    if batch.num_rows == 0:
+        return ()
+    plain = all(c.null_count == 0 and pa.types.is_primitive(c.type) for c in batch.columns)
+    if not plain:
+        return (to_ipc(concat([batch, batch.slice(0, 0)])).to_pybytes(),)
+    return tuple(c.to_numpy(zero_copy_only=False).tobytes() for c in batch.columns)
+
+
 def frame_digests(batch: pa.RecordBatch, partition: np.ndarray, partitions: int) -> np.ndarray:
     """The digest of every consumer partition's frame, given each row's partition."""
     digests = np.zeros(partitions, np.uint64)

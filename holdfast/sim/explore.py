@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from holdfast.core.sequencer import Budget
 from holdfast.errors import HoldfastError
@@ -11,6 +12,7 @@ from holdfast.flow.protection import Protection, pairs
 from holdfast.sim import flows
 from holdfast.sim.checks import Checks, Violation
 from holdfast.sim.faults import KINDS, Fault, Injector, schedule
+from holdfast.sim.memory import Memory
 from holdfast.sim.timed import TimedWorld
 
 STEPS_MAX = 60_000
@@ -28,7 +30,7 @@ OPTIONS = Options(
     lease_s=0.1,
 )
 
-SCARCE = replace(OPTIONS, kept_bytes_max=12_000)
+SCARCE_BYTES = 12_000
 """Buffers that are soon full: whoever is slow is let go."""
 
 PROTOCOLS: dict[str, Protection] = {
@@ -57,17 +59,31 @@ class Case:
             return list(self.faults)
         return schedule(self.seed, OPTIONS.lease_s, self.kinds)
 
+    def _options(self) -> Options:
+        options = OPTIONS
+        if self.flow in flows.EVEN:
+            rows = options.budget.epoch_rows_max
+            options = replace(options, block_rows=rows, read_ahead_rows=3 * rows)
+        return replace(options, kept_bytes_max=SCARCE_BYTES) if self.seed % 5 == 4 else options
+
     def world(self) -> TimedWorld:
         protection = PROTOCOLS[self.protocol]
         world = TimedWorld(
             flows.make(self.flow, protection, self.rows_in),
             sites=max(self.sites or 3 + self.seed % 3, protection.copies),
             seed=self.seed,
-            options=SCARCE if self.seed % 5 == 4 else OPTIONS,
-            free_rows=int(self.rows_in * FREE) // flows.SPLITS[self.flow],
+            options=self._options(),
+            free_rows=int(self.rows_in * FREE) // flows.SPLITS.get(self.flow, 1),
+            memory=_memory(self.flow, self.rows_in),
         )
         world.poisoned = self.flow in flows.POISONED
         return world
+
+
+@cache
+def _memory(flow: str, rows_in: int) -> Memory:
+    """For all runs of a flow in this process."""
+    return Memory()
 
 
 @dataclass(slots=True)

@@ -20,7 +20,10 @@ from holdfast.flow.sources import rows
 from holdfast.sim.world import World
 
 ROWS = 1_000
-SPLITS = {"dmz": 3, "windows": 1, "diamond": 1, "poison": 1}
+SPLITS = {"splits": 3}
+"""How many splits the sources of a flow have, if not one."""
+EVEN = {"dmz"}
+"""Flows whose epochs all have the same number of rows; those of the others vary with the time."""
 POISONED = {"poison"}
 """Flows that must stop, and say at which row."""
 STUMBLES_AT = 60
@@ -28,9 +31,18 @@ STUMBLES_AT = 60
 
 def dmz(rows_in: int = ROWS) -> Flow:
     """The papers' network-monitoring flow: how long connections took, then the worst and typical
-    of a group's last two; three splits."""
-    flow = Flow("dmz")
-    packets = flow.source("packets", rows(*_packets(rows_in, SPLITS["dmz"])))
+    of a group's last two."""
+    return _monitoring("dmz", rows_in)
+
+
+def splits(rows_in: int = ROWS) -> Flow:
+    """The same with three splits, whose rows come together in another way in every run."""
+    return _monitoring("splits", rows_in)
+
+
+def _monitoring(name: str, rows_in: int) -> Flow:
+    flow = Flow(name)
+    packets = flow.source("packets", rows(*_packets(rows_in, SPLITS.get(name, 1))))
     emit = {"app": col("dst") % 4, "src": col("src"), "dur": col("ts") - at_start("ts")}
     start, end = col("kind") == 0, col("kind") == 1
     sessions = packets.key_by("src", "dst").sessions(start=start, end=end, emit=emit)
@@ -77,6 +89,7 @@ def _stumble(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 FLOWS: dict[str, Callable[[int], Flow]] = {
     "dmz": dmz,
+    "splits": splits,
     "windows": windows,
     "diamond": diamond,
     "poison": poison,

@@ -25,10 +25,12 @@ from holdfast.flow.batches import empty
 from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
 from holdfast.flow.sources import Source, SplitReader
+from holdfast.sim.memory import Memory
 from holdfast.sim.world import CONTROLLER, NOTHING, Launch, Link, TakeOver, World, _Port, domain_of
 from holdfast.site import wire
 from holdfast.site.bundles import Frames
 from holdfast.site.node import Codec, Node, Order
+from holdfast.site.stages import UnitRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,9 @@ class TimedWorld(World):
         options: Options | None = None,
         pace: Pace | None = None,
         free_rows: int | None = None,
+        memory: Memory | None = None,
     ) -> None:
+        self._runner = memory.runner() if memory else UnitRunner
         self.pace = pace or Pace()
         self.gate_is_open = False
         self.time = 0.0
@@ -272,7 +276,13 @@ class TimedWorld(World):
 
     def make_node(self, site: SiteId) -> Node:
         return Node(
-            self.plan, site, self.options, _Port(self, site), now=self.now, codec=_ByReference()
+            self.plan,
+            site,
+            self.options,
+            _Port(self, site),
+            now=self.now,
+            codec=_ByReference(),
+            runner=self._runner,
         )
 
     def _launch(self, site: SiteId) -> None:

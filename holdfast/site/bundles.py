@@ -18,7 +18,15 @@ import pyarrow as pa
 from holdfast.core.ids import CohortId
 from holdfast.core.layout import Cohort
 from holdfast.errors import DivergenceError, ProtocolError
-from holdfast.flow.batches import Track, empty, frame_digests, from_ipc, row_digests, take
+from holdfast.flow.batches import (
+    Track,
+    content_of,
+    empty,
+    frame_digests,
+    from_ipc,
+    row_digests,
+    take,
+)
 from holdfast.flow.keys import key_words, partition_of
 from holdfast.flow.plan import Exchange
 from holdfast.site import wire
@@ -38,6 +46,12 @@ class Frames:
     def checksum(self) -> int:
         """The same for the same rows; what two copies of a producer are compared by."""
         return 0 if self.digests is None else int(self.digests.sum(dtype=np.uint64))
+
+    @cached_property
+    def content(self) -> tuple[bytes, ...]:
+        """All that it holds: the same for the same frames, and for no others."""
+        digests = b"" if self.digests is None else self.digests.tobytes()
+        return (self.track.to_bytes(), digests, *content_of(self.batch))
 
 
 class Router:

@@ -32,7 +32,7 @@ class Outgoing:
 
     def __init__(self, order: HandOver, runner: UnitRunner) -> None:
         self.unit, self.joiner = order.unit, order.joiner
-        operator = runner.runner.operator
+        operator = runner.operator
         self._snapshot = operator.snapshot() if operator else None
         held = runner.held()
         kept = [b for lanes in order.kept.values() for lane in lanes.values() for b in lane]
@@ -110,7 +110,7 @@ class Incoming:
         self.nbytes += body.nbytes
         match message:
             case wire.HandOverState():
-                operator = self._runner.runner.operator
+                operator = self._runner.operator
                 if operator is None or message.table not in operator.tables():
                     raise ProtocolError(f"the unit has no table {message.table!r}")
                 operator.install({message.table: bundles.rows_of(body)})

@@ -69,7 +69,7 @@ from holdfast.site.checks import Checks
 from holdfast.site.handover import Incoming, Outgoing
 from holdfast.site.ingress import Split
 from holdfast.site.memory import fitting, limit_bytes
-from holdfast.site.stages import SiteStages
+from holdfast.site.stages import SiteStages, UnitRunner
 
 log = logging.getLogger("holdfast.site")
 
@@ -106,12 +106,13 @@ class Node:
         transport: Transport,
         now: Callable[[], float] = time.monotonic,
         codec: Codec | None = None,
+        runner: type[UnitRunner] = UnitRunner,
     ) -> None:
         self.plan, self.site, self.options = plan, site, options
         self._transport, self._now = transport, now
         self._codec = codec or Codec()
         self.view: View | None = None
-        self.stages = SiteStages(plan, site, options)
+        self.stages = SiteStages(plan, site, options, runner)
         self.stages.send = transport.send
         shaped = shape(plan, options.partitions)
         self._checks = Checks(plan, shaped, options.window)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -14,6 +14,7 @@ from holdfast.core.layout import Cohort, View
 from holdfast.errors import ProtocolError
 from holdfast.flow.batches import Track
 from holdfast.flow.execute import StageRunner
+from holdfast.flow.operators.base import KeyedOperator
 from holdfast.flow.options import Options
 from holdfast.flow.plan import Plan, Stage
 from holdfast.flow.sources import SplitReader
@@ -23,13 +24,24 @@ from holdfast.site.egress import Egress
 from holdfast.site.feed import FedReader
 from holdfast.site.ingress import Ingress, Split
 
+Outputs = dict[ExchangeId, dict[CohortId, Frames]]
+"""What an order gives: a bundle for every consumer cohort of every exchange."""
+
 
 class UnitRunner:
     """One unit: a cohort of a stage with its operator, and its source readers or sink writer."""
 
-    def __init__(self, plan: Plan, stage: Stage, cohort: Cohort, options: Options) -> None:
-        self.stage, self.cohort = stage, cohort
+    def __init__(
+        self,
+        plan: Plan,
+        stage: Stage,
+        cohort: Cohort,
+        options: Options,
+        routers: Mapping[ExchangeId, Router],
+    ) -> None:
+        self.stage, self.cohort, self.partitions = stage, cohort, options.partitions
         self.runner = StageRunner(plan, stage, options.partitions)
+        self.routers = routers
         self.ingress: Ingress | None = None
         self.egress: Egress | None = None
         self.rows_in = self.rows_out = self.calls = 0
@@ -41,33 +53,52 @@ class UnitRunner:
         if stage.sink is not None:
             self.egress = Egress(stage)
 
-    def run(self, order: IngestEpoch | ProcessBundles) -> tuple[dict[int, pa.RecordBatch], Track]:
-        """The output of an order by exchange, and the watermark's track."""
+    @property
+    def operator(self) -> KeyedOperator | None:
+        """With the state that it has now."""
+        return self.runner.operator
+
+    def run(self, order: IngestEpoch | ProcessBundles) -> Outputs:
+        """Carry an order out: its output, split by consumer cohort."""
         if isinstance(order, IngestEpoch):
             assert self.ingress is not None
             batch, track = self.ingress.epoch(order.record)
-            outputs = self.runner.run_source(batch, order.record.epoch)
-            self._count(batch.num_rows, outputs, order.record.epoch)
-            return outputs, track
-        frames = [f for x in order.bundles for f in order.bundles[x]]
-        track = Track.merged([f.track for f in frames])
-        batches = [[f.batch for f in order.bundles[x]] for x in order.bundles]
-        merged = self.runner.merged(batches)
-        where = f"stage {self.stage.name!r}, cohort {order.unit[1]}, epoch {order.epoch}"
-        bundles.check(frames, merged, where)
-        outputs = {}
-        if self.egress is not None:
-            self.egress.take(order.epoch, merged[0].select(self.egress.columns))
+            rows, epoch = batch.num_rows, order.record.epoch
+            outputs = self.ingest(batch, track, epoch)
         else:
-            outputs = self.runner.run_merged(merged, track, order.epoch)
-        self._count(sum(f.batch.num_rows for f in frames), outputs, order.epoch)
-        return outputs, track
-
-    def _count(self, rows_in: int, outputs: dict[int, pa.RecordBatch], epoch: int) -> None:
+            rows, epoch = sum(f.batch.num_rows for f in order.frames()), order.epoch
+            if self.egress is None:
+                outputs = self.process(order)
+            else:
+                self.egress.take(epoch, self.merge(order)[0].select(self.egress.columns))
+                outputs = {}
         self.calls += 1
-        self.rows_in += rows_in
-        self.rows_out += sum(b.num_rows for b in outputs.values())
+        self.rows_in += rows
+        self.rows_out += sum(f.batch.num_rows for out in outputs.values() for f in out.values())
         self.epoch = epoch
+        return outputs
+
+    def ingest(self, batch: pa.RecordBatch, track: Track, epoch: int) -> Outputs:
+        """A source's rows of an epoch, through its steps."""
+        return self._split(self.runner.run_source(batch, epoch), track)
+
+    def merge(self, order: ProcessBundles) -> list[pa.RecordBatch]:
+        """All frames of an order together, checked, one batch for each input of the stage."""
+        merged = self.runner.merged([[f.batch for f in order.bundles[x]] for x in order.bundles])
+        where = f"stage {self.stage.name!r}, cohort {order.unit[1]}, epoch {order.epoch}"
+        bundles.check(order.frames(), merged, where)
+        return merged
+
+    def process(self, order: ProcessBundles) -> Outputs:
+        """The frames of an order, through the operator and its steps."""
+        track = Track.merged([f.track for f in order.frames()])
+        return self._split(self.runner.run_merged(self.merge(order), track, order.epoch), track)
+
+    def _split(self, outputs: dict[int, pa.RecordBatch], track: Track) -> Outputs:
+        return {
+            ExchangeId(x): self.routers[ExchangeId(x)].split(batch, track)
+            for x, batch in outputs.items()
+        }
 
     @property
     def fed(self) -> FedReader | None:
@@ -88,7 +119,7 @@ class UnitRunner:
 
     def extras(self) -> wire.Extras:
         """What a new copy needs besides tables, kept bundles and held rows."""
-        operator = self.runner.operator
+        operator = self.operator
         return {
             "counts": (self.rows_in, self.rows_out, self.calls, self.runner.dead_rows),
             "ingress": self.ingress.save() if self.ingress else None,
@@ -98,7 +129,7 @@ class UnitRunner:
 
     def restore(self, extras: wire.Extras, held: list[tuple[int, pa.RecordBatch]]) -> None:
         ingress, egress, operator = extras["ingress"], extras["egress"], extras["operator"]
-        have = (self.ingress, self.egress, self.runner.operator)
+        have = (self.ingress, self.egress, self.operator)
         if [h is None for h in have] != [e is None for e in (ingress, egress, operator)]:
             raise ProtocolError("the state of another kind of unit was handed over")
         self.rows_in, self.rows_out, self.calls, self.runner.dead_rows = extras["counts"]
@@ -106,11 +137,11 @@ class UnitRunner:
             self.ingress.restore(ingress, [rows for _, rows in held])
         if self.egress is not None and egress is not None:
             self.egress.restore(egress, held)
-        if self.runner.operator is not None and operator is not None:
-            self.runner.operator.install_extras(operator)
+        if self.operator is not None and operator is not None:
+            self.operator.install_extras(operator)
 
     def figures(self) -> dict[str, Any]:
-        operator = self.runner.operator
+        operator = self.operator
         return {
             "stage": self.stage.name,
             "kind": self.stage.kind,
@@ -130,22 +161,26 @@ class UnitRunner:
 class SiteStages:
     """All units of which this site holds a copy."""
 
-    def __init__(self, plan: Plan, site: SiteId, options: Options) -> None:
+    def __init__(
+        self, plan: Plan, site: SiteId, options: Options, runner: type[UnitRunner] = UnitRunner
+    ) -> None:
         self.plan, self.site, self.options = plan, site, options
         self.units: dict[Unit, UnitRunner] = {}
-        self.routers: dict[int, Router] = {}
+        self._runner = runner
+        self._routers: dict[ExchangeId, Router] = {}
         self.on_fed: Callable[[], None] = lambda: None
         self.send: Callable[[SiteId, wire.Message, list[Any]], None] = lambda *_: None
 
     def open(self, unit: Unit, view: View) -> None:
         """Make the unit with empty state; whoever is in the first view as leader begins to lead."""
         stage, cohort = self.plan.stages[unit[0]], view.cohort(unit)
-        runner = UnitRunner(self.plan, stage, cohort, self.options)
-        self.units[unit] = runner
-        for exchange in [*stage.outputs, *stage.inputs]:
-            if exchange.id not in self.routers:
+        for exchange in stage.outputs:
+            if exchange.id not in self._routers:
                 cohorts = view.cohorts[exchange.consumer]
-                self.routers[exchange.id] = Router(exchange, cohorts, self.options.digests)
+                router = Router(exchange, cohorts, self.options.digests)
+                self._routers[ExchangeId(exchange.id)] = router
+        runner = self._runner(self.plan, stage, cohort, self.options, self._routers)
+        self.units[unit] = runner
         if runner.egress is not None and cohort.copies[0] == self.site:
             runner.egress.begin()
         for reader in self.fed().values():
@@ -195,13 +230,7 @@ class SiteStages:
         """Ingest or process; the answer has the output split by consumer cohort."""
         last = order.last if isinstance(order, ProcessBundles) else True
         epoch = order.epoch if isinstance(order, ProcessBundles) else order.record.epoch
-        outputs, track = self.units[order.unit].run(order)
-        return UnitProcessed(order.unit, epoch, last, self._route(outputs, track))
-
-    def _route(
-        self, outputs: dict[int, Any], track: Track
-    ) -> dict[ExchangeId, dict[CohortId, Frames]]:
-        return {ExchangeId(x): self.routers[x].split(b, track) for x, b in outputs.items()}
+        return UnitProcessed(order.unit, epoch, last, self.units[order.unit].run(order))
 
     def egress(self, sink: StageId) -> Egress | None:
         runner = self.units.get((sink, CohortId(0)))
