@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from holdfast.core.ids import CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
 from holdfast.core.layout import View
 from holdfast.core.records import EpochRecord
+from holdfast.core.values import value
 
 # --- of a site's dataflow -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class OpenUnit:
     """Make the unit's operator, source readers or sink writer, with empty state."""
 
@@ -20,14 +20,14 @@ class OpenUnit:
     view: View
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class CloseUnit:
     """This site no longer holds the unit: forget its state."""
 
     unit: Unit
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class IngestEpoch:
     """Make the source's frames of this epoch from the rows in hand; answer `UnitProcessed`."""
 
@@ -35,7 +35,7 @@ class IngestEpoch:
     record: EpochRecord
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ProcessBundles:
     """Run the stage over these bundles (by exchange); answer `UnitProcessed`."""
 
@@ -49,7 +49,7 @@ class ProcessBundles:
         return [bundle for bundles in self.bundles.values() for bundle in bundles]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SendBundle:
     site: SiteId
     exchange: ExchangeId
@@ -62,7 +62,7 @@ class SendBundle:
     part: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SendAck:
     """To the copy of `producer` at `site`; the rest as in `AckArrived`."""
 
@@ -78,14 +78,14 @@ class SendAck:
     checksum: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class AskRecords:
     """Ask the last sequencer of the chain for the records after this epoch."""
 
     after: Epoch
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class HandOver:
     """Freeze the unit's state, which is that after `epoch`, and send it with these bundles to
     `joiner`, a little at a time; the unit goes on meanwhile."""
@@ -96,7 +96,7 @@ class HandOver:
     kept: dict[ExchangeId, dict[CohortId, list[Any]]]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class AbandonHandOver:
     """The copy at `joiner` is not wanted any more."""
 
@@ -104,7 +104,7 @@ class AbandonHandOver:
     joiner: SiteId
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ReportDelivered:
     """Tell the sequencer that this sink has taken everything up to `epoch`."""
 
@@ -112,7 +112,7 @@ class ReportDelivered:
     epoch: Epoch
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ReportCopy:
     """Tell the controller how far the new copy of a unit is: `installed` or `caught_up`."""
 
@@ -120,7 +120,7 @@ class ReportCopy:
     phase: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ReportFinished:
     """Tell the controller that this site has seen the last epoch through."""
 
@@ -143,14 +143,14 @@ SiteEffect = (
 # --- of the sequencer ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PublishRecord:
     """Send the record to every site: all copies of the sequencer have it."""
 
     record: EpochRecord
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PassRecord:
     """Send the record to the next copy in the chain, which will pass it on or publish it."""
 
@@ -158,7 +158,7 @@ class PassRecord:
     record: EpochRecord
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class CopySequencer:
     """Give the new copy at `site` this state."""
 
@@ -166,7 +166,7 @@ class CopySequencer:
     state: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ConfirmChain:
     """Tell the copy at `site` that it is the next in the chain."""
 
@@ -178,7 +178,7 @@ SequencerEffect = PublishRecord | PassRecord | CopySequencer | ConfirmChain
 # --- of the controller --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class CommitView:
     """Commit the view in the arbiter, then give it to all its members, with their addresses."""
 
@@ -186,12 +186,12 @@ class CommitView:
     addresses: dict[SiteId, tuple[str, int]]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StartFlow:
     """Every site is connected: sources may be read."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class OrderCatchUp:
     """Tell `donor` that it may hand the unit over to `joiner`."""
 
@@ -200,14 +200,14 @@ class OrderCatchUp:
     joiner: SiteId
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DrainFlow:
     """Ask the sequencer at `site` to take no more rows."""
 
     site: SiteId
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PauseFlow:
     """Tell the sequencer at `site` to stand still, or to go on."""
 
@@ -215,7 +215,7 @@ class PauseFlow:
     paused: bool
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class LaunchSite:
     """Have the host start a site's process, after this many milliseconds."""
 
@@ -223,14 +223,14 @@ class LaunchSite:
     after_ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class FenceSite:
     """Have nothing to do with this site any more; if it still runs it must leave."""
 
     site: SiteId
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Wait:
     """Answer `WaitOver(what)` after so many milliseconds."""
 
@@ -238,7 +238,7 @@ class Wait:
     ms: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class EndFlow:
     """Dismiss all sites. `error` is None when everything was delivered or the user stopped it."""
 

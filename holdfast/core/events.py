@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from holdfast.core.ids import CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
 from holdfast.core.layout import Domain, View
 from holdfast.core.records import Block, EpochRecord
+from holdfast.core.values import value
 
 # --- of a site's dataflow, and of its copy of the sequencer -------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ViewCommitted:
     """The controller has committed a view; the sites act on it from now on."""
 
@@ -22,28 +22,28 @@ class ViewCommitted:
 # --- of a site's dataflow -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PeerConnected:
     """There is a connection to this site, on which nothing has been sent yet."""
 
     site: SiteId
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PeerLost:
     """The connection to this site broke. That is not to say that the site is dead."""
 
     site: SiteId
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RecordArrived:
     """The sequencer has fixed an epoch."""
 
     record: EpochRecord
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class BundleArrived:
     """The frames that one cohort sends to another in one epoch of an exchange, or a part of them.
 
@@ -61,7 +61,7 @@ class BundleArrived:
     part: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class AckArrived:
     """What a copy of a consumer cohort, at `site`, says to a copy of a producer cohort."""
 
@@ -81,7 +81,7 @@ class AckArrived:
     """The last epoch it has processed, and the checksum of that epoch's bundle."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class UnitProcessed:
     """An order to ingest or process was carried out; its output, by exchange and consumer."""
 
@@ -91,7 +91,7 @@ class UnitProcessed:
     outputs: dict[ExchangeId, dict[CohortId, Any]]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class CatchUpOrdered:
     """Every member counts the joining copy: the donor may hand over to it."""
 
@@ -99,7 +99,7 @@ class CatchUpOrdered:
     joiner: SiteId
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class CopyInstalled:
     """The state that another copy had after `epoch` is in place here, and these are the bundles
     that it still kept."""
@@ -124,7 +124,7 @@ SiteEvent = (
 # --- of the sequencer ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class BlocksAvailable:
     """An ingress has read these rows and keeps them; `anew`: what was announced before is void."""
 
@@ -134,7 +134,7 @@ class BlocksAvailable:
     anew: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SplitIdle:
     """A split has had no rows for a while."""
 
@@ -142,7 +142,7 @@ class SplitIdle:
     split: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SplitEnded:
     """A split will have no more rows."""
 
@@ -150,7 +150,7 @@ class SplitEnded:
     split: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class EpochDelivered:
     """A sink has taken all rows up to and including this epoch."""
 
@@ -158,26 +158,26 @@ class EpochDelivered:
     epoch: Epoch
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DrainRequested:
     """Take no more rows; finish what has been taken."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PauseRequested:
     """Cut no epochs for the time being, or do again."""
 
     paused: bool
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RecordPassed:
     """The copy of the sequencer before this one in the chain has the record."""
 
     record: EpochRecord
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ChainJoined:
     """A new copy of the sequencer asks to be the next in the chain after this one. It has all
     records before epoch `has`; with `NO_EPOCH` it needs the state first."""
@@ -186,14 +186,14 @@ class ChainJoined:
     has: Epoch
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SuccessorConnected:
     """There is a new connection to this site; if it is next in the chain, records may be lost."""
 
     site: SiteId
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SequencerCopied:
     """The state of the copy that this new one follows in the chain."""
 
@@ -217,7 +217,7 @@ SequencerEvent = (
 # --- of the controller --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SiteRegistered:
     """A site's process has started, listens at `address`, and is where `domain` says."""
 
@@ -226,7 +226,7 @@ class SiteRegistered:
     domain: Domain
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ViewSeen:
     """A site acts on this view, and has connections to all its members."""
 
@@ -235,7 +235,7 @@ class ViewSeen:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SitesFailed:
     """These sites' processes are gone, or they were silent for longer than the lease. Sites that
     fail together (an executor, a host, an application) are one event."""
@@ -246,7 +246,7 @@ class SitesFailed:
     """False: silent only. Such a site is let go if every partition has a copy elsewhere."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class CopyReported:
     """A joining site has a unit's state in place (`installed`), has caught up with what had been
     recorded by then (`caught_up`), or could not (`failed`)."""
@@ -259,7 +259,7 @@ class CopyReported:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class CopyBehind:
     """Another site must keep more for the copies at `site` than it has room for, or has not been
     able to reach it for a while."""
@@ -269,7 +269,7 @@ class CopyBehind:
     unreachable: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class FlowFailed:
     """Something is wrong with the flow itself: a user's function raised, frames diverge."""
 
@@ -277,7 +277,7 @@ class FlowFailed:
     error: Exception
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SiteFinished:
     """A site has seen the last epoch through, as far as it is its own in the view `number`."""
 
@@ -285,14 +285,14 @@ class SiteFinished:
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class WaitOver:
     """The time asked for with `Wait` has passed."""
 
     what: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StopRequested:
     """The user wants the flow to end: after what was taken is delivered, or at once."""
 

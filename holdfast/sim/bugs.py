@@ -1,7 +1,7 @@
 """Bugs to plant: each is a mistake that one could make in the protocol, switched on by itself.
 
 A simulator that finds nothing proves nothing unless it is known to find what is there. Every bug
-here must be caught within its number of seeds (`tests/sim/test_bugs.py`), and
+here must be caught within its number of seeds (`tests/sim/test_explore.py`), and
 ``holdfast sim --bug NAME`` shows how.
 """
 
@@ -17,14 +17,16 @@ from holdfast.core.dataflow import Dataflow
 from holdfast.core.effects import PublishRecord
 from holdfast.core.exchange import Consumer, Producer
 from holdfast.core.ids import CohortId, Epoch
-from holdfast.core.layout import View
+from holdfast.core.layout import Cohort, View
 from holdfast.core.sequencer import Sequencer
+from holdfast.sim.explore import Case
 from holdfast.sim.faults import KINDS
 from holdfast.sim.timed import TimedWorld
 from holdfast.sim.world import World
 from holdfast.site.egress import Egress
 from holdfast.site.handover import Incoming
 from holdfast.site.node import Node
+from holdfast.site.stages import UnitRunner
 
 Make = Callable[[Any], Any]
 
@@ -41,8 +43,14 @@ class Bug:
     flow: str = "windows"
     kinds: tuple[str, ...] = KINDS
     """Which faults bring it out."""
+    beyond: float = 0.1
+    """In what share of all runs they are more than the protocol can bear."""
     seeds: int = 60
     """It is caught within so many."""
+
+    def case(self, seed: int) -> Case:
+        """A run that may bring it out."""
+        return Case(seed, self.flow, kinds=self.kinds, beyond=self.beyond)
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -224,6 +232,32 @@ def _leader_forgets(right: Any) -> Any:
     return lead
 
 
+def _store_not_asked(_: Any) -> Any:
+    def lead(self: Egress) -> None:
+        if not self.leads:
+            self.leads = True
+            self.writer, _ = self._sink.resume(self._name, self._schema, self.durable)
+            for epoch, batch in self.held:
+                self._write(epoch, batch)
+
+    return lead
+
+
+def _nothing_held(_: Any) -> Any:
+    def held(self: UnitRunner) -> Any:
+        return []
+
+    return held
+
+
+def _joiners_step_in(right: Any) -> Any:
+    def without(self: Cohort, gone: Any) -> Cohort:
+        left: Cohort = right(self, gone)
+        return left if left.copies else replace(left, copies=left.joining, joining=())
+
+    return without
+
+
 BUGS = [
     Bug("forgotten ack", "copies that do not send get no acks",
         Consumer, "acks", _no_acks_to_followers),
@@ -265,4 +299,10 @@ BUGS = [
         Sequencer, "_lead", _leader_forgets, kinds=("crash",)),
     Bug("chain not awaited", "a copy of the sequencer counts before it is in the chain",
         Node, "_is_whole", _chain_not_awaited, kinds=("crash",)),
+    Bug("store not asked", "a sink that takes over writes what is durable already",
+        Egress, "lead", _store_not_asked, kinds=("crash",)),
+    Bug("held rows left behind", "a sink's new copy lacks what is not durable yet",
+        UnitRunner, "held", _nothing_held, kinds=("crash",)),
+    Bug("joiner steps in", "a copy that is being made counts when no other is left",
+        Cohort, "without", _joiners_step_in, kinds=("crash",), beyond=1.0),
 ]  # fmt: skip

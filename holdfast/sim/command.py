@@ -126,7 +126,7 @@ def replay(case: Case, out: Path, console: Console, bug: Bug | None = None) -> i
 
 
 def cases_of(first: int, count: int, flow: str, protocol: str, bug: Bug | None) -> list[Case]:
-    case = Case(first, bug.flow if bug is not None else flow, protocol)
+    seeds = range(first, first + count)
     if bug is not None:
-        case = replace(case, kinds=bug.kinds)
-    return [replace(case, seed=seed) for seed in range(first, first + count)]
+        return [replace(bug.case(seed), protocol=protocol) for seed in seeds]
+    return [Case(seed, flow, protocol) for seed in seeds]

@@ -33,6 +33,7 @@ from holdfast.flow.sinks import discard
 from holdfast.flow.sources import rows
 from holdfast.sim.bugs import Bug
 from holdfast.sim.flows import in_order
+from holdfast.sim.memory import Memory
 from holdfast.sim.world import World
 
 WINDOW = 6
@@ -44,6 +45,7 @@ OPTIONS = Options(
     block_rows=3,
     read_ahead_rows=3,
 )
+MEMORY = Memory()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class ChosenWorld(World):
     """A world in which a path decides what happens next."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(flow(), sites=2, options=OPTIONS)
+        super().__init__(flow(), sites=2, options=OPTIONS, memory=MEMORY)
         self.path = path
         self.choices: list[int] = []
         """How many things were possible at each step."""

@@ -16,9 +16,11 @@ from holdfast.core.ids import SiteId
 from holdfast.sim.timed import TimedWorld
 from holdfast.sim.world import CONTROLLER
 
+SPAN_S = 0.06
+"""The first fault comes within so much time, in which the flow gets through half of its rows."""
 TICK_S = 0.0003
 """How often a fault that waits for a phase looks whether it has come."""
-PATIENCE_S = 0.5
+PATIENCE_S = 0.15
 """A fault whose phase does not come within so long is done then, whatever the phase is."""
 
 KINDS = (
@@ -43,23 +45,31 @@ LASTING = {
     "arbiter": (0.2, 2.0),
 }
 """How long those take that take a while, in leases: at least and at most."""
-PHASES = (
-    "protected",
-    "taking over",
-    "taken over",
-    "joining",
-    "transferring",
-    "folding in",
-    "replaying",
-    "without a controller",
-    "ending",
-)
+LOST = ("crash", "crash", "crash", "crash of two", "zombie", "cut off")
+"""What makes the flow do without a site for a while."""
+PHASES: dict[str, tuple[str, ...]] = {
+    "protected": (),
+    "written": (),
+    "unnoticed": ("crash",),
+    "taking over": LOST,
+    "taken over": LOST,
+    "joining": LOST,
+    "transferring": LOST,
+    "replaying": LOST,
+    "folding in": LOST,
+    "without a controller": ("controller",),
+    "ending": (),
+}
+"""Where a flow can be, and what brings it there.
+
+*written*: a sink's leader has made rows durable, and another copy does not know. *unnoticed*: a
+process is gone, and nobody has noticed. *taking over*: a view without it has been committed; *taken
+over*: all act on it. *joining*: there are new copies; *transferring*: their state is on its way;
+*replaying*: they have it and are behind; *folding in*: a view that counts them has been committed.
+"""
 IMPOSSIBLE = {("without a controller", "controller")}
 PAIRS = [(p, k) for p in PHASES for k in KINDS if (p, k) not in IMPOSSIBLE]
 """All phases in which each kind of fault can be done: what coverage is measured by."""
-
-FIRST = {"crash": 6, "crash of two": 2, "zombie": 2, "cut off": 2, "controller": 2}
-"""How often each kind comes first, if not once: those that begin a recovery come more often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +94,25 @@ class Fault:
 
 
 def schedule(
-    seed: int, lease_s: float, kinds: Sequence[str] = KINDS, span_s: float = 0.06
+    seed: int, lease_s: float, kinds: Sequence[str] = KINDS, beyond_share: float = 0.1
 ) -> list[Fault]:
-    """One to three faults. The first comes at any time; the others in whatever phase it brings
-    about. In one run out of twenty they may be more than pairs can bear."""
+    """One to three faults. The last is one of `PAIRS`, each of them in its turn; those before it
+    bring its phase about. In a share of the runs they may be more than pairs can bear."""
     chance = random.Random(f"faults {seed}")
-    beyond = chance.random() < 0.05
-    first = chance.uniform(0.0, span_s)
-    kind = chance.choices(kinds, [FIRST.get(k, 1) for k in kinds])[0]
-    faults = [_fault(chance, kind, first, None, lease_s, beyond)]
-    for _ in range(chance.randint(0, 2)):
-        phase = chance.choice([None, *PHASES])
-        at = first + chance.uniform(0.0, span_s) * (phase is None)
-        faults.append(_fault(chance, chance.choice(kinds), at, phase, lease_s, beyond))
-    return faults
+    beyond = chance.random() < beyond_share
+    first = chance.uniform(0.0, SPAN_S)
+    possible = [(p, k) for p, k in PAIRS if k in kinds]
+    phase, last = possible[seed % len(possible)]
+    before = [k for k in PHASES[phase] if k in kinds]
+    if before and chance.random() < 0.3:
+        chosen = [chance.choice(before), chance.choice(kinds)]
+    else:
+        chosen = [chance.choice(before)] if before else []
+    faults = [_fault(chance, k, first, None, lease_s, beyond) for k in chosen[:1]]
+    faults += [
+        _fault(chance, k, first, chance.choice(list(PHASES)), lease_s, beyond) for k in chosen[1:]
+    ]
+    return [*faults, _fault(chance, last, first, phase, lease_s, beyond)]
 
 
 def _fault(
@@ -117,6 +132,8 @@ def phase_of(world: TimedWorld) -> str:
         return "starting"
     if any(node.outgoing or node.incoming for node in world.nodes.values()):
         return "transferring"
+    if any(site not in world.nodes for site in view.members):
+        return "unnoticed"
     cohorts = [(u, view.cohort(u)) for u in view.units()]
     if any(cohort.joining for _, cohort in cohorts):
         return "joining"
@@ -127,7 +144,19 @@ def phase_of(world: TimedWorld) -> str:
         return "taken over" if seen else "taking over"
     if not seen:
         return "folding in"
-    return "ending" if world.records and world.records[-1].last else "protected"
+    if world.records and world.records[-1].last:
+        return "ending"
+    return "written" if _is_ahead(world) else "protected"
+
+
+def _is_ahead(world: TimedWorld) -> bool:
+    """Whether a store has epochs of which some copy of its sink does not know that it has."""
+    units = [r for node in world.nodes.values() for r in node.stages.units.values()]
+    return any(
+        runner.egress.durable < max(world.results[runner.stage.name], default=-1)
+        for runner in units
+        if runner.egress is not None
+    )
 
 
 class Injector:
@@ -138,7 +167,7 @@ class Injector:
         self.done: list[tuple[str, str]] = []
         self.last_at = 0.0
         """When the last fault began, or ended if it lasted."""
-        self.waiting = len(faults)
+        self.waiting = list(faults)
         for fault in faults:
             world.at(fault.at, self._armed(fault, fault.at + PATIENCE_S))
 
@@ -149,7 +178,7 @@ class Injector:
             if early and world.time < deadline and not world.ended:
                 world.at(world.time + TICK_S, fire)
                 return
-            self.waiting -= 1
+            self.waiting.remove(fault)
             if not world.ended and phase != "starting" and self._do(fault):
                 self.done.append((phase, fault.kind))
                 self.last_at = max(self.last_at, world.time + fault.seconds)

@@ -30,7 +30,6 @@ from holdfast.sim.world import CONTROLLER, NOTHING, Launch, Link, TakeOver, Worl
 from holdfast.site import wire
 from holdfast.site.bundles import Frames
 from holdfast.site.node import Codec, Node, Order
-from holdfast.site.stages import UnitRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +120,6 @@ class TimedWorld(World):
         free_rows: int | None = None,
         memory: Memory | None = None,
     ) -> None:
-        self._runner = memory.runner() if memory else UnitRunner
         self.pace = pace or Pace()
         self.gate_is_open = False
         self.time = 0.0
@@ -138,7 +136,9 @@ class TimedWorld(World):
         self.poisoned = False
         """Whether a row was put in that makes the flow stop."""
         self.trace: list[tuple[Any, ...]] | None = None
-        super().__init__(flow, sites=sites, standbys=standbys, seed=seed, options=options)
+        super().__init__(
+            flow, sites=sites, standbys=standbys, seed=seed, options=options, memory=memory
+        )
         for stage in self.plan.sources:
             if free_rows is not None and stage.source is not None:
                 stage.source = _Gated(self, stage.source, free_rows)
@@ -282,7 +282,7 @@ class TimedWorld(World):
             _Port(self, site),
             now=self.now,
             codec=_ByReference(),
-            runner=self._runner,
+            runner=self.runner,
         )
 
     def _launch(self, site: SiteId) -> None:

@@ -50,8 +50,10 @@ from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
 from holdfast.flow.plan import plan, shape
 from holdfast.flow.sinks import Sink, SinkWriter
+from holdfast.sim.memory import Memory
 from holdfast.site import wire
 from holdfast.site.node import Node, Order
+from holdfast.site.stages import UnitRunner
 
 CONTROLLER = SiteId(-1)
 NOTHING = memoryview(b"")
@@ -160,7 +162,8 @@ class _Port:
 
 
 class World:
-    """A flow on `sites` simulated sites. `results` has what each sink got, by epoch."""
+    """A flow on `sites` simulated sites. `results` has what each sink got, by epoch. With a
+    `memory` no order is computed that was in another world of the same flow."""
 
     def __init__(
         self,
@@ -171,7 +174,9 @@ class World:
         seed: int = 0,
         options: Options | None = None,
         relaunch: bool = True,
+        memory: Memory | None = None,
     ) -> None:
+        self.runner = memory.runner() if memory else UnitRunner
         self.options = options or Options()
         self.flow = flow
         self.plan = plan(flow)
@@ -188,6 +193,8 @@ class World:
         """Sites that have given up, and why: they say so again to a new controller."""
         self.acting: SiteId | None = None
         """Whose code runs."""
+        self.acted: SiteId | None = None
+        """Whose code ran last."""
         self.nodes: dict[SiteId, Node] = {}
         self.network: dict[Link, deque[Any]] = {}
         self.broken: set[Link] = set()
@@ -221,7 +228,8 @@ class World:
         self.announce(site)
 
     def make_node(self, site: SiteId) -> Node:
-        return Node(self.plan, site, self.options, _Port(self, site), now=self.now)
+        port = _Port(self, site)
+        return Node(self.plan, site, self.options, port, now=self.now, runner=self.runner)
 
     def _register(self, site: SiteId) -> None:
         self._control(SiteRegistered(site, ("", site), domain_of(site)))
@@ -429,7 +437,7 @@ class World:
 
     def guarded(self, node: Node, act: Callable[[], object]) -> None:
         """As a site does it: an error is told to the controller."""
-        self.acting = node.site
+        self.acting = self.acted = node.site
         try:
             act()
             self._after(node)
