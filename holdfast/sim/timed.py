@@ -54,23 +54,10 @@ class Pace:
 class _ByReference(Codec):
     """Bundles between nodes of one process go as they are: they are never changed."""
 
-    @staticmethod
-    def encode(
-        frames: Frames,
-        exchange: int,
-        epoch: int,
-        producer: int,
-        consumer: int,
-        *,
-        since: int = 0,
-        part: int = 0,
-        last: bool = True,
-    ) -> tuple[wire.Bundle, list[Any]]:
-        to = (exchange, epoch, producer, consumer)
-        return wire.Bundle(*to, since, part, last, frames.batch.num_rows, 0, 0), [frames]
+    def pack(self, frames: Frames) -> list[Any]:
+        return [b"", b"", frames]
 
-    @staticmethod
-    def decode(message: wire.Bundle, body: Any, schema: Any) -> Frames:
+    def unpack(self, message: wire.Bundle, body: Any, schema: Any) -> Frames:
         assert isinstance(body, Frames)
         return body
 
@@ -212,8 +199,8 @@ class TimedWorld(World):
     # --- the network ----------------------------------------------------------------------------
 
     def packed(self, message: wire.Message, body: list[Any] | None) -> tuple[wire.Message, Any]:
-        if body and isinstance(body[0], Frames):
-            return message, body[0]
+        if body and isinstance(body[-1], Frames):
+            return message, body[-1]
         return super().packed(message, body)
 
     def put(self, link: Link, item: Any) -> None:

@@ -7,7 +7,7 @@ frame, and whoever processes the rows checks that they are those.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from typing import Any
@@ -121,15 +121,17 @@ def encode(
     since: int = 0,
     part: int = 0,
     last: bool = True,
+    pack: Callable[[Frames], list[Any]] | None = None,
 ) -> tuple[wire.Bundle, list[Any]]:
-    """The message and the buffers of its body."""
-    body = _body(frames)
+    """The message and the buffers of its body: the track, the digests, and the rows if any."""
+    body = (pack or packed)(frames)
     sizes = (frames.batch.num_rows, len(body[0]), len(body[1]))
     return wire.Bundle(exchange, epoch, producer, consumer, since, part, last, *sizes), body
 
 
 @lru_cache(maxsize=1)  # a bundle goes to all copies of its consumer, one right after another
-def _body(frames: Frames) -> list[Any]:
+def packed(frames: Frames) -> list[Any]:
+    """A bundle's body, as bytes."""
     track = frames.track.to_bytes()
     digests = b"" if frames.digests is None else frames.digests.tobytes()
     rows = [frames.batch.serialize()] if frames.batch.num_rows else []

@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol, assert_never
 
+import pyarrow as pa
+
 from holdfast.core.dataflow import Dataflow
 from holdfast.core.effects import (
     AbandonHandOver,
@@ -65,6 +67,7 @@ from holdfast.errors import ProtocolError
 from holdfast.flow.options import Options
 from holdfast.flow.plan import Plan, shape
 from holdfast.site import bundles, wire
+from holdfast.site.bundles import Frames
 from holdfast.site.checks import Checks
 from holdfast.site.handover import Incoming, Outgoing
 from holdfast.site.ingress import Split
@@ -88,11 +91,14 @@ class Transport(Protocol):
 
 
 class Codec:
-    """How the bundles of a node become messages, and back. (Those of nodes in one process need not:
+    """How the bundles of a node become bytes, and back. (Those of nodes in one process need not:
     see `holdfast.sim`.)"""
 
-    encode = staticmethod(bundles.encode)
-    decode = staticmethod(bundles.decode)
+    def pack(self, frames: Frames) -> list[Any]:
+        return bundles.packed(frames)
+
+    def unpack(self, message: wire.Bundle, body: memoryview, schema: pa.Schema) -> Frames:
+        return bundles.decode(message, body, schema)
 
 
 class Node:
@@ -419,13 +425,14 @@ class Node:
         if effect.site == self.site:
             self._handle(BundleArrived(*to, since, last, effect.bundle, part))
             return
-        bundle = effect.bundle
-        message, body = self._codec.encode(bundle, *to, since=since, part=part, last=last)
+        message, body = bundles.encode(
+            effect.bundle, *to, since=since, part=part, last=last, pack=self._codec.pack
+        )
         self._transport.send(effect.site, message, body)
 
     def _on_bundle(self, message: wire.Bundle, body: memoryview) -> None:
         schema = self.plan.exchanges[message.exchange].schema
-        frames = self._codec.decode(message, body, schema)
+        frames = self._codec.unpack(message, body, schema)
         self._handle(
             BundleArrived(
                 ExchangeId(message.exchange),
