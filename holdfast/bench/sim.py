@@ -23,7 +23,7 @@ REPEATS = 3
 def bench(quick: bool = False, console: Console | None = None) -> dict[str, Any]:
     """Measure, print a table, and return the figures."""
     console = console or Console()
-    count = 30 if quick else 200
+    count = 60 if quick else 200
     _must_be_right(run(Case(0, sites=3)))
     rates: list[float] = []
     hit: set[tuple[str, str]] = set()
