@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -164,8 +163,8 @@ class Control:
         self.loop = asyncio.new_event_loop()
         self._host, self._secret = host, secret
         self._sites, self._standbys = sites, standbys
-        # A flow that is started anew has another secret, and nothing to do with the entry of old.
-        key = f"{flow.name}-{hashlib.sha256(secret).hexdigest()[:12]}"
+        # A flow that is started anew has nothing to do with the entry of old.
+        key = f"{flow.name}-{wire.incarnation(secret)}"
         self._arbiter: Arbiter = arbiter(place.arbiter_url, key, options.lease_s)
         self._entry: Entry | None = None
         self._to_fence: list[SiteId] = []

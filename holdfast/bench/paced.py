@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from holdfast.bench import dmz
 from holdfast.flow.batches import empty, row_digests
-from holdfast.flow.sinks import Sink, SinkWriter
+from holdfast.flow.sinks import Authority, Sink, SinkWriter
 from holdfast.flow.sources import Source, SplitReader
 
 WINDOW_S = 2.0
@@ -143,10 +143,10 @@ class EpochLog(Sink):
     def __init__(self, path: str) -> None:
         self.path = path
 
-    def open(self, name: str, schema: pa.Schema) -> SinkWriter:
+    def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
         return _EpochLogWriter(self.path)
 
-    def resume(self, name: str, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
+    def resume(self, whose: Authority, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
         return _EpochLogWriter(self.path), max(durable, self.last_epoch())
 
     def last_epoch(self) -> int:

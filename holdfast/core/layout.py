@@ -122,9 +122,14 @@ class View:
         members = " ".join(str(s) for s in self.members)
         return f"view {self.term}.{self.number} of {members}: {' | '.join(stages)}"
 
+    @property
+    def rank(self) -> int:
+        """A later view has a higher one."""
+        return (self.term << 32) + self.number
+
     def replaces(self, other: View | None) -> bool:
         """Whether this view is the later one."""
-        return other is None or (self.term, self.number) > (other.term, other.number)
+        return other is None or self.rank > other.rank
 
     @property
     def sequencers(self) -> tuple[SiteId, ...]:

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,6 +21,18 @@ import pyarrow.parquet as pq
 
 from holdfast.errors import FlowError
 from holdfast.flow.batches import row_digests
+
+
+@dataclass(frozen=True, slots=True)
+class Authority:
+    """In whose name a writer writes."""
+
+    flow: str
+    sink: str
+    incarnation: str = ""
+    """Of the flow: another one each time it is started anew."""
+    term: int = 0
+    """Whoever leads the egress after another has a higher one."""
 
 
 class SinkWriter:
@@ -56,14 +69,14 @@ class Sink:
     replicated = False
     """Whether every copy of the egress writes, because what is written is in memory only."""
 
-    def open(self, name: str, schema: pa.Schema) -> SinkWriter:
+    def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
         """Begin with the first epoch."""
         raise NotImplementedError
 
-    def resume(self, name: str, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
+    def resume(self, whose: Authority, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
         """Go on in place of a writer that is gone, which said last that `durable` was durable.
         Also gives the epoch that was durable in truth: the first to write is the one after it."""
-        return self.open(name, schema), durable
+        return self.open(whose, schema), durable
 
 
 class Parquet(Sink):
@@ -79,16 +92,16 @@ class Parquet(Sink):
     ) -> None:
         self.path, self.roll_s, self.with_order = Path(path).absolute(), roll_s, with_order
 
-    def open(self, name: str, schema: pa.Schema) -> SinkWriter:
+    def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
         if any(self.path.glob("*.parquet")):
             raise FlowError(
-                f"sink {name!r}: the directory {self.path} already holds parquet files",
+                f"sink {whose.sink!r}: the directory {self.path} already holds parquet files",
                 hint="give each run a directory of its own, or empty it first",
             )
         self.path.mkdir(parents=True, exist_ok=True)
         return _ParquetWriter(self, schema, -1)
 
-    def resume(self, name: str, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
+    def resume(self, whose: Authority, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
         self.path.mkdir(parents=True, exist_ok=True)
         while (last := self.last_epoch(durable + 1)) is not None:
             durable = last
@@ -174,7 +187,7 @@ class Discard(Sink):
     def __init__(self, clock: str | None = None) -> None:
         self.clock = clock
 
-    def open(self, name: str, schema: pa.Schema) -> SinkWriter:
+    def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
         return _DiscardWriter(self.clock)
 
 
@@ -222,8 +235,8 @@ class _DiscardWriter(SinkWriter):
 class Console(Sink):
     """Prints rows as JSON lines: for a first look."""
 
-    def open(self, name: str, schema: pa.Schema) -> SinkWriter:
-        return _ConsoleWriter(name, sys.stdout)
+    def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
+        return _ConsoleWriter(whose.sink, sys.stdout)
 
 
 class _ConsoleWriter(SinkWriter):
@@ -241,7 +254,7 @@ class Callback(Sink):
     def __init__(self, function: Callable[[int, pa.RecordBatch], None]) -> None:
         self.function = function
 
-    def open(self, name: str, schema: pa.Schema) -> SinkWriter:
+    def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
         return _CallbackWriter(self.function)
 
 

@@ -233,10 +233,10 @@ def _leader_forgets(right: Any) -> Any:
 
 
 def _store_not_asked(_: Any) -> Any:
-    def lead(self: Egress) -> None:
+    def lead(self: Egress, term: int) -> None:
         if not self.leads:
             self.leads = True
-            self.writer, _ = self._sink.resume(self._name, self._schema, self.durable)
+            self.writer, _ = self._sink.resume(self._whose, self._schema, self.durable)
             for epoch, batch in self.held:
                 self._write(epoch, batch)
 

@@ -49,7 +49,7 @@ from holdfast.errors import HoldfastError, InvariantError, ProtocolError
 from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
 from holdfast.flow.plan import plan, shape
-from holdfast.flow.sinks import Sink, SinkWriter
+from holdfast.flow.sinks import Authority, Sink, SinkWriter
 from holdfast.sim.memory import Memory
 from holdfast.site import wire
 from holdfast.site.node import Node, Order
@@ -138,10 +138,10 @@ class _Store(Sink):
     def __init__(self, world: World, into: dict[int, pa.RecordBatch], with_order: bool) -> None:
         self._world, self._into, self.with_order = world, into, with_order
 
-    def open(self, name: str, schema: pa.Schema) -> SinkWriter:
+    def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
         return _Collected(self._world, self._into)
 
-    def resume(self, name: str, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
+    def resume(self, whose: Authority, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
         return _Collected(self._world, self._into), max(self._into, default=-1)
 
 

@@ -7,6 +7,7 @@ the next copy finds out what really was, and writes the rest.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -14,16 +15,16 @@ import pyarrow as pa
 from holdfast.errors import ProtocolError
 from holdfast.flow.batches import user_names
 from holdfast.flow.plan import Stage
-from holdfast.flow.sinks import SinkWriter
+from holdfast.flow.sinks import Authority, SinkWriter
 from holdfast.site import wire
 
 
 class Egress:
     """One copy of a sink's only unit."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, flow: str, stage: Stage, incarnation: str = "") -> None:
         assert stage.sink is not None
-        self._sink, self._name = stage.sink, stage.name
+        self._sink, self._whose = stage.sink, Authority(flow, stage.name, incarnation)
         schema = stage.inputs[0].schema
         self.columns = schema.names if stage.sink.with_order else user_names(schema)
         self._schema = pa.schema([schema.field(n) for n in self.columns])
@@ -32,26 +33,27 @@ class Egress:
         self.taken = self.durable = -1
         self._held: deque[tuple[int, pa.RecordBatch]] = deque()
         if stage.sink.replicated:
-            self.writer = stage.sink.open(self._name, self._schema)
+            self.writer = stage.sink.open(self._whose, self._schema)
 
     @property
     def held(self) -> list[tuple[int, pa.RecordBatch]]:
         """The epochs that are not known to be durable."""
         return list(self._held)
 
-    def begin(self) -> None:
+    def begin(self, term: int = 0) -> None:
         """Lead from the first epoch on."""
         self.leads = True
         if self.writer is None:
-            self.writer = self._sink.open(self._name, self._schema)
+            self.writer = self._sink.open(replace(self._whose, term=term), self._schema)
 
-    def lead(self) -> None:
+    def lead(self, term: int) -> None:
         """Go on in place of a leader that is gone."""
         if self.leads:
             return
         self.leads = True
         if self.writer is None:
-            self.writer, self.durable = self._sink.resume(self._name, self._schema, self.durable)
+            whose = replace(self._whose, term=term)
+            self.writer, self.durable = self._sink.resume(whose, self._schema, self.durable)
             for epoch, batch in self.held:
                 if epoch > self.durable:
                     self._write(epoch, batch)
@@ -84,7 +86,9 @@ class Egress:
 
     def restore(self, saved: wire.EgressExtras, held: list[tuple[int, pa.RecordBatch]]) -> None:
         if any(batch.schema != self._schema for _, batch in held):
-            raise ProtocolError(f"sink {self._name!r}: rows of another schema were handed over")
+            raise ProtocolError(
+                f"sink {self._whose.sink!r}: rows of another schema were handed over"
+            )
         self.taken, self.durable = saved["taken"], saved["durable"]
         self._held = deque(held)
         if self.writer is not None:

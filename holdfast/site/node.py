@@ -113,12 +113,13 @@ class Node:
         now: Callable[[], float] = time.monotonic,
         codec: Codec | None = None,
         runner: type[UnitRunner] = UnitRunner,
+        incarnation: str = "",
     ) -> None:
         self.plan, self.site, self.options = plan, site, options
         self._transport, self._now = transport, now
         self._codec = codec or Codec()
         self.view: View | None = None
-        self.stages = SiteStages(plan, site, options, runner)
+        self.stages = SiteStages(plan, site, options, incarnation, runner)
         self.stages.send = transport.send
         shaped = shape(plan, options.partitions)
         self._checks = Checks(plan, shaped, options.window)

@@ -83,7 +83,8 @@ class Site:
     def __init__(self, flow: Flow, config: SiteConfig) -> None:
         self.config = config
         self.id = SiteId(config.site)
-        self.node = Node(plan(flow), self.id, config.options, self)
+        named = wire.incarnation(config.secret)
+        self.node = Node(plan(flow), self.id, config.options, self, incarnation=named)
         self._controllers: dict[tuple[str, int], wire.Connection] = {}
         self._server: asyncio.Server | None = None
         self._over: asyncio.Future[None] | None = None

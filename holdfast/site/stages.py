@@ -38,6 +38,7 @@ class UnitRunner:
         cohort: Cohort,
         options: Options,
         routers: Mapping[ExchangeId, Router],
+        incarnation: str = "",
     ) -> None:
         self.stage, self.cohort, self.partitions = stage, cohort, options.partitions
         self.runner = StageRunner(plan, stage, options.partitions)
@@ -51,7 +52,7 @@ class UnitRunner:
             splits = {n: Split(stage, n, _reader(stage, n)) for n in numbers}
             self.ingress = Ingress(plan, stage, splits)
         if stage.sink is not None:
-            self.egress = Egress(stage)
+            self.egress = Egress(plan.flow, stage, incarnation)
 
     @property
     def operator(self) -> KeyedOperator | None:
@@ -162,9 +163,15 @@ class SiteStages:
     """All units of which this site holds a copy."""
 
     def __init__(
-        self, plan: Plan, site: SiteId, options: Options, runner: type[UnitRunner] = UnitRunner
+        self,
+        plan: Plan,
+        site: SiteId,
+        options: Options,
+        incarnation: str = "",
+        runner: type[UnitRunner] = UnitRunner,
     ) -> None:
         self.plan, self.site, self.options = plan, site, options
+        self._incarnation = incarnation
         self.units: dict[Unit, UnitRunner] = {}
         self._runner = runner
         self._routers: dict[ExchangeId, Router] = {}
@@ -179,10 +186,12 @@ class SiteStages:
                 cohorts = view.cohorts[exchange.consumer]
                 router = Router(exchange, cohorts, self.options.digests)
                 self._routers[ExchangeId(exchange.id)] = router
-        runner = self._runner(self.plan, stage, cohort, self.options, self._routers)
+        runner = self._runner(
+            self.plan, stage, cohort, self.options, self._routers, self._incarnation
+        )
         self.units[unit] = runner
         if runner.egress is not None and cohort.copies[0] == self.site:
-            runner.egress.begin()
+            runner.egress.begin(view.rank)
         for reader in self.fed().values():
             reader.on_ready, reader.send = self.on_fed, self.send
 
@@ -194,7 +203,7 @@ class SiteStages:
             cohort = view.cohort(unit)
             leads = cohort.led_by(self.site)
             if runner.egress is not None and leads:
-                runner.egress.lead()
+                runner.egress.lead(view.rank)
             reader = runner.fed
             if reader is not None:
                 others = [s for s in cohort.copies if s != self.site]

@@ -490,6 +490,11 @@ def proof(secret: bytes, *parts: bytes | str | int) -> bytes:
     return mac.digest()
 
 
+def incarnation(secret: bytes) -> str:
+    """The name of one life of a flow: one that is started anew has another secret."""
+    return hashlib.sha256(secret).hexdigest()[:12]
+
+
 def hello(secret: bytes, challenge: Challenge, nonce: bytes, role: str, id_: int) -> Hello:
     """What a client answers to a challenge."""
     return Hello(role, id_, nonce, proof(secret, "client", challenge.nonce, nonce, role, id_))

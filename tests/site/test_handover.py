@@ -11,13 +11,14 @@ from holdfast import Flow, KeyedFunction, col, count, discard, first, last, max_
 from holdfast.core.effects import HandOver, IngestEpoch, ProcessBundles
 from holdfast.core.events import CopyInstalled
 from holdfast.core.exchange import Kept
+from holdfast.core.ids import CohortId, ExchangeId
 from holdfast.core.layout import Cohort
 from holdfast.core.records import EpochRecord, Range
 from holdfast.flow.graph import Stream
 from holdfast.flow.options import Options
 from holdfast.flow.plan import Plan, plan
 from holdfast.site import handover, wire
-from holdfast.site.bundles import Frames
+from holdfast.site.bundles import Frames, Router
 from holdfast.site.handover import Incoming, Outgoing
 from holdfast.site.stages import UnitRunner
 
@@ -69,7 +70,13 @@ KINDS: dict[str, Callable[[Stream], Stream]] = {
 
 
 def runner(planned: Plan, stage: int, partitions: int) -> UnitRunner:
-    return UnitRunner(planned, planned.stages[stage], Cohort(0, partitions, (0,)), OPTIONS)
+    """A unit whose consumers have one cohort each."""
+    routers = {
+        ExchangeId(e.id): Router(e, [Cohort(0, OPTIONS.partitions, (0,))], digests=False)
+        for e in planned.exchanges
+    }
+    cohort = Cohort(0, partitions, (0,))
+    return UnitRunner(planned, planned.stages[stage], cohort, OPTIONS, routers)
 
 
 def ingested(planned: Plan) -> list[dict[int, Frames]]:
@@ -84,15 +91,15 @@ def ingested(planned: Plan) -> list[dict[int, Frames]]:
         span = Range(0, 0, at, at + ROWS, None)
         over = epoch == EPOCHS - 1
         record = EpochRecord(epoch, at, (span,), idle=(0,) if over else (), last=over, ended=over)
-        outputs, track = source.run(IngestEpoch((0, 0), record))
-        made.append({x: Frames(b, track, None) for x, b in outputs.items()})
+        outputs = source.run(IngestEpoch((0, 0), record))
+        made.append({x: frames[CohortId(0)] for x, frames in outputs.items()})
     return made
 
 
 def processed(unit: UnitRunner, epoch: int, frames: dict[int, Frames]) -> list[pa.RecordBatch]:
     inputs = {e.id: [frames[e.id]] for e in unit.stage.inputs}
-    outputs, _ = unit.run(ProcessBundles((unit.stage.id, 0), epoch, True, inputs))
-    return [outputs[x] for x in sorted(outputs)]
+    outputs = unit.run(ProcessBundles((unit.stage.id, 0), epoch, True, inputs))
+    return [outputs[x][CohortId(0)].batch for x in sorted(outputs)]
 
 
 def handed(
@@ -175,9 +182,9 @@ def test_a_source_is_read_on_from_where_the_epochs_are() -> None:
     assert new.ingress is not None
     for unit in (old, new):
         assert unit.ingress is not None and unit.ingress.ready(records[2], 7)
-    (one, track), (other, same) = (u.run(IngestEpoch((0, 0), records[2])) for u in (old, new))
-    assert all(one[x].equals(other[x]) for x in one)
-    assert track.to_bytes() == same.to_bytes()
+    one, other = (u.run(IngestEpoch((0, 0), records[2])) for u in (old, new))
+    for exchange, by_cohort in one.items():
+        assert all(f.content == other[exchange][c].content for c, f in by_cohort.items())
 
 
 def test_a_sink_gives_over_what_is_not_durable() -> None:
@@ -199,7 +206,7 @@ def test_a_sink_gives_over_what_is_not_durable() -> None:
     for unit in (old, new):
         processed(unit, 4, sent[4])
         assert unit.egress is not None
-        unit.egress.lead()
+        unit.egress.lead(1)
     assert old.egress.report() == new.egress.report()
 
 
