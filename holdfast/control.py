@@ -42,6 +42,7 @@ from holdfast.core.events import (
     FlowFailed,
     SiteFinished,
     SiteRegistered,
+    SitesApart,
     SitesFailed,
     ViewSeen,
     WaitOver,
@@ -178,6 +179,10 @@ class Control:
         self._leader: wire.Connection | None = None
         self._launched_here: set[SiteId] = set()
         self._heard: dict[SiteId, float] = {}
+        self._busy: dict[SiteId, float] = {}
+        """When sites last said that they are in a long call, and can hear nobody."""
+        self._apart: dict[tuple[SiteId, SiteId], int] = {}
+        """Who has complained of whom since the last look: see `SitesApart`."""
         self._suspects: dict[SiteId, str | None] = {}
         """Sites whose connection broke; with a reason if their process is known to be gone."""
         self._joins: dict[tuple[Unit, SiteId], tuple[float, int | None]] = {}
@@ -437,7 +442,8 @@ class Control:
         self._heard[site] = time.monotonic()
         match message:
             case wire.Beat():
-                pass
+                if message.busy:
+                    self._busy[site] = self._heard[site]
             case wire.Register():
                 self._on_register(connection, message)
             case wire.Seen():
@@ -450,9 +456,10 @@ class Control:
                 )
             case wire.Behind():
                 if self._uncommitted is None:  # if not, membership is frozen
-                    self._handle(
-                        CopyBehind(SiteId(message.site), message.reason, message.unreachable)
-                    )
+                    self._handle(CopyBehind(SiteId(message.site), message.reason))
+            case wire.Unheard():
+                if self.controller is not None:
+                    self._apart[site, SiteId(message.site)] = message.leases
             case wire.Status():
                 if site in self._connections:
                     self.status[site] = msgspec.json.decode(message.figures)
@@ -550,6 +557,7 @@ class Control:
             now = time.monotonic()
             if now - before > 3 * pause:  # it is this process that did not get to run
                 self._heard = dict.fromkeys(self._heard, now)
+                self._apart.clear()
             if self.controller is None:
                 continue
             limit, known = now - self.options.lease_s, self.controller.addresses
@@ -557,7 +565,23 @@ class Control:
             if silent:
                 reason = f"silent for more than {self.options.lease_s} s"
                 self._handle(SitesFailed(tuple(silent), reason, certain=False))
+            self._part(now)
             self._give_up_joins(now)
+
+    def _part(self, now: float) -> None:
+        """See to those that hear nothing of each other. Not if one of them was busy just now, or
+        is silent: that is another matter. What still holds is said again in a lease."""
+        said, self._apart = self._apart, {}
+        if self._uncommitted is not None:
+            return  # membership is frozen
+        limit = now - self.options.lease_s
+
+        def at_work(site: SiteId) -> bool:
+            return self._heard.get(site, 0.0) > limit > self._busy.get(site, 0.0)
+
+        couples = {c: leases for c, leases in said.items() if all(map(at_work, c))}
+        if couples:
+            self._handle(SitesApart(couples))
 
     def _give_up_joins(self, now: float) -> None:
         """A copy that is being made and gets nowhere is given up, and made anew."""
@@ -629,6 +653,7 @@ class Control:
     def _fence(self, site: SiteId) -> None:
         connection = self._connections.pop(site, None)
         self._registered.pop(site, None)
+        self._busy.pop(site, None)
         self.status.pop(site, None)
         if connection is not None:
             connection.send(wire.Fenced())
