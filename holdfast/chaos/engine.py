@@ -67,8 +67,14 @@ class Done:
     @property
     def gone(self) -> bool:
         """All are dead who must be."""
-        spared = self.spared or self.kind.deaths is not Deaths.ALL
-        return spared or len(self.dead) == len(self.victims)
+        required = {Deaths.ALL: len(self.victims), Deaths.ONE: 1, Deaths.NONE: 0}
+        return self.spared or len(self.dead) >= required[self.kind.deaths]
+
+    @property
+    def over(self) -> bool:
+        """It is not going on, or need not end for the flow to recover."""
+        lasting = self.kind.lasts[1] > 0 and self.kind.deaths is not Deaths.ONE
+        return not lasting or self.healed_at is not None
 
     def __str__(self) -> str:
         sites = ", ".join(str(s) for s in self.victims) or "–"
@@ -172,8 +178,7 @@ class Chaos:
             if int(site) not in self.dead:
                 self._note_death(int(site), why)
         for done in list(self._open):
-            healed = done.kind.lasts[1] == 0 or done.healed_at is not None
-            if done.gone and healed and status["protected"]:
+            if done.gone and done.over and status["protected"]:
                 done.recovered_at = time.time()
                 self._open.remove(done)
 
@@ -195,7 +200,8 @@ class Chaos:
             return late >= 0
         if late > SPARED_LEASES * self._lease_s:
             partitions = self._run.status()["partitions"]
-            done.spared = not survivable(partitions, set(done.victims))
+            losses = _losses(done.kind, done.victims)
+            done.spared = not any(survivable(partitions, loss) for loss in losses)
         return done.spared
 
     def _heal(self, heal: Heal) -> None:
@@ -271,12 +277,28 @@ class Chaos:
             self._proxy.reset(one, other if kind is RESET else CONTROL)
             return None
         if kind in (HOLD, PART):
-            self._proxy.hold(one, other)
-            return lambda: self._proxy.release(one, other)
+            return self._part(one, other)
         assert kind in (BLIP, CUT) and self._network is not None
         network = self._network
         network.cut(one)
         return lambda: network.heal(one)
+
+    def _part(self, one: int, other: int) -> Callable[[], None]:
+        """By the kernel of the one who dials, if that can be: then it gets no acknowledgements,
+        while at the other end the proxy gives them."""
+        proxy, network = self._proxy, self._network
+        if network is None:
+            proxy.hold(one, other)
+            return lambda: proxy.release(one, other)
+        ways = proxy.ways(one, other)
+        for site, port in ways:
+            network.part(site, port)
+
+        def join() -> None:
+            for site, port in ways:
+                network.join(site, port)
+
+        return join
 
 
 def _losses(kind: Kind, victims: tuple[int, ...]) -> list[set[int]]:

@@ -19,8 +19,8 @@ class Deaths(Enum):
     """What becomes of a fault's victims."""
 
     ALL = "must die"
+    ONE = "one of them must be let go"
     NONE = "must stay"
-    SOME = "may be let go"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Kind:
 
     *kill* is SIGKILL, *stop* SIGSTOP and later SIGCONT. A *reset* breaks connections, *apart* lets
     nothing through between two sites that both reach the controller, and *cut off* nothing
-    between a site and everybody else.
+    between a site and everybody else. The flow recovers from two that are apart while they are.
     """
 
     name: str
@@ -49,7 +49,7 @@ SLEEP = Kind("stop > lease", 3, 1, Deaths.ALL, (1.3, 2.0))
 RESET = Kind("reset between two", 4, 2, Deaths.NONE, needs="proxy")
 RESET_CONTROL = Kind("reset to controller", 2, 1, Deaths.NONE, needs="proxy")
 HOLD = Kind("two apart < lease", 1, 2, Deaths.NONE, (0.1, 0.5), "proxy")
-PART = Kind("two apart > lease", 1, 2, Deaths.SOME, (1.5, 3.0), "proxy")
+PART = Kind("two apart > lease", 2, 2, Deaths.ONE, (3.0, 10.0), "proxy")
 BLIP = Kind("cut off < lease", 2, 1, Deaths.NONE, (0.1, 0.3), "namespaces")
 CUT = Kind("cut off > lease", 2, 1, Deaths.ALL, (1.3, 2.0), "namespaces")
 DRIVER = Kind("kill a driver", 0, 0, Deaths.ALL)
