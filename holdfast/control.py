@@ -44,6 +44,7 @@ from holdfast.core.events import (
     SiteRegistered,
     SitesApart,
     SitesFailed,
+    StopRequested,
     ViewSeen,
     WaitOver,
 )
@@ -169,6 +170,8 @@ class Control:
         key = f"{flow.name}-{hashlib.sha256(secret).hexdigest()[:12]}"
         self._arbiter: Arbiter = arbiter(place.arbiter_url, key, options.lease_s)
         self._entry: Entry | None = None
+        self._term = 0
+        """The last in which this application has led."""
         self._to_fence: list[SiteId] = []
         self._uncommitted: CommitView | None = None
         self._committing = False
@@ -188,6 +191,7 @@ class Control:
         self._joins: dict[tuple[Unit, SiteId], tuple[float, int | None]] = {}
         """Copies that are being made: since when, and how many bytes, have not become fewer."""
         self._started = False
+        self._asked: StopRequested | None = None
         self._feeders: list[Feeder] = []
 
     # --- life -----------------------------------------------------------------------------------
@@ -235,6 +239,12 @@ class Control:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the flow has ended
             self.loop.call_soon_threadsafe(self._handle, event)
 
+    def stop(self, drain: bool) -> None:
+        """End the flow, from any thread. If this application does not lead, another one is to be
+        told the same; should neither lead just now, the one that comes to lead will know."""
+        self._asked = StopRequested(drain)
+        self.post(self._asked)
+
     # --- who leads ------------------------------------------------------------------------------
 
     async def _keep_leading(self) -> None:
@@ -266,18 +276,29 @@ class Control:
     async def _lead(self, entry: Entry) -> None:
         if self._entry is not None and self._entry.term == entry.term:
             return  # it is being seen to
+        if entry.term <= self._term:
+            # It has stepped down in this term, which therefore is over: sites take a new leader by
+            # its term, and their numbers are given out once in each.
+            await self._ask(partial(self._arbiter.resign, entry))
+            return
         log.info("application %s leads, term %s", self.place.app, entry.term)
-        self._entry = entry
+        self._entry, self._term = entry, entry.term
         if self._leader is not None:
             self._leader.close()
             self._leader = None
         if entry.value:
             await self._take_over(msgspec.msgpack.decode(entry.value, type=Committed), entry.term)
-            return
-        ids = [SiteId(first_id(entry.term) + i) for i in range(self._sites + self._standbys)]
+        else:
+            self._set_out(entry.term)
+        if self._asked is not None:
+            self._handle(self._asked)
+
+    def _set_out(self, term: int) -> None:
+        """Begin the flow."""
+        ids = [SiteId(first_id(term) + i) for i in range(self._sites + self._standbys)]
         self._app_of = {int(s): s % self.place.apps for s in ids}
         sites, standbys = ids[: self._sites], ids[self._sites :]
-        self.controller = Controller(self.shape, sites, standbys, entry.term)
+        self.controller = Controller(self.shape, sites, standbys, term)
         for site in ids:
             self._launch(site)
 
@@ -677,21 +698,25 @@ class Control:
     async def _commit_latest(self) -> None:
         try:
             while (effect := self._uncommitted) is not None and self.controller is not None:
-                assert self._entry is not None
-                value = msgspec.msgpack.encode(self._known())
-                try:
-                    self._entry = await self._ask(partial(self._arbiter.commit, self._entry, value))
-                except ArbiterAway as error:
-                    log.warning("membership is frozen: %s", error)
-                    await asyncio.sleep(self.options.lease_s / 5)
-                    continue
-                except Superseded as error:
-                    self._step_down(str(error))
-                    return
+                await self._commit_value(msgspec.msgpack.encode(self._known()))
                 if effect is self._uncommitted:
                     self._committed(effect)
         finally:
             self._committing = False
+
+    async def _commit_value(self, value: bytes) -> None:
+        """Say it until there is an answer. The same again is right if only the answer got lost;
+        anything else would find it there, and take it for a successor's."""
+        while self.controller is not None:
+            assert self._entry is not None
+            try:
+                self._entry = await self._ask(partial(self._arbiter.commit, self._entry, value))
+                return
+            except ArbiterAway as error:
+                log.warning("membership is frozen: %s", error)
+                await asyncio.sleep(self.options.lease_s / 5)
+            except Superseded as error:
+                self._step_down(str(error))
 
     def _committed(self, effect: CommitView | None) -> None:
         self._uncommitted = None
