@@ -20,6 +20,7 @@ from holdfast.bench.paced import Watched
 from holdfast.chaos.faults import (
     BLIP,
     CUT,
+    EXECUTOR,
     HOLD,
     KILL,
     NAP,
@@ -38,6 +39,7 @@ from holdfast.chaos.namespaces import Network
 from holdfast.chaos.proxy import CONTROL, Proxy
 from holdfast.errors import HostError
 
+KILLS = (KILL, TWO_KILLS, EXECUTOR)
 TICK_S = 0.01
 SPARED_LEASES = 5.0
 PATIENCE_S = 60.0
@@ -126,7 +128,7 @@ class Chaos:
 
     def fenced(self) -> set[int]:
         """Sites that were declared dead though their process lived."""
-        return {s for d in self.done if d.kind not in (KILL, TWO_KILLS) for s in d.dead}
+        return {s for d in self.done if d.kind not in KILLS for s in d.dead}
 
     def gone_by_themselves(self) -> set[int]:
         return {s for s in self.fenced() if s in self._exits}
@@ -138,7 +140,7 @@ class Chaos:
         return {s: why for s, why in self.dead.items() if s not in expected}
 
     def _mended(self) -> bool:
-        return not self._heals and not self._open and self._run.protected
+        return not self._open and self._run.protected
 
     def _left(self) -> bool:
         return self.fenced() <= self._exits.keys()
@@ -231,7 +233,7 @@ class Chaos:
         done = Done(fault, kind, victims, pids, time.time(), not status["protected"])
         self.done.append(done)
         self._open.append(done)
-        heal = self._begin(kind, victims, pids)
+        heal = self._begin(kind, victims, _targets(kind, status, victims))
         if heal is not None:
             due = time.monotonic() + fault.lasts * self._lease_s
             self._heals.append((due, done, heal))
@@ -248,6 +250,8 @@ class Chaos:
         members = {s for p in status["partitions"] for s in p["copies"]}
         living = [s for s in members if s in status["domains"] and s not in down]
         for victims in candidates(fault, living):
+            if fault.kind is EXECUTOR:
+                victims = _beside(status, victims[0])
             losses = _losses(fault.kind, victims)
             if all(survivable(status["partitions"], down | loss) for loss in losses):
                 return [(fault.kind, victims, status)]
@@ -267,7 +271,7 @@ class Chaos:
     ) -> Callable[[], None] | None:
         """Do it; what ends it, if it is not for good."""
         one, other = victims[0], victims[-1]
-        if kind in (KILL, TWO_KILLS):
+        if kind in KILLS:
             _signal(pids, signal.SIGKILL)
             return None
         if kind in (NAP, SLEEP):
@@ -310,9 +314,20 @@ def _losses(kind: Kind, victims: tuple[int, ...]) -> list[set[int]]:
 
 def _pid(status: Mapping[str, Any], site: int) -> int:
     """The process of a site that is registered: it has said so itself."""
-    domain = status["domains"][site]
-    process = domain["process"] if isinstance(domain, dict) else domain.process
-    return int(process.rpartition("/")[2])
+    return int(status["domains"][site].process.rpartition("/")[2])
+
+
+def _beside(status: Mapping[str, Any], site: int) -> tuple[int, ...]:
+    """The site, and all others in the same executor."""
+    executor = status["domains"][site].executor
+    return tuple(sorted(s for s, d in status["domains"].items() if d.executor == executor))
+
+
+def _targets(kind: Kind, status: Mapping[str, Any], victims: tuple[int, ...]) -> tuple[int, ...]:
+    """The processes that it is done to: those of the sites, or their executor's."""
+    if kind is EXECUTOR:
+        return (int(status["domains"][victims[0]].executor.rpartition("-")[2]),)
+    return tuple(_pid(status, s) for s in victims)
 
 
 def _signal(pids: Iterable[int], number: int) -> None:

@@ -524,6 +524,7 @@ class Site:
         usage = resource.getrusage(resource.RUSAGE_SELF)
         figures = {
             **self.node.figures(),
+            "view": str(self.node.view),
             "pid": os.getpid(),
             "rss_mb": usage.ru_maxrss / 1024,
             "memory_limit_mb": self._limit / 2**20,
