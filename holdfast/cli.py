@@ -170,7 +170,9 @@ def _add_chaos(commands: Any) -> None:
         help="kill, stop and cut off sites of a flow under load, and check the result",
         description="Runs a flow under load, protected by pairs on 4 sites, and kills and stops "
         "its sites, breaks their connections and cuts their network, at moments that a seed "
-        "decides; never more than pairs promise to survive. Prints what that did to the output. "
+        "decides; never more than pairs promise to survive. On Spark also executors are killed, "
+        "and then, with the flow in two applications, drivers; and their ZooKeeper is killed or "
+        "stopped, and comes back. Prints what that did to the output. "
         "Exit status 1 if a row is lost, repeated or wrong, if the flow fails, or if it is not "
         "protected again at the end.",
         epilog="example: holdfast chaos --faults 50 --seed 7",
@@ -184,6 +186,13 @@ def _add_chaos(commands: Any) -> None:
         choices=("spark", "process"),
         default="process",
         help="where sites run: as Spark tasks, or as plain processes (process)",
+    )
+    chaos.add_argument(
+        "--apps",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="with 2 only the faults to applications and their arbiter, on either host (1)",
     )
     chaos.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     chaos.add_argument("--verbose", action="store_true", help="say what is done while it is done")
@@ -325,6 +334,7 @@ def _chaos(options: argparse.Namespace, console: Console) -> int:
         minutes=options.minutes,
         seed=random.randrange(1 << 16) if options.seed is None else options.seed,
         host=options.host,
+        apps=options.apps,
         console=console,
         verbose=options.verbose,
     )

@@ -41,7 +41,9 @@ from holdfast.core.events import (
     FlowFailed,
     SiteFinished,
     SiteRegistered,
+    SitesApart,
     SitesFailed,
+    StopRequested,
     ViewSeen,
     WaitOver,
 )
@@ -167,6 +169,8 @@ class Control:
         key = f"{flow.name}-{wire.incarnation(secret)}"
         self._arbiter: Arbiter = arbiter(place.arbiter_url, key, options.lease_s)
         self._entry: Entry | None = None
+        self._term = 0
+        """The last in which this application has led."""
         self._to_fence: list[SiteId] = []
         self._uncommitted: CommitView | None = None
         self._committing = False
@@ -177,11 +181,16 @@ class Control:
         self._leader: wire.Connection | None = None
         self._launched_here: set[SiteId] = set()
         self._heard: dict[SiteId, float] = {}
+        self._busy: dict[SiteId, float] = {}
+        """When sites last said that they are in a long call, and can hear nobody."""
+        self._apart: dict[tuple[SiteId, SiteId], int] = {}
+        """Who has complained of whom since the last look: see `SitesApart`."""
         self._suspects: dict[SiteId, str | None] = {}
         """Sites whose connection broke; with a reason if their process is known to be gone."""
         self._joins: dict[tuple[Unit, SiteId], tuple[float, int | None]] = {}
         """Copies that are being made: since when, and how many bytes, have not become fewer."""
         self._started = False
+        self._asked: StopRequested | None = None
         self._feeders: list[Feeder] = []
 
     # --- life -----------------------------------------------------------------------------------
@@ -229,6 +238,12 @@ class Control:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the flow has ended
             self.loop.call_soon_threadsafe(self._handle, event)
 
+    def stop(self, drain: bool) -> None:
+        """End the flow, from any thread. If this application does not lead, another one is to be
+        told the same; should neither lead just now, the one that comes to lead will know."""
+        self._asked = StopRequested(drain)
+        self.post(self._asked)
+
     # --- who leads ------------------------------------------------------------------------------
 
     async def _keep_leading(self) -> None:
@@ -260,18 +275,29 @@ class Control:
     async def _lead(self, entry: Entry) -> None:
         if self._entry is not None and self._entry.term == entry.term:
             return  # it is being seen to
+        if entry.term <= self._term:
+            # It has stepped down in this term, which therefore is over: sites take a new leader by
+            # its term, and their numbers are given out once in each.
+            await self._ask(partial(self._arbiter.resign, entry))
+            return
         log.info("application %s leads, term %s", self.place.app, entry.term)
-        self._entry = entry
+        self._entry, self._term = entry, entry.term
         if self._leader is not None:
             self._leader.close()
             self._leader = None
         if entry.value:
             await self._take_over(msgspec.msgpack.decode(entry.value, type=Committed), entry.term)
-            return
-        ids = [SiteId(first_id(entry.term) + i) for i in range(self._sites + self._standbys)]
+        else:
+            self._set_out(entry.term)
+        if self._asked is not None:
+            self._handle(self._asked)
+
+    def _set_out(self, term: int) -> None:
+        """Begin the flow."""
+        ids = [SiteId(first_id(term) + i) for i in range(self._sites + self._standbys)]
         self._app_of = {int(s): s % self.place.apps for s in ids}
         sites, standbys = ids[: self._sites], ids[self._sites :]
-        self.controller = Controller(self.shape, sites, standbys, entry.term)
+        self.controller = Controller(self.shape, sites, standbys, term)
         for site in ids:
             self._launch(site)
 
@@ -436,7 +462,8 @@ class Control:
         self._heard[site] = time.monotonic()
         match message:
             case wire.Beat():
-                pass
+                if message.busy:
+                    self._busy[site] = self._heard[site]
             case wire.Register():
                 self._on_register(connection, message)
             case wire.Seen():
@@ -449,9 +476,10 @@ class Control:
                 )
             case wire.Behind():
                 if self._uncommitted is None:  # if not, membership is frozen
-                    self._handle(
-                        CopyBehind(SiteId(message.site), message.reason, message.unreachable)
-                    )
+                    self._handle(CopyBehind(SiteId(message.site), message.reason))
+            case wire.Unheard():
+                if self.controller is not None:
+                    self._apart[site, SiteId(message.site)] = message.leases
             case wire.Status():
                 if site in self._connections:
                     self.status[site] = msgspec.json.decode(message.figures)
@@ -549,6 +577,7 @@ class Control:
             now = time.monotonic()
             if now - before > 3 * pause:  # it is this process that did not get to run
                 self._heard = dict.fromkeys(self._heard, now)
+                self._apart.clear()
             if self.controller is None:
                 continue
             limit, known = now - self.options.lease_s, self.controller.addresses
@@ -556,7 +585,23 @@ class Control:
             if silent:
                 reason = f"silent for more than {self.options.lease_s} s"
                 self._handle(SitesFailed(tuple(silent), reason, certain=False))
+            self._part(now)
             self._give_up_joins(now)
+
+    def _part(self, now: float) -> None:
+        """See to those that hear nothing of each other. Not if one of them was busy just now, or
+        is silent: that is another matter. What still holds is said again in a lease."""
+        said, self._apart = self._apart, {}
+        if self._uncommitted is not None:
+            return  # membership is frozen
+        limit = now - self.options.lease_s
+
+        def at_work(site: SiteId) -> bool:
+            return self._heard.get(site, 0.0) > limit > self._busy.get(site, 0.0)
+
+        couples = {c: leases for c, leases in said.items() if all(map(at_work, c))}
+        if couples:
+            self._handle(SitesApart(couples))
 
     def _give_up_joins(self, now: float) -> None:
         """A copy that is being made and gets nowhere is given up, and made anew."""
@@ -628,6 +673,7 @@ class Control:
     def _fence(self, site: SiteId) -> None:
         connection = self._connections.pop(site, None)
         self._registered.pop(site, None)
+        self._busy.pop(site, None)
         self.status.pop(site, None)
         if connection is not None:
             connection.send(wire.Fenced())
@@ -651,21 +697,25 @@ class Control:
     async def _commit_latest(self) -> None:
         try:
             while (effect := self._uncommitted) is not None and self.controller is not None:
-                assert self._entry is not None
-                value = msgspec.msgpack.encode(self._known())
-                try:
-                    self._entry = await self._ask(partial(self._arbiter.commit, self._entry, value))
-                except ArbiterAway as error:
-                    log.warning("membership is frozen: %s", error)
-                    await asyncio.sleep(self.options.lease_s / 5)
-                    continue
-                except Superseded as error:
-                    self._step_down(str(error))
-                    return
+                await self._commit_value(msgspec.msgpack.encode(self._known()))
                 if effect is self._uncommitted:
                     self._committed(effect)
         finally:
             self._committing = False
+
+    async def _commit_value(self, value: bytes) -> None:
+        """Say it until there is an answer. The same again is right if only the answer got lost;
+        anything else would find it there, and take it for a successor's."""
+        while self.controller is not None:
+            assert self._entry is not None
+            try:
+                self._entry = await self._ask(partial(self._arbiter.commit, self._entry, value))
+                return
+            except ArbiterAway as error:
+                log.warning("membership is frozen: %s", error)
+                await asyncio.sleep(self.options.lease_s / 5)
+            except Superseded as error:
+                self._step_down(str(error))
 
     def _committed(self, effect: CommitView | None) -> None:
         self._uncommitted = None

@@ -7,17 +7,19 @@ gathers the sites, watches them and ends the flow; rows never pass through it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from holdfast import errors
 from holdfast.control import Control, Host, Place, Route, direct
 from holdfast.core.controller import Controller
-from holdfast.core.events import StopRequested
 from holdfast.core.records import EpochRecord
 from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
@@ -26,6 +28,10 @@ from holdfast.site import wire
 from holdfast.site.process_host import ProcessHost
 
 log = logging.getLogger("holdfast.run")
+
+T = TypeVar("T")
+LOOK_S = 0.05
+"""How often whoever looks at a run asks whether there is still somebody to show it."""
 
 
 def start(
@@ -92,6 +98,8 @@ class Run:
         self._control, self._host = control, host
         self._started_at = time.time()
         self._running = threading.Event()
+        self._served = threading.Event()
+        """Nothing changes any more."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="holdfast-controller", daemon=True)
         control.on_running = self._running.set
@@ -116,10 +124,36 @@ class Run:
     @property
     def protected(self) -> bool:
         """Whether every partition has all its copies, and all of them are up to date."""
+        return self._look(self._is_protected)
+
+    def _is_protected(self) -> bool:
         return self._controller is not None and self._controller.protected
+
+    def _look(self, look: Callable[[], T]) -> T:
+        """What `look` returns, called in the controller's thread: there all that it looks at
+        changes, and nothing does meanwhile."""
+        if not self._thread.is_alive() or self._thread is threading.current_thread():
+            return look()
+        seen: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                seen.set_result(look())
+            except Exception as error:
+                seen.set_exception(error)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._control.loop.call_soon_threadsafe(call)
+        while not self._served.is_set():
+            with contextlib.suppress(TimeoutError):
+                return seen.result(LOOK_S)
+        return look()
 
     def status(self) -> dict[str, Any]:
         """The flow's state and the latest figures of every site."""
+        return self._look(self._status)
+
+    def _status(self) -> dict[str, Any]:
         records, controller = self._control.records, self._controller
         last = records[max(records)] if records else None
         dead = controller.dead if controller else {}
@@ -135,7 +169,7 @@ class Run:
             "domains": {int(s): d for s, d in controller.domains.items()} if controller else {},
             "view": str(view) if view else None,
             "term": view.term if view else -1,
-            "protected": self.protected,
+            "protected": self._is_protected(),
             "partitions": self._recovery(controller) if controller else [],
             "dead": {int(s): reason for s, reason in dead.items()},
             "error": str(self.error) if self.error else None,
@@ -177,12 +211,12 @@ class Run:
 
     def records(self) -> list[EpochRecord]:
         """The epoch records so far: what the batch job needs to take the rows in the same order."""
-        records = self._control.records
+        records = self._look(lambda: dict(self._control.records))
         return [records[e] for e in sorted(records)]
 
     def sink_report(self, name: str) -> dict[str, Any]:
         """What the sink `name` last reported about itself."""
-        for site in self._control.status.values():
+        for site in self._look(lambda: list(self._control.status.values())):
             for stage in site["stages"]:
                 if stage["kind"] == "sink" and stage["stage"] == name and stage["sink"]:
                     return stage["sink"]
@@ -204,12 +238,12 @@ class Run:
     def stop(self, *, drain: bool = True, timeout: float | None = 60.0) -> None:
         """End the flow: take no more rows and, with `drain`, deliver those that were taken."""
         if not self._ended.is_set():
-            self._control.post(StopRequested(drain))
+            self._control.stop(drain)
         if not self.wait(timeout):
             log.warning(
                 "flow %r did not drain within %s s; it is ended now", self.flow.name, timeout
             )
-            self._control.post(StopRequested(drain=False))
+            self._control.stop(drain=False)
             self.wait()
 
     def __enter__(self) -> Run:
@@ -217,7 +251,7 @@ class Run:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None and not self._ended.is_set():
-            self._control.post(StopRequested(drain=False))
+            self._control.stop(drain=False)
             self._ended.wait(30)
         elif not self._ended.is_set():
             self.stop()
@@ -235,7 +269,7 @@ class Run:
             if time.monotonic() > deadline and controller is not None:
                 missing = [s for s in controller.sites if s not in controller.addresses]
                 reason = "; ".join(list(controller.history)[-5:])
-                self._control.post(StopRequested(drain=False))
+                self._control.stop(drain=False)
                 self._ended.wait(30)
                 raise errors.HostError(
                     f"flow {self.flow.name!r} did not start within {timeout} s: "
@@ -249,6 +283,7 @@ class Run:
         try:
             loop.run_until_complete(self._control.run())
         finally:
+            self._served.set()
             self._host.close()
             loop.close()
             self._ended.set()

@@ -9,15 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 from rich.console import Console
 
+from holdfast.apps import Apps
 from holdfast.bench.paced import read_log
-from holdfast.chaos import load
+from holdfast.chaos import load, namespaces, zookeeper
 from holdfast.chaos.engine import PATIENCE_S, Chaos, Done
-from holdfast.chaos.faults import EXECUTOR, KINDS, Kind, faults
+from holdfast.chaos.faults import APPS_KINDS, KINDS, Kind, faults, in_turn
 from holdfast.chaos.hosts import ChaosHost, ChaosProcesses
-from holdfast.chaos.namespaces import Network, unavailable
 from holdfast.chaos.proxy import Proxy
 from holdfast.chaos.report import Outcome, gaps, show
 from holdfast.errors import HoldfastError, HostError
@@ -25,7 +26,9 @@ from holdfast.flow.options import Options
 
 LEASE_S = 1.0
 STANDBYS = 1
-FAULTS_PER_DRIVER_KILL = 25
+FAULTS_PER_APPS_FAULT = 25
+"""On Spark, how many faults are done to sites for one that is done to applications."""
+MISSING = {"spilling": "nothing is spilled to disk yet"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +43,9 @@ class Limits:
         return time.monotonic() + self.minutes * 60 if self.minutes else float("inf")
 
     @property
-    def driver_kills(self) -> int:
-        return max(1, (self.count or 0) // FAULTS_PER_DRIVER_KILL)
+    def apart(self) -> Limits:
+        """How many of those that take two applications are done after the others."""
+        return Limits(max(1, (self.count or 0) // FAULTS_PER_APPS_FAULT))
 
 
 def chaos(
@@ -50,6 +54,7 @@ def chaos(
     minutes: float | None = None,
     seed: int = 0,
     host: str = "process",
+    apps: int = 1,
     console: Console | None = None,
     verbose: bool = False,
 ) -> Outcome:
@@ -57,10 +62,15 @@ def chaos(
     console = console or Console()
     folder = tempfile.mkdtemp(prefix="holdfast-chaos-")
     outcome, limits = Outcome(seed, host), Limits(count, minutes)
-    begun = time.monotonic()
+    begun, listener = time.monotonic(), console if verbose else None
     try:
-        todo = _on_spark if host == "spark" else _on_processes
-        todo(outcome, folder, limits, console if verbose else None)
+        if apps > 1:
+            _in_apps(outcome, folder, limits, listener)
+        elif host == "spark":
+            _on_spark(outcome, folder, limits, listener)
+            _in_apps(outcome, tempfile.mkdtemp(dir=folder), limits.apart, listener)
+        else:
+            _on_processes(outcome, folder, limits, listener)
     except HoldfastError as error:
         outcome.error = f"{type(error).__name__}: {error}"
     finally:
@@ -74,8 +84,9 @@ def chaos(
 def _on_processes(
     outcome: Outcome, folder: str, limits: Limits, console: Console | None = None
 ) -> None:
+    missing = {"executors": "plain processes have none; --host spark has"}
     with _network() as (network, why), _proxy(network) as proxy:
-        kinds = _kinds({"namespaces": why} if why else {}, outcome)
+        kinds = _kinds(KINDS, missing | ({"namespaces": why} if why else {}), outcome)
         host = ChaosProcesses(proxy, network)
         _to_sites(outcome, folder, limits, kinds, host, proxy, network, console)
 
@@ -83,18 +94,48 @@ def _on_processes(
 def _on_spark(
     outcome: Outcome, folder: str, limits: Limits, console: Console | None = None
 ) -> None:
-    """Faults to the sites of one application; then drivers of two are killed."""
+    """Faults to the sites of one application, and to its executors."""
     from holdfast.chaos import spark
 
-    kinds = _kinds(spark.MISSING, outcome)
+    kinds = _kinds(KINDS, spark.MISSING, outcome)
     sites = load.SITES + STANDBYS
     with spark.session(sites) as session, _proxy(None) as proxy:
         host = spark.ChaosSpark(session, load.flow(folder), sites, proxy)
         _to_sites(outcome, folder, limits, kinds, host, proxy, None, console)
-    both = tempfile.mkdtemp(dir=folder)
-    rows, done = spark.kill_drivers(both, limits.driver_kills, len(outcome.done))
-    outcome.done = outcome.done + done
-    _judge(outcome, both, rows, done, {})
+
+
+def _in_apps(outcome: Outcome, folder: str, limits: Limits, console: Console | None = None) -> None:
+    """Faults to a flow in two applications, and to their arbiter."""
+    from holdfast.chaos.apps import AppsChaos
+
+    why = zookeeper.unavailable()
+    kinds = _kinds(APPS_KINDS, {"zookeeper": why} if why else {}, outcome)
+    chosen = in_turn(outcome.seed, kinds, len(outcome.done))
+    with _server(folder, why) as server, _apps(outcome.host, folder, server) as apps:
+        works = AppsChaos(apps, server, folder, LEASE_S, console)
+        try:
+            works.run(islice(chosen, limits.count), limits.until)
+        finally:
+            outcome.done = outcome.done + works.done
+            outcome.unexpected |= works.unexpected()
+        rows = load.source(folder).end()
+        if not apps.ended(PATIENCE_S):
+            raise HostError(f"the flow has not drained within {PATIENCE_S:.0f} s: {apps.status()}")
+        apps.wait()
+    _judge(outcome, folder, rows, works.done, {})
+
+
+def _apps(host: str, folder: str, server: zookeeper.Server | None) -> Apps:
+    file = Path(folder, "flow.py")
+    file.write_text(f"from holdfast.chaos import load\n\nflow = load.flow({folder!r})\n")
+    return Apps(
+        str(file),
+        apps=2,
+        sites=load.SITES,
+        host=host,
+        arbiter=server.url if server else None,
+        options=Options(partitions=16, lease_s=LEASE_S),
+    )
 
 
 def _to_sites(
@@ -104,7 +145,7 @@ def _to_sites(
     kinds: Sequence[Kind],
     host: ChaosHost,
     proxy: Proxy,
-    network: Network | None,
+    network: namespaces.Network | None,
     console: Console | None,
 ) -> None:
     """The faults that happen to sites of one run, and what came of them."""
@@ -142,13 +183,13 @@ def _judge(
 
 
 @contextmanager
-def _network() -> Iterator[tuple[Network | None, str | None]]:
+def _network() -> Iterator[tuple[namespaces.Network | None, str | None]]:
     """Namespaces for the sites, or why there are none."""
-    why = unavailable()
+    why = namespaces.unavailable()
     if why is not None:
         yield None, why
         return
-    network = Network()
+    network = namespaces.Network()
     try:
         yield network, None
     finally:
@@ -156,7 +197,21 @@ def _network() -> Iterator[tuple[Network | None, str | None]]:
 
 
 @contextmanager
-def _proxy(network: Network | None) -> Iterator[Proxy]:
+def _server(folder: str, why: str | None) -> Iterator[zookeeper.Server | None]:
+    """A ZooKeeper server, unless there is a reason why there is none."""
+    if why is not None:
+        yield None
+        return
+    server = zookeeper.Server(Path(tempfile.mkdtemp(dir=folder)))
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+@contextmanager
+def _proxy(network: namespaces.Network | None) -> Iterator[Proxy]:
     proxy = Proxy(network.address if network else "127.0.0.1")
     try:
         yield proxy
@@ -164,7 +219,8 @@ def _proxy(network: Network | None) -> Iterator[Proxy]:
         proxy.close()
 
 
-def _kinds(missing: Mapping[str, str], outcome: Outcome) -> list[Kind]:
+def _kinds(kinds: Sequence[Kind], missing: Mapping[str, str], outcome: Outcome) -> list[Kind]:
     """Those that can be done; the others are noted as left out."""
-    outcome.left_out |= {k.name: missing[k.needs] for k in (*KINDS, EXECUTOR) if k.needs in missing}
-    return [k for k in KINDS if k.needs not in missing]
+    missing = MISSING | dict(missing)
+    outcome.left_out |= {k.name: missing[k.needs] for k in kinds if k.needs in missing}
+    return [k for k in kinds if k.needs not in missing]

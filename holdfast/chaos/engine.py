@@ -20,6 +20,7 @@ from holdfast.bench.paced import Watched
 from holdfast.chaos.faults import (
     BLIP,
     CUT,
+    EXECUTOR,
     HOLD,
     KILL,
     NAP,
@@ -38,6 +39,7 @@ from holdfast.chaos.namespaces import Network
 from holdfast.chaos.proxy import CONTROL, Proxy
 from holdfast.errors import HostError
 
+KILLS = (KILL, TWO_KILLS, EXECUTOR)
 TICK_S = 0.01
 SPARED_LEASES = 5.0
 PATIENCE_S = 60.0
@@ -67,8 +69,14 @@ class Done:
     @property
     def gone(self) -> bool:
         """All are dead who must be."""
-        spared = self.spared or self.kind.deaths is not Deaths.ALL
-        return spared or len(self.dead) == len(self.victims)
+        required = {Deaths.ALL: len(self.victims), Deaths.ONE: 1, Deaths.NONE: 0}
+        return self.spared or len(self.dead) >= required[self.kind.deaths]
+
+    @property
+    def over(self) -> bool:
+        """It is not going on, or need not end for the flow to recover."""
+        lasting = self.kind.lasts[1] > 0 and self.kind.deaths is not Deaths.ONE
+        return not lasting or self.healed_at is not None
 
     def __str__(self) -> str:
         sites = ", ".join(str(s) for s in self.victims) or "–"
@@ -120,7 +128,7 @@ class Chaos:
 
     def fenced(self) -> set[int]:
         """Sites that were declared dead though their process lived."""
-        return {s for d in self.done if d.kind not in (KILL, TWO_KILLS) for s in d.dead}
+        return {s for d in self.done if d.kind not in KILLS for s in d.dead}
 
     def gone_by_themselves(self) -> set[int]:
         return {s for s in self.fenced() if s in self._exits}
@@ -132,7 +140,7 @@ class Chaos:
         return {s: why for s, why in self.dead.items() if s not in expected}
 
     def _mended(self) -> bool:
-        return not self._heals and not self._open and self._run.protected
+        return not self._open and self._run.protected
 
     def _left(self) -> bool:
         return self.fenced() <= self._exits.keys()
@@ -172,8 +180,7 @@ class Chaos:
             if int(site) not in self.dead:
                 self._note_death(int(site), why)
         for done in list(self._open):
-            healed = done.kind.lasts[1] == 0 or done.healed_at is not None
-            if done.gone and healed and status["protected"]:
+            if done.gone and done.over and status["protected"]:
                 done.recovered_at = time.time()
                 self._open.remove(done)
 
@@ -195,7 +202,8 @@ class Chaos:
             return late >= 0
         if late > SPARED_LEASES * self._lease_s:
             partitions = self._run.status()["partitions"]
-            done.spared = not survivable(partitions, set(done.victims))
+            losses = _losses(done.kind, done.victims)
+            done.spared = not any(survivable(partitions, loss) for loss in losses)
         return done.spared
 
     def _heal(self, heal: Heal) -> None:
@@ -225,7 +233,7 @@ class Chaos:
         done = Done(fault, kind, victims, pids, time.time(), not status["protected"])
         self.done.append(done)
         self._open.append(done)
-        heal = self._begin(kind, victims, pids)
+        heal = self._begin(kind, victims, _targets(kind, status, victims))
         if heal is not None:
             due = time.monotonic() + fault.lasts * self._lease_s
             self._heals.append((due, done, heal))
@@ -242,6 +250,8 @@ class Chaos:
         members = {s for p in status["partitions"] for s in p["copies"]}
         living = [s for s in members if s in status["domains"] and s not in down]
         for victims in candidates(fault, living):
+            if fault.kind is EXECUTOR:
+                victims = _beside(status, victims[0])
             losses = _losses(fault.kind, victims)
             if all(survivable(status["partitions"], down | loss) for loss in losses):
                 return [(fault.kind, victims, status)]
@@ -261,7 +271,7 @@ class Chaos:
     ) -> Callable[[], None] | None:
         """Do it; what ends it, if it is not for good."""
         one, other = victims[0], victims[-1]
-        if kind in (KILL, TWO_KILLS):
+        if kind in KILLS:
             _signal(pids, signal.SIGKILL)
             return None
         if kind in (NAP, SLEEP):
@@ -271,12 +281,28 @@ class Chaos:
             self._proxy.reset(one, other if kind is RESET else CONTROL)
             return None
         if kind in (HOLD, PART):
-            self._proxy.hold(one, other)
-            return lambda: self._proxy.release(one, other)
+            return self._part(one, other)
         assert kind in (BLIP, CUT) and self._network is not None
         network = self._network
         network.cut(one)
         return lambda: network.heal(one)
+
+    def _part(self, one: int, other: int) -> Callable[[], None]:
+        """By the kernel of the one who dials, if that can be: then it gets no acknowledgements,
+        while at the other end the proxy gives them."""
+        proxy, network = self._proxy, self._network
+        if network is None:
+            proxy.hold(one, other)
+            return lambda: proxy.release(one, other)
+        ways = proxy.ways(one, other)
+        for site, port in ways:
+            network.part(site, port)
+
+        def join() -> None:
+            for site, port in ways:
+                network.join(site, port)
+
+        return join
 
 
 def _losses(kind: Kind, victims: tuple[int, ...]) -> list[set[int]]:
@@ -288,9 +314,20 @@ def _losses(kind: Kind, victims: tuple[int, ...]) -> list[set[int]]:
 
 def _pid(status: Mapping[str, Any], site: int) -> int:
     """The process of a site that is registered: it has said so itself."""
-    domain = status["domains"][site]
-    process = domain["process"] if isinstance(domain, dict) else domain.process
-    return int(process.rpartition("/")[2])
+    return int(status["domains"][site].process.rpartition("/")[2])
+
+
+def _beside(status: Mapping[str, Any], site: int) -> tuple[int, ...]:
+    """The site, and all others in the same executor."""
+    executor = status["domains"][site].executor
+    return tuple(sorted(s for s, d in status["domains"].items() if d.executor == executor))
+
+
+def _targets(kind: Kind, status: Mapping[str, Any], victims: tuple[int, ...]) -> tuple[int, ...]:
+    """The processes that it is done to: those of the sites, or their executor's."""
+    if kind is EXECUTOR:
+        return (int(status["domains"][victims[0]].executor.rpartition("-")[2]),)
+    return tuple(_pid(status, s) for s in victims)
 
 
 def _signal(pids: Iterable[int], number: int) -> None:

@@ -19,8 +19,8 @@ class Deaths(Enum):
     """What becomes of a fault's victims."""
 
     ALL = "must die"
+    ONE = "one of them must be let go"
     NONE = "must stay"
-    SOME = "may be let go"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Kind:
 
     *kill* is SIGKILL, *stop* SIGSTOP and later SIGCONT. A *reset* breaks connections, *apart* lets
     nothing through between two sites that both reach the controller, and *cut off* nothing
-    between a site and everybody else.
+    between a site and everybody else. The flow recovers from two that are apart while they are.
     """
 
     name: str
@@ -49,14 +49,21 @@ SLEEP = Kind("stop > lease", 3, 1, Deaths.ALL, (1.3, 2.0))
 RESET = Kind("reset between two", 4, 2, Deaths.NONE, needs="proxy")
 RESET_CONTROL = Kind("reset to controller", 2, 1, Deaths.NONE, needs="proxy")
 HOLD = Kind("two apart < lease", 1, 2, Deaths.NONE, (0.1, 0.5), "proxy")
-PART = Kind("two apart > lease", 1, 2, Deaths.SOME, (1.5, 3.0), "proxy")
+PART = Kind("two apart > lease", 2, 2, Deaths.ONE, (3.0, 10.0), "proxy")
 BLIP = Kind("cut off < lease", 2, 1, Deaths.NONE, (0.1, 0.3), "namespaces")
 CUT = Kind("cut off > lease", 2, 1, Deaths.ALL, (1.3, 2.0), "namespaces")
-DRIVER = Kind("kill a driver", 0, 0, Deaths.ALL)
-"""Done apart from the others: it takes two applications."""
-EXECUTOR = Kind("kill an executor", 0, 1, Deaths.ALL, needs="executors")
+EXECUTOR = Kind("kill an executor", 3, 1, Deaths.ALL, needs="executors")
+DISK = Kind("slow or full disk", 1, 1, Deaths.NONE, needs="spilling")
 
-KINDS = (KILL, TWO_KILLS, NAP, SLEEP, RESET, RESET_CONTROL, HOLD, PART, BLIP, CUT)
+KINDS = (KILL, TWO_KILLS, NAP, SLEEP, RESET, RESET_CONTROL, HOLD, PART, BLIP, CUT, EXECUTOR, DISK)
+
+DRIVER = Kind("kill a driver", 1, 0, Deaths.ALL)
+ARBITER_KILL = Kind("kill the arbiter", 1, 0, Deaths.NONE, (0.5, 4.0), "zookeeper")
+ARBITER_STOP = Kind("stop the arbiter", 1, 0, Deaths.NONE, (0.5, 4.0), "zookeeper")
+ARBITER_SITE = Kind("kill a site, the arbiter away", 1, 1, Deaths.ALL, (1.0, 4.0), "zookeeper")
+
+APPS_KINDS = (DRIVER, ARBITER_KILL, ARBITER_SITE, ARBITER_STOP)
+"""What can happen to a flow in two applications: see `holdfast.chaos.apps`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +103,25 @@ def faults(seed: int, kinds: Sequence[Kind]) -> Iterator[Fault]:
         deck = [kind for kind in kinds for _ in range(kind.weight)]
         random_.shuffle(deck)
         for kind in deck:
-            yield Fault(
-                next(numbers),
-                kind,
-                random_.randrange(1 << 16),
-                random_.uniform(0.0, PAUSE_S_MAX),
-                random_.uniform(*kind.lasts),
-                random_.random() < HURRIED,
-            )
+            yield _drawn(random_, next(numbers), kind)
+
+
+def in_turn(seed: int, kinds: Sequence[Kind], first: int = 0) -> Iterator[Fault]:
+    """Faults without end, of one kind after the other: for those that take long, and are few."""
+    random_ = random.Random(seed)
+    for number, kind in enumerate(itertools.cycle(kinds), first):
+        yield _drawn(random_, number, kind)
+
+
+def _drawn(random_: random.Random, number: int, kind: Kind) -> Fault:
+    return Fault(
+        number,
+        kind,
+        random_.randrange(1 << 16),
+        random_.uniform(0.0, PAUSE_S_MAX),
+        random_.uniform(*kind.lasts),
+        random_.random() < HURRIED,
+    )
 
 
 def candidates(fault: Fault, living: Collection[int]) -> list[tuple[int, ...]]:

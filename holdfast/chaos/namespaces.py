@@ -47,6 +47,9 @@ class Network:
         _ip("-n", space, "addr", "add", f"{address}/24", "dev", "site")
         _ip("-n", space, "link", "set", "lo", "up")
         _ip("-n", space, "link", "set", "site", "up")
+        # So that rules can come before the one by which a packet is known to be for this host.
+        _ip("-n", space, "rule", "add", "pref", "10", "lookup", "local")
+        _ip("-n", space, "rule", "del", "pref", "0")
         _ip("link", "set", out, "master", self._bridge, "up")
         return address
 
@@ -67,6 +70,22 @@ class Network:
     def heal(self, site: int) -> None:
         if site in self._slots:  # if not, it has left meanwhile
             _ip("link", "set", self._link(site), "up")
+
+    def part(self, site: int, port: int) -> None:
+        """Nothing gets from the site to this port of the bridge's address, nor from there to it."""
+        for rule in self._rules(port):
+            _ip("-n", self._space(site), "rule", "add", *rule)
+
+    def join(self, site: int, port: int) -> None:
+        if site in self._slots:  # if not, it has left meanwhile
+            for rule in self._rules(port):
+                _ip("-n", self._space(site), "rule", "del", *rule)
+
+    def _rules(self, port: int) -> list[tuple[str, ...]]:
+        there, tcp = self.address, ("ipproto", "tcp")
+        out = ("pref", "1", "to", there, *tcp, "dport", str(port), "blackhole")
+        back = ("pref", "2", "from", there, *tcp, "sport", str(port), "blackhole")
+        return [out, back]
 
     def remove(self, site: int) -> None:
         """The site's process has ended. Its end of the pair goes with its namespace."""

@@ -58,6 +58,12 @@ class Proxy:
         for route in self._between(one, other):
             self._call(route.release)
 
+    def ways(self, one: int, other: int) -> list[tuple[int, int]]:
+        """Who of the two dials here at which port to reach the other."""
+        with self._lock:
+            keys = [(one, other), (other, one)]
+            return [(k[0], self._routes[k].address[1]) for k in keys if k in self._routes]
+
     def forget(self, site: int) -> None:
         """The site is gone for good."""
         with self._lock:

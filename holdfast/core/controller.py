@@ -33,6 +33,7 @@ from holdfast.core.events import (
     FlowFailed,
     SiteFinished,
     SiteRegistered,
+    SitesApart,
     SitesFailed,
     StopRequested,
     ViewSeen,
@@ -82,9 +83,8 @@ JOINS_MAX = 5
 RELAUNCH_MS = 10_000
 """How long a missing copy waits for a site that is being launched before it burdens another."""
 
-COMPLAINTS_MAX = 8
-"""So often a site may be said to be out of reach, once a lease, before the flow is ended if it
-cannot do without it."""
+APART_LEASES_MAX = 10
+"""So long two sites may be apart before the flow is ended, if it can do without neither."""
 
 DOUBT_MS = 300
 """How long to wait for word from a new copy when the one it was made from dies."""
@@ -92,6 +92,10 @@ DOUBT_MS = 300
 
 def _backoff_ms(failures: int) -> int:
     return BACKOFF_MS[min(failures, len(BACKOFF_MS) - 1)]
+
+
+def _listed(sites: Iterable[SiteId]) -> str:
+    return ", ".join(str(s) for s in sorted(sites))
 
 
 def first_id(term: int) -> SiteId:
@@ -130,7 +134,6 @@ class Controller:
         self._seen: set[SiteId] = set()
         self._ordered: dict[tuple[Unit, SiteId], SiteId] = {}
         self._failed_joins: dict[Unit, int] = {}
-        self._complaints: dict[SiteId, int] = {}
         self._paused: set[Unit] = set()
         self._patience_over = False
         self._patience = 0
@@ -186,6 +189,8 @@ class Controller:
                 return self._on_copy_reported(event)
             case CopyBehind():
                 return self._on_copy_behind(event)
+            case SitesApart():
+                return self._on_sites_apart(event)
             case FlowFailed():
                 return self._end(State.FAILED, event.error)
             case SiteFinished():
@@ -358,10 +363,9 @@ class Controller:
         assert self.view is not None
         names = partitions_of(self.view, bare, self.shape)
         protected = any(self.shape.stages[u[0]].copies > 1 for u in bare)
-        sites = ", ".join(str(s) for s in gone)
         said = "no copy is left of" if protected else "its partitions were not protected:"
         return SiteLostError(
-            f"site {sites} died ({reason}); {said} {names}",
+            f"site {_listed(gone)} died ({reason}); {said} {names}",
             hint="start the flow again"
             + (", with more copies" if protected else ", or protect its stages with pairs()"),
         )
@@ -522,17 +526,35 @@ class Controller:
             return [e for word in words for e in self._on_copy_reported(word)]
         if not self._without([event.site]).bare():
             return self._on_sites_failed(SitesFailed((event.site,), event.reason))
-        said = self._complaints[event.site] = self._complaints.get(event.site, 0) + 1
-        if event.unreachable and said >= COMPLAINTS_MAX:
-            return self._end(
-                State.FAILED,
-                HostError(
-                    f"site {event.site} cannot be reached, and there is no copy of what it holds: "
-                    f"{event.reason}",
-                    hint="is the network between the executors sound?",
-                ),
-            )
         return []
+
+    def _on_sites_apart(self, event: SitesApart) -> list[ControllerEffect]:
+        """Let one of them go: who is apart from most others, or else has least to lose. Whoever
+        remains apart will be heard of again."""
+        if self.view is None or not self.running:
+            return []
+        members = set(self.view.members)
+        couples = {c: leases for c, leases in event.couples.items() if members.issuperset(c)}
+        others: dict[SiteId, set[SiteId]] = {}
+        for one, other in couples:
+            others.setdefault(one, set()).add(other)
+            others.setdefault(other, set()).add(one)
+        load = self._load()
+        for site in sorted(others, key=lambda s: (-len(others[s]), load[s], -s)):
+            if not self._without([site]).bare():
+                reason = f"it and site {_listed(others[site])} have heard nothing of each other"
+                return self._on_sites_failed(SitesFailed((site,), reason))
+        if all(leases < APART_LEASES_MAX for leases in couples.values()):
+            return []
+        (one, other), leases = max(couples.items(), key=lambda item: item[1])
+        return self._end(
+            State.FAILED,
+            HostError(
+                f"sites {one} and {other} have heard nothing of each other for {leases} leases, "
+                "and of what they hold there is no other copy",
+                hint="is the network between the executors sound?",
+            ),
+        )
 
     def _on_wait_over(self, event: WaitOver) -> list[ControllerEffect]:
         what, *rest = event.what.split()

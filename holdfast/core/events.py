@@ -261,12 +261,18 @@ class CopyReported:
 
 @value
 class CopyBehind:
-    """Another site must keep more for the copies at `site` than it has room for, or has not been
-    able to reach it for a while."""
+    """Another site must keep more for the copies at `site` than it has room for."""
 
     site: SiteId
     reason: str
-    unreachable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SitesApart:
+    """The first of each couple has heard nothing of the second for so many leases, though both
+    are at work and reach the controller."""
+
+    couples: dict[tuple[SiteId, SiteId], int]
 
 
 @value
@@ -305,6 +311,7 @@ ControllerEvent = (
     | SitesFailed
     | CopyReported
     | CopyBehind
+    | SitesApart
     | FlowFailed
     | SiteFinished
     | WaitOver

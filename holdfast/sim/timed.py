@@ -347,7 +347,7 @@ class TimedWorld(World):
     def _report_behind(self, node: Node) -> None:
         behind = node.behind()
         if behind is not None and behind[1] > self.options.kept_bytes_max:
-            message = wire.Behind(behind[0], f"{behind[1]} bytes are kept for it", False)
+            message = wire.Behind(behind[0], f"{behind[1]} bytes are kept for it")
             self.put((node.site, CONTROLLER), (message, NOTHING))
 
     def _after(self, node: Node) -> None:

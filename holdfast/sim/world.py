@@ -537,7 +537,7 @@ class World:
                     CopyReported(copy, unit, message.number, message.phase, message.reason)
                 )
             case wire.Behind():
-                self._control(CopyBehind(SiteId(message.site), message.reason, message.unreachable))
+                self._control(CopyBehind(SiteId(message.site), message.reason))
             case wire.Cut():
                 known = self._records.setdefault(message.record.epoch, message.record)
                 if known != message.record:

@@ -23,10 +23,14 @@ class ProcessHost:
     def __init__(self) -> None:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._closed = False
+        self._lock = threading.Lock()
 
     def launch(self, flow: Flow, config: SiteConfig, on_exit: OnExit) -> None:
-        process = subprocess.Popen(self.command(config), stdin=subprocess.PIPE, close_fds=True)
-        self._processes[config.site] = process
+        with self._lock:
+            if self._closed:
+                return
+            process = subprocess.Popen(self.command(config), stdin=subprocess.PIPE, close_fds=True)
+            self._processes[config.site] = process
         assert process.stdin is not None
         try:
             process.stdin.write(cloudpickle.dumps((flow, config)))
@@ -49,7 +53,8 @@ class ProcessHost:
 
     def close(self) -> None:
         """Wait a little for the sites to leave, then end those that did not."""
-        self._closed = True
+        with self._lock:
+            self._closed = True
         for process in self._processes.values():
             try:
                 process.wait(timeout=5)

@@ -38,6 +38,7 @@ from holdfast.flow.plan import plan
 from holdfast.site import wire
 from holdfast.site.client import Client
 from holdfast.site.feed import Feeds
+from holdfast.site.hearing import BEATS_PER_LEASE, Hearing
 from holdfast.site.memory import limit_bytes
 from holdfast.site.node import Node
 
@@ -102,8 +103,8 @@ class Site:
         self._unseen = False
         self._ingested, self._ingested_at, self._epoch_s = NO_EPOCH, 0.0, 0.0
         self._stall_ms = 0.0
-        self._lost_since: dict[SiteId, float] = {}
-        self._complained = 0.0
+        self._turned = time.monotonic()
+        """When the event loop last got to beat."""
 
     # --- coming and going -----------------------------------------------------------------------
 
@@ -119,6 +120,7 @@ class Site:
         duties = (
             self._report_status(),
             self._keep_dialling(),
+            self._keep_in_touch(),
             self._keep_reporting(),
             self._hurry(),
         )
@@ -286,7 +288,6 @@ class Site:
     async def _keep_dialling(self) -> None:
         """Dial the members with higher numbers that there is no connection to."""
         while True:
-            self._complain()
             for site, address in list(self._addresses.items()):
                 if site > self.id and site not in self._peers and site not in self._dials:
                     dial = self._dial(site, address)
@@ -305,16 +306,24 @@ class Site:
         finally:
             self._dials.pop(site, None)
 
-    def _complain(self) -> None:
-        """Say so if a member cannot be reached for longer than the lease. The controller lets it
-        go if the flow can do without it; if not, nothing moves, and that must not stay unsaid."""
-        now, lease = time.monotonic(), self.config.options.lease_s
-        lost = [s for s in self._addresses if s > self.id and s not in self._peers]
-        self._lost_since = {s: self._lost_since.get(s, now) for s in lost}
-        for site, since in self._lost_since.items():
-            if now - max(since, self._complained) > 2 * lease:
-                self._complained = now - lease  # once a lease
-                self.tell(wire.Behind(site, f"site {self.id} cannot reach it", True))
+    async def _keep_in_touch(self) -> None:
+        """Beat on connections that are quiet, and say so if a member that there should be one to is
+        not heard of. The controller lets one of the two go if the flow can do without it; if not,
+        nothing moves, and that must not stay unsaid."""
+        lease = self.config.options.lease_s
+        hearing = Hearing(lease)
+        while True:
+            await asyncio.sleep(lease / BEATS_PER_LEASE)
+            self._turned = time.monotonic()
+            heard = set()
+            for site, connection in self._peers.items():
+                if not connection.spoke:
+                    connection.send(wire.Beat())
+                if connection.heard:
+                    heard.add(site)
+                connection.heard = connection.spoke = False
+            for site, leases in hearing.listen(self._turned, self._addresses, heard):
+                self.tell(wire.Unheard(site, leases))
 
     def _on_new_view(self, message: wire.NewView) -> None:
         members = set(message.view.members)
@@ -366,6 +375,8 @@ class Site:
                 if not self._started and not self._failed:  # it comes with every view
                     self._started = True
                     self._poll()
+            case wire.Beat():
+                pass  # something was heard, and that is all there is to it
             case wire.Dismiss() | wire.Fenced():
                 self._leave()
             case (
@@ -485,14 +496,16 @@ class Site:
 
     def _beat(self, address: tuple[str, int]) -> None:
         """Say every now and then that this process lives: in a thread and on a connection of its
-        own, so that a long operator call does not look like death."""
+        own, so that a long operator call does not look like death. During one this site is deaf
+        and dumb to the others: the controller is told, so that it does not listen to them."""
+        lease = self.config.options.lease_s
         while True:
             try:
                 identity = ("pulse", self.id)
                 client = Client(address, self.config.secret, identity)
                 while True:
-                    client.tell(wire.Beat())
-                    time.sleep(self.config.options.lease_s / 5)
+                    client.tell(wire.Beat(busy=time.monotonic() - self._turned > lease))
+                    time.sleep(lease / 5)
             except (OSError, HoldfastError):
                 time.sleep(REDIAL_S)
 
@@ -512,6 +525,7 @@ class Site:
         usage = resource.getrusage(resource.RUSAGE_SELF)
         figures = {
             **self.node.figures(),
+            "view": str(self.node.view),
             "pid": os.getpid(),
             "rss_mb": usage.ru_maxrss / 1024,
             "memory_limit_mb": self._limit / 2**20,
@@ -523,7 +537,7 @@ class Site:
         behind = self.node.behind()
         if behind is not None and behind[1] > self.config.options.kept_bytes_max:
             reason = f"{behind[1] >> 20} MB are kept for it at site {self.id}"
-            self.tell(wire.Behind(behind[0], reason, False))
+            self.tell(wire.Behind(behind[0], reason))
 
 
 def run_site(flow: Flow, config: SiteConfig) -> None:

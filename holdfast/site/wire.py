@@ -130,15 +130,24 @@ class CopyState(Message, frozen=True):
 
 
 class Behind(Message, frozen=True):
-    """I must keep too much for the copies at `site`, or cannot reach it."""
+    """I must keep too much for the copies at `site`."""
 
     site: Number
     reason: str
-    unreachable: bool
+
+
+class Unheard(Message, frozen=True):
+    """I have heard nothing of this member for so many leases, though I listened."""
+
+    site: Number
+    leases: Number
 
 
 class Beat(Message, frozen=True):
-    """I am alive."""
+    """I am alive; also between sites, on a connection that is quiet. `busy`: for longer than the
+    lease I have not got to read what others send me, nor to beat on their connections."""
+
+    busy: bool = False
 
 
 class Launch(Message, frozen=True):
@@ -538,6 +547,8 @@ class Connection(asyncio.BufferedProtocol):
         self._peer = peer  # whom we dial
         self.role, self.id = "", -1
         self.open = False
+        self.heard = self.spoke = True
+        """Whether anything came in or went out since whoever watches this has cleared them."""
         self._transport: asyncio.Transport | None = None
         self._nonce = os.urandom(16)
         self._challenge: Challenge | None = None
@@ -564,6 +575,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._chunk[self._end :]
 
     def buffer_updated(self, nbytes: int) -> None:
+        self.heard = True
         try:
             if self._large is not None:
                 self._fill(nbytes)
@@ -662,6 +674,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._flush)
+            self.spoke = True
         self._waiting.append(data)
 
     def _flush(self) -> None:

@@ -8,12 +8,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyspark
 from pyspark.sql import SparkSession
 
 _LOG4J = Path(__file__).with_name("log4j2.properties")
 
 
 DAEMON, LOADED = "spark.python.daemon.module", "holdfast.spark.daemon"
+HOSTING = "-XX:TieredStopAtLevel=1"
+"""For JVMs that only host sites. They do so little that compiling that well costs more processor
+time than it saves; and they would do so just when a site has died."""
+EXECUTOR_MB = 512
 
 
 def use_this_python(spark: Any) -> None:
@@ -38,20 +43,38 @@ def session(app: str, master: str) -> SparkSession:
 
 def local_session(app: str, cores: int, **conf: str) -> SparkSession:
     """An embedded Spark for demos, benchmarks and tests: quiet, and with this interpreter."""
-    return _embedded(app, cores, [], conf)
+    return _embedded(app, f"local[{cores},4]", [], conf)
 
 
 def hosting_session(app: str, cores: int, **conf: str) -> SparkSession:
-    """An embedded Spark that only hosts sites. Its JVM does so little that compiling that well
-    costs more processor time than it saves; and it would do so just when a site has died."""
-    return _embedded(app, cores, ["-XX:TieredStopAtLevel=1"], conf)
+    """An embedded Spark that only hosts sites."""
+    return _embedded(app, f"local[{cores},4]", [HOSTING], conf)
 
 
-def _embedded(app: str, cores: int, java: list[str], conf: dict[str, str]) -> SparkSession:
+def cluster_session(app: str, executors: int, **conf: str) -> SparkSession:
+    """An embedded cluster that only hosts sites: so many executors, JVMs of their own with room for
+    one task each."""
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    settings = {
+        "spark.executor.memory": f"{EXECUTOR_MB}m",
+        "spark.executor.extraJavaOptions": f"-Dlog4j2.configurationFile=file:{_LOG4J} {HOSTING}",
+        "spark.executorEnv.PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+    master = f"local-cluster[{executors},1,{EXECUTOR_MB}]"
+    return _embedded(app, master, [HOSTING], settings | conf)
+
+
+def executors_folder(spark: SparkSession) -> Path:
+    """Where the executors of an embedded cluster put what they say, and nobody removes it."""
+    home = os.environ.get("SPARK_HOME", str(Path(pyspark.__file__).parent))
+    return Path(home, "work", spark.sparkContext.applicationId)
+
+
+def _embedded(app: str, master: str, java: list[str], conf: dict[str, str]) -> SparkSession:
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     provide_java()
-    builder = SparkSession.builder.master(f"local[{cores},4]").appName(app)
+    builder = SparkSession.builder.master(master).appName(app)
     logging = f"-Dlog4j2.configurationFile=file:{_LOG4J}"
     settings = {
         "spark.ui.showConsoleProgress": "false",

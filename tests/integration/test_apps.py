@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from holdfast.apps import Apps
+from holdfast.chaos.zookeeper import Server
 
 from ..site.test_apps import FILE, check, flows_on, out, until
-from .conftest import Server
 
 __all__ = ["out"]
 
 
 @pytest.fixture
 def apps(out: Path, server: Server) -> Iterator[Apps]:
-    url = f"zk://127.0.0.1:{server.port}"
+    url = server.url
     with Apps(FILE, apps=2, sites=4, host="process", arbiter=url) as apps:
         until(apps, lambda: apps.protected, "everything is protected")
         yield apps

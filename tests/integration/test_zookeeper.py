@@ -10,14 +10,14 @@ from kazoo.client import KazooClient
 
 from holdfast.arbiter import Arbiter, Entry, arbiter
 from holdfast.arbiter.zookeeper import ZooKeeperArbiter
+from holdfast.chaos.zookeeper import Server
 from holdfast.errors import ArbiterAway, Superseded
 from tests.arbiter.contract import Contract, ContractBetweenProcesses, MakeParty, eventually, led
-from tests.integration.conftest import Server
 
 
 @pytest.fixture
 def url(server: Server) -> Iterator[str]:
-    yield f"zk://127.0.0.1:{server.port}"
+    yield server.url
     # The tests between processes all call their flow "flow".
     client = KazooClient(f"127.0.0.1:{server.port}")
     client.start()

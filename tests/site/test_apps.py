@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,8 +13,13 @@ import pytest
 
 from holdfast import none
 from holdfast.apps import Apps
-from holdfast.control import Place
+from holdfast.arbiter import arbiter
+from holdfast.control import Control, Place
 from holdfast.errors import FlowError, HostError
+from holdfast.flow.options import Options
+from holdfast.flow.plan import plan
+from holdfast.run import Run
+from holdfast.site.process_host import ProcessHost
 
 from .apps_flow import flow
 
@@ -122,3 +128,24 @@ def test_applications_on_two_hosts_need_an_arbiter() -> None:
 def test_more_applications_than_sites_are_refused() -> None:
     with pytest.raises(FlowError, match="at least as many sites"):
         Apps(FILE, apps=3, sites=2, host="process")
+
+
+def test_a_stop_that_comes_while_another_leads_is_not_forgotten(tmp_path: Path) -> None:
+    """Whoever leads may be stepping down just then, and nobody would hear of it."""
+    with socket.create_server(("127.0.0.1", 0)) as leader, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        controls = (free.getsockname(), leader.getsockname())
+    with socket.create_server(controls[1]):
+        place = Place(0, controls, f"file:{tmp_path}")
+        planned, host = flow(out=str(tmp_path / "out")), ProcessHost()
+        control = Control(planned, plan(planned), host, 2, 0, Options(), b"secret" * 6, place)
+        other = arbiter(place.arbiter_url, control._arbiter.flow, 1.0)
+        entry = other.lead(f"127.0.0.1:{controls[1][1]}")
+        assert entry is not None
+        run = Run(control, host)
+        run._thread.start()
+        control.stop(drain=False)
+        other.resign(entry)
+        ended = run.wait(20)
+        control.stop(drain=False)
+        assert run.wait(20) and ended

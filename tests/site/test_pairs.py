@@ -5,6 +5,7 @@ What a disturbed run took in is run again, undisturbed and on one site; both mus
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,8 @@ from holdfast import (
     sum_,
 )
 from holdfast.control import Control
+from holdfast.core.controller import Controller
+from holdfast.core.ids import Unit
 from holdfast.flow.options import Options
 from holdfast.flow.sinks import Sink
 from holdfast.run import Run
@@ -263,6 +266,23 @@ def test_every_row_is_in_the_parquet_files_once_though_its_writers_are_killed(
     for file in files:
         assert int(file.stem.split("-")[1]) == following + 1, "no epoch is missing or doubled"
         following = int(pq.read_metadata(file).metadata[b"holdfast.last_epoch"])
+
+
+def test_a_run_is_looked_at_where_it_changes(kept, monkeypatch) -> None:
+    """In the controller's thread: in any other, dicts would change under whoever walks them."""
+    run = one_line(discard(), pairs()).start(sites=2, partitions=2)
+    kept.append(run)
+    where, phase = set(), Controller.phase
+
+    def noted(self: Controller, unit: Unit) -> str:
+        where.add(threading.current_thread().name)
+        return phase(self, unit)
+
+    monkeypatch.setattr(Controller, "phase", noted)
+    until_protected(run, 2)
+    assert run.status()["partitions"] and where == {"holdfast-controller"}
+    run.stop(timeout=30)
+    assert run.status()["partitions"] and run.records(), "also afterwards"
 
 
 # --- the controller's connections ---------------------------------------------------------------

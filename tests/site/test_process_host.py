@@ -32,6 +32,8 @@ from holdfast import (
 from holdfast.bench.dmz import DmzRows, dmz_flow, oracle
 from holdfast.core.sequencer import Budget
 from holdfast.flow.options import Options
+from holdfast.site.process_host import ProcessHost
+from holdfast.site.runtime import SiteConfig
 
 
 def numbers(split: int, offset: int, n: int) -> pa.RecordBatch:
@@ -366,3 +368,14 @@ asyncio.run = lambda _: sys.exit("pandas" not in sys.modules)
 runtime.run_site(None, None)
 """
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_host_that_is_closed_launches_nothing_more() -> None:
+    """A launch is prepared in another thread, and may be late."""
+    host, exits = ProcessHost(), []
+    host.close()
+    flow = Flow("sums")
+    flow.source("numbers", generator(numbers, NUMBERS, rows=10)).sink("out", discard())
+    config = SiteConfig(0, b"secret", (("127.0.0.1", 1),), "127.0.0.1", Options())
+    host.launch(flow, config, lambda site, reason: exits.append(reason))
+    assert not host._processes and not exits
