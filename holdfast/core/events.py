@@ -267,7 +267,7 @@ class CopyBehind:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SitesApart:
     """The first of each couple has heard nothing of the second for so many leases, though both
     are at work and reach the controller."""
