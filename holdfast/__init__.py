@@ -23,6 +23,7 @@ from holdfast.flow.expr import (
 )
 from holdfast.flow.graph import Flow, KeyedStream, Stream
 from holdfast.flow.operators.custom import KeyedFunction, Rows
+from holdfast.flow.outlet import outlet
 from holdfast.flow.protection import none, pairs
 from holdfast.flow.sinks import callback, console, discard, parquet
 from holdfast.flow.sources import generator, rows
@@ -56,6 +57,7 @@ __all__ = [
     "mean",
     "min_",
     "none",
+    "outlet",
     "pairs",
     "parquet",
     "rows",

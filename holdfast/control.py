@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, Protocol, assert_never
 
 import msgspec
+import pyarrow as pa
 
 from holdfast import errors
 from holdfast.arbiter import Arbiter, Entry, arbiter
@@ -51,6 +52,7 @@ from holdfast.core.ids import CohortId, SiteId, StageId, Unit
 from holdfast.core.layout import Domain, Shape, View
 from holdfast.core.records import EpochRecord
 from holdfast.errors import ArbiterAway, Superseded
+from holdfast.flow.batches import user_names
 from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
 from holdfast.flow.plan import Plan, shape
@@ -163,7 +165,7 @@ class Control:
         self.on_running: Callable[[], None] = lambda: None
         self.route: Route = direct
         self.loop = asyncio.new_event_loop()
-        self._host, self._secret = host, secret
+        self._host, self.secret = host, secret
         self._sites, self._standbys = sites, standbys
         # A flow that is started anew has nothing to do with the entry of old.
         key = f"{flow.name}-{wire.incarnation(secret)}"
@@ -359,7 +361,7 @@ class Control:
 
     def _dialled_leader(self) -> wire.Connection:
         return wire.Connection(
-            self._secret,
+            self.secret,
             self._on_leader_open,
             self._on_leader_message,
             self._on_leader_lost,
@@ -411,7 +413,7 @@ class Control:
         several = self.place.apps > 1
         config = SiteConfig(
             site,
-            self._secret,
+            self.secret,
             self.place.controls or (self.address,),
             self._host.listen_host,
             self.options,
@@ -440,7 +442,7 @@ class Control:
     # --- connections from sites and other applications ------------------------------------------
 
     def _accept(self) -> wire.Connection:
-        return wire.Connection(self._secret, self._on_open, self._on_message, self._on_close)
+        return wire.Connection(self.secret, self._on_open, self._on_message, self._on_close)
 
     def _on_open(self, connection: wire.Connection) -> None:
         if connection.role == "agent" and self.controller is None:
@@ -455,6 +457,10 @@ class Control:
     def _on_message(
         self, connection: wire.Connection, message: wire.Message, body: memoryview
     ) -> None:
+        if connection.role == wire.READER:
+            if isinstance(message, wire.Where):
+                connection.send(self._there(message.sink))
+            return
         if isinstance(message, wire.Exited):
             self._suspect(SiteId(message.site), message.reason)
             return
@@ -768,6 +774,21 @@ class Control:
         if connection is not None:
             connection.send(message)
 
+    # --- reading --------------------------------------------------------------------------------
+
+    def _there(self, name: str) -> wire.There:
+        """Where readers find a sink."""
+        if self.controller is None or self.controller.view is None:
+            return wire.There(f"application {self.place.app} does not lead")
+        sinks = {stage.name: stage for stage in self.plan.sinks}
+        if name not in sinks:
+            return wire.There(f"flow {self.flow.name!r} has no sink {name!r}, but {sorted(sinks)}")
+        stage = sinks[name]
+        schema = stage.inputs[0].schema
+        shown = pa.schema([schema.field(n) for n in user_names(schema)])
+        addresses = self._locate(stage.id)
+        return wire.There("", stage.id, shown.serialize().to_pybytes(), addresses)
+
     # --- feeding --------------------------------------------------------------------------------
 
     def _start_feeders(self) -> None:
@@ -776,11 +797,11 @@ class Control:
             if stage.source.fed:
                 feeder = stage.source.feeder()
                 feeder.failed = self._on_feed_failed
-                feeder.start(partial(self._locate, stage.id), self._secret, stage.id, stage.name)
+                feeder.start(partial(self._locate, stage.id), self.secret, stage.id, stage.name)
                 self._feeders.append(feeder)
 
     def _locate(self, stage: int) -> list[tuple[str, int]]:
-        """Where a fed source's ingress is: the leading copy first, then all who know of it."""
+        """Where a stage with one cohort is: the leading copy first, then all who know of it."""
         assert self.controller is not None and self.controller.view is not None
         view, addresses = self.controller.view, dict(self.controller.addresses)
         sites = dict.fromkeys([*view.cohorts[stage][0].copies, *view.members])

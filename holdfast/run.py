@@ -26,6 +26,7 @@ from holdfast.flow.options import Options
 from holdfast.flow.plan import plan
 from holdfast.site import wire
 from holdfast.site.process_host import ProcessHost
+from holdfast.site.reading import url_of
 
 log = logging.getLogger("holdfast.run")
 
@@ -120,6 +121,12 @@ class Run:
         """gathering, connecting, running, draining, done or failed; following where another
         application leads."""
         return self._controller.state.value if self._controller else "following"
+
+    @property
+    def url(self) -> str:
+        """Where the flow's sinks can be read while it runs. It carries the flow's secret."""
+        controls = self._control.place.controls or (self._control.address,)
+        return url_of(self.flow.name, self._control.secret, controls)
 
     @property
     def protected(self) -> bool:

@@ -83,7 +83,8 @@ class Dataflow:
         self.recorded = NO_EPOCH
         self.connected = {site}
         self._early: dict[tuple[ExchangeId, CohortId, CohortId, SiteId], AckArrived] = {}
-        self._last: Epoch | None = None
+        self.last: Epoch | None = None
+        """The last epoch, once it is known."""
         self._reported = False
 
     def handle(self, event: SiteEvent) -> list[SiteEffect]:
@@ -238,7 +239,7 @@ class Dataflow:
         self.records[record.epoch] = record
         self.recorded = max(self.recorded, record.epoch)
         if record.last:
-            self._last = record.epoch
+            self.last = record.epoch
         sources = [u for u in self.units.values() if u.shape.kind == "source"]
         effects = [e for u in sources for e in self._next(u)]
         self._trim_records()
@@ -334,11 +335,11 @@ class Dataflow:
 
     def _finish_site(self) -> list[SiteEffect]:
         """Once in a view, when nothing is left to do here."""
-        if self._reported or self._last is None or self.view is None:
+        if self._reported or self.last is None or self.view is None:
             return []
-        if any(not u.installed or u.finished < self._last for u in self.units.values()):
+        if any(not u.installed or u.finished < self.last for u in self.units.values()):
             return []
-        if any(self._is_owed(p, self._last) for p in self.producers.values()):
+        if any(self._is_owed(p, self.last) for p in self.producers.values()):
             return []
         self._reported = True
         return [ReportFinished()]

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -53,6 +53,14 @@ class SinkWriter:
         """Figures for ``run.status()``."""
         return {}
 
+    def answer(
+        self, request: Mapping[str, Any], held: Sequence[tuple[int, pa.RecordBatch]]
+    ) -> tuple[dict[str, int], list[pa.RecordBatch]]:
+        """What somebody is told who reads the sink where it is written; `held` are the epochs that
+        are not durable. A request that changes what `save` gives is known to all copies before
+        its answer is given."""
+        raise FlowError("this sink is not one that can be asked")
+
     def save(self) -> dict[str, Any]:
         """Of a replicated sink: what a new copy needs to go on."""
         return {}
@@ -68,6 +76,8 @@ class Sink:
     """Whether rows keep the columns of their order key (named ``__o0``, ...)."""
     replicated = False
     """Whether every copy of the egress writes, because what is written is in memory only."""
+    held_bytes_max: int | None = None
+    """How much the egress keeps for those who read it there; None if nothing is kept for them."""
 
     def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
         """Begin with the first epoch."""

@@ -37,7 +37,7 @@ class Checks:
         self._splits = set(plan.splits)
         self._sources = {s.id for s in plan.sources}
         self._fed = {s.id for s in plan.sources if s.source is not None and s.source.fed}
-        self._sinks = {s.id for s in plan.sinks}
+        self._sinks = {s.id: s.sink for s in plan.sinks}
 
     def check(self, message: wire.Message, body: memoryview) -> None:
         _require(not body.nbytes or isinstance(message, WITH_BODY), "a body where none can be")
@@ -80,6 +80,10 @@ class Checks:
                 _require(sum(message.sizes) == body.nbytes, "a portion of another size")
             case wire.FeedHas() | wire.FeedCounted():
                 _require(message.source in self._fed, "the source is not fed")
+            case wire.Notes() | wire.NotesKept():
+                sink = self._sinks.get(message.sink)
+                read = sink is not None and sink.held_bytes_max is not None
+                _require(read, "there is no such sink that is read")
 
     def _bundle(self, bundle: wire.Bundle) -> None:
         producer, consumer = self._ends(bundle.exchange, bundle.producer, bundle.consumer)

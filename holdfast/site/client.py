@@ -76,20 +76,30 @@ class Client:
         wire.check_welcome(secret, challenge, nonce, self._receive(wire.Welcome))
 
     def _receive(self, kind: type[Any]) -> Any:
+        return self._receive_all(kind)[0]
+
+    def _receive_all(self, kind: type[Any]) -> tuple[Any, bytes]:
+        """A message and its body."""
         greeting = kind in (wire.Challenge, wire.Welcome)
         body, header = wire.PREFIX.unpack(self._exactly(wire.PREFIX.size))
         wire.check_lengths(body, header, greeting)
-        message = wire.decode(self._exactly(header + body)[:header], greeting)
+        data = self._exactly(header + body)
+        message = wire.decode(data[:header], greeting)
         if not isinstance(message, kind):
             raise ProtocolError(f"expected {kind.__name__}, got {type(message).__name__}")
-        return message
+        return message, data[header:]
+
+    def exchange(self, message: wire.Message, kind: type[Any]) -> tuple[Any, bytes]:
+        """Send a message and wait for what answers it: a message of this kind, and its body."""
+        self._socket.sendall(wire.encode(message))
+        return self._receive_all(kind)
 
     def _exactly(self, nbytes: int) -> bytes:
         data = bytearray()
         while len(data) < nbytes:
             part = self._socket.recv(nbytes - len(data))
             if not part:
-                raise HostError("the ingress closed the connection: has the flow ended?")
+                raise HostError("the other side closed the connection: has the flow ended?")
             data += part
         return bytes(data)
 

@@ -7,6 +7,7 @@ the next copy finds out what really was, and writes the rest.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -76,6 +77,43 @@ class Egress:
         self.durable = max(self.durable, durable)
         while self._held and self._held[0][0] <= self.durable:
             self._held.popleft()
+
+    def admitted(self, epoch: int) -> int:
+        """Up to where the sequencer may count on the sink: no further than there is room for what
+        is kept until somebody has read it."""
+        room = self._sink.held_bytes_max
+        if room is None:
+            return epoch
+        for held, batch in self._held:
+            room -= int(batch.nbytes)
+            if room < 0:
+                return min(epoch, held - 1)
+        return epoch
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nobody is expected to read any more of it."""
+        return self._sink.held_bytes_max is None or not self._held
+
+    def answer(self, request: Mapping[str, Any]) -> tuple[dict[str, int], list[pa.RecordBatch]]:
+        """See `SinkWriter.answer`."""
+        assert self.writer is not None
+        answer = self.writer.answer(request, self._held)
+        self.let_go(self.writer.commit(self.taken))
+        return answer
+
+    @property
+    def notes(self) -> dict[str, Any]:
+        """What readers have told the writer."""
+        kept = self.writer is not None and self._sink.held_bytes_max is not None
+        return self.writer.save() if kept and self.writer is not None else {}
+
+    def note(self, notes: dict[str, Any]) -> None:
+        """What they have told the copy that leads."""
+        if self.writer is None or self._sink.held_bytes_max is None:
+            raise ProtocolError(f"sink {self._whose.sink!r} has no readers")
+        self.writer.restore(notes)
+        self.let_go(self.writer.commit(self.taken))
 
     def report(self) -> dict[str, Any] | None:
         return self.writer.report() if self.writer is not None and self.leads else None

@@ -72,6 +72,7 @@ from holdfast.site.checks import Checks
 from holdfast.site.handover import Incoming, Outgoing
 from holdfast.site.ingress import Split
 from holdfast.site.memory import fitting, limit_bytes
+from holdfast.site.serving import Serving
 from holdfast.site.stages import SiteStages, UnitRunner
 
 log = logging.getLogger("holdfast.site")
@@ -122,8 +123,12 @@ class Node:
         self.stages = SiteStages(plan, site, options, incarnation, runner)
         self.stages.send = transport.send
         shaped = shape(plan, options.partitions)
+        self._sinks = [StageId(s.id) for s in plan.sinks]
+        self._over = False
+        """Whether nothing is left to do here, but that somebody reads what is kept."""
         self._checks = Checks(plan, shaped, options.window)
         self.dataflow = Dataflow(site, shaped, options.window)
+        self.serving = Serving(self.stages.egress, transport.send, lambda: self.dataflow.last)
         self.sequencer: Sequencer | None = None
         self.orders: list[tuple[int, int, int, Order]] = []
         self.outgoing: dict[tuple[Unit, SiteId], Outgoing] = {}
@@ -148,7 +153,7 @@ class Node:
         known = self.view
         if not view.replaces(known):
             return
-        self.view, self.finished = view, False
+        self.view, self.finished, self._over = view, False, False
         if self.sequencer is None and known is None and self.site in view.sequencers:
             self.sequencer = self._make_sequencer()
         for unit, incoming in list(self.incoming.items()):
@@ -158,6 +163,7 @@ class Node:
         self.stages.on_view(view)
         self._handle(ViewCommitted(view))
         self.stages.on_view(view)  # units that it opened
+        self.serving.on_view(view, self.site, self._sinks)
         self._announce_anew()
         self._ask_for_portions()
         if self.sequencer is not None:
@@ -195,6 +201,7 @@ class Node:
                 self._apply(effect)
         if site == self.view.sequencers[-1]:
             self._join_chain()
+        self.serving.on_connected(site)
         self._ask_for_portions()
 
     def on_lost(self, site: SiteId) -> None:
@@ -287,6 +294,11 @@ class Node:
                         self._transport.send(site, wire.FeedCounted(message.source))
             case wire.FeedCounted():
                 self._on_feed_counted(message.source)
+            case wire.Notes():
+                self.serving.on_notes(site, message)
+                self._after_reading()
+            case wire.NotesKept():
+                self.serving.on_kept(site, message)
             case _:
                 raise ProtocolError(f"a site does not expect {type(message).__name__}")
 
@@ -404,8 +416,27 @@ class Node:
             effect.checksum,
         )
 
+    def ask(
+        self, message: wire.Ask, reply: Callable[[wire.Answer, list[Any]], None], leader: Any
+    ) -> None:
+        """Somebody reads a sink."""
+        if self.serving.ask(message, reply, leader):
+            self._after_reading()
+
+    def _after_reading(self) -> None:
+        """There may be room for more in a sink, or nothing left in it."""
+        for effect in self.dataflow.delivered():
+            self._apply(effect)
+        if self._over:
+            self._finish()
+
     def _finish(self) -> None:
+        """Nothing is left to do here; wait for those who read what is kept."""
         assert self.view is not None
+        egresses = [r.egress for r in self.stages.units.values() if r.egress is not None]
+        self._over = not all(egress.is_drained for egress in egresses)
+        if self._over:
+            return
         self.finished = True
         self.stages.close()
         self._transport.tell(wire.Finished(self.view.number))
@@ -587,7 +618,10 @@ class Node:
         assert self.view is not None
         egress = self.stages.egress(effect.sink)
         assert egress is not None
-        message = wire.Delivered(effect.sink, effect.epoch, egress.durable)
+        epoch = egress.admitted(effect.epoch)
+        if epoch == NO_EPOCH:
+            return
+        message = wire.Delivered(effect.sink, epoch, egress.durable)
         copies = self.view.cohort((effect.sink, CohortId(0))).all
         for site in {self.view.sequencers[0], *copies}:
             self._to(site, message)

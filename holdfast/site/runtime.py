@@ -387,6 +387,9 @@ class Site:
                 | wire.FeedEnd()
             ):
                 self._feeds.take(connection, message, body)
+            case wire.Ask():
+                leader = self._leader_of(message.sink)
+                self.node.ask(message, connection.send, leader)
             case _:
                 if not self._failed:
                     self.node.receive(SiteId(connection.id), message, body)

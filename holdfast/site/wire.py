@@ -442,12 +442,67 @@ class FeedHas(Message, frozen=True):
     again: bool
 
 
+# --- from those who read a sink -----------------------------------------------------------------
+
+
+class Where(Message, frozen=True):
+    """A reader to a control: which sites have this sink?"""
+
+    sink: str
+
+
+class There(Message, frozen=True):
+    """A control to a reader: the number of the sink's stage, the schema of its rows (Arrow IPC),
+    and where the sites listen that can be asked, the likeliest first. `reason` if it cannot say."""
+
+    reason: str
+    stage: Number = 0
+    schema: bytes = b""
+    addresses: list[tuple[str, int]] = []
+
+
+class Ask(Message, frozen=True):
+    """A reader to the site that leads a sink's egress: see `SinkWriter.answer`."""
+
+    sink: Number
+    request: dict[str, str | int]
+
+
+class Answer(Message, frozen=True):
+    """To a reader: rows (Arrow IPC streams of these sizes in the body) and plain values. If not
+    `ok`, why not; and where the site listens that leads the egress, if this one does not."""
+
+    ok: bool
+    reason: str = ""
+    leader: tuple[str, int] | None = None
+    values: dict[str, EpochNumber] = {}
+    sizes: list[Number] = []
+
+
+class Notes(Message, frozen=True):
+    """The leading egress to its other copies: up to which epoch each of its readers has everything,
+    and what was let go."""
+
+    sink: Number
+    number: Number
+    readers: dict[str, EpochNumber]
+    durable: EpochNumber
+
+
+class NotesKept(Message, frozen=True):
+    """A copy of an egress to the leading one: I have those notes."""
+
+    sink: Number
+    number: Number
+
+
 _decoder = msgspec.msgpack.Decoder(type=Union[tuple(Message.__subclasses__())])  # noqa: UP007
 _greetings = msgspec.msgpack.Decoder(type=Challenge | Hello | Welcome)
 _encoder = msgspec.msgpack.Encoder()
 
 _CONTROLLERS_ONLY = (NewView, Start, CatchUp, Drain, Pause, Dismiss)
 _FEEDERS_ONLY = (FeedOpen, FeedRows, FeedDone, FeedCommit, FeedEnd)
+READER = "reader"
 
 
 def decode(header: bytes | memoryview, greeting: bool = False) -> Message:
@@ -474,6 +529,8 @@ def check_speaker(role: str, message: Message) -> None:
         expected = ("server",)
     elif isinstance(message, _FEEDERS_ONLY):
         expected = ("feeder",)
+    elif isinstance(message, Ask):
+        expected = (READER,)
     elif isinstance(message, Fenced):
         expected = ("site", "server")
     if role not in expected:

@@ -127,6 +127,11 @@ MESSAGES: list[tuple[wire.Message, bytes]] = [
             wire.FeedTaken(False, "not here", ("h", 1)),
             wire.FeedCounted(0),
             wire.FeedHas(0, 3, True),
+            wire.Where("out"),
+            wire.There("", 3, b"schema", [("h", 1)]),
+            wire.Ask(3, {"do": "read", "after": -1, "upto": 4}),
+            wire.Notes(3, 1, {"query": -1}, -1),
+            wire.NotesKept(3, 1),
         )
     ),
     (wire.HandOverState(1, 0, "state"), IPC),
@@ -134,6 +139,7 @@ MESSAGES: list[tuple[wire.Message, bytes]] = [
     (wire.HandOverHeld(1, 0, 3), IPC),
     (wire.FeedRows(), IPC),
     (wire.FeedPortion(0, 1, MARKS, [len(IPC)]), IPC),
+    (wire.Answer(True, "", None, {"epoch": 3}, [len(IPC)]), IPC),
 ]
 
 
@@ -344,7 +350,7 @@ def test_a_body_that_is_only_announced_takes_no_memory() -> None:
     both(main)
 
 
-@pytest.mark.parametrize("role", ["", "site", "feeder", "server", "pulse", "agent"])
+@pytest.mark.parametrize("role", ["", "site", "feeder", "reader", "server", "pulse", "agent"])
 def test_everybody_may_only_say_what_is_theirs_to_say(role: str) -> None:
     said = set()
     for message, _ in MESSAGES:
@@ -358,6 +364,7 @@ def test_everybody_may_only_say_what_is_theirs_to_say(role: str) -> None:
     assert (wire.Fenced in said) == (role in ("site", "server"))
     assert bool(said & control) == (role == "server")
     assert bool(said & feed) == (role == "feeder")
+    assert (wire.Ask in said) == (role == "reader")
     assert (wire.Bundle in said) == (role == "site")
 
 
@@ -882,7 +889,7 @@ def test_real_sites_work_on_while_their_ports_get_garbage(tmp_path, capfd) -> No
     options = Options(budget=Budget(epoch_rows_max=2_000), block_rows=1_000, read_ahead_rows=2_000)
     with flow.start(sites=2, options=options) as run:
         addresses = list(run._controller.addresses.values())
-        pests = [Nuisance(addresses, run._control._secret, seed) for seed in range(4)]
+        pests = [Nuisance(addresses, run._control.secret, seed) for seed in range(4)]
         for pest in pests:
             pest.start()
         assert run.wait(60)

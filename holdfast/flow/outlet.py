@@ -1,0 +1,138 @@
+"""Results that are kept until those who read them have them: the flow's end of a Spark stream.
+
+Rows wait at the copies of the egress. Each reader has a name; it says up to which epoch it has
+everything for good, and what all of them have is let go. Who the readers are is known to all
+copies, so none is forgotten with a site that dies. Until the first one comes, everything is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from holdfast.errors import FlowError
+from holdfast.flow.sinks import Authority, Sink, SinkWriter
+
+HELD_BYTES_MAX = 256 << 20
+ANSWER_BYTES = 8 << 20
+
+Held = Sequence[tuple[int, pa.RecordBatch]]
+
+
+class Outlet(Sink):
+    """A sink that is read where it is written."""
+
+    replicated = True
+
+    def __init__(self, held_bytes_max: int = HELD_BYTES_MAX) -> None:
+        if held_bytes_max <= 0:
+            raise FlowError(f"outlet(): held_bytes_max={held_bytes_max} leaves no room for a row")
+        self.held_bytes_max = held_bytes_max
+
+    def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
+        return _OutletWriter(whose)
+
+
+class _OutletWriter(SinkWriter):
+    def __init__(self, whose: Authority) -> None:
+        self._whose = whose
+        self._readers: dict[str, int] = {}
+        self._taken = self._durable = -1
+
+    def write(self, epoch: int, batch: pa.RecordBatch) -> None:
+        """The egress keeps the rows."""
+
+    def commit(self, epoch: int) -> int:
+        self._taken = max(self._taken, epoch)
+        self._durable = max(self._durable, min(self._readers.values(), default=-1))
+        return self._durable
+
+    def save(self) -> dict[str, Any]:
+        return {"readers": dict(self._readers), "durable": self._durable}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        self._readers = dict(saved["readers"])
+        self._durable = max(self._durable, saved["durable"])
+
+    def report(self) -> dict[str, Any]:
+        behind = {reader: self._taken - epoch for reader, epoch in self._readers.items()}
+        return {"epoch": self._taken, "epochs_behind": behind}
+
+    def answer(
+        self, request: Mapping[str, Any], held: Held
+    ) -> tuple[dict[str, int], list[pa.RecordBatch]]:
+        match request.get("do"):
+            case "open":
+                return {"epoch": self._open(str(request["reader"]), bool(request["latest"]))}, []
+            case "latest":
+                self._expect(request)
+                return {"epoch": self._latest(held, int(request["after"]), request["rows"])}, []
+            case "read":
+                return self._read(held, int(request["after"]), int(request["upto"]))
+            case "commit":
+                self._expect(request)
+                reader, epoch = str(request["reader"]), int(request["epoch"])
+                self._readers[reader] = max(self._readers[reader], min(epoch, self._taken))
+                return {"epoch": self._readers[reader]}, []
+            case "forget":
+                self._readers.pop(str(request["reader"]), None)
+                return {}, []
+        raise FlowError(f"sink {self._whose.sink!r} does not know how to {request.get('do')!r}")
+
+    def _open(self, reader: str, latest: bool) -> int:
+        """A new reader: after which epoch it begins."""
+        return self._readers.setdefault(reader, self._taken if latest else self._durable)
+
+    def _expect(self, request: Mapping[str, Any]) -> None:
+        reader = str(request["reader"])
+        if reader not in self._readers:
+            raise FlowError(
+                f"sink {self._whose.sink!r}: {reader!r} is not one of its readers (any more)",
+                hint="start the query anew, with another checkpoint",
+            )
+
+    def _latest(self, held: Held, after: int, rows_max: int) -> int:
+        """Up to where a reader may go that wants at most so many rows (but an epoch at least)."""
+        rows, upto = 0, after
+        for epoch, batch in held:
+            if epoch <= after:
+                continue
+            rows += batch.num_rows
+            if rows > rows_max >= 0 and upto > after:
+                break
+            upto = epoch
+        return upto
+
+    def _read(
+        self, held: Held, after: int, upto: int
+    ) -> tuple[dict[str, int], list[pa.RecordBatch]]:
+        """Rows of the epochs after `after`, as far as they fit into an answer. A site that leads
+        since just now may not have come as far as the one before it."""
+        if after < self._durable:
+            raise FlowError(
+                f"sink {self._whose.sink!r}: epoch {after + 1} was let go, as all readers had it",
+                hint="start the query anew, with another checkpoint",
+            )
+        found: list[pa.RecordBatch] = []
+        nbytes = 0
+        for epoch, batch in held:
+            if epoch <= after:
+                continue
+            nbytes += int(batch.nbytes)
+            if epoch > upto or (found and nbytes > ANSWER_BYTES):
+                break
+            if batch.num_rows:
+                found.append(batch)
+            after = epoch
+        return {"epoch": after}, found
+
+
+def outlet(*, held_bytes_max: int = HELD_BYTES_MAX) -> Sink:
+    """Keep results until they are read, by ``spark.readStream.format("holdfast")``.
+
+    At most about `held_bytes_max` bytes are kept; a flow whose readers are slower waits for them,
+    and it ends when they have everything.
+    """
+    return Outlet(held_bytes_max)
