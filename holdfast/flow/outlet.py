@@ -64,32 +64,34 @@ class _OutletWriter(SinkWriter):
         self, request: Mapping[str, Any], held: Held
     ) -> tuple[dict[str, int], list[pa.RecordBatch]]:
         match request.get("do"):
-            case "open":
-                return {"epoch": self._open(str(request["reader"]), bool(request["latest"]))}, []
+            case "begin":
+                return {"epoch": self._taken if request["latest"] else self._durable}, []
             case "latest":
-                self._expect(request)
-                return {"epoch": self._latest(held, int(request["after"]), request["rows"])}, []
+                after = int(request["after"])
+                had = self._commit(str(request["reader"]), after)
+                return {"epoch": self._latest(held, after, request["rows"]), "had": had}, []
             case "read":
                 return self._read(held, int(request["after"]), int(request["upto"]))
             case "commit":
-                self._expect(request)
-                reader, epoch = str(request["reader"]), int(request["epoch"])
-                self._readers[reader] = max(self._readers[reader], min(epoch, self._taken))
-                return {"epoch": self._readers[reader]}, []
+                return {"had": self._commit(str(request["reader"]), int(request["epoch"]))}, []
             case "forget":
                 self._readers.pop(str(request["reader"]), None)
                 return {}, []
         raise FlowError(f"sink {self._whose.sink!r} does not know how to {request.get('do')!r}")
 
-    def _open(self, reader: str, latest: bool) -> int:
-        """A new reader: after which epoch it begins."""
-        return self._readers.setdefault(reader, self._taken if latest else self._durable)
-
-    def _expect(self, request: Mapping[str, Any]) -> None:
-        reader = str(request["reader"])
+    def _commit(self, reader: str, epoch: int) -> int:
+        """A reader has everything up to `epoch` for good, and will want what follows; up to where
+        it is known to have it. From the first time on it is one that counts."""
         if reader not in self._readers:
+            self._expect(epoch)
+        had = max(self._readers.get(reader, -1), min(epoch, self._taken))
+        self._readers[reader] = had
+        return had
+
+    def _expect(self, after: int) -> None:
+        if after < self._durable:
             raise FlowError(
-                f"sink {self._whose.sink!r}: {reader!r} is not one of its readers (any more)",
+                f"sink {self._whose.sink!r}: epoch {after + 1} was let go, as all readers had it",
                 hint="start the query anew, with another checkpoint",
             )
 
@@ -110,11 +112,7 @@ class _OutletWriter(SinkWriter):
     ) -> tuple[dict[str, int], list[pa.RecordBatch]]:
         """Rows of the epochs after `after`, as far as they fit into an answer. A site that leads
         since just now may not have come as far as the one before it."""
-        if after < self._durable:
-            raise FlowError(
-                f"sink {self._whose.sink!r}: epoch {after + 1} was let go, as all readers had it",
-                hint="start the query anew, with another checkpoint",
-            )
+        self._expect(after)
         found: list[pa.RecordBatch] = []
         nbytes = 0
         for epoch, batch in held:

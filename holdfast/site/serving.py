@@ -80,8 +80,8 @@ class Serving:
         except (KeyError, TypeError, ValueError) as error:
             reply(wire.Answer(False, f"not a request: {error!r}"), [])
             return False
-        if "epoch" in values:
-            values["over"] = int(values["epoch"] == egress.taken == self._last())
+        if "had" in values:  # and whether that is all there will be
+            values["over"] = int(values["had"] == egress.taken == self._last())
         bodies = [to_ipc(batch) for batch in rows]
         answer = wire.Answer(True, "", None, values, [b.size for b in bodies])
         if egress.notes == before:

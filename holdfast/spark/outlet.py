@@ -111,7 +111,7 @@ class OutletReader(DataSourceStreamReader):
 
     def initialOffset(self) -> Offset:
         reader = self._reader or uuid.uuid4().hex[:12]
-        values = self._ask({"do": "open", "reader": reader, "latest": int(self._latest)})
+        values = self._ask({"do": "begin", "latest": int(self._latest)})
         return {"incarnation": self._incarnation, "reader": reader, "epoch": values["epoch"]}
 
     def getDefaultReadLimit(self) -> ReadLimit:
@@ -123,7 +123,11 @@ class OutletReader(DataSourceStreamReader):
             return start
         rows = -1 if isinstance(limit, ReadAllAvailable) else limit.max_rows
         request = {"do": "latest", "reader": start["reader"], "after": start["epoch"], "rows": rows}
-        return start | {"epoch": self._ask(request)["epoch"]}
+        # Spark asks what comes after a micro-batch when that is in its commit log; that it has been
+        # committed it says only when it has found another one.
+        values = self._ask(request)
+        self._is_over = bool(values["over"])
+        return start | {"epoch": values["epoch"]}
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
         self._check(start)
@@ -148,8 +152,7 @@ class OutletReader(DataSourceStreamReader):
                 yield from batches
 
     def commit(self, end: Offset) -> None:
-        request = {"do": "commit", "reader": end["reader"], "epoch": end["epoch"]}
-        self._is_over = bool(self._ask(request)["over"])
+        self._ask({"do": "commit", "reader": end["reader"], "epoch": end["epoch"]})
 
     def stop(self) -> None:
         if self._asks is not None:

@@ -1,0 +1,110 @@
+"""``spark.readStream.format("holdfast")``: any Spark sink gets every row of a flow once."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming import StreamingQuery
+
+from holdfast import Flow, count, generator, outlet, pairs, sum_
+from holdfast.run import Run
+from tests.site.test_pairs import SCHEMA, copies, kill, numbers, taken, until
+
+ROWS = 60_000
+
+
+def flow(endless: bool = False) -> Flow:
+    made = Flow("results", protect=pairs(apart="process"))
+    much = {"rate": 5_000.0} if endless else {"rows": ROWS}
+    source = made.source("numbers", generator(numbers, SCHEMA, **much))
+    source.key_by("k").agg(t=sum_("v"), n=count()).sink("out", outlet())
+    return made
+
+
+@pytest.fixture
+def begun() -> Iterator[Any]:
+    """Starts flows on plain processes, and ends them with the test."""
+    runs: list[Run] = []
+
+    def start(made: Flow) -> Run:
+        runs.append(made.start(sites=3, partitions=6))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        if not run.ended(0):
+            run.stop(drain=False)
+
+
+def results(spark: SparkSession, run: Run, **options: str) -> DataFrame:
+    source = spark.readStream.format("holdfast").option("flow", run.url).option("sink", "out")
+    return source.options(**options).load()
+
+
+def into_files(df: DataFrame, folder: Path) -> StreamingQuery:
+    writer = df.writeStream.format("parquet").option("checkpointLocation", str(folder / "at"))
+    return writer.start(str(folder / "rows"))
+
+
+def rows_of(spark: SparkSession, folder: Path) -> list[tuple[Any, ...]]:
+    return sorted(tuple(row) for row in spark.read.parquet(str(folder / "rows")).collect())
+
+
+def right(spark: SparkSession, count: int = ROWS) -> list[tuple[Any, ...]]:
+    rows = spark.createDataFrame(numbers(0, 0, count).to_pandas()).coalesce(1)
+    return sorted(tuple(row) for row in flow().batch(spark, {"numbers": rows}).collect())
+
+
+def everything_is_read(query: StreamingQuery, run: Run) -> None:
+    until(lambda: run.ended(0) or query.exception() is not None, "the flow has ended")
+    assert query.exception() is None, query.exception()
+    run.wait()
+    query.processAllAvailable()
+    query.stop()
+
+
+def test_a_query_gets_what_the_batch_job_gives(spark: SparkSession, begun, tmp_path: Path) -> None:
+    run = begun(flow())
+    df = results(spark, run, maxRowsPerBatch="20000", partitions="2")
+    assert df.schema.simpleString() == "struct<k:bigint,t:double,n:bigint>"
+    query = into_files(df, tmp_path)
+    everything_is_read(query, run)
+    assert rows_of(spark, tmp_path) == right(spark)
+
+
+def test_a_query_that_is_started_again_goes_on_where_it_was(
+    spark: SparkSession, begun, tmp_path: Path
+) -> None:
+    """And the site that it read from is killed meanwhile."""
+    run = begun(flow(endless=True))
+    df = results(spark, run)
+    query = into_files(df, tmp_path)
+    until(lambda: query.lastProgress and query.lastProgress["batchId"] >= 1, "it has read some")
+    query.stop()
+    kill(run, copies(run)["out", 0][0])
+    again = into_files(df, tmp_path)
+    run.stop()
+    everything_is_read(again, run)
+    assert rows_of(spark, tmp_path) == right(spark, taken(run)["numbers"])
+
+
+def test_two_queries_and_another_life_of_the_flow(
+    spark: SparkSession, begun, tmp_path: Path
+) -> None:
+    run = begun(flow())
+    queries = [into_files(results(spark, run), tmp_path / name) for name in ("one", "other")]
+    for query in queries:
+        everything_is_read(query, run)
+    assert rows_of(spark, tmp_path / "one") == rows_of(spark, tmp_path / "other") == right(spark)
+    query = into_files(results(spark, begun(flow())), tmp_path / "one")
+    until(lambda: query.exception() is not None, "it is refused")
+    assert "another life of the flow" in str(query.exception())
+
+
+def test_options_that_are_missing_or_wrong(spark: SparkSession) -> None:
+    with pytest.raises(Exception, match="needs the option 'flow'"):
+        spark.readStream.format("holdfast").load()
+    with pytest.raises(Exception, match="not the address of a flow"):
+        spark.readStream.format("holdfast").option("flow", "x").option("sink", "out").load()
