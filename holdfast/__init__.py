@@ -7,6 +7,7 @@ from holdfast.errors import (
     HostError,
     InputError,
     OperatorError,
+    SinkError,
     SiteLostError,
 )
 from holdfast.flow.expr import (
@@ -23,6 +24,7 @@ from holdfast.flow.expr import (
 )
 from holdfast.flow.graph import Flow, KeyedStream, Stream
 from holdfast.flow.operators.custom import KeyedFunction, Rows
+from holdfast.flow.postgres import postgres
 from holdfast.flow.protection import none, pairs
 from holdfast.flow.sinks import callback, console, discard, parquet
 from holdfast.flow.sources import generator, rows
@@ -40,6 +42,7 @@ __all__ = [
     "KeyedStream",
     "OperatorError",
     "Rows",
+    "SinkError",
     "SiteLostError",
     "Stream",
     "at_start",
@@ -58,6 +61,7 @@ __all__ = [
     "none",
     "pairs",
     "parquet",
+    "postgres",
     "rows",
     "spark_batch",
     "spark_stream",
