@@ -43,13 +43,15 @@ unit: setup  ## tests that need neither Spark nor a server
 spark: setup  ## tests on a real Spark
 	$(BIN)/python -m pytest tests/spark
 
-# The server is Debian's; elsewhere put its jar in the same place.
+# The servers are Debian's; elsewhere put ZooKeeper's jar, and PostgreSQL's programs, in the same places.
 ZOOKEEPER := /usr/share/java/zookeeper.jar
+POSTGRES := $(wildcard /usr/lib/postgresql/*/bin/initdb)
+MISSING := $(if $(wildcard $(ZOOKEEPER)),,zookeeper) $(if $(POSTGRES),,postgresql)
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
-test-integration: setup  ## tests with a real ZooKeeper, which is installed if missing
-	@test -e $(ZOOKEEPER) || { $(SUDO) apt-get update --quiet=2 && \
-		$(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes zookeeper; }
+test-integration: setup  ## tests with a real ZooKeeper and PostgreSQL, which are installed if missing
+	@test -z "$(strip $(MISSING))" || { $(SUDO) apt-get update --quiet=2 && \
+		$(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes $(MISSING); }
 	$(BIN)/python -m pytest tests/integration
 
 bench: setup  ## the quick benchmarks

@@ -7,6 +7,7 @@ from holdfast.errors import (
     HostError,
     InputError,
     OperatorError,
+    SinkError,
     SiteLostError,
 )
 from holdfast.flow.expr import (
@@ -24,6 +25,7 @@ from holdfast.flow.expr import (
 from holdfast.flow.graph import Flow, KeyedStream, Stream
 from holdfast.flow.operators.custom import KeyedFunction, Rows
 from holdfast.flow.outlet import outlet
+from holdfast.flow.postgres import postgres
 from holdfast.flow.protection import none, pairs
 from holdfast.flow.sinks import callback, console, discard, parquet
 from holdfast.flow.sources import generator, rows
@@ -41,6 +43,7 @@ __all__ = [
     "KeyedStream",
     "OperatorError",
     "Rows",
+    "SinkError",
     "SiteLostError",
     "Stream",
     "at_start",
@@ -60,6 +63,7 @@ __all__ = [
     "outlet",
     "pairs",
     "parquet",
+    "postgres",
     "rows",
     "spark_batch",
     "spark_stream",

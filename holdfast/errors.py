@@ -55,6 +55,10 @@ class OperatorError(HoldfastError):
         self.epoch, self.row, self.cause = epoch, row, cause
 
 
+class SinkError(HoldfastError):
+    """A store outside refuses a sink's rows, or is not as the sink needs it."""
+
+
 class HostError(HoldfastError):
     """The host (Spark, or this machine) cannot carry the flow as asked."""
 

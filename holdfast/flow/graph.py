@@ -282,6 +282,7 @@ class Stream:
             raise FlowError(f"{where}: {type(sink).__name__} is not a sink")
         if any(isinstance(n, SinkNode) and n.name == name for n in self.flow.nodes):
             raise FlowError(f"{where}: the name is taken by another sink")
+        sink.check(self.schema, where)
         self.flow.nodes.append(SinkNode(name, [self], sink=sink))
 
 

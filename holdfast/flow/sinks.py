@@ -43,11 +43,20 @@ class SinkWriter:
 
     def commit(self, epoch: int) -> int:
         """All rows up to and including `epoch` have been written. The answer is the last epoch
-        whose rows outlive this process: up to there nobody will ever be asked to write again."""
+        whose rows outlive this process: up to there nobody will ever be asked to write again.
+        While that is not the last one, the same is said again every now and then."""
         return epoch
+
+    def room(self) -> bool:
+        """Whether another epoch can be taken now. If not it waits, and the source with it; the
+        question is asked again and again."""
+        return True
 
     def close(self) -> None:
         """The flow has ended; everything written must be readable now."""
+
+    def abandon(self) -> None:
+        """This site has nothing more to do with the sink: nothing is to be written after this."""
 
     def report(self) -> dict[str, Any]:
         """Figures for ``run.status()``."""
@@ -78,6 +87,9 @@ class Sink:
     """Whether every copy of the egress writes, because what is written is in memory only."""
     held_bytes_max: int | None = None
     """How much the egress keeps for those who read it there; None if nothing is kept for them."""
+
+    def check(self, schema: pa.Schema, where: str) -> None:
+        """Refuse columns that the sink has no place for, while the flow is written."""
 
     def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
         """Begin with the first epoch."""

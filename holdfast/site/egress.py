@@ -59,6 +59,17 @@ class Egress:
                 if epoch > self.durable:
                     self._write(epoch, batch)
 
+    @property
+    def ready(self) -> bool:
+        """Whether an epoch can be taken now."""
+        return self.writer is None or not self.leads or self.writer.room()
+
+    def tend(self) -> None:
+        """Called every now and then: what was taken becomes durable also when nothing follows it,
+        and what goes wrong is heard of."""
+        if self.writer is not None and self.leads and self.durable < self.taken:
+            self.let_go(self.writer.commit(self.taken))
+
     def take(self, epoch: int, batch: pa.RecordBatch) -> None:
         self.taken = epoch
         if epoch > self.durable:
@@ -136,3 +147,8 @@ class Egress:
         """The last epoch is through."""
         if self.writer is not None and self.leads:
             self.writer.close()
+
+    def abandon(self) -> None:
+        """Write nothing more, whatever is left."""
+        if self.writer is not None:
+            self.writer.abandon()

@@ -180,9 +180,12 @@ class Node:
         self._join_chain()
 
     def hurry(self) -> None:
-        """Called every now and then: a unit that has not moved since takes from other copies."""
+        """Called every now and then: a unit that has not moved since takes from other copies, and
+        sinks are seen to."""
         for effect in self.dataflow.hurry():
             self._apply(effect)
+        if not self.finished:
+            self.stages.tend()
 
     def on_connected(self, site: SiteId) -> None:
         """There is a connection to another site. If there was one before, what was on it is lost:

@@ -130,6 +130,7 @@ class Site:
         finally:
             for task in tasks:
                 task.cancel()
+            self.node.stages.abandon()
             self._server.close()
             for connection in [*self._peers.values(), *self._controllers.values()]:
                 connection.close()

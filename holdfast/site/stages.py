@@ -212,6 +212,8 @@ class SiteStages:
     def shut(self, unit: Unit) -> None:
         """Forget a unit that is held here no more."""
         runner = self.units.pop(unit)
+        if runner.egress is not None:
+            runner.egress.abandon()
         if runner.ingress is not None:
             for split in runner.ingress.splits.values():
                 split.reader.close()
@@ -229,8 +231,11 @@ class SiteStages:
         ]
 
     def ready(self, order: IngestEpoch | ProcessBundles) -> bool:
-        """Whether the order can be carried out now: a source may not have its rows yet."""
+        """Whether the order can be carried out now: a source may not have its rows yet, or a sink
+        no room."""
         runner = self.units.get(order.unit)
+        if runner is not None and runner.egress is not None:
+            return runner.egress.ready
         if runner is None or runner.ingress is None or not isinstance(order, IngestEpoch):
             return True
         return runner.ingress.ready(order.record, self.options.block_rows)
@@ -245,6 +250,12 @@ class SiteStages:
         runner = self.units.get((sink, CohortId(0)))
         return runner.egress if runner else None
 
+    def tend(self) -> None:
+        """Called every now and then: see to the sinks that are led here."""
+        for runner in self.units.values():
+            if runner.egress is not None:
+                runner.egress.tend()
+
     def figures(self) -> list[dict[str, Any]]:
         """One row for each unit held here."""
         return [
@@ -258,6 +269,12 @@ class SiteStages:
                 runner.egress.close()
         for _, split in self.splits():
             split.reader.close()
+
+    def abandon(self) -> None:
+        """The site leaves, whatever is left to do."""
+        for runner in self.units.values():
+            if runner.egress is not None:
+                runner.egress.abandon()
 
 
 def _reader(stage: Stage, number: int) -> SplitReader:

@@ -1,0 +1,95 @@
+"""A PostgreSQL server of our own, from Debian's package, on a free port of the loopback: to be
+ended without a word and started again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+PROGRAMS = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), Path())
+START_S_MAX = 30.0
+
+
+class Server:
+    """Knows a superuser without a password, and the user ``app`` with one."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            self.port = probe.getsockname()[1]
+        self._home = Path(tempfile.mkdtemp(prefix="holdfast-postgres-"))
+        self._process: subprocess.Popen[bytes] | None = None
+        # The server refuses to run as root.
+        self._as: dict[str, Any] = {}
+        if os.geteuid() == 0:
+            shutil.chown(self._home, "postgres", "postgres")
+            self._as = {"user": "postgres", "group": "postgres", "extra_groups": []}
+        made = ["--no-sync", "--encoding=UTF8", "--locale=C", "--username=postgres", "--auth=trust"]
+        subprocess.run(
+            [PROGRAMS / "initdb", "-D", self._data, *made],
+            check=True,
+            cwd=self._home,
+            stdout=subprocess.DEVNULL,
+            **self._as,
+        )
+        (self._data / "pg_hba.conf").write_text(
+            "host all app 127.0.0.1/32 scram-sha-256\nhost all all 127.0.0.1/32 trust\n"
+        )
+
+    @property
+    def _data(self) -> Path:
+        return self._home / "data"
+
+    @property
+    def dsn(self) -> str:
+        return f"host=127.0.0.1 port={self.port} user=postgres dbname=postgres"
+
+    def app_dsn(self, password: str) -> str:
+        return f"host=127.0.0.1 port={self.port} user=app dbname=postgres password={password}"
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        settings = {
+            "port": self.port,
+            "listen_addresses": "127.0.0.1",
+            "unix_socket_directories": "",
+            "fsync": "off",  # it survives no power cut, and waits for no busy disk
+        }
+        given = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
+        self._process = subprocess.Popen(
+            [PROGRAMS / "postgres", "-D", self._data, *given],
+            cwd=self._home,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            **self._as,
+        )
+        deadline = time.monotonic() + START_S_MAX
+        while not self._answers():
+            assert self._process.poll() is None, "the PostgreSQL server does not start"
+            assert time.monotonic() < deadline, "the PostgreSQL server does not answer"
+            time.sleep(0.05)
+
+    def _answers(self) -> bool:
+        try:
+            psycopg.connect(self.dsn, connect_timeout=2).close()
+        except psycopg.OperationalError:
+            return False
+        return True
+
+    def crash(self) -> None:
+        """End it at once; what was committed it knows when it starts again."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGQUIT)
+            self._process.wait()
+
+    def remove(self) -> None:
+        self.crash()
+        shutil.rmtree(self._home)
