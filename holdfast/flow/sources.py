@@ -17,6 +17,10 @@ import pyarrow as pa
 from holdfast.errors import FlowError
 from holdfast.flow.batches import empty
 
+FLAW = "__flaw"
+"""The column that says what is wrong with a row that could not be read: null, or an error and the
+row's text, as a JSON array. Such a row is null in all others, and is treated like one that a step
+raised on."""
 
 Position = dict[str, int]
 """Where in a split some row is, in terms of whoever keeps the rows."""
@@ -66,9 +70,11 @@ class Source:
     """Of a fed source: whether another application can go on feeding it."""
     through = False
     """Of a fed source: whether rows are taken as they come in, or a whole batch at a time."""
+    flawed = False
+    """Whether readers add the column `FLAW`, because they may come across rows they cannot read."""
 
-    def settle(self) -> Any:
-        """What is not known before the flow starts and must be the same for all copies (how many
+    def settle(self, copies: int) -> Any:
+        """What is not known before the flow starts and must be the same for all `copies` (how many
         splits there are, where they begin), as plain values for `settled`. Asked once."""
         return None
 

@@ -12,11 +12,25 @@ from holdfast.core.records import Block, EpochRecord
 from holdfast.errors import require
 from holdfast.flow.batches import UNMOVED, Track, concat, empty, with_order
 from holdfast.flow.plan import Plan, Stage
-from holdfast.flow.sources import Position, SplitReader
+from holdfast.flow.sources import FLAW, Position, Source, SplitReader
 from holdfast.flow.steps import conform
 from holdfast.flow.watermark import Steps, Watermark, source_times, track_of
 from holdfast.site import wire
 from holdfast.site.feed import FedReader
+
+
+def _delivered(source: Source) -> pa.Schema:
+    """The schema of what readers give. A row that could not be read is null all over."""
+    if not source.flawed:
+        return source.schema
+    flaw = pa.field(FLAW, pa.string())
+    return pa.schema([*(f.with_nullable(True) for f in source.schema), flaw])
+
+
+def _columns(stage: Stage) -> list[str]:
+    """Those that go on from here."""
+    assert stage.source is not None
+    return [*stage.used["out"], *([FLAW] if stage.source.flawed else [])]
 
 
 class Split:
@@ -33,7 +47,8 @@ class Split:
         assert stage.source is not None
         self.stage, self.number, self.reader = stage, number, reader
         self.ended = False
-        self._columns = stage.used["out"]
+        self._schema = _delivered(stage.source)
+        self._columns = _columns(stage)
         self._held = deque(b.select(self._columns) for b in held)
         self._first = offset  # offset of the first held row
         self._next = offset + sum(b.num_rows for b in held)
@@ -60,7 +75,6 @@ class Split:
 
     def read(self, rows_max: int, *, due: bool = False) -> Block | None:
         """Read some rows; None if there are none now, or (see `ended`) ever."""
-        assert self.stage.source is not None
         before = self.reader.position()
         batch = self.reader.read(rows_max, due=due)
         if batch is None:
@@ -68,7 +82,7 @@ class Split:
             return None
         if batch.num_rows == 0:
             return None
-        batch = conform(batch, self.stage.source.schema, self.stage.name).select(self._columns)
+        batch = conform(batch, self._schema, self.stage.name).select(self._columns)
         self._held.append(batch)
         self._positions.append((self._next + batch.num_rows, before))
         start, self._next = self._next, self._next + batch.num_rows
@@ -120,8 +134,9 @@ class Ingress:
 
     def __init__(self, plan: Plan, stage: Stage, splits: dict[int, Split]) -> None:
         self.stage, self.splits = stage, splits
-        declared = stage.ports["out"].schema
-        self._schema = with_order(pa.schema([declared.field(n) for n in stage.used["out"]]), 1)
+        assert stage.source is not None
+        delivered = _delivered(stage.source)
+        self._schema = with_order(pa.schema([delivered.field(n) for n in _columns(stage)]), 1)
         timed = [s.id for s in plan.sources if s.event_time is not None]
         self._mark = Watermark(timed, plan.boundaries) if plan.boundaries else None
 
