@@ -22,6 +22,7 @@ from holdfast.flow.expr import (
     sum_,
 )
 from holdfast.flow.graph import Flow, KeyedStream, Stream
+from holdfast.flow.kafka import kafka_sink, kafka_source
 from holdfast.flow.operators.custom import KeyedFunction, Rows
 from holdfast.flow.protection import none, pairs
 from holdfast.flow.sinks import callback, console, discard, parquet
@@ -50,6 +51,8 @@ __all__ = [
     "discard",
     "first",
     "generator",
+    "kafka_sink",
+    "kafka_source",
     "last",
     "lit",
     "max_",

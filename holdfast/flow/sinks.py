@@ -49,6 +49,9 @@ class SinkWriter:
     def close(self) -> None:
         """The flow has ended; everything written must be readable now."""
 
+    def drop(self) -> None:
+        """The sink is not written to from here any more; what is not durable is for another."""
+
     def report(self) -> dict[str, Any]:
         """Figures for ``run.status()``."""
         return {}

@@ -94,6 +94,11 @@ class Egress:
         if self.writer is not None:
             self.writer.restore(saved["writer"])
 
+    def drop(self) -> None:
+        """This copy is given up."""
+        if self.writer is not None:
+            self.writer.drop()
+
     def close(self) -> None:
         """The last epoch is through."""
         if self.writer is not None and self.leads:

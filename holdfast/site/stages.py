@@ -212,6 +212,8 @@ class SiteStages:
     def shut(self, unit: Unit) -> None:
         """Forget a unit that is held here no more."""
         runner = self.units.pop(unit)
+        if runner.egress is not None:
+            runner.egress.drop()
         if runner.ingress is not None:
             for split in runner.ingress.splits.values():
                 split.reader.close()
