@@ -23,6 +23,7 @@ from holdfast.flow.expr import (
     sum_,
 )
 from holdfast.flow.graph import Flow, KeyedStream, Stream
+from holdfast.flow.kafka import kafka_sink, kafka_source
 from holdfast.flow.operators.custom import KeyedFunction, Rows
 from holdfast.flow.outlet import outlet
 from holdfast.flow.postgres import postgres
@@ -54,6 +55,8 @@ __all__ = [
     "discard",
     "first",
     "generator",
+    "kafka_sink",
+    "kafka_source",
     "last",
     "lit",
     "max_",

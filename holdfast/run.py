@@ -24,6 +24,7 @@ from holdfast.core.records import EpochRecord
 from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
 from holdfast.flow.plan import plan
+from holdfast.settle import settled
 from holdfast.site import wire
 from holdfast.site.process_host import ProcessHost
 from holdfast.site.reading import url_of
@@ -63,6 +64,8 @@ def start(
         raise errors.FlowError(
             f"sites must be at least 1 and standbys not negative, not {sites}, {standbys}"
         )
+    secret, options = secret or secrets.token_bytes(32), options or Options()
+    flow = settled(flow, place or Place(), secret, options.lease_s)
     planned = plan(flow)
     if host is None and spark is not None:
         from holdfast.spark.host import SparkHost
@@ -74,7 +77,7 @@ def start(
         host.listen_host = listen
         if not wire.is_wildcard(listen):
             host.advertise_host = listen
-    options = replace(options or Options(), partitions=partitions)
+    options = replace(options, partitions=partitions)
     control = Control(
         flow,
         planned,
@@ -82,7 +85,7 @@ def start(
         sites,
         standbys,
         options,
-        secret or secrets.token_bytes(32),
+        secret,
         place or Place(),
     )
     control.route = route

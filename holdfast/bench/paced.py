@@ -21,7 +21,7 @@ import pyarrow as pa
 from holdfast.bench import dmz
 from holdfast.flow.batches import empty, row_digests
 from holdfast.flow.sinks import Authority, Sink, SinkWriter
-from holdfast.flow.sources import Source, SplitReader
+from holdfast.flow.sources import Position, Source, SplitReader
 
 WINDOW_S = 2.0
 LOOK_S = 0.1
@@ -69,7 +69,7 @@ class Paced(Source):
         self.schema = pa.schema([*schema, self.DUE])
         self.rate_per_split, self.head_per_split = rate / splits, head // splits
 
-    def open(self, split: int, offset: int = 0) -> SplitReader:
+    def open(self, split: int, offset: int = 0, position: Position | None = None) -> SplitReader:
         return _PacedReader(self, split, offset)
 
     def began(self) -> float:

@@ -29,6 +29,7 @@ from holdfast.flow.batches import (
 from holdfast.flow.graph import DEAD_LETTER
 from holdfast.flow.operators.base import KeyedOperator, Port
 from holdfast.flow.plan import DEAD, Plan, PlannedStep, Stage
+from holdfast.flow.sources import FLAW
 
 _DEAD_PORT = Port(DEAD_LETTER, 3)
 
@@ -49,7 +50,25 @@ class StageRunner:
 
     def run_source(self, batch: pa.RecordBatch, epoch: int) -> dict[int, pa.RecordBatch]:
         """Send a source's rows (with their order key) through the stage's steps."""
-        return self._finish({"out": batch}, epoch)
+        return self._finish({"out": self._without_flaws(batch, epoch)}, epoch)
+
+    def _without_flaws(self, batch: pa.RecordBatch, epoch: int) -> pa.RecordBatch:
+        """Rows that the source could not read are like rows that a step raised on."""
+        if FLAW not in batch.schema.names:
+            return batch
+        flaws = batch.column(FLAW)
+        names = [n for n in batch.schema.names if n != FLAW]
+        declared = self.stage.ports["out"].full_schema
+        batch = pa.RecordBatch.from_arrays(
+            [batch.column(n) for n in names], schema=pa.schema([declared.field(n) for n in names])
+        )
+        fine = flaws.is_null().to_numpy(zero_copy_only=False)
+        if fine.all():
+            return batch
+        for at in np.flatnonzero(~fine).tolist():
+            cause, row = json.loads(flaws[at].as_py())
+            self._set_aside("read", "in", batch.slice(at, 1), epoch, cause, row)
+        return take(batch, np.flatnonzero(fine))
 
     def run_keyed(
         self, inputs: list[list[pa.RecordBatch]], track: Track, epoch: int
@@ -145,11 +164,23 @@ class StageRunner:
     def _put_aside(
         self, label: str, place: str, batch: pa.RecordBatch, epoch: int, error: Exception
     ) -> None:
-        """Stop at the one row of `batch`, or make a dead letter of it. A step over dead letters
-        always stops: there is nowhere left to put them."""
         cause = f"{type(error).__name__}: {error}"
         user = batch.select(user_names(batch.schema))
         row = json.dumps(user.to_pylist()[0], default=str)
+        self._set_aside(label, place, batch, epoch, cause, row, error)
+
+    def _set_aside(
+        self,
+        label: str,
+        place: str,
+        batch: pa.RecordBatch,
+        epoch: int,
+        cause: str,
+        row: str,
+        error: Exception | None = None,
+    ) -> None:
+        """Stop at the one row of `batch`, or make a dead letter of it. A step over dead letters
+        always stops: there is nowhere left to put them."""
         if self.plan.on_error == "stop" or place in self._over_dead:
             raise OperatorError(
                 flow=self.plan.flow,

@@ -102,6 +102,8 @@ class Flow:
         self.on_error = on_error
         self.protection = protect or none()
         self.nodes: list[Node] = []
+        self.settled: dict[str, Any] = {}
+        """What sources had to find out before the start, by name; see `holdfast.settle`."""
 
     def source(self, name: str, source: Source, *, event_time: str | None = None) -> Stream:
         """Rows from `source`; `event_time` names the column that says when each happened."""

@@ -169,7 +169,7 @@ class _Planner:
         # Sources first, in the order in which they were written: it is part of the row order.
         for node in self.flow.nodes:
             if isinstance(node, SourceNode):
-                self._add_stage(node, "source", {"out": node.port}, source=node.source)
+                self._add_stage(node, "source", {"out": node.port}, source=self._settled(node))
         for node in nodes:
             if isinstance(node, KeyedNode):
                 self._add_keyed(node)
@@ -182,6 +182,10 @@ class _Planner:
         return Plan(
             self.flow.name, self.flow.on_error, self.stages, self.exchanges, sorted(boundaries)
         )
+
+    def _settled(self, node: SourceNode) -> Source:
+        values = self.flow.settled.get(node.name)
+        return node.source if values is None else node.source.settled(values)
 
     def _refuse_pointless(self, nodes: list[Node]) -> None:
         name = self.flow.name

@@ -1,19 +1,29 @@
 """Where rows come from: descriptions that a user passes to ``flow.source``.
 
 A source has a schema and one or more splits. Each split is a sequence of rows with offsets 0, 1,
-2, ..., read by a `SplitReader` on the ingress that the split was placed on.
+2, ..., read by a `SplitReader` on the ingress that the split was placed on. Where a source has
+offsets of its own, with gaps, its readers say a *position* for the rows they are at: what it takes
+to read on from there.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 
 from holdfast.errors import FlowError
 from holdfast.flow.batches import empty
+
+FLAW = "__flaw"
+"""The column that says what is wrong with a row that could not be read: null, or an error and the
+row's text, as a JSON array. Such a row is null in all others, and is treated like one that a step
+raised on."""
+
+Position = dict[str, int]
+"""Where in a split some row is, in terms of whoever keeps the rows."""
 
 
 class SplitReader:
@@ -25,6 +35,11 @@ class SplitReader:
 
     def read(self, rows_max: int, *, due: bool = False) -> pa.RecordBatch | None:
         raise NotImplementedError
+
+    def position(self) -> Position | None:
+        """What `Source.open` needs to find the row that `read` gives next, or one before it. None
+        if the row's offset says it all."""
+        return None
 
     def close(self) -> None:
         """Called once, when no more rows will be asked for."""
@@ -55,9 +70,21 @@ class Source:
     """Of a fed source: whether another application can go on feeding it."""
     through = False
     """Of a fed source: whether rows are taken as they come in, or a whole batch at a time."""
+    flawed = False
+    """Whether readers add the column `FLAW`, because they may come across rows they cannot read."""
 
-    def open(self, split: int, offset: int = 0) -> SplitReader:
-        """Read one of the splits from its row `offset` on; of a source that is not fed."""
+    def settle(self, copies: int) -> Any:
+        """What is not known before the flow starts and must be the same for all `copies` (how many
+        splits there are, where they begin), as plain values for `settled`. Asked once."""
+        return None
+
+    def settled(self, values: Any) -> Source:
+        """This source, once that is known."""
+        return self
+
+    def open(self, split: int, offset: int = 0, position: Position | None = None) -> SplitReader:
+        """Read one of the splits from its row `offset` on; of a source that is not fed.
+        `position` is what a reader said when it was at that row or at one before it."""
         raise NotImplementedError
 
     def feeder(self) -> Feeder:
@@ -78,7 +105,7 @@ class Rows(Source):
         self.schema = first[0].schema
         self.splits = len(splits)
 
-    def open(self, split: int, offset: int = 0) -> SplitReader:
+    def open(self, split: int, offset: int = 0, position: Position | None = None) -> SplitReader:
         return _RowsReader(self._splits[split], offset)
 
 
@@ -127,7 +154,7 @@ class Generator(Source):
         self.rows_per_split = None if rows is None else -(-rows // splits)
         self.rate_per_split = None if rate is None else rate / splits
 
-    def open(self, split: int, offset: int = 0) -> SplitReader:
+    def open(self, split: int, offset: int = 0, position: Position | None = None) -> SplitReader:
         return _GeneratorReader(self, split, offset)
 
 

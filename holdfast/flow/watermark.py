@@ -15,7 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from holdfast.errors import InputError
-from holdfast.flow.batches import Track
+from holdfast.flow.batches import Track, take
+from holdfast.flow.sources import FLAW
 from holdfast.flow.state import Field
 
 Steps = tuple[np.ndarray, np.ndarray]
@@ -139,8 +140,19 @@ def event_times(batch: pa.RecordBatch, name: str) -> np.ndarray:
 
 def source_times(batch: pa.RecordBatch, name: str, source: str) -> np.ndarray:
     """The event times of a source's rows; a row without one is the source's fault, and named."""
+    if FLAW in batch.schema.names and batch.column(FLAW).null_count < batch.num_rows:
+        return _times_of_the_others(batch, name, source)
     array = batch.column(name)
     if array.null_count:
         row = batch.slice(array.is_null().index(True).as_py(), 1).to_pylist()[0]
         raise InputError(f"source {source!r}: the event time {name!r} is null\n  row: {row}")
     return event_times(batch, name)
+
+
+def _times_of_the_others(batch: pa.RecordBatch, name: str, source: str) -> np.ndarray:
+    """Rows that could not be read have no time, and do not move the watermark."""
+    fine = np.flatnonzero(batch.column(FLAW).is_null().to_numpy(zero_copy_only=False))
+    times = np.full(batch.num_rows, Track.NEVER)
+    rest = batch.select([n for n in batch.schema.names if n != FLAW])
+    times[fine] = source_times(take(rest, fine), name, source)
+    return times

@@ -24,7 +24,7 @@ from holdfast.errors import InvariantError
 from holdfast.flow.batches import empty
 from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
-from holdfast.flow.sources import Source, SplitReader
+from holdfast.flow.sources import Position, Source, SplitReader
 from holdfast.sim.memory import Memory
 from holdfast.sim.world import CONTROLLER, NOTHING, Launch, Link, TakeOver, World, _Port, domain_of
 from holdfast.site import wire
@@ -70,13 +70,17 @@ class _Gated(Source):
         self._world, self._source, self._rows = world, source, rows
         self.schema, self.splits = source.schema, source.splits
 
-    def open(self, split: int, offset: int = 0) -> SplitReader:
-        return _GatedReader(self._world, self._source.open(split, offset), self._rows - offset)
+    def open(self, split: int, offset: int = 0, position: Position | None = None) -> SplitReader:
+        reader = self._source.open(split, offset, position)
+        return _GatedReader(self._world, reader, self._rows - offset)
 
 
 class _GatedReader(SplitReader):
     def __init__(self, world: TimedWorld, reader: SplitReader, rows: int) -> None:
         self._world, self._reader, self._free = world, reader, rows
+
+    def position(self) -> Position | None:
+        return self._reader.position()
 
     def read(self, rows_max: int, *, due: bool = False) -> pa.RecordBatch | None:
         if due or self._world.gate_is_open:

@@ -62,6 +62,9 @@ class Egress:
     @property
     def ready(self) -> bool:
         """Whether an epoch can be taken now."""
+        most = self._sink.held_bytes_max
+        if most is not None and sum(int(batch.nbytes) for _, batch in self._held) >= most:
+            return False
         return self.writer is None or not self.leads or self.writer.room()
 
     def tend(self) -> None:
@@ -88,18 +91,6 @@ class Egress:
         self.durable = max(self.durable, durable)
         while self._held and self._held[0][0] <= self.durable:
             self._held.popleft()
-
-    def admitted(self, epoch: int) -> int:
-        """Up to where the sequencer may count on the sink: no further than there is room for what
-        is kept until somebody has read it."""
-        room = self._sink.held_bytes_max
-        if room is None:
-            return epoch
-        for held, batch in self._held:
-            room -= int(batch.nbytes)
-            if room < 0:
-                return min(epoch, held - 1)
-        return epoch
 
     @property
     def is_drained(self) -> bool:

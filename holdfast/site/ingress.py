@@ -12,11 +12,25 @@ from holdfast.core.records import Block, EpochRecord
 from holdfast.errors import require
 from holdfast.flow.batches import UNMOVED, Track, concat, empty, with_order
 from holdfast.flow.plan import Plan, Stage
-from holdfast.flow.sources import SplitReader
+from holdfast.flow.sources import FLAW, Position, Source, SplitReader
 from holdfast.flow.steps import conform
 from holdfast.flow.watermark import Steps, Watermark, source_times, track_of
 from holdfast.site import wire
 from holdfast.site.feed import FedReader
+
+
+def _delivered(source: Source) -> pa.Schema:
+    """The schema of what readers give. A row that could not be read is null all over."""
+    if not source.flawed:
+        return source.schema
+    flaw = pa.field(FLAW, pa.string())
+    return pa.schema([*(f.with_nullable(True) for f in source.schema), flaw])
+
+
+def _columns(stage: Stage) -> list[str]:
+    """Those that go on from here."""
+    assert stage.source is not None
+    return [*stage.used["out"], *([FLAW] if stage.source.flawed else [])]
 
 
 class Split:
@@ -33,10 +47,13 @@ class Split:
         assert stage.source is not None
         self.stage, self.number, self.reader = stage, number, reader
         self.ended = False
-        self._columns = stage.used["out"]
+        self._schema = _delivered(stage.source)
+        self._columns = _columns(stage)
         self._held = deque(b.select(self._columns) for b in held)
         self._first = offset  # offset of the first held row
         self._next = offset + sum(b.num_rows for b in held)
+        self._positions: deque[tuple[int, Position | None]] = deque()
+        """Where the reader was before each batch that has rows in no epoch yet."""
 
     @property
     def held(self) -> list[pa.RecordBatch]:
@@ -51,17 +68,23 @@ class Split:
         """The offset of the oldest row that is in no epoch yet."""
         return self._first
 
+    @property
+    def position(self) -> Position | None:
+        """What a reader needs to find the row `first`."""
+        return self._positions[0][1] if self._positions else self.reader.position()
+
     def read(self, rows_max: int, *, due: bool = False) -> Block | None:
         """Read some rows; None if there are none now, or (see `ended`) ever."""
-        assert self.stage.source is not None
+        before = self.reader.position()
         batch = self.reader.read(rows_max, due=due)
         if batch is None:
             self.ended = True
             return None
         if batch.num_rows == 0:
             return None
-        batch = conform(batch, self.stage.source.schema, self.stage.name).select(self._columns)
+        batch = conform(batch, self._schema, self.stage.name).select(self._columns)
         self._held.append(batch)
+        self._positions.append((self._next + batch.num_rows, before))
         start, self._next = self._next, self._next + batch.num_rows
         return self._block(start, batch)
 
@@ -101,6 +124,8 @@ class Split:
             taken.append(batch)
             missing -= batch.num_rows
         self._first = end
+        while self._positions and self._positions[0][0] <= end:
+            self._positions.popleft()
         return concat(taken)
 
 
@@ -109,8 +134,9 @@ class Ingress:
 
     def __init__(self, plan: Plan, stage: Stage, splits: dict[int, Split]) -> None:
         self.stage, self.splits = stage, splits
-        declared = stage.ports["out"].schema
-        self._schema = with_order(pa.schema([declared.field(n) for n in stage.used["out"]]), 1)
+        assert stage.source is not None
+        delivered = _delivered(stage.source)
+        self._schema = with_order(pa.schema([delivered.field(n) for n in _columns(stage)]), 1)
         timed = [s.id for s in plan.sources if s.event_time is not None]
         self._mark = Watermark(timed, plan.boundaries) if plan.boundaries else None
 
@@ -152,6 +178,9 @@ class Ingress:
         """What a new copy needs besides the source itself."""
         return {
             "offsets": {str(n): s.first for n, s in self.splits.items()},
+            "positions": {
+                str(n): p for n, s in self.splits.items() if (p := s.position) is not None
+            },
             "mark": self._mark.save() if self._mark else b"",
             "feeds": [
                 s.reader.save() for s in self.splits.values() if isinstance(s.reader, FedReader)
@@ -163,11 +192,12 @@ class Ingress:
         assert self.stage.source is not None
         for number, split in self.splits.items():
             offset, reader = saved["offsets"][str(number)], split.reader
+            position = saved["positions"].get(str(number))
             if isinstance(reader, FedReader):
                 reader.restore(saved["feeds"][0])
             else:
                 reader.close()
-                reader = self.stage.source.open(number, offset)
+                reader = self.stage.source.open(number, offset, position)
             self.splits[number] = Split(self.stage, number, reader, offset, rows)
         if self._mark is not None:
             self._mark.restore(saved["mark"])

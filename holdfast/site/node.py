@@ -427,9 +427,7 @@ class Node:
             self._after_reading()
 
     def _after_reading(self) -> None:
-        """There may be room for more in a sink, or nothing left in it."""
-        for effect in self.dataflow.delivered():
-            self._apply(effect)
+        """There may be nothing left in a sink."""
         if self._over:
             self._finish()
 
@@ -621,10 +619,7 @@ class Node:
         assert self.view is not None
         egress = self.stages.egress(effect.sink)
         assert egress is not None
-        epoch = egress.admitted(effect.epoch)
-        if epoch == NO_EPOCH:
-            return
-        message = wire.Delivered(effect.sink, epoch, egress.durable)
+        message = wire.Delivered(effect.sink, effect.epoch, egress.durable)
         copies = self.view.cohort((effect.sink, CohortId(0))).all
         for site in {self.view.sequencers[0], *copies}:
             self._to(site, message)

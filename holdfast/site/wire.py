@@ -315,6 +315,8 @@ class Delivered(Message, frozen=True):
 
 class IngressExtras(TypedDict):
     offsets: dict[str, Number]
+    positions: dict[str, dict[str, Number]]
+    """Of splits whose readers need more than the offset."""
     mark: bytes
     feeds: list[dict[str, EpochNumber]]
 

@@ -24,7 +24,7 @@ from holdfast.core.sequencer import Budget
 from holdfast.errors import DivergenceError, SiteLostError
 from holdfast.flow.options import Options
 from holdfast.flow.protection import Protection
-from holdfast.flow.sources import Source, SplitReader
+from holdfast.flow.sources import Position, Source, SplitReader
 from holdfast.sim.world import CONTROLLER, World
 from holdfast.site import wire
 
@@ -454,7 +454,7 @@ class Silent(Source):
     splits = 1
     schema = events(0).schema
 
-    def open(self, split: int, offset: int = 0) -> SplitReader:
+    def open(self, split: int, offset: int = 0, position: Position | None = None) -> SplitReader:
         return _Nothing()
 
 

@@ -17,6 +17,7 @@ from holdfast.core.records import EpochRecord, Range
 from holdfast.flow.graph import Stream
 from holdfast.flow.options import Options
 from holdfast.flow.plan import Plan, plan
+from holdfast.flow.sources import Position, Source, SplitReader
 from holdfast.site import handover, wire
 from holdfast.site.bundles import Frames, Router
 from holdfast.site.handover import Incoming, Outgoing
@@ -185,6 +186,52 @@ def test_a_source_is_read_on_from_where_the_epochs_are() -> None:
     one, other = (u.run(IngestEpoch((0, 0), records[2])) for u in (old, new))
     for exchange, by_cohort in one.items():
         assert all(f.content == other[exchange][c].content for c, f in by_cohort.items())
+
+
+class Gaps(Source):
+    """Row n is at place n * n, so nobody finds it by counting; a read stops at every 16th row."""
+
+    schema = events().schema
+
+    def open(self, split: int, offset: int = 0, position: Position | None = None) -> SplitReader:
+        assert offset == 0 or position is not None, "only the first row is found without help"
+        return GapsReader(offset, position or {"row": 0, "place": 0})
+
+
+class GapsReader(SplitReader):
+    def __init__(self, offset: int, position: Position) -> None:
+        assert position["place"] == position["row"] ** 2 and position["row"] <= offset
+        self._next = offset
+
+    def read(self, rows_max: int, *, due: bool = False) -> pa.RecordBatch | None:
+        batch = events().slice(self._next, min(rows_max, 16 - self._next % 16))
+        self._next += batch.num_rows
+        return batch
+
+    def position(self) -> Position:
+        row = self._next // 16 * 16
+        return {"row": row, "place": row * row}
+
+
+@pytest.mark.parametrize("taken", [0, 1, 16, 20, 40, 48])
+def test_a_source_with_gaps_is_found_again_by_its_position(taken: int) -> None:
+    """Whether rows were read ahead or not, and wherever in a batch the epochs end."""
+    flow = Flow("one")
+    flow.source("events", Gaps()).sink("out", discard())
+    planned = plan(flow)
+    old = runner(planned, 0, 1)
+    assert old.ingress is not None
+    while old.ingress.splits[0].rows_held < 48:
+        old.ingress.splits[0].read(13)
+    spans = (Range(0, 0, 0, taken, None),) if taken else ()
+    old.run(IngestEpoch((0, 0), EpochRecord(0, 0, spans)))
+    new, _ = handed(planned, old, 0)
+    assert new.ingress is not None
+    following = EpochRecord(1, taken, (Range(0, 0, taken, taken + 30, None),))
+    for unit in (old, new):
+        assert unit.ingress is not None and unit.ingress.ready(following, 7)
+        (frames,) = unit.run(IngestEpoch((0, 0), following)).values()
+        assert frames[CohortId(0)].batch["v"].equals(events()["v"].slice(taken, 30))
 
 
 def test_a_sink_gives_over_what_is_not_durable() -> None:
