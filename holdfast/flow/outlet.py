@@ -15,7 +15,7 @@ import pyarrow as pa
 from holdfast.errors import FlowError
 from holdfast.flow.sinks import Authority, Sink, SinkWriter
 
-HELD_BYTES_MAX = 256 << 20
+UNREAD_BYTES_MAX = 256 << 20
 ANSWER_BYTES = 8 << 20
 
 Held = Sequence[tuple[int, pa.RecordBatch]]
@@ -26,10 +26,12 @@ class Outlet(Sink):
 
     replicated = True
 
-    def __init__(self, held_bytes_max: int = HELD_BYTES_MAX) -> None:
-        if held_bytes_max <= 0:
-            raise FlowError(f"outlet(): held_bytes_max={held_bytes_max} leaves no room for a row")
-        self.held_bytes_max = held_bytes_max
+    def __init__(self, unread_bytes_max: int = UNREAD_BYTES_MAX) -> None:
+        if unread_bytes_max <= 0:
+            raise FlowError(
+                f"outlet(): unread_bytes_max={unread_bytes_max} leaves no room for a row"
+            )
+        self.unread_bytes_max = unread_bytes_max
 
     def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
         return _OutletWriter(whose)
@@ -127,10 +129,10 @@ class _OutletWriter(SinkWriter):
         return {"epoch": after}, found
 
 
-def outlet(*, held_bytes_max: int = HELD_BYTES_MAX) -> Sink:
+def outlet(*, unread_bytes_max: int = UNREAD_BYTES_MAX) -> Sink:
     """Keep results until they are read, by ``spark.readStream.format("holdfast")``.
 
-    At most about `held_bytes_max` bytes are kept; a flow whose readers are slower waits for them,
+    At most about `unread_bytes_max` bytes are kept; a flow whose readers are slower waits for them,
     and it ends when they have everything.
     """
-    return Outlet(held_bytes_max)
+    return Outlet(unread_bytes_max)

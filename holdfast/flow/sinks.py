@@ -85,7 +85,7 @@ class Sink:
     """Whether rows keep the columns of their order key (named ``__o0``, ...)."""
     replicated = False
     """Whether every copy of the egress writes, because what is written is in memory only."""
-    held_bytes_max: int | None = None
+    unread_bytes_max: int | None = None
     """How much the egress keeps for those who read it there; None if nothing is kept for them."""
 
     def check(self, schema: pa.Schema, where: str) -> None:

@@ -82,7 +82,7 @@ class Checks:
                 _require(message.source in self._fed, "the source is not fed")
             case wire.Notes() | wire.NotesKept():
                 sink = self._sinks.get(message.sink)
-                read = sink is not None and sink.held_bytes_max is not None
+                read = sink is not None and sink.unread_bytes_max is not None
                 _require(read, "there is no such sink that is read")
 
     def _bundle(self, bundle: wire.Bundle) -> None:

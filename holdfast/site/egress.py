@@ -62,7 +62,7 @@ class Egress:
     @property
     def ready(self) -> bool:
         """Whether an epoch can be taken now."""
-        most = self._sink.held_bytes_max
+        most = self._sink.unread_bytes_max
         if most is not None and sum(int(batch.nbytes) for _, batch in self._held) >= most:
             return False
         return self.writer is None or not self.leads or self.writer.room()
@@ -95,7 +95,7 @@ class Egress:
     @property
     def is_drained(self) -> bool:
         """Whether nobody is expected to read any more of it."""
-        return self._sink.held_bytes_max is None or not self._held
+        return self._sink.unread_bytes_max is None or not self._held
 
     def answer(self, request: Mapping[str, Any]) -> tuple[dict[str, int], list[pa.RecordBatch]]:
         """See `SinkWriter.answer`."""
@@ -107,12 +107,12 @@ class Egress:
     @property
     def notes(self) -> dict[str, Any]:
         """What readers have told the writer."""
-        kept = self.writer is not None and self._sink.held_bytes_max is not None
+        kept = self.writer is not None and self._sink.unread_bytes_max is not None
         return self.writer.save() if kept and self.writer is not None else {}
 
     def note(self, notes: dict[str, Any]) -> None:
         """What they have told the copy that leads."""
-        if self.writer is None or self._sink.held_bytes_max is None:
+        if self.writer is None or self._sink.unread_bytes_max is None:
             raise ProtocolError(f"sink {self._whose.sink!r} has no readers")
         self.writer.restore(notes)
         self.let_go(self.writer.commit(self.taken))

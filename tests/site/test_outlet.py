@@ -164,7 +164,7 @@ def test_readers_get_every_row_once_whoever_dies(kept: list[Run]) -> None:
 
 
 def test_a_flow_waits_for_its_readers(kept: list[Run]) -> None:
-    run = begin(one_line(outlet(held_bytes_max=50_000), rows=200_000), kept)
+    run = begin(one_line(outlet(unread_bytes_max=50_000), rows=200_000), kept)
     until(lambda: run.sink_report("out").get("epoch", -1) >= 0, "there are results")
     reached = -1
 
