@@ -30,6 +30,7 @@ from holdfast.flow.postgres import postgres
 from holdfast.flow.protection import none, pairs
 from holdfast.flow.sinks import callback, console, discard, parquet
 from holdfast.flow.sources import generator, rows
+from holdfast.flow.view import view
 
 __version__ = "0.1.0"
 
@@ -71,6 +72,7 @@ __all__ = [
     "spark_batch",
     "spark_stream",
     "sum_",
+    "view",
 ]
 
 

@@ -27,7 +27,7 @@ from holdfast.flow.plan import plan
 from holdfast.settle import settled
 from holdfast.site import wire
 from holdfast.site.process_host import ProcessHost
-from holdfast.site.reading import url_of
+from holdfast.site.reading import ViewReader, url_of
 
 log = logging.getLogger("holdfast.run")
 
@@ -130,6 +130,10 @@ class Run:
         """Where the flow's sinks can be read while it runs. It carries the flow's secret."""
         controls = self._control.place.controls or (self._control.address,)
         return url_of(self.flow.name, self._control.secret, controls)
+
+    def view(self, sink: str) -> ViewReader:
+        """Look at a sink that is a view, while the flow runs."""
+        return ViewReader(self.url, sink)
 
     @property
     def protected(self) -> bool:

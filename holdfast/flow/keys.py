@@ -204,6 +204,26 @@ class KeyIndex:
         assert rows.size == self.size - first_new
         return slots.astype(np.int64), rows
 
+    def find(self, words: KeyWords) -> np.ndarray:
+        """The slot of every row's key, -1 for one that has none."""
+        if (words.high is None) != (self._high is None):
+            zeros = np.zeros(words.low.size, np.int64)
+            if self._high is not None:
+                words = KeyWords(words.low, zeros)
+            else:  # no key with a second word is there
+                known = words.high == 0 if words.high is not None else zeros == 0
+                return np.where(known, self.find(KeyWords(words.low, None)), -1)
+        at = self._home(words)
+        slots = np.full(words.low.size, -1, np.int64)
+        pending = np.arange(words.low.size)
+        while pending.size:
+            found = self._slot[at[pending]]
+            hit = self._matches(at[pending], words.take(pending)) & (found >= 0)
+            slots[pending[hit]] = found[hit]
+            pending = pending[~hit & (found >= 0)]
+            at[pending] = (at[pending] + 1) & self._mask
+        return slots
+
     def _matches(self, at: np.ndarray, words: KeyWords) -> np.ndarray:
         same = self._low.take(at) == words.low
         if self._high is not None:

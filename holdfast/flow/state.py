@@ -125,6 +125,12 @@ class StateTable:
             self._revive(slots[self._dead[slots]])
         return slots
 
+    def find(self, words: KeyWords) -> np.ndarray:
+        """The slot of every row's key, -1 for one without state."""
+        slots = self._index.find(words)
+        slots[self._dead[slots] & (slots >= 0)] = -1
+        return slots
+
     def _revive(self, slots: np.ndarray) -> None:
         slots = distinct(slots)
         self._save(slots)

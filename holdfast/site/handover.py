@@ -32,8 +32,8 @@ class Outgoing:
 
     def __init__(self, order: HandOver, runner: UnitRunner) -> None:
         self.unit, self.joiner = order.unit, order.joiner
-        operator = runner.operator
-        self._snapshot = operator.snapshot() if operator else None
+        keeper = runner.keeper
+        self._snapshot = keeper.snapshot() if keeper else None
         held = runner.held()
         kept = [b for lanes in order.kept.values() for lane in lanes.values() for b in lane]
         self._rest = sum(k.bundle.nbytes for k in kept) + sum(int(b.nbytes) for _, b in held)
@@ -110,10 +110,10 @@ class Incoming:
         self.nbytes += body.nbytes
         match message:
             case wire.HandOverState():
-                operator = self._runner.operator
-                if operator is None or message.table not in operator.tables():
+                keeper = self._runner.keeper
+                if keeper is None or message.table not in keeper.tables():
                     raise ProtocolError(f"the unit has no table {message.table!r}")
-                operator.install({message.table: bundles.rows_of(body)})
+                keeper.install({message.table: bundles.rows_of(body)})
             case wire.HandOverKept():
                 header = message.bundle
                 schema = plan.exchanges[header.exchange].schema

@@ -6,9 +6,10 @@ The address of a flow names the controls of its applications and carries its sec
 
 from __future__ import annotations
 
+import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -134,6 +135,47 @@ class SinkReader:
             client.close()
 
     def __enter__(self) -> SinkReader:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+
+class ViewReader:
+    """Looks at a view: see `holdfast.view`."""
+
+    def __init__(self, url: str, sink: str) -> None:
+        self._reader = SinkReader(url, sink)
+
+    @property
+    def schema(self) -> pa.Schema:
+        return self._reader.schema
+
+    def get(self, *key: Any) -> dict[str, Any] | None:
+        """The latest row of a key; None if there is none."""
+        found = self.get_all([key])
+        return found.to_pylist()[0] if found.num_rows else None
+
+    def get_all(self, keys: Sequence[Sequence[Any]]) -> pa.RecordBatch:
+        """The latest rows of those of these keys that have one."""
+        listed = json.dumps([list(key) for key in keys], default=str)
+        return self._reader.ask({"do": "get", "keys": listed})[1][0]
+
+    def scan(self) -> Iterator[pa.RecordBatch]:
+        """All rows as they are after one epoch, in no particular order. If the site that gives
+        them dies meanwhile, that is an error: begin anew."""
+        number = self._reader.ask({"do": "scan"})[0]["scan"]
+        while parts := self._reader.ask({"do": "go on", "scan": number})[1]:
+            yield from parts
+
+    def table(self) -> pa.Table:
+        """All rows."""
+        return pa.Table.from_batches(self.scan(), self.schema)
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def __enter__(self) -> ViewReader:
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 
@@ -14,10 +14,12 @@ from holdfast.core.layout import Cohort, View
 from holdfast.errors import ProtocolError
 from holdfast.flow.batches import Track
 from holdfast.flow.execute import StageRunner
-from holdfast.flow.operators.base import KeyedOperator
+from holdfast.flow.operators.base import KeyedOperator, OperatorSnapshot
 from holdfast.flow.options import Options
 from holdfast.flow.plan import Plan, Stage
 from holdfast.flow.sources import SplitReader
+from holdfast.flow.state import StateTable
+from holdfast.flow.view import ViewWriter
 from holdfast.site import bundles, wire
 from holdfast.site.bundles import Frames, Router
 from holdfast.site.egress import Egress
@@ -26,6 +28,16 @@ from holdfast.site.ingress import Ingress, Split
 
 Outputs = dict[ExchangeId, dict[CohortId, Frames]]
 """What an order gives: a bundle for every consumer cohort of every exchange."""
+
+
+class Keeper(Protocol):
+    """Has state in tables."""
+
+    def tables(self) -> dict[str, StateTable]: ...
+
+    def snapshot(self) -> OperatorSnapshot: ...
+
+    def install(self, state: dict[str, pa.RecordBatch]) -> None: ...
 
 
 class UnitRunner:
@@ -58,6 +70,13 @@ class UnitRunner:
     def operator(self) -> KeyedOperator | None:
         """With the state that it has now."""
         return self.runner.operator
+
+    @property
+    def keeper(self) -> Keeper | None:
+        """Who has the tables that a new copy needs: the operator, or a sink that is a table."""
+        if self.egress is not None and isinstance(self.egress.writer, ViewWriter):
+            return self.egress.writer
+        return self.operator
 
     def run(self, order: IngestEpoch | ProcessBundles) -> Outputs:
         """Carry an order out: its output, split by consumer cohort."""

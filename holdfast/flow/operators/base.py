@@ -115,16 +115,21 @@ class KeyedOperator:
     def snapshot(self, partitions: Sequence[int] | None = None) -> OperatorSnapshot:
         """Freeze the state of some partitions (all, by default): `process` may go on while it is
         given out."""
-        return OperatorSnapshot(self, partitions)
+        return OperatorSnapshot(self.tables(), self.extras(), partitions)
 
 
 class OperatorSnapshot:
     """An operator as it was between two epochs. A fresh one with all the parts and the `extras`
     installed goes on from there to the same results. To be read to the end or closed."""
 
-    def __init__(self, operator: KeyedOperator, partitions: Sequence[int] | None) -> None:
-        self.extras = operator.extras()
-        self._tables = {n: t.snapshot(partitions) for n, t in operator.tables().items()}
+    def __init__(
+        self,
+        tables: Mapping[str, StateTable],
+        extras: dict[str, int],
+        partitions: Sequence[int] | None = None,
+    ) -> None:
+        self.extras = extras
+        self._tables = {n: t.snapshot(partitions) for n, t in tables.items()}
 
     @property
     def rows_left(self) -> int:

@@ -1,4 +1,5 @@
-"""``spark.readStream.format("holdfast")``: the results of a running flow as a streaming DataFrame.
+"""``spark.readStream.format("holdfast")``: the results of a running flow as a streaming DataFrame,
+and ``spark.read``: a view of it as a batch one.
 
 Offsets are epochs, with the flow's incarnation and the name of the reader. Tasks fetch the rows
 from the site that leads the egress; when a micro-batch has been committed the flow lets go of it.
@@ -15,13 +16,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
-from pyspark.sql.datasource import DataSource, DataSourceStreamReader, InputPartition
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamReader,
+    InputPartition,
+)
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows
 from pyspark.sql.types import StructType
 
 from holdfast.errors import FlowError, HostError
-from holdfast.site.reading import PATIENCE_S, PAUSE_S, SinkReader
+from holdfast.site.reading import PATIENCE_S, PAUSE_S, SinkReader, ViewReader
 
 Offset = dict[str, Any]
 
@@ -54,6 +60,9 @@ class HoldfastSource(DataSource):
         with SinkReader(self._option("flow"), self._option("sink")) as reader:
             return from_arrow_schema(reader.schema)
 
+    def reader(self, schema: StructType) -> _ViewScan:
+        return _ViewScan(self._option("flow"), self._option("sink"))
+
     def streamReader(self, schema: StructType) -> OutletReader:
         start = self._option("startingEpochs", "earliest")
         if start not in ("earliest", "latest"):
@@ -66,6 +75,17 @@ class HoldfastSource(DataSource):
             self._number("maxRowsPerBatch", 1 << 31),
             self._number("partitions", 1),
         )
+
+
+class _ViewScan(DataSourceReader):
+    """A view, as it is when it is read."""
+
+    def __init__(self, flow: str, sink: str) -> None:
+        self._flow, self._sink = flow, sink
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        with ViewReader(self._flow, self._sink) as reader:
+            yield from reader.scan()
 
 
 @dataclass
