@@ -73,7 +73,9 @@ def _add_sim(commands: Any) -> None:
     sim.add_argument("--seeds", type=int, default=200, help="how many runs (200)")
     sim.add_argument("--seed", type=int, help="just this run; with --seeds, the first one")
     sim.add_argument("--trace", action="store_true", help="show and draw the run of --seed")
-    sim.add_argument("--flow", choices=("dmz", "windows", "diamond", "poison"), default="dmz")
+    sim.add_argument(
+        "--flow", choices=("dmz", "splits", "windows", "diamond", "poison"), default="dmz"
+    )
     sim.add_argument("--protocol", choices=("pairs", "triples"), default="pairs")
     sim.add_argument("--bug", help="plant a bug, to see it caught; 'list' names them")
     sim.add_argument("--exhaustive", action="store_true", help="every crash point of a small flow")
@@ -124,6 +126,7 @@ def _add_run(commands: Any) -> None:
     )
     run.add_argument("--seconds", type=float, help="stop after so long (when the sources end)")
     run.add_argument("--listen", help="address that controller and sites listen on")
+    run.add_argument("--http", metavar="HOST:PORT", help="serve metrics, status and views there")
     run.add_argument("--quiet", action="store_true", help="no live table")
     run.add_argument("--json", metavar="FILE", help="write the final status to FILE")
     run.set_defaults(command=_run)
@@ -215,6 +218,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
             listen=options.listen,
             place=_place(options),
             secret=_secret(options),
+            http=options.http,
         )
         with run:
             if options.quiet:
@@ -233,6 +237,10 @@ def _run(options: argparse.Namespace, console: Console) -> int:
 
 def _run_apps(options: argparse.Namespace, console: Console) -> int:
     """Supervise several applications on this machine."""
+    if options.http:
+        raise FlowError(
+            "--http is for one application", hint="start each with --app and --controls, and --http"
+        )
     from holdfast.apps import Apps
     from holdfast.dashboard import watch
 

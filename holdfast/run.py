@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast import errors
 from holdfast.control import Control, Host, Place, Route, direct
@@ -28,6 +28,9 @@ from holdfast.settle import settled
 from holdfast.site import wire
 from holdfast.site.process_host import ProcessHost
 from holdfast.site.reading import ViewReader, url_of
+
+if TYPE_CHECKING:
+    from holdfast.web import Web
 
 log = logging.getLogger("holdfast.run")
 
@@ -50,6 +53,7 @@ def start(
     place: Place | None = None,
     secret: bytes | None = None,
     route: Route = direct,
+    http: str | None = None,
 ) -> Run:
     """Run `flow` on `sites` sites, and return as soon as its rows flow.
 
@@ -57,7 +61,8 @@ def start(
     keyed stage has `partitions` partitions. `listen` is the address that the controller and the
     sites listen on: loopback by default on a local master, all interfaces on a cluster. With a
     `place` this is one of several applications that host the flow together (see `holdfast.apps`).
-    `route` may lead the connections between sites elsewhere, such as through a proxy that breaks
+    With `http` ("host:port") the flow's figures, status and views are served there (see
+    `holdfast.web`). `route` may lead the connections between sites elsewhere, such as through a proxy that breaks
     them (see `holdfast.chaos`).
     """
     if sites < 1 or standbys < 0:
@@ -90,6 +95,10 @@ def start(
     )
     control.route = route
     run = Run(control, host)
+    if http is not None:
+        from holdfast.web import Web
+
+        run.web = Web(run, http)
     run._begin(start_timeout)
     return run
 
@@ -100,6 +109,8 @@ class Run:
     def __init__(self, control: Control, host: Host) -> None:
         self.flow, self.plan, self.options = control.flow, control.plan, control.options
         self._control, self._host = control, host
+        self.web: Web | None = None
+        """Where the run is served over HTTP, if it is."""
         self._started_at = time.time()
         self._running = threading.Event()
         self._served = threading.Event()
@@ -299,5 +310,7 @@ class Run:
         finally:
             self._served.set()
             self._host.close()
+            if self.web is not None:
+                self.web.close()
             loop.close()
             self._ended.set()

@@ -18,6 +18,7 @@ LAYERS = [
     "spark",
     "sim",
     "dashboard",
+    "web",
     "bench",
     "demo",
     "cli",
@@ -35,12 +36,14 @@ MAY_IMPORT = {
     "spark": {"errors", "core", "flow", "site"},
     "sim": {"errors", "core", "flow", "site"},
     "dashboard": set(),
+    "web": {"errors"},
 }
 # `flow.start(spark)` and its like hand over to outer layers; they are imported when called.
 LAZY = {
     ("flow", "run"),
     ("flow", "spark"),
     ("run", "spark"),
+    ("run", "web"),
     ("apps", "run"),
     ("apps", "cli"),
     ("apps", "spark"),

@@ -1,0 +1,183 @@
+"""A running flow over HTTP: ``/metrics`` for Prometheus, ``/status``, and ``/views/NAME``.
+
+It is for whoever watches a flow, on an address that only they reach: nobody is asked who they are.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Protocol
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pyarrow as pa
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from holdfast.errors import FlowError, HoldfastError
+
+
+class Lookable(Protocol):
+    """What is shown: a `Run`."""
+
+    def status(self) -> dict[str, Any]: ...
+
+    def view(self, sink: str) -> Any: ...
+
+
+class Figures(Collector):
+    """The figures of a flow, in the form that Prometheus wants."""
+
+    def __init__(self, run: Lookable) -> None:
+        self._run = run
+
+    def collect(self) -> Iterable[Metric]:
+        return metrics(self._run.status())
+
+
+def metrics(status: dict[str, Any]) -> Iterator[Metric]:
+    """What ``run.status()`` says, as metrics."""
+    flow = [status["flow"]]
+    whole = ["flow"]
+    yield _one(CounterMetricFamily, "rows_in", "Rows that were put into epochs", flow, status)
+    yield _one(CounterMetricFamily, "epochs", "Epochs that were cut", flow, status)
+    yield _one(GaugeMetricFamily, "protected", "Whether all copies are up to date", flow, status)
+    sites = GaugeMetricFamily("holdfast_sites", "Sites that take part", labels=whole)
+    sites.add_metric(flow, len(status["sites"]))
+    yield sites
+    gap = GaugeMetricFamily(
+        "holdfast_output_gap_seconds", "The longest time without output of late", labels=whole
+    )
+    gap.add_metric(flow, max((s["output_gap_ms"] or 0.0 for s in status["sites"]), default=0) / 1e3)
+    yield gap
+    yield from _by_copies(flow, status["partitions"])
+    yield from _by_stage(flow, status["sites"])
+
+
+def _one(kind: type[Any], name: str, text: str, flow: list[str], status: dict[str, Any]) -> Metric:
+    metric = kind(f"holdfast_{name}", text, labels=["flow"])
+    metric.add_metric(flow, float(status[name]))
+    return metric  # type: ignore[no-any-return]
+
+
+def _by_copies(flow: list[str], partitions: list[dict[str, Any]]) -> Iterator[Metric]:
+    labels = ["flow", "stage"]
+    missing = GaugeMetricFamily(
+        "holdfast_copies_missing", "Cohorts of partitions that lack a copy", labels=labels
+    )
+    lag = GaugeMetricFamily(
+        "holdfast_lag_epochs", "How far the slowest copy is behind the fastest", labels=labels
+    )
+    for stage in dict.fromkeys(p["stage"] for p in partitions):
+        own = [p for p in partitions if p["stage"] == stage]
+        bare = sum(p["phase"] not in ("protected", "not protected", "replaying") for p in own)
+        missing.add_metric([*flow, stage], bare)
+        lag.add_metric([*flow, stage], max(p["epochs_to_go"] for p in own))
+    yield missing
+    yield lag
+
+
+def _by_stage(flow: list[str], sites: list[dict[str, Any]]) -> Iterator[Metric]:
+    labels = ["flow", "stage", "site"]
+    families = {
+        "rows_in": CounterMetricFamily("holdfast_stage_rows_in", "Rows taken", labels=labels),
+        "rows_out": CounterMetricFamily("holdfast_stage_rows_out", "Rows given", labels=labels),
+        "state_bytes": GaugeMetricFamily(
+            "holdfast_state_bytes", "Size of the state", labels=labels
+        ),
+        "keys": GaugeMetricFamily("holdfast_state_keys", "Keys with state", labels=labels),
+    }
+    for site in sites:
+        for stage in dict.fromkeys(s["stage"] for s in site["stages"]):
+            own = [s for s in site["stages"] if s["stage"] == stage]
+            for name, family in families.items():
+                family.add_metric([*flow, stage, str(site["site"])], sum(s[name] for s in own))
+    yield from families.values()
+
+
+class Web:
+    """Serves one flow until it is closed. `address` is ``host:port``; port 0 is any free one."""
+
+    def __init__(self, run: Lookable, address: str) -> None:
+        host, colon, port = address.rpartition(":")
+        if not colon or not port.isdigit():
+            raise FlowError(f"http={address!r} is no address", hint="write http='127.0.0.1:9090'")
+        registry = CollectorRegistry()
+        registry.register(Figures(run))
+        handler = type("Handler", (_Handler,), {"run": run, "registry": registry})
+        try:
+            self._server = ThreadingHTTPServer((host, int(port)), handler)
+        except OSError as error:
+            raise FlowError(f"cannot serve http://{address}: {error}") from error
+        self.address = f"{host}:{self._server.server_address[1]}"
+        thread = threading.Thread(
+            target=self._server.serve_forever, daemon=True, name="holdfast-web"
+        )
+        thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    run: Lookable
+    registry: CollectorRegistry
+
+    def do_GET(self) -> None:
+        where = urlsplit(self.path)
+        head, _, rest = where.path.strip("/").partition("/")
+        try:
+            if head == "metrics" and not rest:
+                self._say(200, "text/plain; version=0.0.4", generate_latest(self.registry))
+            elif head == "status" and not rest:
+                text = json.dumps(self.run.status(), default=_plain)
+                self._say(200, "application/json", text.encode())
+            elif head == "views" and rest:
+                self._view(unquote(rest), parse_qs(where.query).get("key", []))
+            else:
+                self._say(404, "text/plain", b"there are /metrics, /status and /views/NAME\n")
+        except HoldfastError as error:
+            self._say(404, "text/plain", f"{error}\n".encode())
+
+    def _view(self, sink: str, key: list[str]) -> None:
+        with self.run.view(sink) as view:
+            if key:
+                row = view.get(*map(_value, key))
+                code = 200 if row is not None else 404
+                self._say(code, "application/json", json.dumps(row, default=str).encode() + b"\n")
+                return
+            self.send_response(200)
+            self.send_header("Content-Type", "application/x-ndjson")
+            self.end_headers()
+            for batch in view.scan():
+                self.wfile.write(_lines(batch))
+
+    def _say(self, code: int, kind: str, body: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Not on the user's terminal."""
+
+
+def _lines(batch: pa.RecordBatch) -> bytes:
+    return "".join(json.dumps(row, default=str) + "\n" for row in batch.to_pylist()).encode()
+
+
+def _value(text: str) -> Any:
+    """A part of a key: ``7`` is a number, ``"7"`` and ``seven`` are texts."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _plain(value: Any) -> Any:
+    return value.__dict__ if hasattr(value, "__dict__") else str(value)
