@@ -62,8 +62,8 @@ def start(
     sites listen on: loopback by default on a local master, all interfaces on a cluster. With a
     `place` this is one of several applications that host the flow together (see `holdfast.apps`).
     With `http` ("host:port") the flow's figures, status and views are served there (see
-    `holdfast.web`). `route` may lead the connections between sites elsewhere, such as through a proxy that breaks
-    them (see `holdfast.chaos`).
+    `holdfast.web`). `route` may lead the connections between sites elsewhere, such as through a
+    proxy that breaks them (see `holdfast.chaos`).
     """
     if sites < 1 or standbys < 0:
         raise errors.FlowError(

@@ -5,6 +5,7 @@ It is for whoever watches a flow, on an address that only they reach: nobody is 
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections.abc import Iterable, Iterator
@@ -60,7 +61,7 @@ def metrics(status: dict[str, Any]) -> Iterator[Metric]:
 def _one(kind: type[Any], name: str, text: str, flow: list[str], status: dict[str, Any]) -> Metric:
     metric = kind(f"holdfast_{name}", text, labels=["flow"])
     metric.add_metric(flow, float(status[name]))
-    return metric  # type: ignore[no-any-return]
+    return metric
 
 
 def _by_copies(flow: list[str], partitions: list[dict[str, Any]]) -> Iterator[Metric]:
@@ -150,10 +151,12 @@ class _Handler(BaseHTTPRequestHandler):
                 code = 200 if row is not None else 404
                 self._say(code, "application/json", json.dumps(row, default=str).encode() + b"\n")
                 return
+            batches = view.scan()
+            first = next(batches, None)  # that it cannot be scanned is said here
             self.send_response(200)
             self.send_header("Content-Type", "application/x-ndjson")
             self.end_headers()
-            for batch in view.scan():
+            for batch in itertools.chain([first] if first else [], batches):
                 self.wfile.write(_lines(batch))
 
     def _say(self, code: int, kind: str, body: bytes) -> None:
