@@ -19,7 +19,7 @@ from holdfast.apps import Apps
 from holdfast.bench.failover import kill_driver
 from holdfast.bench.report import tree
 from holdfast.chaos import load
-from holdfast.chaos.engine import TICK_S, Done
+from holdfast.chaos.engine import TICK_S, Done, phases
 from holdfast.chaos.faults import ARBITER_SITE, ARBITER_STOP, DRIVER, Fault
 from holdfast.chaos.zookeeper import Server
 from holdfast.errors import HostError
@@ -42,6 +42,7 @@ class AppsChaos:
         self.done: list[Done] = []
         self._apps, self._server, self._lease_s = apps, server, lease_s
         self._log, self._console = Path(load.log_path(folder)), console
+        self._known: set[int] = set()
         self._killed: set[int] = set()
 
     def run(self, chosen: Iterable[Fault], until: float = float("inf")) -> None:
@@ -51,15 +52,16 @@ class AppsChaos:
             if time.monotonic() > until:
                 break
             self._pass(fault.pause_s)
+            self._known |= {site["site"] for site in self._apps.status()["sites"]}
             if self._console is not None:
                 self._console.print(f"  {fault}", highlight=False)
             self.done.append(self._do(fault))
             self._until(self._settled, f"all is mended after fault {fault}")
 
     def unexpected(self) -> dict[int, str]:
-        """Sites that were declared dead, and whose process nobody has killed."""
+        """Sites that took part and were declared dead, and whose process nobody has killed."""
         dead = {int(s): why for s, why in self._apps.status().get("dead", {}).items()}
-        return {s: why for s, why in dead.items() if s not in self._killed}
+        return {s: why for s, why in dead.items() if s in self._known - self._killed}
 
     def _do(self, fault: Fault) -> Done:
         done = Done(fault, fault.kind, (), (), time.time(), False)
@@ -141,7 +143,12 @@ class AppsChaos:
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             if time.monotonic() > deadline:
-                raise HostError(f"not within {PATIENCE_S:.0f} s: {what}; {self._apps.status()}")
+                said = self._apps.status()
+                raise HostError(
+                    f"not within {PATIENCE_S:.0f} s: {what}; {said['view']}",
+                    hint=f"sites act on {self._views()}; dead: {said.get('dead')}; "
+                    f"phases: {phases(said) or 'all protected'}",
+                )
             self._tick()
 
     def _pass(self, seconds: float) -> None:
