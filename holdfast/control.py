@@ -249,8 +249,9 @@ class Control:
     # --- who leads ------------------------------------------------------------------------------
 
     async def _keep_leading(self) -> None:
-        """Lead, or follow whoever does, for as long as the flow runs."""
-        while True:
+        """Lead, or follow whoever does, for as long as the flow runs. With one application nobody
+        else can lead: the lease means nothing."""
+        while self.controller is None or self.place.arbiter_url is not None:
             try:
                 if self.controller is None:
                     entry = await self._ask(partial(self._arbiter.lead, _text(self.address)))

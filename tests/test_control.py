@@ -129,6 +129,23 @@ def test_a_process_that_is_ending_does_not_count_as_listening(control: Control) 
 def _ignore(*_: Any) -> None: ...
 
 
+def test_whoever_is_alone_leads_however_long_it_stood_still(control: Control) -> None:
+    """There is nobody it could have been replaced by; to begin anew would give all rows again."""
+    control._port, control.options = 0, Options(lease_s=0.02)
+
+    async def main() -> None:
+        leading = asyncio.ensure_future(control._keep_leading())
+        while control.controller is None:
+            await asyncio.sleep(0.001)
+        first = control.controller
+        control._arbiter._extend(first.term, 0)  # type: ignore[attr-defined]
+        await asyncio.sleep(0.1)
+        leading.cancel()
+        assert control.controller is first
+
+    control.loop.run_until_complete(asyncio.wait_for(main(), 20))
+
+
 def test_a_copy_that_gets_nothing_for_long_is_given_up(control: Control) -> None:
     async def nobody(*_: Any) -> list[SiteId]:
         return []

@@ -1,4 +1,4 @@
-"""A flow in two applications under ``holdfast chaos``: its ZooKeeper dies, or sleeps for a while."""
+"""A flow in two applications under ``holdfast chaos``: ZooKeeper dies, or sleeps for a while."""
 
 import json
 from pathlib import Path
