@@ -27,6 +27,9 @@ from holdfast.errors import HostError
 PATIENCE_S = 180.0
 """So long a flow may take to begin or to be protected again: an application may have to start."""
 
+REPORT_S = 1.0
+"""What is known of sites is younger than that."""
+
 
 class AppsChaos:
     """Faults to one flow in two applications, each when all is mended."""
@@ -82,21 +85,22 @@ class AppsChaos:
 
     def _without_arbiter(self, fault: Fault, done: Done) -> None:
         assert self._server is not None
-        view = self._apps.status()["view"]
         back = self._take_away(fault)
         done.at = time.time()
         try:
+            self._pass(REPORT_S)  # until all that was committed before has been heard of
+            views = self._views() | {"None"}  # a new site waits for its first
             for pid in done.pids:
                 os.kill(pid, signal.SIGKILL)
             self._killed |= set(done.victims)
             self._pass(fault.lasts * self._lease_s)
             if not done.victims:  # with one, what it led waits for the next view
                 self._until(self._more_results(), f"data flows during {fault}")
-            others = self._views() - {view, "None"}  # a new site waits for its first
+            others = self._views() - views
             if others:
                 raise HostError(
-                    f"fault {fault}: membership has changed without an arbiter: {view} was the "
-                    f"last, and sites act on {'; '.join(sorted(others))}"
+                    f"fault {fault}: membership has changed without an arbiter: sites act on "
+                    f"{'; '.join(sorted(others))}"
                 )
         finally:
             back()
@@ -119,9 +123,10 @@ class AppsChaos:
     # --- looking --------------------------------------------------------------------------------
 
     def _settled(self) -> bool:
-        """All is protected, and everybody has said that they act on the same view."""
+        """All is protected, and all members have said that they act on the same view. A site that
+        came late has none."""
         status = self._apps.status()
-        there = len(status["sites"]) >= load.SITES and self._views() == {status["view"]}
+        there = len(status["sites"]) >= load.SITES and self._views() <= {status["view"], "None"}
         return there and bool(status["protected"])
 
     def _views(self) -> set[str]:
