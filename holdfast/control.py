@@ -249,8 +249,9 @@ class Control:
     # --- who leads ------------------------------------------------------------------------------
 
     async def _keep_leading(self) -> None:
-        """Lead, or follow whoever does, for as long as the flow runs."""
-        while True:
+        """Lead, or follow whoever does, for as long as the flow runs. With one application nobody
+        else can lead: the lease means nothing."""
+        while self.controller is None or self.place.arbiter_url is not None:
             try:
                 if self.controller is None:
                     entry = await self._ask(partial(self._arbiter.lead, _text(self.address)))
@@ -311,19 +312,23 @@ class Control:
         self._app_of = {int(s): a for s, a in known.app_of.items()}
         domains = {SiteId(s): d for s, d in known.domains.items()}
         addresses = {SiteId(s): a for s, a in known.addresses.items()}
-        for site, registered in self._registered.items():
-            domains[site] = registered.domain
-            addresses[site] = (registered.host, registered.port)
+        for site, registered in list(self._registered.items()):
+            if site in addresses or site in known.launched:
+                domains[site] = registered.domain
+                addresses[site] = (registered.host, registered.port)
+            else:
+                self._fence(site)  # in place of one whose death was not committed: it is done anew
         gone = await self._not_listening(known.view.members, addresses)
         controller = Controller(self.shape, known.view.members)
         dead = {SiteId(s): reason for s, reason in known.dead.items()}
         effects = controller.resume(
             known.view, term, addresses, domains, dead, known.running, known.draining
         )
-        controller.launched |= {SiteId(s) for s in known.launched}
+        orphans = [SiteId(s) for s in known.launched if s not in addresses]
+        controller.launched |= set(orphans)
+        self.status = {s: said for s, said in self.status.items() if s in self._registered}
         self.controller, self._started = controller, known.running
         self._heard = dict.fromkeys(addresses, time.monotonic())
-        orphans = [SiteId(s) for s in known.launched if s not in addresses]
         if gone or orphans:
             effects += controller.handle(SitesFailed((*gone, *orphans), "its application is gone"))
         for effect in _last_view_only(effects):

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pytest
 
@@ -74,6 +75,36 @@ def test_a_site_that_dies_while_a_controller_takes_over_is_not_forgotten(control
     control.loop.run_until_complete(asyncio.wait_for(main(), 20))
 
 
+def registers(control: Control, site: int, number: int) -> None:
+    """A site says who it is to a control that does not lead."""
+    domain = Domain(f"p{site}", f"p{site}", "h", "a")
+    connection = wire.Connection(b"s" * 16, _ignore, _ignore, _ignore)
+    control._on_register(connection, wire.Register(site, "127.0.0.1", number, 7, domain))
+
+
+def test_a_new_leader_launches_no_more_sites_than_there_were(control: Control) -> None:
+    """The last one had launched 9 in place of a site whose death it could not commit, and 8 in
+    place of another, which it could."""
+
+    async def only_one(sites: Any, addresses: Any) -> list[SiteId]:
+        return [SiteId(1)]
+
+    control._port = 0
+    control._not_listening = only_one  # type: ignore[method-assign]
+    known = committed(control, dict.fromkeys(range(4), ("127.0.0.1", 1)))
+    known = msgspec.structs.replace(known, launched=[8])
+    registers(control, 8, 1)
+    registers(control, 9, 1)
+    control.status = {1: {"site": 1}, 8: {"site": 8}}
+    control.loop.run_until_complete(control._take_over(known, 2))
+    controller = control.controller
+    assert controller is not None
+    (new,) = controller.launched
+    assert controller.replaced == {1: new}, "8 has come already"
+    assert set(controller.addresses) == {0, 2, 3, 8} and 9 not in control._connections
+    assert list(control.status) == [8], "what the dead said last counts no more"
+
+
 def test_a_process_that_is_ending_does_not_count_as_listening(control: Control) -> None:
     """Its kernel may still take the connection, and then break it."""
 
@@ -96,6 +127,23 @@ def test_a_process_that_is_ending_does_not_count_as_listening(control: Control) 
 
 
 def _ignore(*_: Any) -> None: ...
+
+
+def test_whoever_is_alone_leads_however_long_it_stood_still(control: Control) -> None:
+    """There is nobody it could have been replaced by; to begin anew would give all rows again."""
+    control._port, control.options = 0, Options(lease_s=0.02)
+
+    async def main() -> None:
+        leading = asyncio.ensure_future(control._keep_leading())
+        while control.controller is None:
+            await asyncio.sleep(0.001)
+        first = control.controller
+        control._arbiter._extend(first.term, 0)  # type: ignore[attr-defined]
+        await asyncio.sleep(0.1)
+        leading.cancel()
+        assert control.controller is first
+
+    control.loop.run_until_complete(asyncio.wait_for(main(), 20))
 
 
 def test_a_copy_that_gets_nothing_for_long_is_given_up(control: Control) -> None:

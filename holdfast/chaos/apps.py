@@ -19,13 +19,16 @@ from holdfast.apps import Apps
 from holdfast.bench.failover import kill_driver
 from holdfast.bench.report import tree
 from holdfast.chaos import load
-from holdfast.chaos.engine import TICK_S, Done
+from holdfast.chaos.engine import TICK_S, Done, phases
 from holdfast.chaos.faults import ARBITER_SITE, ARBITER_STOP, DRIVER, Fault
 from holdfast.chaos.zookeeper import Server
 from holdfast.errors import HostError
 
 PATIENCE_S = 180.0
 """So long a flow may take to begin or to be protected again: an application may have to start."""
+
+REPORT_S = 1.0
+"""What is known of sites is younger than that."""
 
 
 class AppsChaos:
@@ -42,6 +45,7 @@ class AppsChaos:
         self.done: list[Done] = []
         self._apps, self._server, self._lease_s = apps, server, lease_s
         self._log, self._console = Path(load.log_path(folder)), console
+        self._known: set[int] = set()
         self._killed: set[int] = set()
 
     def run(self, chosen: Iterable[Fault], until: float = float("inf")) -> None:
@@ -51,15 +55,16 @@ class AppsChaos:
             if time.monotonic() > until:
                 break
             self._pass(fault.pause_s)
+            self._known |= {site["site"] for site in self._apps.status()["sites"]}
             if self._console is not None:
                 self._console.print(f"  {fault}", highlight=False)
             self.done.append(self._do(fault))
             self._until(self._settled, f"all is mended after fault {fault}")
 
     def unexpected(self) -> dict[int, str]:
-        """Sites that were declared dead, and whose process nobody has killed."""
+        """Sites that took part and were declared dead, and whose process nobody has killed."""
         dead = {int(s): why for s, why in self._apps.status().get("dead", {}).items()}
-        return {s: why for s, why in dead.items() if s not in self._killed}
+        return {s: why for s, why in dead.items() if s in self._known - self._killed}
 
     def _do(self, fault: Fault) -> Done:
         done = Done(fault, fault.kind, (), (), time.time(), False)
@@ -80,21 +85,22 @@ class AppsChaos:
 
     def _without_arbiter(self, fault: Fault, done: Done) -> None:
         assert self._server is not None
-        view = self._apps.status()["view"]
         back = self._take_away(fault)
         done.at = time.time()
         try:
+            self._pass(REPORT_S)  # until all that was committed before has been heard of
+            views = self._views() | {"None"}  # a new site waits for its first
             for pid in done.pids:
                 os.kill(pid, signal.SIGKILL)
             self._killed |= set(done.victims)
             self._pass(fault.lasts * self._lease_s)
             if not done.victims:  # with one, what it led waits for the next view
                 self._until(self._more_results(), f"data flows during {fault}")
-            others = self._views() - {view, "None"}  # a new site waits for its first
+            others = self._views() - views
             if others:
                 raise HostError(
-                    f"fault {fault}: membership has changed without an arbiter: {view} was the "
-                    f"last, and sites act on {'; '.join(sorted(others))}"
+                    f"fault {fault}: membership has changed without an arbiter: sites act on "
+                    f"{'; '.join(sorted(others))}"
                 )
         finally:
             back()
@@ -117,9 +123,10 @@ class AppsChaos:
     # --- looking --------------------------------------------------------------------------------
 
     def _settled(self) -> bool:
-        """All is protected, and everybody has said that they act on the same view."""
+        """All is protected, and all members have said that they act on the same view. A site that
+        came late has none."""
         status = self._apps.status()
-        there = len(status["sites"]) >= load.SITES and self._views() == {status["view"]}
+        there = len(status["sites"]) >= load.SITES and self._views() <= {status["view"], "None"}
         return there and bool(status["protected"])
 
     def _views(self) -> set[str]:
@@ -141,7 +148,12 @@ class AppsChaos:
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             if time.monotonic() > deadline:
-                raise HostError(f"not within {PATIENCE_S:.0f} s: {what}; {self._apps.status()}")
+                said = self._apps.status()
+                raise HostError(
+                    f"not within {PATIENCE_S:.0f} s: {what}; {said['view']}",
+                    hint=f"sites act on {self._views()}; dead: {said.get('dead')}; "
+                    f"phases: {phases(said) or 'all protected'}",
+                )
             self._tick()
 
     def _pass(self, seconds: float) -> None:

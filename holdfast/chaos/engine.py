@@ -156,7 +156,7 @@ class Chaos:
                     f"not within {PATIENCE_S:.0f} s: {what}; {said.get('view')}",
                     hint=f"open: {'; '.join(map(str, self._open)) or 'nothing'}; "
                     f"fenced and still there: {sorted(self.fenced() - self._exits.keys())}; "
-                    f"phases: {_phases(said)}",
+                    f"phases: {phases(said)}",
                 )
             self._tick()
 
@@ -336,6 +336,7 @@ def _signal(pids: Iterable[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def _phases(status: Mapping[str, Any]) -> str:
+def phases(status: Mapping[str, Any]) -> str:
+    """What is not protected, if anything."""
     rows = [p for p in status.get("partitions", []) if p["phase"] != "protected"]
     return "; ".join(f"{p['stage']} {p['copies']}+{p['joining']} {p['phase']}" for p in rows)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -107,10 +107,11 @@ def faults(seed: int, kinds: Sequence[Kind]) -> Iterator[Fault]:
 
 
 def in_turn(seed: int, kinds: Sequence[Kind], first: int = 0) -> Iterator[Fault]:
-    """Faults without end, of one kind after the other: for those that take long, and are few."""
+    """Faults without end, of one kind after the other, each when the last is mended: for those that
+    take long, and are few."""
     random_ = random.Random(seed)
     for number, kind in enumerate(itertools.cycle(kinds), first):
-        yield _drawn(random_, number, kind)
+        yield replace(_drawn(random_, number, kind), hurried=False)
 
 
 def _drawn(random_: random.Random, number: int, kind: Kind) -> Fault:

@@ -135,8 +135,9 @@ class Controller:
         self._ordered: dict[tuple[Unit, SiteId], SiteId] = {}
         self._failed_joins: dict[Unit, int] = {}
         self._paused: set[Unit] = set()
+        self._patience, self._asked_for = 0, -1
+        """Counts what is launched in place of something, and which of that is waited for."""
         self._patience_over = False
-        self._patience = 0
         self._chain_since = 0
         """The number of the view in which a copy of the sequencer was last lost."""
         self._in_doubt: dict[int, SitesFailed] = {}
@@ -341,6 +342,8 @@ class Controller:
         self._next_id += 1
         self.launched.add(new)
         self.replaced[site] = new
+        self._patience += 1
+        self._patience_over = False
         if site in self._replica_of:
             self._replica_of[new] = self._replica_of.pop(site)
         self._stillborn[new] = stillborn and self._stillborn.get(site, 0) + 1
@@ -397,8 +400,8 @@ class Controller:
             busy.add(unit[0])
         if changes:
             effects += self._commit(self.view.changed(changes, added))
-        elif self.launched and self._missing() and not self._patience_over:
-            self._patience += 1
+        elif self.launched and self._missing() and self._asked_for != self._patience:
+            self._asked_for = self._patience
             effects.append(Wait(f"patience {self._patience}", RELAUNCH_MS))
         return effects
 
@@ -570,9 +573,7 @@ class Controller:
             self._paused = {u for u in self._paused if u != (int(rest[0]), int(rest[1]))}
         if what == "patience":
             self._patience_over = int(rest[0]) == self._patience
-        effects = self._recover()
-        self._patience_over = False
-        return effects
+        return self._recover()
 
     def orders_for(self, site: SiteId) -> list[ControllerEffect]:
         """What a site was told last, in case that was lost with its connection."""

@@ -107,6 +107,10 @@ def views(effects: list[ControllerEffect]) -> list[str]:
     return [str(e.view) for e in effects if isinstance(e, CommitView)]
 
 
+def waits(effects: list[ControllerEffect]) -> list[str]:
+    return [e.what for e in effects if isinstance(e, Wait)]
+
+
 def copies(controller: Controller) -> str:
     """Who holds what, stage by stage."""
     return str(controller.view).split(": ", 1)[1]
@@ -375,6 +379,26 @@ def test_if_no_site_comes_the_others_get_the_copies() -> None:
     effects = controller.handle(WaitOver("patience 1"))
     assert views(effects) == ["view 0.2 of 0 2 3: 0+3 2 | 2,3 3,0 0+2 2 | 2,3"]
     assert seen(controller) == [OrderCatchUp(0, (0, 0), 3), OrderCatchUp(0, (1, 2), 2)]
+
+
+def test_patience_ends_though_more_has_failed_since() -> None:
+    controller = running(PAIRS, 4, 0)
+    first = waits(controller.handle(SitesFailed((1,), "killed")))
+    again = waits(controller.handle(SitesFailed((4,), "it never came up")))
+    assert (first, again) == (["patience 1"], ["patience 2"])
+    assert controller.handle(WaitOver("patience 1")) == [], "5 is expected since then"
+    effects = controller.handle(WaitOver("patience 2"))
+    assert views(effects) == ["view 0.2 of 0 2 3: 0+3 2 | 2,3 3,0 0+2 2 | 2,3"]
+    seen(controller)
+    effects = controller.handle(reported(controller, 3, (0, 0), "installed"))
+    assert copies(controller) == "0,3 2+0 | 2,3 3,0 0+2 2 | 2,3", "nobody waits once more"
+    assert waits(effects) == []
+
+
+def test_one_wait_for_a_site_is_enough() -> None:
+    controller = running(PAIRS, 4, 0)
+    controller.handle(SitesFailed((1,), "killed"))
+    assert controller.handle(WaitOver("join 0 0")) == []
 
 
 def test_a_joiner_that_dies_before_its_copy_was_ordered() -> None:

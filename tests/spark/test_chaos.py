@@ -1,11 +1,12 @@
-"""A few faults of ``holdfast chaos`` on Spark, a driver's death among them."""
+"""A few faults of ``holdfast chaos`` on Spark: executors are killed, and a driver."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-from holdfast.chaos.faults import DRIVER, KINDS
+from holdfast.chaos.faults import APPS_KINDS, DISK, DRIVER, EXECUTOR, KINDS
+from holdfast.chaos.zookeeper import unavailable
 
 
 def test_a_few_faults_lose_and_repeat_nothing(tmp_path: Path) -> None:
@@ -13,16 +14,18 @@ def test_a_few_faults_lose_and_repeat_nothing(tmp_path: Path) -> None:
     file = tmp_path / "chaos.json"
     command = [sys.executable, "-m", "holdfast.cli", "chaos", "--host", "spark"]
     ended = subprocess.run(
-        [*command, "--faults", "8", "--seed", "1", "--json", str(file)],
+        [*command, "--faults", "6", "--seed", "7", "--json", str(file)],
         capture_output=True,
         text=True,
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     said = json.loads(file.read_text())
-    assert said["faults"] == 9 and said["rows_out"] > 0
+    assert said["faults"] == 7 and said["rows_out"] > 0
     assert (said["lost_rows"], said["repeated_rows"]) == (0, 0)
+    assert said["kinds"][EXECUTOR.name]["faults"] == 2
     assert said["kinds"][DRIVER.name]["faults"] == 1
     in_namespaces = {k.name for k in KINDS if k.needs == "namespaces"}
-    assert in_namespaces | {"kill an executor"} == said["left_out"].keys()
+    with_zookeeper = {k.name for k in APPS_KINDS if k.needs == "zookeeper" and unavailable()}
+    assert in_namespaces | with_zookeeper | {DISK.name} == said["left_out"].keys()
     assert all(said["left_out"].values())
