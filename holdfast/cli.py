@@ -20,7 +20,7 @@ from holdfast.errors import FlowError, HoldfastError
 from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
 
-BENCHES = ("throughput", "scaling", "failover", "sim")
+BENCHES = ("throughput", "scaling", "failover", "sim", "ends")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -140,7 +140,8 @@ def _add_bench(commands: Any) -> None:
         "throughput: the network-monitoring flow against Structured Streaming on the same cores. "
         "scaling: cost per row as keys and partitions grow. "
         "failover: what kill -9 of sites and of a Spark driver does to the output, under pairs. "
-        "sim: how many simulated recoveries a second, and what they have tried.",
+        "sim: how many simulated recoveries a second, and what they have tried. "
+        "ends: rows from Spark and Kafka into a flow and back, against Spark copying them.",
     )
     bench.add_argument("name", choices=BENCHES, help="which one")
     bench.add_argument("--quick", action="store_true", help="fewer rows and repeats")
