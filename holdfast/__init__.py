@@ -30,6 +30,7 @@ from holdfast.flow.postgres import postgres
 from holdfast.flow.protection import none, pairs
 from holdfast.flow.sinks import callback, console, discard, parquet
 from holdfast.flow.sources import generator, rows
+from holdfast.flow.taps import follow, lines
 from holdfast.flow.view import view
 
 __version__ = "0.1.0"
@@ -55,10 +56,12 @@ __all__ = [
     "count",
     "discard",
     "first",
+    "follow",
     "generator",
     "kafka_sink",
     "kafka_source",
     "last",
+    "lines",
     "lit",
     "max_",
     "mean",

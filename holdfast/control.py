@@ -799,7 +799,7 @@ class Control:
     def _start_feeders(self) -> None:
         for stage in self.plan.sources:
             assert stage.source is not None
-            if stage.source.fed:
+            if stage.source.fed and not stage.source.tapped:
                 feeder = stage.source.feeder()
                 feeder.failed = self._on_feed_failed
                 feeder.start(partial(self._locate, stage.id), self.secret, stage.id, stage.name)
@@ -828,9 +828,9 @@ def _refuse(plan: Plan, shaped: Shape, apps: int) -> None:
             continue
         if shaped.stages[stage.id].copies > 2:
             raise errors.HostError(
-                f"source {stage.name!r} is fed by Spark, and such a source can have 2 copies, "
-                f"not {shaped.stages[stage.id].copies}",
-                hint="protect the flow with pairs(), or read the source directly",
+                f"source {stage.name!r} is one whose rows come once, and such a source can have "
+                f"2 copies, not {shaped.stages[stage.id].copies}",
+                hint="protect the flow with pairs(), or take a source that can be read again",
             )
         if apps > 1 and not stage.source.resumable:
             raise errors.HostError(

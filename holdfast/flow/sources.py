@@ -45,6 +45,32 @@ class SplitReader:
         """Called once, when no more rows will be asked for."""
 
 
+Taken = tuple[list[pa.RecordBatch], str]
+"""Rows, and a mark: how far reading has come with them; empty if there is nothing to say."""
+
+
+class Tap:
+    """What the leading copy of an ingress reads, of a source that only one can. The other copies
+    have one, too, which is told how far that has come."""
+
+    def take(self) -> Taken | None:
+        """Some rows, none if there are none now, or None if there never will be again."""
+        raise NotImplementedError
+
+    def note(self, mark: str) -> None:
+        """Another has taken rows, and come so far."""
+
+    def save(self) -> str:
+        """All that `note` has said so far."""
+        return ""
+
+    def restore(self, saved: str) -> None:
+        """The inverse of `save`."""
+
+    def close(self) -> None:
+        """Somebody else reads now, or nobody."""
+
+
 Locate = Callable[[], list[tuple[str, int]]]
 
 
@@ -66,6 +92,8 @@ class Source:
     splits: int = 1
     fed = False
     """Whether rows are pushed to the ingress (by Spark tasks) instead of read by it."""
+    tapped = False
+    """Of a fed source: whether the leading ingress feeds itself."""
     resumable = True
     """Of a fed source: whether another application can go on feeding it."""
     through = False
@@ -85,6 +113,10 @@ class Source:
     def open(self, split: int, offset: int = 0, position: Position | None = None) -> SplitReader:
         """Read one of the splits from its row `offset` on; of a source that is not fed.
         `position` is what a reader said when it was at that row or at one before it."""
+        raise NotImplementedError
+
+    def tap(self) -> Tap:
+        """What the leading ingress reads; of a source that is tapped."""
         raise NotImplementedError
 
     def feeder(self) -> Feeder:

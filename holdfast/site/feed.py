@@ -28,13 +28,15 @@ import pyarrow as pa
 from holdfast.core.ids import SiteId
 from holdfast.errors import ProtocolError
 from holdfast.flow.batches import empty, to_ipc
-from holdfast.flow.sources import SplitReader
+from holdfast.flow.sources import SplitReader, Tap
 from holdfast.site import wire
 from holdfast.site.bundles import rows_of
 
 Reply = Callable[[bool, str], None]
 
 HELD_BYTES_MAX = 32 << 20
+PULLED_MAX = 16
+"""So many portions of a source that is tapped may be on their way to the other copies."""
 NOT_HERE = "another site leads the ingress"
 
 
@@ -55,6 +57,8 @@ class _Portion:
     rows: list[pa.RecordBatch]
     marks: dict[str, int]
     taken: Reply | None
+    tap: str = ""
+    """How far a source has been read that only the leading copy reads."""
 
 
 class FedReader(SplitReader):
@@ -63,8 +67,11 @@ class FedReader(SplitReader):
     `send` gives a message to another site; `on_ready` is called when there are rows to read.
     """
 
-    def __init__(self, source: int, schema: pa.Schema, through: bool) -> None:
+    def __init__(
+        self, source: int, schema: pa.Schema, through: bool, tap: Tap | None = None
+    ) -> None:
         self.source = source
+        self._tap, self._tapped_all = tap, False
         self._empty = empty(schema)
         self.through = through
         self.leads = False
@@ -189,9 +196,25 @@ class FedReader(SplitReader):
     def end(self, reply: Reply) -> None:
         self._submit([], reply, ended=True)
 
+    def pull(self) -> None:
+        """Of a source that the leading copy reads itself: take what there is, if there is room."""
+        if self._tap is None or not self.leads or self._tapped_all:
+            return
+        while len(self._portions) < PULLED_MAX and self._ready_bytes < HELD_BYTES_MAX:
+            taken = self._tap.take()
+            self._tapped_all = taken is None
+            rows, mark = taken or ([], "")
+            if not rows and not mark and not self._tapped_all:
+                return
+            self._submit(rows, None, ended=self._tapped_all, tap=mark)
+            if self._tapped_all:
+                return
+
     # --- the copies -----------------------------------------------------------------------------
 
-    def _submit(self, rows: list[pa.RecordBatch], reply: Reply, ended: bool = False) -> None:
+    def _submit(
+        self, rows: list[pa.RecordBatch], reply: Reply | None, ended: bool = False, tap: str = ""
+    ) -> None:
         """Give a portion to all copies; it is taken when they have it."""
         if self.through:
             rows = self._unknown(rows)
@@ -206,7 +229,7 @@ class FedReader(SplitReader):
             "ended": int(ended),
             "everywhere": min(self._has.values(), default=self._submitted),
         }
-        portion = _Portion(self._submitted, rows, marks, reply)
+        portion = _Portion(self._submitted, rows, marks, reply, tap)
         self._portions.append(portion)
         for site in self._has:
             self._give(site, portion)
@@ -225,7 +248,7 @@ class FedReader(SplitReader):
     def _give(self, site: SiteId, portion: _Portion) -> None:
         bodies = [to_ipc(b) for b in portion.rows]
         sizes = [b.size for b in bodies]
-        message = wire.FeedPortion(self.source, portion.number, portion.marks, sizes)
+        message = wire.FeedPortion(self.source, portion.number, portion.marks, sizes, portion.tap)
         self.send(site, message, list(bodies))
 
     def _enter(self) -> None:
@@ -274,8 +297,13 @@ class FedReader(SplitReader):
             rows.append(rows_of(body[at : at + size]))
             at += size
         self._at(message.marks)
+        if self._tap is not None and message.tap:
+            try:
+                self._tap.note(message.tap)
+            except (ValueError, KeyError, TypeError) as error:
+                raise ProtocolError(f"a mark that is none: {error!r}") from error
         # Kept in case this copy comes to lead while another one lacks it.
-        self._portions.append(_Portion(message.number, rows, message.marks, None))
+        self._portions.append(_Portion(message.number, rows, message.marks, None, message.tap))
         while self._portions[0].number <= message.marks["everywhere"]:
             self._portions.popleft()
         self._take(self._portions[-1])
@@ -319,6 +347,18 @@ class FedReader(SplitReader):
             "ended": int(self._ended),
             "taken": self._taken,
         }
+
+    def save_tap(self) -> str:
+        """How far a source has been read that only the leading copy reads."""
+        return self._tap.save() if self._tap is not None else ""
+
+    def restore_tap(self, saved: str) -> None:
+        if self._tap is not None and saved:
+            self._tap.restore(saved)
+
+    def close(self) -> None:
+        if self._tap is not None:
+            self._tap.close()
 
     def unread(self) -> list[pa.RecordBatch]:
         """The rows that have entered and were not read."""

@@ -185,6 +185,9 @@ class Ingress:
             "feeds": [
                 s.reader.save() for s in self.splits.values() if isinstance(s.reader, FedReader)
             ],
+            "taps": [
+                s.reader.save_tap() for s in self.splits.values() if isinstance(s.reader, FedReader)
+            ],
         }
 
     def restore(self, saved: wire.IngressExtras, rows: list[pa.RecordBatch]) -> None:
@@ -195,6 +198,7 @@ class Ingress:
             position = saved["positions"].get(str(number))
             if isinstance(reader, FedReader):
                 reader.restore(saved["feeds"][0])
+                reader.restore_tap(saved["taps"][0])
             else:
                 reader.close()
                 reader = self.stage.source.open(number, offset, position)

@@ -660,6 +660,8 @@ class Node:
         """Read what the sources have, up to the limit; the leading copy offers it."""
         if self.finished:
             return
+        for reader in self.stages.fed().values():
+            reader.pull()
         for unit, split in self.stages.splits():
             wanted = self._leads(unit) or not only_leading
             if wanted and self.dataflow.units[unit].installed:

@@ -299,5 +299,6 @@ class SiteStages:
 def _reader(stage: Stage, number: int) -> SplitReader:
     assert stage.source is not None
     if stage.source.fed:
-        return FedReader(stage.id, stage.source.schema, stage.source.through)
+        tap = stage.source.tap() if stage.source.tapped else None
+        return FedReader(stage.id, stage.source.schema, stage.source.through, tap)
     return stage.source.open(number)

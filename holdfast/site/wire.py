@@ -319,6 +319,7 @@ class IngressExtras(TypedDict):
     """Of splits whose readers need more than the offset."""
     mark: bytes
     feeds: list[dict[str, EpochNumber]]
+    taps: list[str]
 
 
 class EgressExtras(TypedDict):
@@ -427,6 +428,7 @@ class FeedPortion(Message, frozen=True):
     number: Number
     marks: dict[str, EpochNumber]
     sizes: list[Number]
+    tap: str = ""
 
 
 class FeedCounted(Message, frozen=True):

@@ -65,7 +65,8 @@ class SparkHost:
         self._sites, self._launched = sites, 0
         self._ending = threading.Event()
         self._refuse_unfit()
-        self._count_slots(sites, sum(1 for s in plan.sources if s.source and s.source.fed))
+        sources = [s.source for s in plan.sources if s.source is not None]
+        self._count_slots(sites, sum(s.fed and not s.tapped for s in sources))
 
     def _driver_host(self) -> str:
         return str(self._context.getConf().get("spark.driver.host"))

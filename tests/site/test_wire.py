@@ -108,7 +108,13 @@ VIEW = View(2, 7, (0, 3), ((Cohort(0, 4, (0, 3)), Cohort(4, 8, (3,), (5,))), (Co
 RECORD = EpochRecord(3, 100, (Range(0, 1, 5, 9, 77), Range(0, 2, 0, 1, None)), (1,), False, True)
 EXTRAS: wire.Extras = {
     "counts": (1, 2, 3, 4),
-    "ingress": {"offsets": {"0": 7}, "positions": {"0": {"row": 5}}, "mark": b"x", "feeds": []},
+    "ingress": {
+        "offsets": {"0": 7},
+        "positions": {"0": {"row": 5}},
+        "mark": b"x",
+        "feeds": [],
+        "taps": [],
+    },
     "egress": None,
     "operator": None,
 }
