@@ -6,6 +6,7 @@ import itertools
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from typing import Any, Generic, TypeVar
@@ -214,7 +215,7 @@ class _StreamFeeder(_Feeder[SparkStream]):
         checkpoint = source.checkpoint or tempfile.mkdtemp(prefix="holdfast-feed-")
         writer = source.df.writeStream.foreachBatch(self._take_batch)
         writer = writer.option("checkpointLocation", checkpoint).queryName(
-            f"holdfast-feed-{id(self)}"
+            f"Holdfast: feed source {self._name!r} ({uuid.uuid4().hex[:6]})"
         )
         if source.trigger:
             writer = writer.trigger(**source.trigger)
@@ -229,6 +230,9 @@ class _StreamFeeder(_Feeder[SparkStream]):
         if self._spark_source.order_by:
             # One task sorts a micro-batch sooner than orderBy, which first runs a job to sample it.
             df = df.coalesce(1).sortWithinPartitions(*self._spark_source.order_by)
+
+        described = f"Holdfast: feed source {self._name!r}, micro-batch {batch}"
+        df.sparkSession.sparkContext.setJobDescription(described)
 
         def push(addresses: list[tuple[str, int]]) -> None:
             task = _hand_over(addresses, self._secret, self._source, batch)

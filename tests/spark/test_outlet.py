@@ -8,7 +8,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
-from holdfast import Flow, count, generator, outlet, pairs, sum_
+from holdfast import Flow, count, generator, outlet, pairs, sum_, view
 from holdfast.run import Run
 from tests.site.test_pairs import SCHEMA, copies, kill, numbers, taken, until
 
@@ -101,6 +101,15 @@ def test_two_queries_and_another_life_of_the_flow(
     query = into_files(results(spark, begun(flow())), tmp_path / "one")
     until(lambda: query.exception() is not None, "it is refused")
     assert "another life of the flow" in str(query.exception())
+
+
+def test_a_view_is_a_batch_dataframe(spark: SparkSession, begun) -> None:
+    made = Flow("latest", protect=pairs(apart="process"))
+    made.source("numbers", generator(numbers, SCHEMA, rate=50_000.0)).sink("out", view("k"))
+    run = begun(made)
+    until(lambda: run.status()["rows_in"] > 10_000, "each key has come up")
+    df = spark.read.format("holdfast").option("flow", run.url).option("sink", "out").load()
+    assert df.count() == df.select("k").distinct().count() == 5_000
 
 
 def test_options_that_are_missing_or_wrong(spark: SparkSession) -> None:
