@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-integration lint types unit spark bench chaos format clean
+.PHONY: help setup demo test test-integration servers lint types unit spark bench chaos format clean
 
 help:  ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -43,16 +43,29 @@ unit: setup  ## tests that need neither Spark nor a server
 spark: setup  ## tests on a real Spark
 	$(BIN)/python -m pytest tests/spark
 
-# The servers are Debian's; elsewhere put ZooKeeper's jar, and PostgreSQL's programs, in the same places.
+# The servers are Debian's; elsewhere put ZooKeeper's jar, and PostgreSQL's programs, in the same
+# places. Kafka's are the published jars, as Maven finds them.
 ZOOKEEPER := /usr/share/java/zookeeper.jar
 POSTGRES := $(wildcard /usr/lib/postgresql/*/bin/initdb)
-MISSING := $(if $(wildcard $(ZOOKEEPER)),,zookeeper) $(if $(POSTGRES),,postgresql)
+MAVEN := $(shell command -v mvn)
+MISSING := $(strip $(if $(wildcard $(ZOOKEEPER)),,zookeeper) $(if $(POSTGRES),,postgresql) \
+	$(if $(MAVEN),,maven))
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
+JARS := mvn --batch-mode --quiet \
+	org.apache.maven.plugins:maven-dependency-plugin:3.8.1:copy-dependencies -DincludeScope=runtime
 
-test-integration: setup  ## tests with a real ZooKeeper and PostgreSQL, which are installed if missing
-	@test -z "$(strip $(MISSING))" || { $(SUDO) apt-get update --quiet=2 && \
-		$(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes $(MISSING); }
+test-integration: setup servers $(VENV)/kafka/.ready $(VENV)/spark-kafka/.ready  ## tests with a real ZooKeeper, PostgreSQL and Kafka, which are installed if missing
 	$(BIN)/python -m pytest tests/integration
+
+servers:
+	@test -z "$(MISSING)" || { $(SUDO) apt-get update --quiet=2 && \
+		$(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install --quiet=2 --yes $(MISSING); } || \
+		{ echo "the tests need $(MISSING)"; exit 1; }
+
+$(VENV)/%/.ready: tests/integration/jars/%.xml | $(VENV)/.ready servers
+	rm -rf $(@D)
+	$(JARS) -f $< -DoutputDirectory=$(abspath $(@D))
+	@touch $@
 
 bench: setup  ## the quick benchmarks
 	$(BIN)/holdfast bench throughput --quick

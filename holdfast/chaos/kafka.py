@@ -58,7 +58,10 @@ class Broker:
         )
         self._process: subprocess.Popen[bytes] | None = None
         cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
-        self._java("kafka.tools.StorageTool", "format", "-t", cluster, "-c", self._config).wait()
+        # Not as an argument of its own: it may begin with a dash.
+        storage = ("format", f"--cluster-id={cluster}", "--config", self._config)
+        if self._java("kafka.tools.StorageTool", *storage).wait() != 0:
+            raise self._failure("cannot be set up")
 
     @property
     def servers(self) -> str:
@@ -70,12 +73,15 @@ class Broker:
         deadline = time.monotonic() + START_S_MAX
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                said = (self._directory / "said").read_text(errors="replace").splitlines()
-                raise HostError(
-                    f"the Kafka broker at {self.servers} does not start",
-                    hint="its last words: " + "\n    ".join(said[-15:]),
-                )
+                raise self._failure("does not start")
             time.sleep(0.05)
+
+    def _failure(self, what: str) -> HostError:
+        said = (self._directory / "said").read_text(errors="replace").splitlines()
+        return HostError(
+            f"the Kafka broker at {self.servers} {what}",
+            hint="its last words: " + "\n    ".join(said[-15:]),
+        )
 
     def _java(self, main: str, *arguments: object) -> subprocess.Popen[bytes]:
         command = ["java", "-Xmx400m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]

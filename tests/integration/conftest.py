@@ -1,14 +1,22 @@
 """One server of each kind for all of these tests."""
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from pyspark.sql import SparkSession
 
+from holdfast.chaos import kafka
 from holdfast.chaos.zookeeper import JAR, Server
+from holdfast.spark.session import local_session
 from tests.integration import postgres_server
+from tests.integration.topics import Kafka
 from tests.site.conftest import kept
 
-__all__ = ["database", "kept", "server"]
+__all__ = ["broker", "database", "kept", "server", "spark", "topics"]
+
+CONNECTOR = kafka.JARS.with_name("spark-kafka")
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +37,32 @@ def database() -> Iterator[postgres_server.Server]:
     server.start()
     yield server
     server.remove()
+
+
+@pytest.fixture(scope="session")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[kafka.Broker]:
+    if (missing := kafka.unavailable()) is not None:
+        pytest.fail(missing)
+    broker = kafka.Broker(tmp_path_factory.mktemp("kafka"))
+    broker.start()
+    yield broker
+    broker.kill()
+
+
+@pytest.fixture
+def topics(broker: kafka.Broker) -> Kafka:
+    return Kafka(broker.servers)
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator[SparkSession]:
+    """With Spark's own connector."""
+    root = str(Path(__file__).parents[2])
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    jars = [str(j) for j in CONNECTOR.glob("*.jar")]
+    if not jars:
+        pytest.fail("Spark's Kafka connector is not there: say make test-integration")
+    conf = {"spark.jars": ",".join(jars), "spark.ui.enabled": "false"}
+    session = local_session("holdfast integration", 4, **conf)
+    yield session
+    session.stop()

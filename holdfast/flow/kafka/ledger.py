@@ -25,8 +25,9 @@ from holdfast.flow.sinks import Authority
 
 log = logging.getLogger("holdfast.kafka")
 
-CALL_S = 5.0
-"""How long a call waits for the broker before it is made again."""
+CALL_S = 20.0
+"""How long a call waits for the broker. After any that fails all begins anew: whether it had an
+effect is to be seen there, and some calls of the client never end if they are made again."""
 AGAIN_S = 0.2
 CLAIM_S = 2.0
 """So long a writer that was refused waits for the claim of another."""
@@ -88,6 +89,7 @@ class Ledger:
         self._failures = 0
         self._producer: Any = None
         self._consumer: Any = None
+        self._glancer: Any = None
 
     @property
     def _where(self) -> str:
@@ -100,8 +102,9 @@ class Ledger:
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
     ) -> None:
         self._producer = None
-        if self._consumer is not None:
-            self._consumer.close()
+        for consumer in (self._consumer, self._glancer):
+            if consumer is not None:
+                consumer.close()
 
     # --- what a writer calls --------------------------------------------------------------------
 
@@ -110,7 +113,7 @@ class Ledger:
         None if somebody else has taken this one's place."""
         while not self._stopped():
             try:
-                if self._is_over(self._read()):
+                if self._claimed and self._is_over(self._glance()):
                     return None
                 self._connect()
                 claim = self._read()
@@ -163,7 +166,7 @@ class Ledger:
         deadline = time.monotonic() + CLAIM_S
         while time.monotonic() < deadline and not self._stopped():
             try:
-                if self._is_over(self._read()):
+                if self._is_over(self._glance()):
                     return True
             except KafkaException as error:
                 self._consider(error)
@@ -171,21 +174,34 @@ class Ledger:
         return False
 
     def _read(self) -> Claim:
+        """The latest claim. Waits for whatever transaction is under way, so it is asked only by
+        who has just seen to it that there is none."""
         if self._consumer is None:
-            if partitions_of(self._sink.servers, self._sink.topic, self._sink.options, CALL_S) == 0:
-                raise FlowError(f"{self._where}: there is no such topic", hint="create it first")
-            # To read committed means here: to wait until nothing is left open.
-            self._consumer = Consumer(
-                settings(
-                    self._sink.servers,
-                    self._sink.options,
-                    group_id=self._name,
-                    isolation_level="read_committed",
-                    enable_auto_commit=False,
-                )
+            self._consumer = self._make_consumer("read_committed")
+        return self._ask(self._consumer)
+
+    def _glance(self) -> Claim:
+        """The same, but for a transaction that is under way."""
+        if self._glancer is None:
+            self._glancer = self._make_consumer("read_uncommitted")
+        return self._ask(self._glancer)
+
+    def _make_consumer(self, isolation: str) -> Consumer:
+        if partitions_of(self._sink.servers, self._sink.topic, self._sink.options, CALL_S) == 0:
+            raise FlowError(f"{self._where}: there is no such topic", hint="create it first")
+        return Consumer(
+            settings(
+                self._sink.servers,
+                self._sink.options,
+                group_id=self._name,
+                isolation_level=isolation,
+                enable_auto_commit=False,
             )
+        )
+
+    def _ask(self, consumer: Consumer) -> Claim:
         at = TopicPartition(self._sink.topic, 0)
-        (found,) = self._consumer.committed([at], timeout=CALL_S)
+        (found,) = consumer.committed([at], timeout=CALL_S)
         if found.error is not None:
             raise KafkaException(found.error)
         if found.offset < 0:
@@ -210,12 +226,15 @@ class Ledger:
                     # What is in a transaction is bounded already.
                     "queue.buffering.max.messages": 0,
                     "queue.buffering.max.kbytes": 2_097_151,
+                    # If not, librdkafka 2.16 forgets the coordinator while all brokers are away,
+                    # and a call that waits for it never ends.
+                    "metadata.recovery.strategy": "none",
                     **self._sink.options,
                 },
                 transactional_id=self._name,
             )
         )
-        self._until_done(self._producer.init_transactions)
+        self._producer.init_transactions(CALL_S)
 
     def _transact(self, group: Group, reached: int) -> None:
         producer = self._producer
@@ -225,8 +244,8 @@ class Ledger:
         claim = msgspec.json.encode((self._whose.incarnation, self._whose.term)).decode()
         at = TopicPartition(self._sink.topic, 0, reached + 1, claim)
         group_metadata = self._consumer.consumer_group_metadata()
-        self._until_done(producer.send_offsets_to_transaction, [at], group_metadata)
-        self._until_done(producer.commit_transaction)
+        producer.send_offsets_to_transaction([at], group_metadata, CALL_S)
+        producer.commit_transaction(CALL_S)
         self._reached = reached
 
     def _produce(self, batch: pa.RecordBatch) -> None:
@@ -234,16 +253,6 @@ class Ledger:
         values = self._format.encode(batch.select(self._format.schema.names))
         more = [] if sink.key is None else [_keys(batch.column(sink.key))]
         deque(map(self._producer.produce, repeat(sink.topic), values, *more), maxlen=0)
-
-    def _until_done(self, call: Callable[..., None], *arguments: Any) -> None:
-        """A call that ran out of time is to be made again, and goes on where it was."""
-        while True:
-            try:
-                return call(*arguments, CALL_S)
-            except KafkaException as error:
-                if self._stopped() or not error.args[0].retriable():
-                    raise
-                log.warning("%s: %s", self._where, error.args[0].str())
 
     def _consider(self, error: KafkaException) -> None:
         """Raise what will not pass by itself."""

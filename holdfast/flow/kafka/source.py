@@ -214,6 +214,8 @@ class KafkaReader(SplitReader):
                     # A queue that was full is filled up at once, and many splits fit in memory.
                     "fetch.queue.backoff.ms": 5,
                     "queued.max.messages.kbytes": 16_384,
+                    # The end is noticed when the broker has nothing more to give.
+                    "fetch.wait.max.ms": 500 if self._end is None else 50,
                     **source.options,
                 },
                 group_id="holdfast",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -89,7 +90,7 @@ class Topic:
         return found
 
     def _at(self, start: datetime.datetime) -> list[int]:
-        ms = int(start.timestamp() * 1e3)
+        ms = math.ceil(start.timestamp() * 1e3)
         wanted = [TopicPartition(self.name, p.partition, ms) for p in self.partitions]
         found = self._ask(self._consumer.offsets_for_times, wanted)
         ends = self.latest()
