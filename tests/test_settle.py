@@ -1,0 +1,129 @@
+"""What sources find out before the start: once, though several applications start the flow."""
+
+import threading
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from holdfast import Flow, OperatorError, count, discard, parquet
+from holdfast.control import Place
+from holdfast.flow.plan import plan
+from holdfast.flow.sources import FLAW, Position, Source, SplitReader
+from holdfast.settle import settled
+
+SECRET = b"0123456789abcdef"
+
+
+class Asked(Source):
+    """Has another number of splits each time it is asked."""
+
+    schema = pa.schema([("k", pa.int64())])
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def settle(self, copies: int) -> dict[str, int]:
+        self.times += 1
+        return {"splits": self.times + 1}
+
+    def settled(self, values: dict[str, int]) -> Source:
+        made = Asked()
+        made.splits = values["splits"]
+        return made
+
+
+def asking(source: Source) -> Flow:
+    flow = Flow("asking")
+    flow.source("in", source).key_by("k").agg(n=count()).sink("out", discard())
+    return flow
+
+
+def test_it_is_asked_once_for_each_start() -> None:
+    flow = asking(Asked())
+    first = settled(flow, Place(), SECRET, 1.0)
+    second = settled(flow, Place(), SECRET, 1.0)
+    assert [len(plan(f).splits) for f in (flow, first, second)] == [1, 2, 3]
+
+
+def test_all_applications_go_by_what_the_first_has_found(tmp_path: Path) -> None:
+    source, found = Asked(), []
+    place = Place(arbiter_url=f"file:{tmp_path}")
+
+    def start() -> None:
+        found.append(settled(asking(source), place, SECRET, 1.0).settled)
+
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [{"in": {"splits": 2}}] * 4
+    start()
+    assert found[-1] == found[0], "also one that comes back later"
+    other = settled(asking(source), place, b"another secret...", 1.0)
+    assert other.settled == {"in": {"splits": source.times + 1}}
+
+
+# --- rows that could not be read ----------------------------------------------------------------
+
+
+class Torn(Source):
+    """Every fifth row cannot be read."""
+
+    schema = pa.schema([pa.field("k", pa.int64(), nullable=False), ("ts", pa.int64())])
+    flawed = True
+
+    def open(self, split: int, offset: int = 0, position: Position | None = None) -> SplitReader:
+        return TornReader(offset)
+
+
+class TornReader(SplitReader):
+    def __init__(self, offset: int) -> None:
+        self._next = offset
+
+    def read(self, rows_max: int, *, due: bool = False) -> pa.RecordBatch | None:
+        at = range(self._next, min(self._next + min(rows_max, 7), 100))
+        if not at:
+            return None
+        self._next = at.stop
+        torn = [i % 5 == 4 for i in at]
+        values = [None if t else i for i, t in zip(at, torn, strict=True)]
+        flaws = [f'["no {i}", "row {i}"]' if t else None for i, t in zip(at, torn, strict=True)]
+        columns = [pa.array(values, pa.int64())] * 2 + [pa.array(flaws, pa.string())]
+        return pa.RecordBatch.from_arrays(columns, ["k", "ts", FLAW])
+
+
+def test_rows_that_could_not_be_read_are_set_aside_and_move_no_watermark(kept_rows) -> None:
+    flow = Flow("torn", on_error="dead-letter")
+    read = flow.source("in", Torn(), event_time="ts")
+    read.key_by("k").window(time=10).agg(n=count()).sink("windows", kept_rows("windows"))
+    flow.dead_letters().sink("dead", kept_rows("dead"))
+    flow.start(sites=2, partitions=4).wait(60)
+    assert sorted(kept_rows.of("windows")["k"]) == [i for i in range(100) if i % 5 != 4]
+    letters = kept_rows.of("dead")
+    assert letters["error"] == [f"no {i}" for i in range(4, 100, 5)]
+    assert letters["row"] == [f"row {i}" for i in range(4, 100, 5)]
+    assert set(letters["stage"]) == {"in"} and set(letters["operator"]) == {"read"}
+
+
+def test_such_a_row_stops_the_flow() -> None:
+    flow = Flow("torn")
+    flow.source("in", Torn()).key_by("k").agg(n=count()).sink("out", discard())
+    with pytest.raises(OperatorError, match=r"operator 'read', epoch 0: no 4\n  at row: .*row 4"):
+        flow.start(sites=1).wait(60)
+
+
+@pytest.fixture
+def kept_rows(tmp_path: Path):
+    """Sinks that can be looked at afterwards."""
+
+    class Kept:
+        def __call__(self, name: str):
+            return parquet(tmp_path / name)
+
+        def of(self, name: str) -> dict[str, list]:
+            return pq.read_table(tmp_path / name).to_pydict()
+
+    return Kept()
