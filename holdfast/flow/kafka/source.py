@@ -36,6 +36,8 @@ LOOK_S = 2.0
 """How often one reader looks whether the topic is still what it was."""
 GONE_LOOKS = 3
 """How often in a row it must not be there. A broker that has just started does not know it yet."""
+MESSAGES_MAX = 16_384
+"""So many are taken at once: the site does nothing else meanwhile."""
 TEXT_MAX = 1_000
 """So much of a record that could not be read is shown."""
 _OURS = {
@@ -192,7 +194,7 @@ class KafkaReader(SplitReader):
             self._connect()
         if self._watch is not None and self._watch.error is not None:
             raise self._watch.error
-        messages = self._consumer.consume(count, 0)
+        messages = self._consumer.consume(min(count, MESSAGES_MAX), 0)
         errors = [m for m in messages if m.error() is not None]
         if errors:
             for message in errors:
