@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast import FlowError, kafka_sink, kafka_source
+from holdfast import Flow, FlowError, kafka_sink, kafka_source, rows
 from holdfast.flow.kafka.formats import Arrow, Format, Json
 from holdfast.flow.kafka.source import KafkaSource
 
@@ -141,6 +141,14 @@ def test_sinks_that_cannot_be() -> None:
         kafka_sink("host:9092", "t", linger_s=-1)
     with pytest.raises(FlowError, match="servers must be like"):
         kafka_sink("", "t")
+    stream = Flow("f").source("in", rows(pa.record_batch({"k": [1], "l": [[1]]})))
+    for wrong, match in (
+        (kafka_sink("host:9092", "t", key="z"), "no column 'z' to be the key"),
+        (kafka_sink("host:9092", "t", key="l"), "cannot be a key"),
+        (kafka_sink("host:9092", "t", format="bytes"), "one column of bytes or text, not k, l"),
+    ):
+        with pytest.raises(FlowError, match=match):
+            stream.sink("out", wrong)
 
 
 def test_a_source_is_not_read_before_it_is_settled() -> None:

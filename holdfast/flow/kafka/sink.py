@@ -11,8 +11,7 @@ higher term: it leads no more, and keeps quiet. Another incarnation: two flows w
 which is an error. Its own claim: somebody who led before has woken up and has not seen yet that its
 time is over; go on.
 
-All talking to the broker is done in a thread of the writer's own; the site never waits for it, but
-if more is unwritten than there is room for.
+All talking to the broker is done in a thread of the writer's own; the site never waits for it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import pyarrow as pa
 
 from holdfast.errors import FlowError, HoldfastError, HostError
 from holdfast.flow.kafka.client import Options, check
-from holdfast.flow.kafka.formats import FORMATS, writing
+from holdfast.flow.kafka.formats import FORMATS, Format, writing
 from holdfast.flow.sinks import Authority, Sink, SinkWriter
 
 Group = list[tuple[int, pa.RecordBatch]]
@@ -57,6 +56,22 @@ class KafkaSink(Sink):
         self.servers, self.topic, self.key, self.format = servers, topic, key, format
         self.linger_s, self.options = linger_s, options
 
+    def check(self, schema: pa.Schema, where: str) -> None:
+        if self.key is not None and self.key not in schema.names:
+            raise FlowError(
+                f"{where}: there is no column {self.key!r} to be the key",
+                hint=f"the columns are {', '.join(schema.names)}",
+            )
+        if self.key is not None and pa.types.is_nested(schema.field(self.key).type):
+            raise FlowError(f"{where}: {schema.field(self.key).type} cannot be a key")
+        self.formatted(schema, where)
+
+    def formatted(self, schema: pa.Schema, where: str) -> Format:
+        """How rows of `schema` are written."""
+        # Bytes have no place for the key's column in the value.
+        names = [n for n in schema.names if n != self.key or self.format != "bytes"]
+        return writing(self.format, pa.schema([schema.field(n) for n in names]), where)
+
     def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
         return KafkaWriter(self, whose, schema, -1, fresh=True)
 
@@ -74,18 +89,13 @@ class KafkaWriter(SinkWriter):
         from holdfast.flow.kafka.ledger import Ledger
 
         self._sink, self._whose = sink, whose
-        where = f"sink {whose.sink!r}"
-        if sink.key is not None and sink.key not in schema.names:
-            raise FlowError(f"{where}: there is no column {sink.key!r} to be the key")
-        # Bytes have no place for the key's column in the value.
-        names = [n for n in schema.names if n != sink.key or sink.format != "bytes"]
-        format = writing(sink.format, pa.schema([schema.field(n) for n in names]), where)
-        self._ledger = Ledger(sink, whose, format, fresh=fresh, stopped=lambda: self._dropped)
+        format = sink.formatted(schema, f"sink {whose.sink!r}")
+        self._ledger = Ledger(sink, whose, format, fresh=fresh, stopped=lambda: self._abandoned)
         self._changed = threading.Condition()
         self._waiting: deque[tuple[int, pa.RecordBatch]] = deque()
         self._waiting_bytes = 0
         self._committed = self._written = durable
-        self._closing = self._dropped = False
+        self._closing = self._abandoned = False
         self._quiet_since: float | None = None
         self._error: Exception | None = None
         self._rows = self._transactions = 0
@@ -94,9 +104,11 @@ class KafkaWriter(SinkWriter):
 
     # --- called by the site ---------------------------------------------------------------------
 
+    def room(self) -> bool:
+        return self._waiting_bytes < WAITING_BYTES_MAX or self._ended
+
     def write(self, epoch: int, batch: pa.RecordBatch) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting_bytes < WAITING_BYTES_MAX or self._ended)
             self._check()
             if batch.num_rows and epoch > self._written and not self._ended:
                 self._waiting.append((epoch, batch))
@@ -121,7 +133,7 @@ class KafkaWriter(SinkWriter):
 
     def abandon(self) -> None:
         with self._changed:
-            self._dropped = True
+            self._abandoned = True
             self._changed.notify_all()
 
     def report(self) -> dict[str, Any]:
@@ -130,13 +142,13 @@ class KafkaWriter(SinkWriter):
     @property
     def _ended(self) -> bool:
         """Whether nothing will be written any more."""
-        return self._dropped or self._quiet_since is not None or self._error is not None
+        return self._abandoned or self._quiet_since is not None or self._error is not None
 
     def _check(self) -> None:
         if self._error is not None:
             raise self._error
         quiet = self._quiet_since
-        if quiet is not None and not self._dropped and time.monotonic() - quiet > QUIET_S:
+        if quiet is not None and not self._abandoned and time.monotonic() - quiet > QUIET_S:
             raise FlowError(
                 f"sink {self._whose.sink!r}: a later leader of flow {self._whose.flow!r} has "
                 f"written to topic {self._sink.topic!r}, but this site leads",
@@ -172,12 +184,12 @@ class KafkaWriter(SinkWriter):
     def _next_group(self) -> Group | None:
         """The epochs to write next; None if there will be none."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_due() or self._closing or self._dropped)
+            self._changed.wait_for(lambda: self._is_due() or self._closing or self._abandoned)
             self._changed.wait_for(
-                lambda: self._waiting_bytes >= GROUP_BYTES or self._closing or self._dropped,
+                lambda: self._waiting_bytes >= GROUP_BYTES or self._closing or self._abandoned,
                 self._sink.linger_s,
             )
-            if self._dropped or not self._is_due():
+            if self._abandoned or not self._is_due():
                 return None
             group: Group = []
             nbytes = 0
