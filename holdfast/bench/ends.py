@@ -1,9 +1,10 @@
 """``holdfast bench ends``: what Spark's ends cost, against Spark copying the same rows alone.
 
-In: files, followed by a Spark stream, through the DMZ flow into parquet. Out: the results of a
-flow, read back by ``spark.readStream`` into parquet. Beside them Spark copies the same files into
-parquet, and does nothing else. All in one run; the first micro-batch, which pays for the start of
-a query, is left out everywhere, and every result is compared with the right one.
+In: files, followed by a Spark stream, and a Kafka topic of JSON objects, through the DMZ flow into
+parquet. Out: the results of a flow, read back by ``spark.readStream`` into parquet. Beside them
+Spark copies the same files into parquet, and does nothing else. All in one run; the first micro-
+batch, which pays for the start of a query, is left out everywhere, and every result is compared
+with the right one. Without a broker's jars (``make test-integration`` gets them) Kafka is left out.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 from rich.console import Console
 
 from holdfast.bench import dmz, rivals
 from holdfast.bench.report import Figure, show
+from holdfast.chaos import kafka
 from holdfast.errors import InvariantError
+from holdfast.flow.kafka import kafka_source
 from holdfast.flow.outlet import outlet
 from holdfast.flow.sinks import parquet
 from holdfast.run import Run
@@ -31,6 +35,10 @@ from holdfast.spark.sources import spark_stream
 SITES = 2
 FILE_ROWS = 300_000
 FILES_PER_BATCH = 2
+FILLED_AT_ONCE = 50_000
+TOPIC = "packets"
+COLUMNS = ["kind", "src", "dst", "ts"]
+JSON = '{"kind":%d,"src":%d,"dst":%d,"ts":%d}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +52,16 @@ def bench(quick: bool = False, console: Console | None = None) -> dict[str, Any]
     console = console or Console()
     sizes = _Sizes(3_000_000, 1) if quick else _Sizes(12_000_000, 3)
     work = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
+    missing = kafka.unavailable()
+    measured = {n: m for n, m in MEASURED.items() if n != "kafka_in" or missing is None}
+    if missing is not None:
+        console.print(f"without Kafka: {missing}")
     try:
         dmz.write_parquet(work / "input", sizes.rows, sizes.rows // FILE_ROWS)
         runs: dict[str, list[float]] = {}
         for repeat in range(sizes.repeats):
             console.print(f"repeat {repeat + 1} of {sizes.repeats}")
-            for name, measure in MEASURED.items():
+            for name, measure in measured.items():
                 with _session() as spark:
                     rate = measure(spark, work, sizes)
                 runs.setdefault(name, []).append(rate)
@@ -72,7 +84,7 @@ def _session() -> Iterator[Any]:
 def _files(spark: Any, work: Path) -> Any:
     stream = spark.readStream.schema(rivals.INPUT_DDL)
     stream = stream.option("maxFilesPerTrigger", FILES_PER_BATCH)
-    return stream.parquet(str(work / "input")).select("kind", "src", "dst", "ts")
+    return stream.parquet(str(work / "input")).select(*COLUMNS)
 
 
 def _copied(df: Any, work: Path, **trigger: Any) -> Any:
@@ -142,16 +154,51 @@ def _readstream_out(spark: Any, work: Path, sizes: _Sizes) -> float:
     return _rate(query)
 
 
-def _check(found: dict[str, Any], rows: int) -> None:
-    right = dmz.oracle(rows)
+def _check(found: dict[str, Any], rows: int, splits: int = 1) -> None:
+    right = dmz.oracle(rows, splits=splits)
     if found["digest"] != right["digest"]:
         raise InvariantError(f"{found['rows']} rows, not the {right['rows']} right ones")
+
+
+def _kafka_in(spark: Any, work: Path, sizes: _Sizes) -> float:
+    broker = kafka.Broker(Path(tempfile.mkdtemp(dir=work)))
+    broker.start()
+    try:
+        rows = sizes.rows // 2 // SITES * SITES
+        _fill(broker.servers, rows)
+        used = pa.schema([dmz.SCHEMA.field(name) for name in COLUMNS])
+        source = kafka_source(broker.servers, TOPIC, schema=used, end="latest")
+        output = Path(tempfile.mkdtemp(dir=work)) / "alerts"
+        run = dmz.dmz_flow(source, parquet(output)).start(spark, sites=SITES)
+        rate = _taken(run, rows, FILE_ROWS)
+        _check(dmz.read_back(output), rows, SITES)
+    finally:
+        broker.kill()
+    return rate
+
+
+def _fill(servers: str, rows: int) -> None:
+    """Put the rows into a topic, a partition a split."""
+    from confluent_kafka import Producer
+    from confluent_kafka.admin import AdminClient, NewTopic
+
+    admin = AdminClient({"bootstrap.servers": servers})
+    admin.create_topics([NewTopic(TOPIC, SITES, 1)])[TOPIC].result()
+    producer = Producer({"bootstrap.servers": servers, "linger.ms": 50, "acks": 1})
+    make = dmz.DmzRows(splits=SITES)
+    for split in range(SITES):
+        for at in range(0, rows // SITES, FILLED_AT_ONCE):
+            batch = make(split, at, min(FILLED_AT_ONCE, rows // SITES - at))
+            for row in zip(*(batch.column(n).to_pylist() for n in COLUMNS), strict=True):
+                producer.produce(TOPIC, JSON % row, partition=split)
+            producer.flush()
 
 
 MEASURED = {
     "spark_passthrough": _passthrough,
     "file_in": _file_in,
     "readstream_out": _readstream_out,
+    "kafka_in": _kafka_in,
 }
 
 
