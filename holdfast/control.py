@@ -64,6 +64,8 @@ log = logging.getLogger("holdfast.control")
 
 GATHER_S = 0.003
 """Sites that are lost within so long of each other have failed together: one view, not several."""
+RECORDS_MAX = 100_000
+"""So many epochs are remembered here, for whoever wants to see them."""
 JOIN_S_MAX = 10.0
 """So long a copy that is being made may get nothing; or ten leases, if that is longer."""
 
@@ -401,6 +403,12 @@ class Control:
         if won is not None and self.controller is None:
             await self._lead(won)
 
+    def _note_record(self, record: EpochRecord) -> None:
+        """Keep it, among the last ones: a flow may run for years."""
+        self.records[record.epoch] = record
+        while len(self.records) > RECORDS_MAX:
+            del self.records[next(iter(self.records))]
+
     # --- launching sites ------------------------------------------------------------------------
 
     def _launch(self, site: SiteId) -> None:
@@ -495,7 +503,7 @@ class Control:
                 if site in self._connections:
                     self.status[site] = msgspec.json.decode(message.figures)
             case wire.Cut():
-                self.records[message.record.epoch] = message.record
+                self._note_record(message.record)
             case wire.Failed():
                 self._handle(FlowFailed(site, _rebuilt(message)))
             case wire.Finished():

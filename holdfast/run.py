@@ -188,7 +188,7 @@ class Run:
             "flow": self.flow.name,
             "state": self.state,
             "seconds": time.time() - self._started_at,
-            "epochs": len(records),
+            "epochs": last.epoch + 1 if last else 0,
             "rows_in": last.base + last.rows if last else 0,
             "sites": sorted(sites, key=lambda s: s["site"]),
             "domains": {int(s): d for s, d in controller.domains.items()} if controller else {},
@@ -235,7 +235,8 @@ class Run:
         return rows
 
     def records(self) -> list[EpochRecord]:
-        """The epoch records so far: what the batch job needs to take the rows in the same order."""
+        """The epoch records so far (the last 100,000): what the batch job needs to take the rows in
+        the same order."""
         records = self._look(lambda: dict(self._control.records))
         return [records[e] for e in sorted(records)]
 

@@ -14,6 +14,7 @@ from holdfast.control import JOIN_S_MAX, Committed, Control, Place
 from holdfast.core.events import SiteRegistered, SitesFailed
 from holdfast.core.ids import SiteId, Unit
 from holdfast.core.layout import Domain, place
+from holdfast.core.records import EpochRecord
 from holdfast.errors import FlowError
 from holdfast.flow.options import Options
 from holdfast.flow.plan import plan
@@ -182,3 +183,12 @@ def test_a_copy_that_gets_nothing_for_long_is_given_up(control: Control) -> None
 def test_a_lease_must_be_positive() -> None:
     with pytest.raises(FlowError, match="must be positive"):
         Options(lease_s=0)
+
+
+def test_only_the_last_records_are_remembered(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.control.RECORDS_MAX", 3)
+    for epoch in range(7):
+        control._note_record(EpochRecord(epoch, epoch * 10, ()))
+    assert list(control.records) == [4, 5, 6]
