@@ -102,8 +102,9 @@ def test_only_the_spark_package_and_its_users_import_pyspark() -> None:
             assert not any(n.split(".")[0] == "pyspark" for n in imports(tree, False)), path
 
 
-def test_pyspark_is_not_loaded_until_it_is_needed() -> None:
-    code = "import sys, holdfast; sys.exit('pyspark' in sys.modules)"
+def test_pyspark_and_clients_are_not_loaded_until_they_are_needed() -> None:
+    heavy = {"pyspark", "confluent_kafka", "kazoo", "psycopg"}
+    code = f"import sys, holdfast; sys.exit(bool({heavy} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
