@@ -17,6 +17,7 @@ import pyarrow as pa
 from holdfast.flow.keys import _hash_column
 
 _PREFIX = "__o"
+_NULL_DIGEST = np.uint64(0x9AE16A3B2F90404F)
 
 
 def order_names(width: int) -> list[str]:
@@ -114,13 +115,22 @@ def row_digests(batch: pa.RecordBatch) -> np.ndarray:
 
 
 def _digest_words(column: pa.Array) -> np.ndarray:
-    if column.null_count == 0 and pa.types.is_integer(column.type):
-        return column.to_numpy()
-    if column.null_count == 0 and pa.types.is_float64(column.type):
-        return column.to_numpy().view(np.uint64)
+    if pa.types.is_integer(column.type) or pa.types.is_float64(column.type):
+        return _digest_numbers(column)
     if pa.types.is_nested(column.type):
         column = pa.array([repr(v) for v in column.to_pylist()], pa.large_string())
     return _hash_column(column)[0]
+
+
+def _digest_numbers(column: pa.Array) -> np.ndarray:
+    """The numbers themselves, and one for null that is as good as any: what a row gets may not
+    depend on whether others of its batch are null."""
+    if column.null_count == 0:
+        words = column.to_numpy()
+        return words.view(np.uint64) if words.dtype.kind == "f" else words
+    words = column.fill_null(0).to_numpy()
+    words = words.view(np.uint64) if words.dtype.kind == "f" else words.astype(np.uint64)
+    return np.where(column.is_null().to_numpy(zero_copy_only=False), _NULL_DIGEST, words)
 
 
 def content_of(batch: pa.RecordBatch) -> tuple[bytes, ...]:

@@ -417,6 +417,78 @@ class KeyedStream:
         operator = CustomOperator(self.keys, self.stream.port, function, self._where("apply"))
         return self._operate(operator).out
 
+    def transform_with_state(
+        self,
+        processor: Any,
+        output_schema: Any,
+        *,
+        output_mode: str = "update",
+        time_mode: str = "None",
+        lateness: Duration = 0,
+        pandas: bool = False,
+    ) -> Any:
+        """A `StatefulProcessor` that was written for Spark's ``transformWithState`` or, with
+        `pandas`, for ``transformWithStateInPandas``.
+
+        Every row is a micro-batch of its own (see `holdfast.spark.stateful`). With
+        ``time_mode="EventTime"`` the watermark is behind the event time by `lateness`, as with
+        Spark's ``withWatermark``, and ``.late`` of the result has the rows that came too late.
+        """
+        from holdfast.spark import stateful
+
+        where = self._where("transform_with_state")
+        stateful.refuse_mode(output_mode, where)
+        clock = self._clock(time_mode, lateness, where)
+        operator = stateful.TransformWithState(
+            self.keys,
+            self.stream.port,
+            processor,
+            output_schema,
+            clock=clock,
+            pandas=pandas,
+            where=where,
+        )
+        return _with_late(self._operate(operator))
+
+    def apply_in_pandas_with_state(
+        self,
+        function: Callable[..., Any],
+        output_schema: Any,
+        state_schema: Any,
+        output_mode: str = "update",
+        timeout: str = "NoTimeout",
+        *,
+        lateness: Duration = 0,
+    ) -> Any:
+        """A function that was written for Spark's ``applyInPandasWithState``; see
+        `transform_with_state`. The `timeout` is ``NoTimeout`` or ``EventTimeTimeout``."""
+        from holdfast.spark import stateful
+
+        where = self._where("apply_in_pandas_with_state")
+        stateful.refuse_mode(output_mode, where)
+        clock = self._clock(timeout, lateness, where)
+        operator = stateful.ApplyInPandasWithState(
+            self.keys,
+            self.stream.port,
+            function,
+            output_schema,
+            state_schema,
+            clock=clock,
+            where=where,
+        )
+        return _with_late(self._operate(operator))
+
+    def _clock(self, time_mode: str, lateness: Duration, where: str) -> Any:
+        """The watermark that an operator written for Spark is to see, if any."""
+        from holdfast.spark import stateful
+
+        if not stateful.event_time_of(time_mode, where):
+            if lateness != 0:
+                raise FlowError(f"{where}: lateness= goes with event time")
+            return None
+        clock = stateful.clock_of(self.stream.port, where)
+        return clock.behind(_units(lateness, clock.kind, where))
+
 
 class Outputs:
     """The output streams of a keyed operator."""
@@ -431,11 +503,23 @@ class Outputs:
     def __getitem__(self, name: str) -> Stream:
         return self._streams[name]
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._streams
+
 
 class TimeWindowed(Stream):
-    """The results of event-time windows. `late` has the rows that came too late for them."""
+    """Results of an operator in event time. `late` has the rows that came too late for it."""
 
     late: Stream
+
+
+def _with_late(outputs: Outputs) -> Stream:
+    out = outputs.out
+    if "late" not in outputs:
+        return out
+    result = TimeWindowed(out.flow, out.node, out.out, out.port)
+    result.late = outputs["late"]
+    return result
 
 
 class Joined(Stream):
@@ -485,11 +569,7 @@ class Windowed:
         every = self._time if self._every is None else self._every
         size, step, lateness = (_units(d, kind, where) for d in (self._time, every, self._lateness))
         window = TimeWindow(keyed.keys, port, on, size, step, lateness, aggregates, where)
-        outputs = keyed._operate(window)
-        out = outputs.out
-        result = TimeWindowed(out.flow, out.node, out.out, out.port)
-        result.late = outputs["late"]
-        return result
+        return _with_late(keyed._operate(window))
 
 
 def _some(aggregates: Mapping[str, Aggregate], where: str) -> None:

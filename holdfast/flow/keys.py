@@ -277,3 +277,11 @@ class KeyIndex:
 
 
 _NO_ROWS = np.empty(0, np.int64)
+
+
+def key_hash(words: KeyWords) -> np.ndarray:
+    """What orders the results of different keys that stand at the same row."""
+    z = words.low.view(np.uint64).copy()
+    if words.high is not None:
+        z ^= mix(words.high.view(np.uint64))
+    return mix(z).view(np.int64)

@@ -14,6 +14,8 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pyspark.sql import Row
+from pyspark.sql.streaming import StatefulProcessor
 
 from holdfast.flow.batches import Track, with_order
 from holdfast.flow.expr import at_start, col
@@ -178,7 +180,28 @@ def _join(within: int) -> Build:
     return build
 
 
+class Tally(StatefulProcessor):
+    """Written for Spark: a number and a list for each key."""
+
+    def init(self, handle: Any) -> None:
+        self.total = handle.getValueState("total", "n long")
+        self.tags = handle.getListState("tags", "tag string")
+
+    def handleInputRows(self, key: Any, rows: Any, timerValues: Any) -> Any:
+        for row in rows:
+            (total,) = self.total.get() or (0,)
+            self.total.update((total + row.i,))
+            self.tags.put([*self.tags.get(), (row.tag,)][-3:])
+            if row.i % 7 == 0:
+                self.tags.clear()
+                self.total.clear()
+            yield Row(total=total, tags=str(list(self.tags.get())))
+
+
 OPERATORS: dict[str, Build] = {
+    "written for Spark": lambda _, keyed: keyed.transform_with_state(
+        Tally(), "total long, tags string"
+    ),
     "running": lambda _, keyed: keyed.agg(**built({**AGGS, **NULLABLE})),
     "row window": lambda _, keyed: keyed.window(rows=5, every=2).agg(**built(AGGS)),
     "tumbling": lambda _, keyed: keyed.window(time=20).agg(**built({**AGGS, **NULLABLE})),

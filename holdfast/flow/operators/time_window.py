@@ -15,7 +15,7 @@ import pyarrow as pa
 from holdfast.errors import FlowError
 from holdfast.flow.batches import Track, as_array, empty, take, take_column
 from holdfast.flow.expr import Aggregate, Column, column
-from holdfast.flow.keys import KeyWords, mix, partition_of
+from holdfast.flow.keys import KeyWords, key_hash, mix, partition_of
 from holdfast.flow.operators.base import Agg, KeyedOperator, Port, columns_of
 from holdfast.flow.state import Field, StateTable
 from holdfast.flow.watermark import event_times
@@ -125,7 +125,7 @@ class TimeWindow(KeyedOperator):
         opening = np.flatnonzero(seen == 0)[::-1]  # backwards: of a slot's rows the first one stays
         first_slots, first_rows = slots[opening], rows[opening]
         self.table["__window"][first_slots] = window[opening]
-        self.table["__hash"][first_slots] = _key_hash(words.take(opening))
+        self.table["__hash"][first_slots] = key_hash(words.take(opening))
         for key in self.keys:
             values = batch.column(key).take(pa.array(first_rows))
             self.table.put(f"__key.{key}", first_slots, values)
@@ -162,8 +162,8 @@ class TimeWindow(KeyedOperator):
 
     def _results(self, slots: np.ndarray, window: np.ndarray, track: Track) -> pa.RecordBatch:
         seq = track.crossing(self._close_at(window))
-        key_hash = self.table["__hash"][slots]
-        order = np.lexsort((key_hash, window, seq))
+        hashed = self.table["__hash"][slots]
+        order = np.lexsort((hashed, window, seq))
         slots, window = slots[order], window[order]
         port = self.outputs["out"]
         start = window * self.every
@@ -176,7 +176,7 @@ class TimeWindow(KeyedOperator):
             if agg.kind == "mean":
                 value = pa.array(self.table[agg.name][slots] / self.table["__n"][slots])
             columns.append(as_array(value, agg.given))
-        columns += [pa.array(c) for c in (seq[order], window, key_hash[order])]
+        columns += [pa.array(c) for c in (seq[order], window, hashed[order])]
         return pa.RecordBatch.from_arrays(columns, schema=port.full_schema)
 
 
@@ -185,11 +185,3 @@ def _with_window(words: KeyWords, window: np.ndarray) -> KeyWords:
     if words.high is None:
         return KeyWords(words.low, window)
     return KeyWords(words.low, window ^ mix(words.high.view(np.uint64)).view(np.int64))
-
-
-def _key_hash(words: KeyWords) -> np.ndarray:
-    """What orders the results of different keys that close at the same row."""
-    z = words.low.view(np.uint64).copy()
-    if words.high is not None:
-        z ^= mix(words.high.view(np.uint64))
-    return mix(z).view(np.int64)

@@ -1,0 +1,252 @@
+"""The state of one key while a user's function works on it.
+
+A `Cell` is what a key has: encoded values and timers. User code gets at it through a `Handle` and
+the state variables that it gives out, which have the methods of PySpark's own. All that is done to
+a cell is done to it alone; the operator puts it into its table when the whole call has gone well.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from pyspark.sql import types as T
+from pyspark.sql.streaming.stateful_processor import StatefulProcessorHandle
+
+from holdfast.errors import FlowError
+from holdfast.spark.schemas import RowCodec, struct_of
+
+NO_TIMER = (1 << 63) - 1
+"""Later than any watermark but the last."""
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A state variable as the processor declared it."""
+
+    name: str
+    kind: str
+    """value, list or map"""
+    schema: T.StructType
+    keys: T.StructType | None = None
+
+
+class Cell:
+    """One key's state: for each variable its bytes, or None; its timers in ascending order."""
+
+    __slots__ = ("_lists", "_maps", "_stored", "key", "timers")
+
+    def __init__(self, key: Any, stored: list[bytes | None], timers: bytes | None) -> None:
+        self.key = key
+        self._stored = stored
+        self._lists: dict[int, list[bytes]] = {}
+        self._maps: dict[int, dict[bytes, bytes]] = {}
+        self.timers: list[int] = msgspec.msgpack.decode(timers) if timers else []
+
+    def value(self, at: int) -> bytes | None:
+        return self._stored[at]
+
+    def put(self, at: int, value: bytes | None) -> None:
+        self._stored[at] = value
+
+    def items(self, at: int) -> list[bytes]:
+        """Of a list: its items, to be read and changed."""
+        if at not in self._lists:
+            stored = self._stored[at]
+            self._lists[at] = [] if stored is None else msgspec.msgpack.decode(stored)
+        return self._lists[at]
+
+    def entries(self, at: int) -> dict[bytes, bytes]:
+        """Of a map: its entries, to be read and changed."""
+        if at not in self._maps:
+            stored = self._stored[at]
+            self._maps[at] = {} if stored is None else dict(msgspec.msgpack.decode(stored))
+        return self._maps[at]
+
+    def stored(self) -> list[bytes | None]:
+        """All variables as they are kept; what is empty is None."""
+        for at, items in self._lists.items():
+            self._stored[at] = msgspec.msgpack.encode(items) if items else None
+        for at, entries in self._maps.items():
+            self._stored[at] = msgspec.msgpack.encode(list(entries.items())) if entries else None
+        return self._stored
+
+    def stored_timers(self) -> bytes | None:
+        return msgspec.msgpack.encode(self.timers) if self.timers else None
+
+
+class Handle(StatefulProcessorHandle):
+    """What a processor gets instead of Spark's own handle. `cell` is that of the key at hand."""
+
+    def __init__(self, timed: bool, where: str) -> None:
+        self.variables: list[Variable] = []
+        self.cell: Cell | None = None
+        self._timed, self._where = timed, where
+        self._open = True
+
+    def seal(self) -> None:
+        """The processor's `init` is over."""
+        self._open = False
+
+    # --- state variables --------------------------------------------------------------------------
+
+    def getValueState(self, stateName: str, schema: Any, ttlDurationMs: Any = None) -> Any:
+        at, variable = self._declare(stateName, "value", schema, None, ttlDurationMs)
+        return ValueCell(self, at, variable)
+
+    def getListState(self, stateName: str, schema: Any, ttlDurationMs: Any = None) -> Any:
+        at, variable = self._declare(stateName, "list", schema, None, ttlDurationMs)
+        return ListCell(self, at, variable)
+
+    def getMapState(
+        self, stateName: str, userKeySchema: Any, valueSchema: Any, ttlDurationMs: Any = None
+    ) -> Any:
+        at, variable = self._declare(stateName, "map", valueSchema, userKeySchema, ttlDurationMs)
+        return MapCell(self, at, variable)
+
+    def deleteIfExists(self, stateName: str) -> None:
+        """There is nothing: a flow begins without the state of another."""
+
+    def _declare(
+        self, name: str, kind: str, schema: Any, keys: Any, ttl: Any
+    ) -> tuple[int, Variable]:
+        here = f"{self._where}, state {name!r}"
+        if not self._open:
+            raise FlowError(f"{here}: state variables are declared in init() only")
+        if ttl is not None:
+            raise FlowError(
+                f"{here}: a time to live is not supported: it is counted in processing time, which "
+                "never decides a result",
+                hint="register an event-time timer that clears the state",
+            )
+        if any(v.name == name for v in self.variables):
+            raise FlowError(f"{here}: the name is taken by another state variable")
+        of_keys = None if keys is None else struct_of(keys, here)
+        self.variables.append(Variable(name, kind, struct_of(schema, here), of_keys))
+        return len(self.variables) - 1, self.variables[-1]
+
+    def current(self) -> Cell:
+        if self.cell is None:
+            raise RuntimeError("state can be used only while rows or a timer of a key are handled")
+        return self.cell
+
+    # --- timers -----------------------------------------------------------------------------------
+
+    def registerTimer(self, expiryTimestampMs: int) -> None:
+        self._require_time()
+        cell = self.current()
+        if not abs(expiryTimestampMs) < NO_TIMER:
+            raise ValueError(f"{expiryTimestampMs} is not a time in milliseconds")
+        if expiryTimestampMs not in cell.timers:
+            insort(cell.timers, int(expiryTimestampMs))
+
+    def deleteTimer(self, expiryTimestampMs: int) -> None:
+        self._require_time()
+        if expiryTimestampMs in self.current().timers:
+            self.current().timers.remove(expiryTimestampMs)
+
+    def listTimers(self) -> Iterator[int]:
+        self._require_time()
+        return iter(list(self.current().timers))
+
+    def _require_time(self) -> None:
+        if not self._timed:
+            raise ValueError("timers need time_mode='EventTime'")
+
+
+class ValueCell:
+    """PySpark's `ValueState` of the key at hand."""
+
+    def __init__(self, handle: Handle, at: int, variable: Variable) -> None:
+        self._handle, self._at = handle, at
+        self._codec = RowCodec(variable.schema, f"state {variable.name!r}")
+
+    def exists(self) -> bool:
+        return self._handle.current().value(self._at) is not None
+
+    def get(self) -> tuple | None:
+        stored = self._handle.current().value(self._at)
+        return None if stored is None else self._codec.decode(stored)
+
+    def update(self, newValue: tuple) -> None:
+        self._handle.current().put(self._at, self._codec.encode(newValue))
+
+    def clear(self) -> None:
+        self._handle.current().put(self._at, None)
+
+
+class ListCell:
+    """PySpark's `ListState` of the key at hand."""
+
+    def __init__(self, handle: Handle, at: int, variable: Variable) -> None:
+        self._handle, self._at = handle, at
+        self._codec = RowCodec(variable.schema, f"state {variable.name!r}")
+
+    @property
+    def _items(self) -> list[bytes]:
+        return self._handle.current().items(self._at)
+
+    def exists(self) -> bool:
+        return bool(self._items)
+
+    def get(self) -> Iterator[tuple]:
+        return (self._codec.decode(item) for item in list(self._items))
+
+    def put(self, newState: list[tuple]) -> None:
+        self._items[:] = [self._codec.encode(v) for v in newState]
+
+    def appendValue(self, newState: tuple) -> None:
+        self._items.append(self._codec.encode(newState))
+
+    def appendList(self, newState: list[tuple]) -> None:
+        self._items.extend([self._codec.encode(v) for v in newState])
+
+    def clear(self) -> None:
+        self._items.clear()
+
+
+class MapCell:
+    """PySpark's `MapState` of the key at hand; its entries in the order in which they came."""
+
+    def __init__(self, handle: Handle, at: int, variable: Variable) -> None:
+        self._handle, self._at = handle, at
+        where = f"state {variable.name!r}"
+        assert variable.keys is not None
+        self._keys, self._values = RowCodec(variable.keys, where), RowCodec(variable.schema, where)
+
+    @property
+    def _entries(self) -> dict[bytes, bytes]:
+        return self._handle.current().entries(self._at)
+
+    def exists(self) -> bool:
+        return bool(self._entries)
+
+    def getValue(self, key: tuple) -> tuple | None:
+        stored = self._entries.get(self._keys.encode(key))
+        return None if stored is None else self._values.decode(stored)
+
+    def containsKey(self, key: tuple) -> bool:
+        return self._keys.encode(key) in self._entries
+
+    def updateValue(self, key: tuple, value: tuple) -> None:
+        self._entries[self._keys.encode(key)] = self._values.encode(value)
+
+    def iterator(self) -> Iterator[tuple[tuple, tuple]]:
+        return (
+            (self._keys.decode(k), self._values.decode(v)) for k, v in list(self._entries.items())
+        )
+
+    def keys(self) -> Iterator[tuple]:
+        return (self._keys.decode(k) for k in list(self._entries))
+
+    def values(self) -> Iterator[tuple]:
+        return (self._values.decode(v) for v in list(self._entries.values()))
+
+    def removeKey(self, key: tuple) -> None:
+        self._entries.pop(self._keys.encode(key), None)
+
+    def clear(self) -> None:
+        self._entries.clear()

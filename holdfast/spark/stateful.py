@@ -1,0 +1,728 @@
+"""Operators that were written for Spark, as keyed operators of a flow.
+
+PySpark's `StatefulProcessor` and the functions of `applyInPandasWithState` see how a stream is cut
+into micro-batches. A flow's results must not depend on any cut; so here *every row is a micro-batch
+of its own*, as Spark might have cut them: a call gets one row of its key, and the watermark that
+the rows before it have made. Timers and timeouts are due when the watermark moves, right after the
+row that moves it, as in the batch without data that Spark runs when it is idle. All of this is a
+function of the recorded order. Processing time is not, and what needs it is refused.
+
+The state of a key is a row of a table like that of any operator: its variables as bytes, its
+timers, and the first of them in a column of its own. A call reads the rows of all its keys at once,
+runs user code over them key by key, and writes them back at once if nothing has raised.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql import Row
+from pyspark.sql.streaming.state import GroupState, GroupStateTimeout
+from pyspark.sql.streaming.stateful_processor import (
+    ExpiredTimerInfo,
+    StatefulProcessor,
+    TimerValues,
+)
+
+from holdfast.errors import FlowError
+from holdfast.flow.batches import Track, empty, order_of, sort, take
+from holdfast.flow.expr import column
+from holdfast.flow.groups import Groups
+from holdfast.flow.keys import key_hash
+from holdfast.flow.operators.base import KeyedOperator, Port
+from holdfast.flow.state import Field, StateTable
+from holdfast.flow.watermark import event_times
+from holdfast.spark.cells import NO_TIMER, Cell, Handle, Variable
+from holdfast.spark.schemas import RowCodec, arrow_of, struct_of
+
+MODES = ("append", "update")
+_PER_MS = {"s": (1, 1_000), "ms": (1, 1), "us": (1_000, 1), "ns": (1_000_000, 1)}
+LAST_MS = 253_402_300_799_999
+"""The watermark that timers see when the input has ended: the end of the year 9999, which is later
+than any time and can still be reckoned with."""
+_LONG_AGO = np.iinfo(np.int64).min
+
+
+@dataclass(frozen=True)
+class Clock:
+    """The watermark as Spark has it: in milliseconds, and behind by what is allowed for."""
+
+    on: str
+    kind: pa.DataType
+    hold: int
+
+    @property
+    def unit(self) -> str:
+        return str(self.kind.unit)
+
+    def behind(self, lateness: int) -> Clock:
+        return replace(self, hold=self.hold + lateness)
+
+    @property
+    def boundary(self) -> tuple[int, int]:
+        period = _PER_MS[self.unit][0]
+        return period, self.hold % period
+
+    def ms(self, marks: np.ndarray) -> np.ndarray:
+        """Marks of a track in milliseconds; the last of all is later than any timer."""
+        divisor, factor = _PER_MS[self.unit]
+        moved = (marks != Track.NEVER) & (marks != Track.END)
+        ms = (np.where(moved, marks, self.hold) - self.hold) // divisor * factor
+        return np.where(moved, ms, np.where(marks == Track.END, NO_TIMER, _LONG_AGO))
+
+    def late(self, batch: pa.RecordBatch, marks_ms: np.ndarray) -> np.ndarray:
+        """The rows that are not later than the watermark they find."""
+        divisor, factor = _PER_MS[self.unit]
+        times = event_times(batch, self.on)
+        before = np.where(marks_ms == _LONG_AGO, 0, marks_ms) * divisor
+        return (marks_ms != _LONG_AGO) & (times * factor <= before)
+
+    def steps(self, track: Track) -> tuple[np.ndarray, np.ndarray]:
+        """Where the watermark moves in milliseconds: the rows, and what it is from there on."""
+        ms = self.ms(track.marks)
+        moved = np.flatnonzero(ms[1:] > ms[:-1]) + 1
+        return track.seqs[moved], ms[moved]
+
+
+Steps = tuple[np.ndarray, np.ndarray]
+NO_STEPS: Steps = (np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+class Results:
+    """What user code gave in one call of the operator, with the places where it stands."""
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+        self.places: list[tuple[int, int, int, int]] = []
+        """The input row, its number among what that row gave; or the sequence number at which a
+        timer was due, the key's hash, its number among what the key's timers gave there."""
+
+    def add(self, outputs: Iterable[Any], place: Callable[[int], tuple], first: int) -> int:
+        """Run user code to its end; gives the next free number."""
+        for output in outputs if outputs is not None else ():
+            rows = len(output) if isinstance(output, pd.DataFrame) else 1
+            self.given.append(output)
+            self.places += [place(n) for n in range(first, first + rows)]
+            first += rows
+        return first
+
+
+class StatefulOperator(KeyedOperator):
+    """Base of both: the table, and when user code is called for which key."""
+
+    due_after = 0
+    """A timer is due when the watermark is so many milliseconds later, or more."""
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        source: Port,
+        schema: pa.Schema,
+        variables: Sequence[Variable],
+        clock: Clock | None,
+        where: str,
+    ) -> None:
+        super().__init__(keys, [source])
+        self.needs[0] |= set(source.schema.names)
+        self.variables, self.clock, self.where = list(variables), clock, where
+        for variable in variables:  # refuse types that cannot be kept
+            RowCodec(variable.schema, f"{where}, state {variable.name!r}")
+            if variable.keys is not None:
+                RowCodec(variable.keys, f"{where}, state {variable.name!r}")
+        self._key_kinds = [source.schema.field(k).type for k in keys]
+        self._names = source.schema.names
+        # One level tells what a row gave; what timers gave stands behind, key by key.
+        width = source.width + 1 if clock is None else 2 + max(source.width, 2)
+        delay = source.delay if clock is None else clock.hold
+        self.outputs["out"] = Port(schema, width, delay=delay)
+        if clock is not None:
+            self.clocked = True
+            self.boundaries = [clock.boundary]
+            self.outputs["late"] = Port(source.schema, source.width)
+
+    # --- what the two kinds do differently --------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Make user code ready for its first call."""
+        raise NotImplementedError
+
+    def _inputs(self, batch: pa.RecordBatch) -> Callable[[int], Any]:
+        """Gives each row in the form that user code takes."""
+        raise NotImplementedError
+
+    def _on_row(self, cell: Cell, row: Any, watermark_ms: int) -> Iterable[Any]:
+        raise NotImplementedError
+
+    def _on_timer(self, cell: Cell, due: int, watermark_ms: int) -> Iterable[Any]:
+        raise NotImplementedError
+
+    def _batches(self, given: list[Any]) -> list[pa.RecordBatch]:
+        """What user code gave, as Arrow."""
+        raise NotImplementedError
+
+    def _key_values(self, columns: list[pa.Array]) -> list[tuple]:
+        return list(zip(*(c.to_pylist() for c in columns), strict=True))
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def _allocate(self) -> None:
+        fields = {f"__key.{k}": Field(t) for k, t in zip(self.keys, self._key_kinds, strict=True)}
+        fields |= {"__hash": Field(pa.int64()), "__next": Field(pa.int64(), NO_TIMER)}
+        fields |= {"__timers": Field(pa.binary())}
+        fields |= {f"v{n}": Field(pa.binary()) for n in range(len(self.variables))}
+        self.table = StateTable(fields, self.partitions)
+        self._next_due = NO_TIMER
+        self._begin()
+
+    def tables(self) -> dict[str, StateTable]:
+        return {"state": self.table}
+
+    def install(self, state: dict[str, pa.RecordBatch]) -> None:
+        super().install(state)
+        due = state["state"].column("__next").to_numpy()
+        if due.size:
+            self._next_due = min(self._next_due, int(due.min()))
+
+    def _cells(self, slots: np.ndarray, keys: list[tuple]) -> list[Cell]:
+        """The state of these slots, for user code to work on."""
+        columns = [self.table.get(f"v{n}", slots).to_pylist() for n in range(len(self.variables))]
+        timers = self.table.get("__timers", slots).to_pylist()
+        return [Cell(key, [c[i] for c in columns], timers[i]) for i, key in enumerate(keys)]
+
+    def _store(self, slots: np.ndarray, cells: list[Cell]) -> int:
+        """Write back what user code has made of them; gives the first mark that is waited for."""
+        stored = [cell.stored() for cell in cells]
+        due = np.array([self.due(cell) for cell in cells], np.int64)
+        for n in range(len(self.variables)):
+            self.table.put(f"v{n}", slots, pa.array([s[n] for s in stored], pa.binary()))
+        timers = [cell.stored_timers() for cell in cells]
+        self.table.put("__timers", slots, pa.array(timers, pa.binary()))
+        self.table["__next"][slots] = due
+        return int(due.min())
+
+    def due(self, cell: Cell) -> int:
+        """The mark at which the first of its timers is due."""
+        return cell.timers[0] + self.due_after if cell.timers else NO_TIMER
+
+    def _forget_empty(self, slots: np.ndarray) -> None:
+        """Keys without state take no room."""
+        gone = self.table["__next"][slots] == NO_TIMER
+        for n in range(len(self.variables)):
+            gone &= self.table.get(f"v{n}", slots).is_null().to_numpy(zero_copy_only=False)
+        if gone.any():
+            self.table.remove(slots[gone])
+
+    # --- an epoch ---------------------------------------------------------------------------------
+
+    def process(
+        self, inputs: list[pa.RecordBatch], track: Track, epoch: int
+    ) -> dict[str, pa.RecordBatch]:
+        batch, late = self._punctual(inputs[0], track)
+        steps = self.clock.steps(track) if self.clock else NO_STEPS
+        words = self.words(batch)
+        groups = Groups(self.table.slots(words)) if batch.num_rows else None
+        with_rows = groups.slots if groups else np.empty(0, np.int64)
+        idle, next_due = self._due_slots(steps, with_rows)
+        slots = np.concatenate([with_rows, idle])
+        if slots.size == 0:
+            return self._given(empty(self.outputs["out"].full_schema), late)
+        self.table.touch(slots, epoch)
+        if groups:
+            self._name_keys(groups, batch, key_hash(words))
+        cells = self._cells(slots, self._keys_of(slots))
+        try:
+            out = self._run(batch, track, steps, groups, slots, cells)
+        except Exception:
+            self._forget_empty(with_rows)  # those that were new; nothing else has changed
+            raise
+        self._next_due = min(next_due, self._store(slots, cells))
+        self._forget_empty(slots)
+        return self._given(out, late)
+
+    def _given(self, out: pa.RecordBatch, late: pa.RecordBatch | None) -> dict[str, pa.RecordBatch]:
+        if late is None:
+            return {"out": out}
+        self.late_rows += late.num_rows
+        return {"out": out, "late": late}
+
+    def _punctual(
+        self, batch: pa.RecordBatch, track: Track
+    ) -> tuple[pa.RecordBatch, pa.RecordBatch | None]:
+        """The rows that count, and those that are late."""
+        if self.clock is None or batch.num_rows == 0:
+            return batch, None if self.clock is None else batch
+        late = self.clock.late(batch, self._marks_ms(batch, track))
+        return take(batch, np.flatnonzero(~late)), take(batch, np.flatnonzero(late))
+
+    def _marks_ms(self, batch: pa.RecordBatch, track: Track) -> np.ndarray:
+        assert self.clock is not None
+        return self.clock.ms(track.before(column(batch, "__o0")))
+
+    def _due_slots(self, steps: Steps, but: np.ndarray) -> tuple[np.ndarray, int]:
+        """Keys without rows whose timers are due somewhere on the way; and the first mark that any
+        of the others wait for."""
+        if steps[1].size == 0 or steps[1][-1] < self._next_due:
+            return np.empty(0, np.int64), self._next_due
+        live = self.table.live()
+        due = self.table["__next"][live]
+        reached = (due <= steps[1][-1]) & (due != NO_TIMER)
+        others = due[~reached]
+        return np.setdiff1d(live[reached], but), int(others.min()) if others.size else NO_TIMER
+
+    def _name_keys(self, groups: Groups, batch: pa.RecordBatch, hashes: np.ndarray) -> None:
+        first = groups.rows[groups.starts]
+        for key in self.keys:
+            values = batch.column(key).take(pa.array(first))
+            if pa.types.is_floating(values.type):
+                values = pc.add(values, pa.scalar(0, values.type))  # -0.0 and 0.0 are one key
+            self.table.put(f"__key.{key}", groups.slots, values)
+        self.table["__hash"][groups.slots] = hashes[first]
+
+    def _keys_of(self, slots: np.ndarray) -> list[tuple]:
+        return self._key_values([self.table.get(f"__key.{k}", slots) for k in self.keys])
+
+    def _run(
+        self,
+        batch: pa.RecordBatch,
+        track: Track,
+        steps: Steps,
+        groups: Groups | None,
+        slots: np.ndarray,
+        cells: list[Cell],
+    ) -> pa.RecordBatch:
+        """All keys, one after the other: rows and timers of each in their order."""
+        results = Results()
+        hashes = self.table["__hash"][slots].tolist()
+        seqs = column(batch, "__o0").tolist() if groups else []
+        marks = self._marks_ms(batch, track).tolist() if groups and self.clock else None
+        row_of = self._inputs(batch) if groups else None
+        bounds = [*groups.starts.tolist(), groups.rows.size] if groups else [0]
+        for n, cell in enumerate(cells):
+            timers = _Timers(self, cell, hashes[n], steps, results)
+            if groups and row_of is not None and n + 1 < len(bounds):
+                for row in groups.rows[bounds[n] : bounds[n + 1]].tolist():
+                    timers.before(seqs[row])
+                    self._take_row(cell, row, row_of, marks, results)
+            timers.rest()
+        return self._placed(batch, results)
+
+    def _take_row(
+        self,
+        cell: Cell,
+        row: int,
+        row_of: Callable[[int], Any],
+        marks: list[int] | None,
+        results: Results,
+    ) -> None:
+        """A micro-batch of one row: the row, then the timers that are due by its watermark."""
+
+        def place(n: int) -> tuple[int, int, int, int]:
+            return (0, row, n, 0)
+
+        mark = -1 if marks is None else marks[row]
+        first = results.add(
+            self._on_row(cell, row_of(row), _shown(mark) if marks else -1), place, 0
+        )
+        if marks is not None and self.due(cell) <= mark:
+            for timer in [t for t in cell.timers if t + self.due_after <= mark]:
+                if timer in cell.timers:
+                    first = results.add(self.fire(cell, timer, mark), place, first)
+
+    def fire(self, cell: Cell, timer: int, mark: int) -> Iterator[Any]:
+        try:
+            yield from self._on_timer(cell, timer, _shown(mark)) or ()
+        except Exception as error:
+            raise RuntimeError(
+                f"the timer at {timer} ms of key {cell.key!r} raised "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    def _placed(self, batch: pa.RecordBatch, results: Results) -> pa.RecordBatch:
+        """The results with their order key, in order."""
+        port = self.outputs["out"]
+        if not results.places:
+            return empty(port.full_schema)
+        rows = pa.Table.from_batches(self._batches(results.given), port.schema)
+        (rows,) = rows.combine_chunks().to_batches()
+        phase, *places = np.array(results.places, np.int64).T
+        levels = self._levels(batch, phase == 1, *places)
+        arrays = [*rows.columns, *(pa.array(level) for level in levels)]
+        return sort(pa.RecordBatch.from_arrays(arrays, schema=port.full_schema))
+
+    def _levels(
+        self, batch: pa.RecordBatch, timed: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarray
+    ) -> list[np.ndarray]:
+        if self.clock is None:
+            return [*(level[a] for level in order_of(batch)), b]
+        levels = [np.where(timed, a, 0), timed.astype(np.int64), np.where(timed, b, 0)]
+        levels += [np.where(timed, c, 0)]
+        levels += [np.zeros_like(a) for _ in range(self.outputs["out"].width - len(levels))]
+        rows = a[~timed]
+        own = [level[rows] for level in order_of(batch)] if rows.size else []
+        for at, level in zip((0, *range(2, len(levels))), [*own, b[~timed]], strict=False):
+            levels[at][~timed] = level
+        return levels
+
+
+def _shown(mark: int) -> int:
+    """A mark as user code sees it: before the first one it is 0, as in Spark."""
+    return min(max(mark, 0), LAST_MS)
+
+
+class _Timers:
+    """The timers of one key along the steps of the watermark."""
+
+    def __init__(
+        self,
+        operator: StatefulOperator,
+        cell: Cell,
+        hashed: int,
+        steps: Steps,
+        results: Results,
+    ) -> None:
+        self._operator, self._cell, self._hash = operator, cell, hashed
+        self._seqs, self._marks = steps
+        self._results = results
+        self._at = 0  # the next step to look at
+        self._seq, self._number = -1, 0
+
+    def before(self, seq: int) -> None:
+        """All that is due before the row `seq`; a step at a row comes after it."""
+        if self._seqs.size:
+            self._go(int(np.searchsorted(self._seqs, seq, "left")))
+
+    def rest(self) -> None:
+        self._go(self._seqs.size)
+
+    def _go(self, end: int) -> None:
+        while self._at < end:
+            due = int(np.searchsorted(self._marks, self._operator.due(self._cell), "left"))
+            self._at = min(max(self._at, due), end)
+            if self._at < end:
+                self._step(int(self._seqs[self._at]), int(self._marks[self._at]))
+                self._at += 1
+
+    def _step(self, seq: int, mark: int) -> None:
+        """Those that are due here. What they register waits for the next step."""
+        if seq != self._seq:
+            self._seq, self._number = seq, 0
+        after = self._operator.due_after
+        for timer in [t for t in self._cell.timers if t + after <= mark]:
+            if timer in self._cell.timers:
+                outputs = self._operator.fire(self._cell, timer, mark)
+                self._number = self._results.add(
+                    outputs, lambda n: (1, seq, self._hash, n), self._number
+                )
+
+
+# --- StatefulProcessor ----------------------------------------------------------------------------
+
+
+class TransformWithState(StatefulOperator):
+    """PySpark's `transformWithState` and `transformWithStateInPandas`."""
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        source: Port,
+        processor: StatefulProcessor,
+        schema: Any,
+        *,
+        clock: Clock | None,
+        pandas: bool,
+        where: str,
+    ) -> None:
+        if not isinstance(processor, StatefulProcessor):
+            raise FlowError(
+                f"{where}: {processor!r} is not a StatefulProcessor", hint="an instance"
+            )
+        self.processor, self.pandas = processor, pandas
+        self.label = type(processor).__name__
+        here = f"{where}, {self.label}"
+        super().__init__(
+            keys, source, arrow_of(schema, here), _declared(processor, clock, here), clock, here
+        )
+
+    def _begin(self) -> None:
+        self.processor = copy.deepcopy(self.processor)
+        self._named = Row(*self.keys)
+        self._handle = Handle(self.clock is not None, self.where)
+        self.processor.init(self._handle)
+        self._handle.seal()
+        self._rows = _Frames(self) if self.pandas else _Rows(self)
+
+    def _inputs(self, batch: pa.RecordBatch) -> Callable[[int], Any]:
+        return self._rows.inputs(batch)
+
+    def _key_values(self, columns: list[pa.Array]) -> list[tuple]:
+        return _numpy_keys(columns) if self.pandas else super()._key_values(columns)
+
+    def _on_row(self, cell: Cell, row: Any, watermark_ms: int) -> Iterable[Any]:
+        values = self._enter(cell, watermark_ms)
+        return self._rows.checked(self.processor.handleInputRows(cell.key, iter([row]), values))
+
+    def _on_timer(self, cell: Cell, due: int, watermark_ms: int) -> Iterable[Any]:
+        values = self._enter(cell, watermark_ms)
+        yield from self._rows.checked(
+            self.processor.handleExpiredTimer(
+                key=self._named(*cell.key),
+                timerValues=values,
+                expiredTimerInfo=ExpiredTimerInfo(due),
+            )
+        )
+        if due in cell.timers:
+            cell.timers.remove(due)
+
+    def _enter(self, cell: Cell, watermark_ms: int) -> TimerValues:
+        self._handle.cell = cell
+        return _EventTime(watermark_ms) if self.clock else TimerValues(-1, -1)
+
+    def _batches(self, given: list[Any]) -> list[pa.RecordBatch]:
+        return self._rows.batches(given, self.outputs["out"].schema)
+
+
+class _EventTime(TimerValues):
+    """Knows the watermark only."""
+
+    def __init__(self, watermark_ms: int) -> None:
+        super().__init__(-1, watermark_ms)
+
+    def getCurrentProcessingTimeInMs(self) -> int:
+        raise NotImplementedError(
+            "getCurrentProcessingTimeInMs: processing time never decides a result in Holdfast"
+        )
+
+
+def _declared(processor: StatefulProcessor, clock: Clock | None, where: str) -> list[Variable]:
+    """Have the processor say which state variables it has, as Spark does on the driver."""
+    handle = Handle(clock is not None, where)
+    processor = copy.deepcopy(processor)
+    try:
+        processor.init(handle)
+        processor.close()
+    except FlowError:
+        raise
+    except Exception as error:
+        raise FlowError(f"{where}: init() raised {type(error).__name__}: {error}") from error
+    return handle.variables
+
+
+# --- applyInPandasWithState -----------------------------------------------------------------------
+
+
+class ApplyInPandasWithState(StatefulOperator):
+    """PySpark's `applyInPandasWithState`. A timeout is a timer; a key has one at most."""
+
+    due_after = 1  # a timeout is due when the watermark is past it
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        source: Port,
+        function: Callable[..., Any],
+        schema: Any,
+        state_schema: Any,
+        *,
+        clock: Clock | None,
+        where: str,
+    ) -> None:
+        if not callable(function):
+            raise FlowError(f"{where}: {function!r} is not a function")
+        self.function = function
+        self.label = getattr(function, "__name__", "applyInPandasWithState")
+        here = f"{where}, {self.label}"
+        kept = Variable("state", "value", struct_of(state_schema, here))
+        super().__init__(keys, source, arrow_of(schema, here), [kept], clock, here)
+
+    def _begin(self) -> None:
+        self._codec = RowCodec(self.variables[0].schema, self.where)
+        self._rows = _Frames(self)
+        self._none = pd.DataFrame(columns=self._names)
+
+    def _inputs(self, batch: pa.RecordBatch) -> Callable[[int], Any]:
+        return self._rows.inputs(batch)
+
+    def _key_values(self, columns: list[pa.Array]) -> list[tuple]:
+        return _numpy_keys(columns)
+
+    def _on_row(self, cell: Cell, row: Any, watermark_ms: int) -> Iterable[Any]:
+        return self._call(cell, row, watermark_ms, timed_out=False)
+
+    def _on_timer(self, cell: Cell, due: int, watermark_ms: int) -> Iterable[Any]:
+        return self._call(cell, self._none.copy(), watermark_ms, timed_out=True)
+
+    def _call(
+        self, cell: Cell, frame: pd.DataFrame, watermark_ms: int, timed_out: bool
+    ) -> Iterator[Any]:
+        state = self._group_state(cell, watermark_ms, timed_out)
+        yield from self._rows.checked(self.function(cell.key, iter([frame]), state))
+        cell.put(0, self._codec.encode(tuple(state._value)) if state.exists else None)
+        timeout = state._timeout_timestamp
+        cell.timers[:] = [] if timeout == GroupState.NO_TIMESTAMP else [int(timeout)]
+
+    def _group_state(self, cell: Cell, watermark_ms: int, timed_out: bool) -> GroupState:
+        stored = cell.value(0)
+        conf = GroupStateTimeout
+        return _EventTimeState(
+            optionalValue=None if stored is None else Row(*self._codec.decode(stored)),
+            batchProcessingTimeMs=-1,
+            eventTimeWatermarkMs=watermark_ms if self.clock else GroupState.NO_TIMESTAMP,
+            timeoutConf=conf.EventTimeTimeout if self.clock else conf.NoTimeout,
+            hasTimedOut=timed_out,
+            watermarkPresent=self.clock is not None,
+            defined=stored is not None,
+            updated=False,
+            removed=False,
+            timeoutTimestamp=GroupState.NO_TIMESTAMP,
+            keyAsUnsafe=b"",
+            valueSchema=self.variables[0].schema,
+        )
+
+    def _batches(self, given: list[Any]) -> list[pa.RecordBatch]:
+        return self._rows.batches(given, self.outputs["out"].schema)
+
+
+class _EventTimeState(GroupState):
+    def getCurrentProcessingTimeMs(self) -> int:
+        raise NotImplementedError(
+            "getCurrentProcessingTimeMs: processing time never decides a result in Holdfast"
+        )
+
+
+# --- rows in and out ------------------------------------------------------------------------------
+
+
+class _Rows:
+    """User code that takes and gives `Row`."""
+
+    def __init__(self, operator: StatefulOperator) -> None:
+        self._names, self._label = operator._names, operator.label
+
+    def inputs(self, batch: pa.RecordBatch) -> Callable[[int], Any]:
+        made = Row(*self._names)
+        columns = [batch.column(n).to_pylist() for n in self._names]
+        return lambda row: made(*(c[row] for c in columns))
+
+    def checked(self, outputs: Iterable[Any] | None) -> Iterator[Any]:
+        for output in outputs or ():
+            if not (isinstance(output, Row) and hasattr(output, "__fields__")):
+                raise TypeError(f"{self._label} gave {output!r}, which is not a Row with names")
+            yield output
+
+    def batches(self, given: list[Any], schema: pa.Schema) -> list[pa.RecordBatch]:
+        return [pa.RecordBatch.from_pylist([row.asDict(True) for row in given], schema)]
+
+
+class _Frames:
+    """User code that takes and gives `pandas.DataFrame`."""
+
+    def __init__(self, operator: StatefulOperator) -> None:
+        self._names, self._label = operator._names, operator.label
+        self._given = operator.outputs["out"].schema
+
+    def inputs(self, batch: pa.RecordBatch) -> Callable[[int], Any]:
+        frame, one = _frame(batch.select(self._names)), pd.RangeIndex(1)
+
+        def frame_of(row: int) -> pd.DataFrame:
+            part = frame.iloc[row : row + 1].copy()
+            part.index = one
+            return part
+
+        return frame_of
+
+    def checked(self, outputs: Iterable[Any] | None) -> Iterator[Any]:
+        if isinstance(outputs, pd.DataFrame):
+            raise TypeError(f"{self._label} gave a DataFrame instead of an iterator of them")
+        for output in outputs or ():
+            if not isinstance(output, pd.DataFrame):
+                raise TypeError(f"{self._label} gave {type(output).__name__}, not a DataFrame")
+            if len(output):
+                yield output
+
+    def batches(self, given: list[Any], schema: pa.Schema) -> list[pa.RecordBatch]:
+        """All at once if they are alike, which is ten times as fast; joining others would change
+        their types."""
+        alike = all(
+            f.dtypes.equals(given[0].dtypes) and f.columns.equals(given[0].columns) for f in given
+        )
+        joined = [pd.concat(given, ignore_index=True)] if alike else given
+        return [self._batch(frame, schema) for frame in joined]
+
+    def _batch(self, frame: pd.DataFrame, schema: pa.Schema) -> pa.RecordBatch:
+        if len(frame.columns) != len(schema):
+            raise TypeError(
+                f"{self._label} gave {len(frame.columns)} columns, and the result has {len(schema)}"
+            )
+        if all(isinstance(name, str) for name in frame.columns):
+            missing = [n for n in schema.names if n not in frame.columns]
+            if missing:
+                raise TypeError(f"{self._label} gave no column {missing[0]!r}")
+            frame = frame[schema.names]
+        else:
+            frame = frame.set_axis(schema.names, axis=1)
+        return pa.RecordBatch.from_pandas(frame, schema, preserve_index=False)
+
+
+def _frame(batch: pa.RecordBatch) -> pd.DataFrame:
+    """As Spark gives it in a session in UTC: times without their zone."""
+    frame = batch.to_pandas(date_as_object=True, coerce_temporal_nanoseconds=True)
+    for field in batch.schema:
+        if pa.types.is_timestamp(field.type) and field.type.tz is not None:
+            frame[field.name] = frame[field.name].dt.tz_convert("UTC").dt.tz_localize(None)
+    return frame
+
+
+def _numpy_keys(columns: list[pa.Array]) -> list[tuple]:
+    """Keys of numpy's types, as Spark gives them to functions of pandas."""
+    frame = _frame(pa.RecordBatch.from_arrays(columns, [f"k{n}" for n in range(len(columns))]))
+    arrays = [frame[name].array for name in frame.columns]
+    return [tuple(array[i] for array in arrays) for i in range(len(frame))]
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def refuse_mode(output_mode: str, where: str) -> None:
+    """Both modes give what the function gives; a result table that is given out whole is none."""
+    if output_mode.lower() not in MODES:
+        raise FlowError(
+            f"{where}: the output mode {output_mode!r} is not supported",
+            hint="append and update are, and give the same rows",
+        )
+
+
+def event_time_of(name: str, where: str) -> bool:
+    """Whether a time mode, or a kind of timeout, is that of event time."""
+    plain = name.lower()
+    if plain in ("processingtime", "processingtimetimeout"):
+        raise FlowError(
+            f"{where}: {name} is not supported: processing time never decides a result in Holdfast",
+            hint="use event time: EventTime, or EventTimeTimeout",
+        )
+    if plain not in ("none", "notimeout", "eventtime", "eventtimetimeout"):
+        raise FlowError(f"{where}: {name!r} is not known here", hint="none, or event time")
+    return plain.startswith("event")
+
+
+def clock_of(source: Port, where: str) -> Clock:
+    """The watermark that an operator over `source` sees."""
+    if source.event_time is None:
+        raise FlowError(
+            f"{where}: which column is the event time?",
+            hint='say flow.source(..., event_time="ts")',
+        )
+    kind = source.schema.field(source.event_time).type
+    if not pa.types.is_timestamp(kind):
+        raise FlowError(
+            f"{where}: timers are in milliseconds, and the event time {source.event_time!r} is "
+            f"{kind}",
+            hint="make it a timestamp",
+        )
+    return Clock(source.event_time, kind, source.delay)
