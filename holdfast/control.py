@@ -66,6 +66,8 @@ GATHER_S = 0.003
 """Sites that are lost within so long of each other have failed together: one view, not several."""
 RECORDS_MAX = 100_000
 """So many epochs are remembered here, for whoever wants to see them."""
+ALONE_LEASES = 5
+"""After so many leases it counts that one site does not hear another, though only one says so."""
 JOIN_S_MAX = 10.0
 """So long a copy that is being made may get nothing; or ten leases, if that is longer."""
 
@@ -187,8 +189,8 @@ class Control:
         self._heard: dict[SiteId, float] = {}
         self._busy: dict[SiteId, float] = {}
         """When sites last said that they are in a long call, and can hear nobody."""
-        self._apart: dict[tuple[SiteId, SiteId], int] = {}
-        """Who has complained of whom since the last look: see `SitesApart`."""
+        self._apart: dict[tuple[SiteId, SiteId], tuple[int, float]] = {}
+        """Who has complained of whom, after how many leases, and when: see `SitesApart`."""
         self._suspects: dict[SiteId, str | None] = {}
         """Sites whose connection broke; with a reason if their process is known to be gone."""
         self._joins: dict[tuple[Unit, SiteId], tuple[float, int | None]] = {}
@@ -498,7 +500,7 @@ class Control:
                     self._handle(CopyBehind(SiteId(message.site), message.reason))
             case wire.Unheard():
                 if self.controller is not None:
-                    self._apart[site, SiteId(message.site)] = message.leases
+                    self._apart[site, SiteId(message.site)] = (message.leases, self._heard[site])
             case wire.Status():
                 if site in self._connections:
                     self.status[site] = msgspec.json.decode(message.figures)
@@ -609,17 +611,24 @@ class Control:
 
     def _part(self, now: float) -> None:
         """See to those that hear nothing of each other. Not if one of them was busy just now, or
-        is silent: that is another matter. What still holds is said again in a lease."""
-        said, self._apart = self._apart, {}
+        is silent: that is another matter. As long as only one complains, the other may not have
+        heard that they are to meet."""
+        limit = now - self.options.lease_s
+        self._apart = {c: said for c, said in self._apart.items() if said[1] > limit}
         if self._uncommitted is not None:
             return  # membership is frozen
-        limit = now - self.options.lease_s
 
         def at_work(site: SiteId) -> bool:
             return self._heard.get(site, 0.0) > limit > self._busy.get(site, 0.0)
 
-        couples = {c: leases for c, leases in said.items() if all(map(at_work, c))}
+        couples = {
+            (one, other): leases
+            for (one, other), (leases, _) in self._apart.items()
+            if at_work(one) and at_work(other)
+            if (other, one) in self._apart or leases >= ALONE_LEASES
+        }
         if couples:
+            self._apart.clear()  # what still holds is said again in a lease
             self._handle(SitesApart(couples))
 
     def _give_up_joins(self, now: float) -> None:

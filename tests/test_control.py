@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from holdfast import Flow, count, discard, generator, pairs
-from holdfast.control import JOIN_S_MAX, Committed, Control, Place
+from holdfast.control import ALONE_LEASES, JOIN_S_MAX, Committed, Control, Place
 from holdfast.core.events import SiteRegistered, SitesFailed
 from holdfast.core.ids import SiteId, Unit
 from holdfast.core.layout import Domain, place
@@ -145,6 +145,33 @@ def test_whoever_is_alone_leads_however_long_it_stood_still(control: Control) ->
         assert control.controller is first
 
     control.loop.run_until_complete(asyncio.wait_for(main(), 20))
+
+
+def test_two_are_apart_when_both_say_so_or_one_for_long(control: Control) -> None:
+    async def nobody(*_: Any) -> list[SiteId]:
+        return []
+
+    control._port = 0
+    control._not_listening = nobody  # type: ignore[method-assign]
+    known = committed(control, dict.fromkeys(range(4), ("127.0.0.1", 1)))
+    control.loop.run_until_complete(control._take_over(known, 1))
+    assert control.controller is not None
+    connections = [wire.Connection(b"s" * 16, _ignore, _ignore, _ignore) for _ in range(4)]
+
+    def dead_after(site: int, *words: wire.Message) -> set[int]:
+        connections[site].id = site
+        for word in words:
+            control._on_message(connections[site], word, memoryview(b""))
+        control._part(time.monotonic())
+        assert control.controller is not None
+        return set(control.controller.dead)
+
+    assert dead_after(0, wire.Unheard(2, 2)) == set()
+    assert dead_after(2, wire.Beat(busy=True), wire.Unheard(0, 2)) == set(), "2 is in a long call"
+    control._busy.clear()
+    assert dead_after(2, wire.Unheard(0, 2)) == {2}
+    assert dead_after(1, wire.Unheard(0, ALONE_LEASES - 1)) == {2}
+    assert dead_after(1, wire.Unheard(0, ALONE_LEASES)) == {0, 2}, "1 has what 2 had"
 
 
 def test_a_copy_that_gets_nothing_for_long_is_given_up(control: Control) -> None:
