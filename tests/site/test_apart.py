@@ -26,7 +26,7 @@ from .test_pairs import (
     until_rows,
 )
 
-LEASE_S = 0.5
+LEASE_S = 1.0
 
 
 @pytest.fixture

@@ -125,7 +125,7 @@ class Reading(threading.Thread):
             over = bool(committed["over"])
 
     def table(self) -> pa.Table:
-        self.join(60)
+        self.join(120)
         assert self.error is None and not self.is_alive(), self.error
         return pa.Table.from_batches(self.rows)
 
