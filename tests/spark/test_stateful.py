@@ -26,6 +26,9 @@ from tests.spark.processors import (
     Visits,
     sessions,
 )
+from tests.spark.test_stream_equals_batch import unchecked
+
+__all__ = ["unchecked"]
 
 pytestmark = pytest.mark.spark
 
@@ -160,3 +163,25 @@ def test_spark_and_flow_give_the_same(
     if what != "frames":
         due = [row for row in from_spark[what] if "timer" in row[1] or "over" in row[1]]
         assert len(due) > 3 and not any("late" in str(row[0]) for row in from_spark[what])
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_in_structured_streaming_the_flow_gives_the_same(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """The fall-back: state as bytes under Spark's engine, a few rows at a time."""
+    files = tmp_path / "given"
+    files.mkdir()
+    for n, table in enumerate([everything().slice(0, 7), everything().slice(7)]):
+        pq.write_table(pa.Table.from_batches([table]), files / f"{n}.parquet")
+        os.utime(files / f"{n}.parquet", (1_700_000_000 + n,) * 2)
+    reading = spark.readStream.schema("k string, ts timestamp, n long, cmd string")
+    df = reading.option("maxFilesPerTrigger", 1).parquet(str(files))
+    streamed = flow("rows").stream(spark, {"s": df}, partitions=2)
+    writer = streamed.writeStream.format("parquet").option("path", str(tmp_path / "out"))
+    writer = writer.option("checkpointLocation", str(tmp_path / "checkpoint"))
+    writer.trigger(availableNow=True).start().awaitTermination()
+    written = spark.read.schema(streamed.schema).parquet(str(tmp_path / "out")).collect()
+    live = run(flow("rows"), Input.of(s=everything())).sinks["out"].to_pylist()
+    expected = [tuple(row[n] for n in streamed.columns) for row in live if row["mark"] < LAST_MS]
+    assert Counter(map(tuple, written)) == Counter(expected)
