@@ -71,7 +71,7 @@ bench: setup  ## the quick benchmarks
 	$(BIN)/holdfast bench throughput --quick
 	$(BIN)/holdfast bench scaling --quick
 
-chaos: setup  ## 1,000 faults to a flow on plain processes (as root also to its network), about 25 minutes
+chaos: setup  ## 1,000 faults to a flow on plain processes (as root also to its network), about 45 minutes on 2 busy cores
 	$(BIN)/holdfast chaos --faults 1000 --host process
 
 format: setup  ## format the code
