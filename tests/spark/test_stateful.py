@@ -115,11 +115,10 @@ KINDS = ["rows", "sessions", "frames"]
 @pytest.fixture(scope="module")
 def from_spark(spark: SparkSession, tmp_path_factory: Any) -> Iterator[dict[str, Counter]]:
     """What Spark's engine gives."""
-    before = spark.conf.get(PROVIDER)
     spark.conf.set(PROVIDER, ROCKS_DB)
     spark.conf.set("spark.sql.shuffle.partitions", "1")
     yield {what: _streamed(spark, what, tmp_path_factory.mktemp(what)) for what in KINDS}
-    spark.conf.set(PROVIDER, before)
+    spark.conf.unset(PROVIDER)  # to say the default would be to choose it
     spark.conf.set("spark.sql.shuffle.partitions", "2")
 
 
