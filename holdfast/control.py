@@ -58,6 +58,7 @@ from holdfast.flow.options import Options
 from holdfast.flow.plan import Plan, shape
 from holdfast.flow.sources import Feeder
 from holdfast.site import wire
+from holdfast.site.hearing import BEATS_PER_LEASE
 from holdfast.site.runtime import OnExit, SiteConfig
 
 log = logging.getLogger("holdfast.control")
@@ -189,8 +190,8 @@ class Control:
         self._heard: dict[SiteId, float] = {}
         self._busy: dict[SiteId, float] = {}
         """When sites last said that they are in a long call, and can hear nobody."""
-        self._apart: dict[tuple[SiteId, SiteId], tuple[int, float]] = {}
-        """Who has complained of whom, after how many leases, and when: see `SitesApart`."""
+        self._apart: dict[tuple[SiteId, SiteId], tuple[float, wire.Unheard]] = {}
+        """Who has complained of whom, when, and what was said: see `SitesApart`."""
         self._suspects: dict[SiteId, str | None] = {}
         """Sites whose connection broke; with a reason if their process is known to be gone."""
         self._joins: dict[tuple[Unit, SiteId], tuple[float, int | None]] = {}
@@ -500,7 +501,7 @@ class Control:
                     self._handle(CopyBehind(SiteId(message.site), message.reason))
             case wire.Unheard():
                 if self.controller is not None:
-                    self._apart[site, SiteId(message.site)] = (message.leases, self._heard[site])
+                    self._apart[site, SiteId(message.site)] = (self._heard[site], message)
             case wire.Status():
                 if site in self._connections:
                     self.status[site] = msgspec.json.decode(message.figures)
@@ -611,24 +612,25 @@ class Control:
 
     def _part(self, now: float) -> None:
         """See to those that hear nothing of each other. Not if one of them was busy just now, or
-        is silent: that is another matter. As long as only one complains, the other may not have
-        heard that they are to meet."""
-        limit = now - self.options.lease_s
-        self._apart = {c: said for c, said in self._apart.items() if said[1] > limit}
-        if self._uncommitted is not None:
-            return  # membership is frozen
+        is silent: that is another matter. Nor at once: others may have more to say of them. As
+        long as only one complains, the other may not have heard that they are to meet."""
+        limit, settled = now - self.options.lease_s, now - self.options.lease_s / BEATS_PER_LEASE
+        self._apart = {c: said for c, said in self._apart.items() if said[0] > limit}
 
         def at_work(site: SiteId) -> bool:
             return self._heard.get(site, 0.0) > limit > self._busy.get(site, 0.0)
 
-        couples = {
-            (one, other): leases
-            for (one, other), (leases, _) in self._apart.items()
-            if at_work(one) and at_work(other)
-            if (other, one) in self._apart or leases >= ALONE_LEASES
+        said = {c: s for c, s in self._apart.items() if at_work(c[0]) and at_work(c[1])}
+        sure = {
+            site
+            for (one, other), (at, word) in said.items()
+            if (other, one) in said or word.leases >= ALONE_LEASES
+            if max(at, said.get((other, one), (at, word))[0]) <= settled
+            for site in (one, other)
         }
-        if couples:
+        if sure and self._uncommitted is None:  # if not, membership is frozen
             self._apart.clear()  # what still holds is said again in a lease
+            couples = {c: (s.leases, s.how) for c, (_, s) in said.items() if sure & set(c)}
             self._handle(SitesApart(couples))
 
     def _give_up_joins(self, now: float) -> None:

@@ -162,16 +162,18 @@ def test_two_are_apart_when_both_say_so_or_one_for_long(control: Control) -> Non
         connections[site].id = site
         for word in words:
             control._on_message(connections[site], word, memoryview(b""))
-        control._part(time.monotonic())
+        control._part(time.monotonic() + control.options.lease_s / 2)
         assert control.controller is not None
         return set(control.controller.dead)
 
-    assert dead_after(0, wire.Unheard(2, 2)) == set()
-    assert dead_after(2, wire.Beat(busy=True), wire.Unheard(0, 2)) == set(), "2 is in a long call"
+    assert dead_after(0, wire.Unheard(2, 2, "how")) == set()
+    assert dead_after(2, wire.Beat(busy=True), wire.Unheard(0, 2, "how")) == set(), (
+        "2 is in a long call"
+    )
     control._busy.clear()
-    assert dead_after(2, wire.Unheard(0, 2)) == {2}
-    assert dead_after(1, wire.Unheard(0, ALONE_LEASES - 1)) == {2}
-    assert dead_after(1, wire.Unheard(0, ALONE_LEASES)) == {0, 2}, "1 has what 2 had"
+    assert dead_after(2, wire.Unheard(0, 2, "how")) == {2}
+    assert dead_after(1, wire.Unheard(0, ALONE_LEASES - 1, "how")) == {2}
+    assert dead_after(1, wire.Unheard(0, ALONE_LEASES, "how")) == {0, 2}, "1 has what 2 had"
 
 
 def test_a_copy_that_gets_nothing_for_long_is_given_up(control: Control) -> None:

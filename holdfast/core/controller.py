@@ -537,24 +537,25 @@ class Controller:
         if self.view is None or not self.running:
             return []
         members = set(self.view.members)
-        couples = {c: leases for c, leases in event.couples.items() if members.issuperset(c)}
-        others: dict[SiteId, set[SiteId]] = {}
-        for one, other in couples:
-            others.setdefault(one, set()).add(other)
-            others.setdefault(other, set()).add(one)
+        couples = {c: said for c, said in event.couples.items() if members.issuperset(c)}
+        others: dict[SiteId, dict[SiteId, str]] = {}
+        for (one, other), (_, how) in couples.items():
+            others.setdefault(one, {})[other] = how
+            others.setdefault(other, {})[one] = how
         load = self._load()
         for site in sorted(others, key=lambda s: (-len(others[s]), load[s], -s)):
             if not self._without([site]).bare():
+                how = "; ".join(sorted(set(others[site].values())))
                 reason = f"it and site {_listed(others[site])} have heard nothing of each other"
-                return self._on_sites_failed(SitesFailed((site,), reason))
-        if all(leases < APART_LEASES_MAX for leases in couples.values()):
+                return self._on_sites_failed(SitesFailed((site,), f"{reason}: {how}"))
+        if all(leases < APART_LEASES_MAX for leases, _ in couples.values()):
             return []
-        (one, other), leases = max(couples.items(), key=lambda item: item[1])
+        (one, other), (leases, how) = max(couples.items(), key=lambda item: item[1])
         return self._end(
             State.FAILED,
             HostError(
-                f"sites {one} and {other} have heard nothing of each other for {leases} leases, "
-                "and of what they hold there is no other copy",
+                f"sites {one} and {other} have heard nothing of each other for {leases} leases "
+                f"({how}), and of what they hold there is no other copy",
                 hint="is the network between the executors sound?",
             ),
         )

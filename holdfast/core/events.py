@@ -270,9 +270,9 @@ class CopyBehind:
 @value
 class SitesApart:
     """The first of each couple has heard nothing of the second for so many leases, though both
-    are at work and reach the controller."""
+    are at work and reach the controller; and how things stand, in words."""
 
-    couples: dict[tuple[SiteId, SiteId], int]
+    couples: dict[tuple[SiteId, SiteId], tuple[int, str]]
 
 
 @value

@@ -103,6 +103,8 @@ class Site:
         self._unseen = False
         self._ingested, self._ingested_at, self._epoch_s = NO_EPOCH, 0.0, 0.0
         self._stall_ms = 0.0
+        self._undialled: dict[SiteId, str] = {}
+        """Why the last attempt at a connection to a member came to nothing."""
         self._turned = time.monotonic()
         """When the event loop last got to beat."""
 
@@ -275,6 +277,7 @@ class Site:
             old.abort()
             self._guarded(lambda: self.node.on_lost(site))
         self._peers[site] = connection
+        self._undialled.pop(site, None)
         self._guarded(lambda: self.node.on_connected(site))
         self._say_seen()
 
@@ -303,7 +306,7 @@ class Site:
             await wire.dial(partial(self._dialled, site, settled), address)
             await settled
         except OSError as error:
-            log.info("site %s cannot reach site %s: %s", self.id, site, error)
+            self._undialled[site] = f"site {self.id} dials in vain: {error or type(error).__name__}"
         finally:
             self._dials.pop(site, None)
 
@@ -324,7 +327,16 @@ class Site:
                     heard.add(site)
                 connection.heard = connection.spoke = False
             for site, leases in hearing.listen(self._turned, self._addresses, heard):
-                self.tell(wire.Unheard(site, leases))
+                self.tell(wire.Unheard(site, leases, self._contact(site)))
+
+    def _contact(self, site: SiteId) -> str:
+        """How things stand with a member that is not heard of."""
+        connection = self._peers.get(site)
+        if connection is not None:
+            return f"connected, {connection.queued} bytes queued at site {self.id}"
+        if site < self.id:
+            return f"site {self.id} was not dialled"
+        return self._undialled.get(site, f"site {self.id} dials")
 
     def _on_new_view(self, message: wire.NewView) -> None:
         members = set(message.view.members)

@@ -137,10 +137,12 @@ class Behind(Message, frozen=True):
 
 
 class Unheard(Message, frozen=True):
-    """I have heard nothing of this member for so many leases, though I listened."""
+    """I have heard nothing of this member for so many leases, though I listened. `how` things stand
+    between us is for whoever reads it."""
 
     site: Number
     leases: Number
+    how: str
 
 
 class Beat(Message, frozen=True):

@@ -282,25 +282,27 @@ def test_a_copy_that_is_too_far_behind_is_let_go_likewise() -> None:
 
 def test_of_two_that_are_apart_one_is_let_go_that_can_be_spared() -> None:
     controller = running(PAIRS, 4, 0)
-    effects = controller.handle(SitesApart({(2, 1): 2, (1, 2): 2}))
+    effects = controller.handle(SitesApart({(2, 1): (2, "how"), (1, 2): (2, "how")}))
     assert FenceSite(2) in effects and len(views(effects)) == 1
-    assert "site 1 have heard nothing" in controller.dead[2]
-    assert controller.handle(SitesApart({(1, 2): 3})) == [], "it is gone already"
-    effects = controller.handle(SitesApart({(3, 0): 2, (0, 3): 2}))
+    assert controller.dead[2] == "it and site 1 have heard nothing of each other: how"
+    assert controller.handle(SitesApart({(1, 2): (3, "how")})) == [], "it is gone already"
+    effects = controller.handle(SitesApart({(3, 0): (2, "how"), (0, 3): (2, "how")}))
     assert FenceSite(0) in effects, "3 has the last copy of what 2 had"
 
 
 def test_who_is_apart_from_most_is_let_go() -> None:
     controller = running(PAIRS, 4, 0)
-    effects = controller.handle(SitesApart({(3, 0): 2, (0, 1): 2, (2, 0): 2}))
+    effects = controller.handle(
+        SitesApart({(3, 0): (2, "how"), (0, 1): (2, "how"), (2, 0): (2, "how")})
+    )
     assert [e for e in effects if isinstance(e, FenceSite)] == [FenceSite(0)]
 
 
 def test_two_that_are_apart_and_cannot_be_spared_are_waited_for_and_at_last_named() -> None:
     controller = running(SHAPE, 2, 0)
-    assert controller.handle(SitesApart({(0, 1): 9})) == [] and controller.dead == {}
-    (end,) = controller.handle(SitesApart({(0, 1): 10}))
-    assert "sites 0 and 1 have heard nothing of each other for 10 leases" in str(end.error)
+    assert controller.handle(SitesApart({(0, 1): (9, "how")})) == [] and controller.dead == {}
+    (end,) = controller.handle(SitesApart({(0, 1): (10, "how")}))
+    assert "sites 0 and 1 have heard nothing of each other for 10 leases (how)" in str(end.error)
 
 
 def test_a_late_site_that_was_declared_dead_is_fenced() -> None:

@@ -96,7 +96,7 @@ MESSAGES: list[tuple[wire.Message, bytes]] = [
             wire.CatchUp(0, 1, 0, 2),
             wire.CopyState(1, 0, 3, 4, "failed", "it broke"),
             wire.Behind(1, "slow"),
-            wire.Unheard(1, 2),
+            wire.Unheard(1, 2, "connected"),
             wire.Beat(),
             wire.Launch(3),
             wire.Exited(3, "gone"),
