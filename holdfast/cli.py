@@ -74,9 +74,9 @@ def _add_sim(commands: Any) -> None:
     sim.add_argument("--seed", type=int, help="just this run; with --seeds, the first one")
     sim.add_argument("--trace", action="store_true", help="show and draw the run of --seed")
     sim.add_argument(
-        "--flow", choices=("dmz", "splits", "windows", "diamond", "poison"), default="dmz"
+        "--flow", choices=("dmz", "splits", "windows", "times", "diamond", "poison"), default="dmz"
     )
-    sim.add_argument("--protocol", choices=("pairs", "triples"), default="pairs")
+    sim.add_argument("--protocol", choices=("pairs", "triples", "upstream"), default="pairs")
     sim.add_argument("--bug", help="plant a bug, to see it caught; 'list' names them")
     sim.add_argument("--exhaustive", action="store_true", help="every crash point of a small flow")
     sim.add_argument("--out", default=".", help="where drawings of failures go (.)")

@@ -6,16 +6,20 @@ first is for the runtime to choose.
 
 A unit that is joining has no state yet and does nothing. The unit it is copied from (its donor)
 hands over at an epoch boundary that everything its producers have let go of lies before: they keep
-the rest, because they count the new copy since the view in which it appeared.
+the rest, because they count the new copy since the view in which it appeared. One that joins where
+there is no copy is made anew from its input (see `holdfast.core.upstream`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, assert_never
 
 from holdfast.core.effects import (
     AbandonHandOver,
+    AskLog,
     AskRecords,
     CloseUnit,
     HandOver,
@@ -26,12 +30,15 @@ from holdfast.core.effects import (
     ReportDelivered,
     ReportFinished,
     SiteEffect,
+    TellLog,
 )
 from holdfast.core.events import (
     AckArrived,
     BundleArrived,
     CatchUpOrdered,
     CopyInstalled,
+    LogAsked,
+    LogTold,
     PeerConnected,
     PeerLost,
     RecordArrived,
@@ -43,6 +50,7 @@ from holdfast.core.exchange import Consumer, Producer
 from holdfast.core.ids import NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId, Unit
 from holdfast.core.layout import Shape, StageShape, View
 from holdfast.core.records import EpochRecord
+from holdfast.core.upstream import Needs, Search, Source
 from holdfast.errors import ProtocolError, require
 
 HISTORY = 512
@@ -67,6 +75,10 @@ class _Unit:
     """To whom its state has been given out, and since which view that copy joins."""
     hurried: Epoch = NO_EPOCH
     """What it had finished when it was last looked at."""
+    needs: Needs | None = None
+    """Of a unit that is made anew if it is lost: from which input its state comes."""
+    search: Search | None = None
+    """It is being made anew, and it is not known yet from where on."""
 
 
 class Dataflow:
@@ -84,6 +96,8 @@ class Dataflow:
         self.recorded = begun
         self.connected = {site}
         self._early: dict[tuple[ExchangeId, CohortId, CohortId, SiteId], AckArrived] = {}
+        self._asked: list[LogAsked] = []
+        """By consumers that are not counted here yet."""
         self.last: Epoch | None = None
         """The last epoch, once it is known."""
         self._reported = False
@@ -104,6 +118,10 @@ class Dataflow:
                 return self._on_ack_arrived(event)
             case UnitProcessed():
                 return self._on_unit_processed(event)
+            case LogAsked():
+                return self._on_log_asked(event)
+            case LogTold():
+                return self._on_log_told(event)
             case CatchUpOrdered():
                 return self._on_catch_up_ordered(event)
             case CopyInstalled():
@@ -135,9 +153,11 @@ class Dataflow:
                     effects.append(AbandonHandOver(unit.key, joiner))
         for producer in self.producers.values():
             self._count_takers(producer)
-        effects += self._take_early_acks()
+        effects += self._take_early()
         for consumer in self.consumers.values():
             effects += self._follow_producers(consumer)
+        for unit in self.units.values():
+            effects += self._search(unit)
         effects += self.delivered()
         for unit in self.units.values():
             effects += self._next(unit)
@@ -163,14 +183,28 @@ class Dataflow:
             self.consumers.pop((exchange, key[1]), None)
         return [CloseUnit(key)]
 
-    def _add_ends(self, unit: _Unit, finished: Epoch) -> None:
+    def _add_ends(self, unit: _Unit, finished: Epoch, credit: int | None = None) -> None:
         cohort = unit.key[1]
+        if unit.shape.level:
+            unit.needs = Needs(finished)
         for exchange in unit.shape.outputs:
-            self.producers[exchange, cohort] = Producer(exchange, cohort)
+            level = self.shape.stages[self.shape.consumer_of[exchange]].level
+            self.producers[exchange, cohort] = Producer(exchange, cohort, level, finished, credit)
         for exchange in unit.shape.inputs:
-            self.consumers[exchange, cohort] = Consumer(
-                exchange, cohort, self.window, finished, unit.since
-            )
+            consumer = Consumer(exchange, cohort, self.window, finished, unit.since)
+            if self.shape.levels:
+                consumer.levels = partial(self._levels, unit)
+            self.consumers[exchange, cohort] = consumer
+
+    def _levels(self, unit: _Unit, received: Epoch) -> tuple[Epoch, ...]:
+        """Up to which epochs a unit does not need its input any more. One that has other copies
+        needs nothing that it has received."""
+        if unit.needs is None:
+            return (received,) * self.shape.levels
+        outputs = [self.producers[x, unit.key[1]] for x in unit.shape.outputs]
+        reached = [min(p.reached(k) for p in outputs) for k in range(self.shape.levels)]
+        unit.needs.forget(min(reached))
+        return tuple(unit.needs.at(epoch) for epoch in reached)
 
     def _count_takers(self, producer: Producer) -> None:
         assert self.view is not None
@@ -206,9 +240,12 @@ class Dataflow:
 
     def _on_peer_connected(self, event: PeerConnected) -> list[SiteEffect]:
         self.connected.add(event.site)
-        return [
+        effects: list[SiteEffect] = [
             e for c in self.consumers.values() for e in c.on_connected(event.site, self.connected)
         ]
+        for unit in self.units.values():
+            effects += self._search(unit)
+        return effects
 
     def _on_peer_lost(self, event: PeerLost) -> list[SiteEffect]:
         self.connected.discard(event.site)
@@ -265,9 +302,12 @@ class Dataflow:
             return []  # from a copy that was there before
         return [*producer.on_ack(event), *self._finish_site()]
 
-    def _take_early_acks(self) -> list[SiteEffect]:
+    def _take_early(self) -> list[SiteEffect]:
+        """What came for a view or a copy that is in place only now."""
         early, self._early = self._early, {}
-        return [e for ack in early.values() for e in self._on_ack_arrived(ack)]
+        asked, self._asked = self._asked, []
+        effects = [e for ack in early.values() for e in self._on_ack_arrived(ack)]
+        return effects + [e for question in asked for e in self._on_log_asked(question)]
 
     def _on_unit_processed(self, event: UnitProcessed) -> list[SiteEffect]:
         unit = self.units.get(event.unit)
@@ -282,6 +322,8 @@ class Dataflow:
         if event.last:
             require(event.epoch == unit.finished + 1, f"epoch {event.epoch} was skipped")
             unit.finished = event.epoch
+            if unit.needs is not None:
+                unit.needs.processed(event.epoch, event.needs)
             for exchange in unit.shape.inputs:
                 effects += self.consumers[exchange, cohort].finish(event.epoch, self.connected)
             effects += self._delivered(unit)
@@ -385,21 +427,88 @@ class Dataflow:
         unit = self.units.get(event.unit)
         if unit is None or unit.installed:
             return []
-        unit.installed, unit.finished = True, event.epoch
-        unit.replaying_to = max(self.recorded, event.epoch)
-        self._add_ends(unit, event.epoch)
+        return self._install(unit, event.epoch, event.kept)
+
+    def _install(
+        self,
+        unit: _Unit,
+        epoch: Epoch,
+        kept: Mapping[ExchangeId, Mapping[CohortId, list[Any]]],
+        credit: int | None = None,
+    ) -> list[SiteEffect]:
+        """The unit's state is that after `epoch`: from now on it is a copy like any other."""
+        unit.installed, unit.finished = True, epoch
+        unit.replaying_to = max(self.recorded, epoch)
+        self._add_ends(unit, epoch, credit)
         effects: list[SiteEffect] = []
         for exchange in unit.shape.outputs:
             producer = self.producers[exchange, unit.key[1]]
-            producer.install(event.epoch, event.kept[exchange])
+            producer.install(epoch, kept[exchange])
             self._count_takers(producer)
-        effects += self._take_early_acks()
+        effects += self._take_early()
         for exchange in unit.shape.inputs:
             effects += self._follow_producers(self.consumers[exchange, unit.key[1]])
         if unit.shape.kind == "source":
-            effects.append(AskRecords(event.epoch))
+            effects.append(AskRecords(epoch))
         effects.append(ReportCopy(unit.key, "installed"))
         return effects + self._next(unit) + self._caught_up(unit) + self._finish_site()
+
+    # --- making a unit anew ---------------------------------------------------------------------
+
+    def _search(self, unit: _Unit) -> list[SiteEffect]:
+        """Ask all copies of the producers of a unit that is to be made anew what they have."""
+        assert self.view is not None
+        cohort = self.view.cohort(unit.key)
+        if unit.installed or cohort.copies or self.site not in cohort.joining:
+            return []
+        unit.search = unit.search or Search()
+        wanted = self._sources(unit)
+        begins = unit.search.begins(wanted)
+        if begins is not None:
+            return self._make_anew(unit, *begins)
+        return [
+            AskLog(site, exchange, producer, unit.key[1], unit.since)
+            for exchange, producer, site in wanted
+            if (exchange, producer, site) not in unit.search.told and site in self.connected
+        ]
+
+    def _sources(self, unit: _Unit) -> dict[Source, None]:
+        """All copies of its producers; none while one of them has no copy itself."""
+        assert self.view is not None
+        found: dict[Source, None] = {}
+        for exchange in unit.shape.inputs:
+            for i, cohort in enumerate(self.view.cohorts[self.shape.producer_of[exchange]]):
+                if not cohort.copies:
+                    return {}
+                found |= {(exchange, CohortId(i), site): None for site in cohort.copies}
+        return found
+
+    def _on_log_asked(self, event: LogAsked) -> list[SiteEffect]:
+        producer = self.producers.get((event.exchange, event.producer))
+        counted = producer.since(event.consumer, event.site) if producer else -1
+        if producer is None or counted < event.since:
+            self._asked.append(event)
+            return []
+        if counted > event.since:
+            return []
+        asked = (event.exchange, event.producer, event.consumer, event.since)
+        return [TellLog(event.site, *asked, *producer.log(event.consumer))]
+
+    def _on_log_told(self, event: LogTold) -> list[SiteEffect]:
+        key = (self.shape.consumer_of[event.exchange], event.consumer)
+        unit = self.units.get(key)
+        if unit is None or unit.search is None or unit.since != event.since:
+            return []
+        source = (event.exchange, event.producer, event.site)
+        unit.search.told[source] = (event.after, event.credit)
+        return self._search(unit)
+
+    def _make_anew(self, unit: _Unit, after: Epoch, credit: int) -> list[SiteEffect]:
+        unit.search = None
+        if credit < 1:
+            return [ReportCopy(unit.key, "impossible")]
+        nothing: dict[ExchangeId, dict[CohortId, list[Any]]] = {x: {} for x in unit.shape.outputs}
+        return self._install(unit, after, nothing, credit - 1)
 
     @staticmethod
     def _caught_up(unit: _Unit) -> list[SiteEffect]:

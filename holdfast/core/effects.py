@@ -72,10 +72,35 @@ class SendAck:
     consumer: CohortId
     since: int
     received: Epoch
+    levels: tuple[Epoch, ...]
     credit: Epoch
     take: bool
     finished: Epoch
     checksum: int
+
+
+@value
+class AskLog:
+    """Ask the copy of `producer` at `site` from where on it has what this consumer needs."""
+
+    site: SiteId
+    exchange: ExchangeId
+    producer: CohortId
+    consumer: CohortId
+    since: int
+
+
+@value
+class TellLog:
+    """To the copy of `consumer` at `site`; the rest as in `LogTold`."""
+
+    site: SiteId
+    exchange: ExchangeId
+    producer: CohortId
+    consumer: CohortId
+    since: int
+    after: Epoch
+    credit: int
 
 
 @value
@@ -132,6 +157,8 @@ SiteEffect = (
     | ProcessBundles
     | SendBundle
     | SendAck
+    | AskLog
+    | TellLog
     | AskRecords
     | HandOver
     | AbandonHandOver

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.core.ids import CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
+from holdfast.core.ids import NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
 from holdfast.core.layout import Domain, View
 from holdfast.core.records import Block, EpochRecord
 from holdfast.core.values import value
@@ -72,6 +72,8 @@ class AckArrived:
     since: int
     received: Epoch
     """It has everything up to this epoch."""
+    levels: tuple[Epoch, ...]
+    """Up to which epochs it does not need its input any more, if units are made anew from it."""
     credit: Epoch
     """It has room up to this epoch."""
     take: bool
@@ -89,6 +91,33 @@ class UnitProcessed:
     epoch: Epoch
     last: bool
     outputs: dict[ExchangeId, dict[CohortId, Any]]
+    needs: Epoch = NO_EPOCH
+    """The state after this epoch comes from the input after the epoch `needs`."""
+
+
+@value
+class LogAsked:
+    """The copy of a consumer at `site` is to be made anew, and wants to know from where on."""
+
+    exchange: ExchangeId
+    producer: CohortId
+    consumer: CohortId
+    site: SiteId
+    since: int
+
+
+@value
+class LogTold:
+    """The copy of a producer at `site` has everything after the epoch `after`, which is all that
+    the consumer needs at the level `credit`."""
+
+    exchange: ExchangeId
+    producer: CohortId
+    consumer: CohortId
+    site: SiteId
+    since: int
+    after: Epoch
+    credit: int
 
 
 @value
@@ -117,6 +146,8 @@ SiteEvent = (
     | BundleArrived
     | AckArrived
     | UnitProcessed
+    | LogAsked
+    | LogTold
     | CatchUpOrdered
     | CopyInstalled
 )

@@ -27,6 +27,8 @@ class StageShape:
     copies: int = 1
     apart: str = "process"
     """The failure domain that no two copies may share."""
+    level: int = 0
+    """If not 0, its units are made anew from their input: see `holdfast.core.upstream`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,11 @@ class Shape:
     """By exchange: the stage that it feeds."""
     granularity: str = "partition"
     """What is lost with a site, and made anew: see `replicas`."""
+
+    @property
+    def levels(self) -> int:
+        """How many levels of acknowledgement there are."""
+        return max(s.level for s in self.stages)
 
 
 GRANULARITIES = ("partition", "dataflow", "cluster")

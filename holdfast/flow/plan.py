@@ -121,6 +121,7 @@ class Plan:
 def shape(plan: Plan, partitions: int) -> Shape:
     """The plan as the core sees it: numbers only."""
     stages = []
+    levels = _levels(plan)
     for stage in plan.stages:
         protection = stage.protection or none()
         count = partitions if stage.kind == "keyed" else 1
@@ -137,6 +138,7 @@ def shape(plan: Plan, partitions: int) -> Shape:
                 stage.merge == "ordered",
                 protection.copies,
                 protection.apart,
+                levels[stage.id],
             )
         )
     wanted = {(s.protection or none()).granularity for s in plan.stages}
@@ -151,6 +153,19 @@ def shape(plan: Plan, partitions: int) -> Shape:
         tuple(StageId(e.consumer) for e in plan.exchanges),
         wanted.pop(),
     )
+
+
+def _levels(plan: Plan) -> dict[int, int]:
+    """By stage: how many stages in a row, from it on, are made anew if they are lost together."""
+    found: dict[int, int] = {}
+
+    def level(stage: Stage) -> int:
+        if stage.id not in found:
+            after = [level(plan.stages[e.consumer]) for e in stage.outputs]
+            found[stage.id] = min((stage.protection or none()).anew, 1 + max(after, default=0))
+        return found[stage.id]
+
+    return {stage.id: level(stage) for stage in plan.stages}
 
 
 def plan(flow: Flow) -> Plan:
@@ -232,7 +247,7 @@ class _Planner:
         stage = Stage(
             len(self.stages), name, kind, ports, source=source, operator=operator, sink=sink
         )
-        stage.protection = self.flow.protection
+        stage.protection = self.flow.protection.at_the_ends
         self.stages.append(stage)
         self._stage_of[id(node)] = stage
         return stage
@@ -241,7 +256,13 @@ class _Planner:
         stage = self._add_stage(node, "keyed", node.operator.outputs, operator=node.operator)
         stage.merge = node.merge
         stage.protection = node.protection or self.flow.protection
-        if stage.merge == "arrival" and stage.protection.copies > 1:
+        if stage.protection.anew and not node.operator.bounded:
+            raise FlowError(
+                f"stage {stage.name!r}: what a {node.operator.label} knows of a key comes from all "
+                "rows that the key ever had, so all of its input would have to be kept",
+                hint="protect it with pairs(), or use an event-time window",
+            )
+        if stage.merge == "arrival" and (stage.protection.copies > 1 or stage.protection.anew):
             raise FlowError(
                 f"stage {stage.name!r} merges in the order of arrival, which its copies would not "
                 f"see alike: {stage.protection.name} needs ordered merging",

@@ -17,11 +17,39 @@ class Protection:
     copies: int = 1
     apart: str = "process"
     granularity: str = "partition"
+    anew: int = 0
+    """If not 0, partitions are made anew from their input; so many of them in a row at most."""
+
+    @property
+    def at_the_ends(self) -> Protection:
+        """What it means for sources and sinks, which cannot be made anew from what flows."""
+        return Protection("pairs", 2, self.apart) if self.anew else self
 
 
 def none() -> Protection:
     """A plain exchange: one copy of every partition; the loss of a site stops the flow."""
     return Protection("none")
+
+
+ALL = 1 << 16
+
+
+def upstream(*, k: int | None = None, apart: str = "executor") -> Protection:
+    """Upstream backup: every partition has one copy, and those that it gets its input from keep it
+    for as long as the partition's state comes from it. When it dies it is made anew from that, on
+    any site that lives. Only for operators whose state comes from the recent past: event-time
+    windows and joins. Sources and sinks are pairs, whose copies do not share what `apart` says.
+
+    Of stages in a row that are protected so, `k` may be lost at once: by default all of them, so
+    that it does not matter how many of their partitions a site has. With a smaller `k` less of the
+    input is kept; but then partitions of more stages in a row than `k` must not be on one site,
+    or its loss is the end of the flow.
+    """
+    if k is not None and k < 1:
+        raise FlowError(f"upstream(): k must be at least 1, not {k}", hint="none() bears no loss")
+    if apart not in DOMAINS:
+        raise FlowError(f"upstream(): apart must be one of {', '.join(DOMAINS)}, not {apart!r}")
+    return Protection("upstream", 1, apart, anew=k or ALL)
 
 
 def pairs(

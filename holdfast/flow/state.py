@@ -24,6 +24,7 @@ from holdfast.flow.keys import KeyIndex, KeyWords, partition_of
 
 CHUNK_BITS = 10
 _SCANNED = 1 << 16
+_UNBORN = np.iinfo(np.int64).max
 _NULL = "__null."
 
 _Rows = dict[str, np.ndarray]
@@ -77,6 +78,7 @@ class StateTable:
     def __init__(self, fields: Mapping[str, Field], partitions: int) -> None:
         self.fields = dict(fields)
         self.partitions = partitions
+        self._born: np.ndarray | None = None
         self._reset(512)
 
     def _reset(self, capacity: int) -> None:
@@ -91,6 +93,20 @@ class StateTable:
         self._changed = np.full((capacity >> CHUNK_BITS) + 1, -1, np.int64)
         self._columns = {name: f.allocate(capacity) for name, f in self.fields.items()}
         self._null: dict[str, np.ndarray] = {}  # made for a column when it gets its first null
+        if self._born is not None:
+            self.follow_births()
+
+    def follow_births(self) -> None:
+        """Know from now on in which epoch each key's state began."""
+        self._born = np.full(self._capacity, _UNBORN)
+
+    def oldest(self) -> int | None:
+        """The epoch in which the oldest state began, if births are followed and there is any."""
+        if self._born is None or not self.size:
+            return None
+        born = self._born[: self._index.size]
+        found = int(born.min(where=~self._dead[: self._index.size], initial=_UNBORN))
+        return None if found == _UNBORN else found
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._columns[name]
@@ -142,6 +158,8 @@ class StateTable:
             self._columns[name][slots] = field.allocate(1)[0]
         for null in self._null.values():
             null[slots] = False
+        if self._born is not None:
+            self._born[slots] = _UNBORN
         self._dead[slots] = False
         self._dead_count -= slots.size
 
@@ -198,6 +216,8 @@ class StateTable:
         for name in ("_low", "_high", "_part", "_dead"):
             setattr(self, name, _extended(getattr(self, name), capacity, 0))
         self._changed = _extended(self._changed, (capacity >> CHUNK_BITS) + 1, -1)
+        if self._born is not None:
+            self._born = _extended(self._born, capacity, _UNBORN)
         for name, field in self.fields.items():
             column = field.allocate(capacity)
             column[: self._capacity] = self._columns[name]
@@ -210,6 +230,8 @@ class StateTable:
         """Announce that these slots change in `epoch`: to be called before the first write."""
         self._save(slots)
         self._changed[slots >> CHUNK_BITS] = epoch
+        if self._born is not None:
+            self._born[slots] = np.minimum(self._born[slots], epoch)
 
     def _save(self, slots: np.ndarray) -> None:
         for snapshot in self._snapshots:
@@ -253,7 +275,8 @@ class StateTable:
     def _arrays(self) -> _Rows:
         own: _Rows = {"__low": self._low, "__high": self._high, "__part": self._part}
         nulls = {_NULL + name: null for name, null in self._null.items()}
-        return {**own, **self._columns, **nulls}
+        born = {} if self._born is None else {"__born": self._born}
+        return {**own, **born, **self._columns, **nulls}
 
     def install(self, state: pa.RecordBatch) -> None:
         """Put in what `extract` gave, here or elsewhere; keys already present are overwritten."""
@@ -268,6 +291,8 @@ class StateTable:
                 flat = field.stored(unwrap(state.column(name).flatten()))
                 self._columns[name][slots] = flat.reshape(-1, field.width)
         np.maximum.at(self._changed, slots >> CHUNK_BITS, state.column("__changed").to_numpy())
+        if self._born is not None and "__born" in state.schema.names:
+            self._born[slots] = state.column("__born").to_numpy()
 
     def drop(self, partitions: Iterable[int]) -> None:
         """Forget the state of some partitions, as when they move away."""
@@ -381,7 +406,8 @@ def _joined(parts: list[_Rows]) -> _Rows:
 
 def _batch(fields: Mapping[str, Field], rows: _Rows) -> pa.RecordBatch:
     """Rows as `StateTable.install` takes them."""
-    arrays = {n: pa.array(rows[n]) for n in ("__low", "__high", "__part", "__changed")}
+    own = ("__low", "__high", "__part", "__changed", "__born")
+    arrays = {n: pa.array(rows[n]) for n in own if n in rows}
     for name, field in fields.items():
         loaded = field.loaded(rows[name].reshape(-1), rows.get(_NULL + name))
         if field.width is not None:

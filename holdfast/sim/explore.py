@@ -8,7 +8,7 @@ from functools import cache
 from holdfast.core.sequencer import Budget
 from holdfast.errors import HoldfastError
 from holdfast.flow.options import Options
-from holdfast.flow.protection import Protection, pairs
+from holdfast.flow.protection import Protection, pairs, upstream
 from holdfast.sim import flows
 from holdfast.sim.checks import Checks, Violation
 from holdfast.sim.faults import KINDS, Fault, Injector, phase_of, schedule
@@ -38,6 +38,7 @@ SCARCE_BYTES = 12_000
 PROTOCOLS: dict[str, Protection] = {
     "pairs": pairs(apart="process"),
     "triples": pairs(copies=3, apart="process"),
+    "upstream": upstream(apart="process"),
 }
 
 
@@ -79,18 +80,18 @@ class Case:
         protection = PROTOCOLS[self.protocol]
         world = TimedWorld(
             flows.make(self.flow, protection, self.rows_in),
-            sites=max(self.sites or 3 + self.seed % 3, protection.copies),
+            sites=max(self.sites or 3 + self.seed % 3, protection.at_the_ends.copies),
             seed=self.seed,
             options=self._options(),
             free_rows=int(self.rows_in * FREE) // flows.SPLITS.get(self.flow, 1),
-            memory=_memory(self.flow, self.rows_in),
+            memory=_memory(self.flow, self.protocol, self.rows_in),
         )
         world.poisoned = self.flow in flows.POISONED
         return world
 
 
 @cache
-def _memory(flow: str, rows_in: int) -> Memory:
+def _memory(flow: str, protocol: str, rows_in: int) -> Memory:
     """For all runs of a flow in this process."""
     return Memory()
 

@@ -47,6 +47,8 @@ class Checks:
             case wire.Acks():
                 for ack in message.acks:
                     self._ack(ack)
+            case wire.AskLog() | wire.TellLog():
+                self._ends(message.exchange, message.producer, message.consumer)
             case wire.Record() | wire.Pass():
                 self._record(message.record)
             case wire.SequencerState():
@@ -96,6 +98,8 @@ class Checks:
         finished = ack.credit - self._window
         _require(NO_EPOCH <= finished <= ack.received <= ack.credit, "an ack that cannot be")
         _require(ack.finished in (NO_EPOCH, finished), "an ack that cannot be")
+        _require(len(ack.levels) == self._shape.levels, "an ack that cannot be")
+        _require(all(level <= ack.received for level in ack.levels), "an ack that cannot be")
 
     def _ends(self, exchange: int, producer: int, consumer: int) -> tuple[StageShape, StageShape]:
         """The stages at the ends of an exchange, if they have such cohorts."""

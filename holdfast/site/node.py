@@ -21,6 +21,7 @@ import pyarrow as pa
 from holdfast.core.dataflow import Dataflow
 from holdfast.core.effects import (
     AbandonHandOver,
+    AskLog,
     AskRecords,
     CloseUnit,
     ConfirmChain,
@@ -38,6 +39,7 @@ from holdfast.core.effects import (
     SendBundle,
     SequencerEffect,
     SiteEffect,
+    TellLog,
 )
 from holdfast.core.events import (
     AckArrived,
@@ -47,6 +49,8 @@ from holdfast.core.events import (
     ChainJoined,
     DrainRequested,
     EpochDelivered,
+    LogAsked,
+    LogTold,
     PauseRequested,
     PeerConnected,
     PeerLost,
@@ -244,6 +248,11 @@ class Node:
             case wire.Acks():
                 for ack in message.acks:
                     self._handle(_arrived(ack, site))
+            case wire.AskLog():
+                self._handle(LogAsked(*_log(message), site, message.since))
+            case wire.TellLog():
+                said = (Epoch(message.after), message.credit)
+                self._handle(LogTold(*_log(message), site, message.since, *said))
             case wire.Record():
                 self._handle(RecordArrived(message.record))
             case wire.Pass():
@@ -388,6 +397,12 @@ class Node:
                 self._send_bundle(effect)
             case SendAck():
                 self._put_ack(effect)
+            case AskLog():
+                asked = (effect.exchange, effect.producer, effect.consumer, effect.since)
+                self._to(effect.site, wire.AskLog(*asked))
+            case TellLog():
+                asked = (effect.exchange, effect.producer, effect.consumer, effect.since)
+                self._to(effect.site, wire.TellLog(*asked, effect.after, effect.credit))
             case AskRecords():
                 assert self.view is not None
                 self._to(self.view.sequencers[-1], wire.RecordsAfter(effect.after))
@@ -414,6 +429,7 @@ class Node:
             *key,
             effect.since,
             effect.received,
+            effect.levels,
             effect.credit,
             effect.take,
             effect.finished,
@@ -761,6 +777,10 @@ class _Gaps:
         return 1e3 * max([now - self._last, *(gap for _, gap in self._gaps)])
 
 
+def _log(message: wire.AskLog | wire.TellLog) -> tuple[ExchangeId, CohortId, CohortId]:
+    return ExchangeId(message.exchange), CohortId(message.producer), CohortId(message.consumer)
+
+
 def _arrived(ack: wire.Ack, site: SiteId) -> AckArrived:
     return AckArrived(
         ExchangeId(ack.exchange),
@@ -769,6 +789,7 @@ def _arrived(ack: wire.Ack, site: SiteId) -> AckArrived:
         site,
         ack.since,
         Epoch(ack.received),
+        tuple(Epoch(level) for level in ack.levels),
         Epoch(ack.credit),
         ack.take,
         Epoch(ack.finished),

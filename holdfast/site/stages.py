@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from holdfast.core.effects import IngestEpoch, ProcessBundles
 from holdfast.core.events import UnitProcessed
-from holdfast.core.ids import CohortId, ExchangeId, SiteId, StageId, Unit
+from holdfast.core.ids import NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
 from holdfast.core.layout import Cohort, View
 from holdfast.errors import ProtocolError
 from holdfast.flow.batches import Track
@@ -55,6 +55,8 @@ class UnitRunner:
     ) -> None:
         self.stage, self.cohort, self.partitions = stage, cohort, options.partitions
         self.runner = StageRunner(plan, stage, options.partitions)
+        self._anew = bool(stage.protection and stage.protection.anew)
+        self._opened()
         self.routers = routers
         self.ingress: Ingress | None = None
         self.egress: Egress | None = None
@@ -76,6 +78,18 @@ class UnitRunner:
             state = past.state_of(self.stage.id, self.cohort.first, self.cohort.end)
             for table, batch in state:
                 self.operator.install({table: batch})
+
+    def _opened(self) -> None:
+        """The operator is new."""
+        if self._anew and self.runner.operator is not None:
+            for table in self.runner.operator.tables().values():
+                table.follow_births()
+
+    def came_from(self, epoch: int) -> int:
+        """After which epoch the rows came that the state after `epoch` comes from."""
+        if not self._anew or self.operator is None:
+            return NO_EPOCH
+        return self.operator.came_from(epoch)
 
     @property
     def operator(self) -> KeyedOperator | None:
@@ -277,7 +291,9 @@ class SiteStages:
         """Ingest or process; the answer has the output split by consumer cohort."""
         last = order.last if isinstance(order, ProcessBundles) else True
         epoch = order.epoch if isinstance(order, ProcessBundles) else order.record.epoch
-        return UnitProcessed(order.unit, epoch, last, self.units[order.unit].run(order))
+        unit = self.units[order.unit]
+        outputs = unit.run(order)
+        return UnitProcessed(order.unit, epoch, last, outputs, Epoch(unit.came_from(epoch)))
 
     def egress(self, sink: StageId) -> Egress | None:
         runner = self.units.get((sink, CohortId(0)))

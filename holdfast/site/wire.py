@@ -291,6 +291,7 @@ class Ack(msgspec.Struct, frozen=True, array_like=True):
     consumer: Number
     since: Number
     received: EpochNumber
+    levels: tuple[EpochNumber, ...]
     credit: EpochNumber
     take: bool
     finished: EpochNumber
@@ -301,6 +302,26 @@ class Acks(Message, frozen=True):
     """All that a site has to acknowledge to another just now."""
 
     acks: list[Ack]
+
+
+class AskLog(Message, frozen=True):
+    """See `LogAsked`."""
+
+    exchange: Number
+    producer: Number
+    consumer: Number
+    since: Number
+
+
+class TellLog(Message, frozen=True):
+    """See `LogTold`."""
+
+    exchange: Number
+    producer: Number
+    consumer: Number
+    since: Number
+    after: EpochNumber
+    credit: Number
 
 
 class Delivered(Message, frozen=True):

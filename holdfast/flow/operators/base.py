@@ -49,6 +49,8 @@ class KeyedOperator:
     label = "keyed"
     ordered = True
     """Whether the result depends on the order of rows of different producers."""
+    bounded = False
+    """Whether its state comes from recent rows only, however long it has been at work."""
     clocked = False
     """Whether results stand where the watermark moved: at rows of any source."""
 
@@ -96,6 +98,11 @@ class KeyedOperator:
 
     def state_bytes(self) -> int:
         return sum(t.nbytes for t in self.tables().values())
+
+    def came_from(self, epoch: int) -> int:
+        """After which epoch the rows came that the state after `epoch` comes from."""
+        born = [b for t in self.tables().values() if (b := t.oldest()) is not None]
+        return min([epoch, *(b - 1 for b in born)])
 
     def extract(self, partitions: Sequence[int] | None = None) -> dict[str, pa.RecordBatch]:
         """The state of some partitions, to be installed elsewhere."""

@@ -35,6 +35,7 @@ from holdfast.flow.watermark import event_times
 
 class WindowJoin(KeyedOperator):
     label = "window join"
+    bounded = True
 
     def __init__(
         self,
