@@ -47,6 +47,7 @@ LAZY = {
     ("apps", "run"),
     ("apps", "cli"),
     ("apps", "spark"),
+    ("apps", "web"),
 }
 
 
