@@ -836,7 +836,8 @@ class Control:
             if stage.source.fed and not stage.source.tapped:
                 feeder = stage.source.feeder()
                 feeder.failed = self._on_feed_failed
-                feeder.start(partial(self._locate, stage.id), self.secret, stage.id, stage.name)
+                where = partial(self._locate, stage.id)
+                feeder.start(where, self.secret, stage.id, stage.name, self.flow.name)
                 self._feeders.append(feeder)
 
     def _locate(self, stage: int) -> list[tuple[str, int]]:

@@ -30,7 +30,7 @@ from holdfast.flow.plan import Exchange, Plan, Stage
 from holdfast.flow.steps import conform
 from holdfast.flow.watermark import Steps, Watermark, source_times, track_of
 from holdfast.spark import parcels
-from holdfast.spark.session import use_this_python
+from holdfast.spark.session import described, use_this_python
 
 BLOCK, SPLIT = "__block", "__split"
 _SPLIT_BITS = 20
@@ -58,7 +58,7 @@ def batch(
     """
     use_this_python(spark)
     planned = parcels.checked_plan(flow, inputs, partitions, streaming=False)
-    job = _Job(planned, _order(planned, inputs, records), partitions)
+    job = _Job(planned, _order(spark, planned, inputs, records), partitions)
     results = {s.name: job.result(s, with_order) for s in parcels.wanted_sinks(planned, sink)}
     return results if len(results) > 1 else next(iter(results.values()))
 
@@ -123,6 +123,7 @@ class _KeyedTask:
     ) -> None:
         self.plan, self.stage, self.track = planned, stage, track
         self.partitions, self.outlet = partitions, outlet
+        self.__name__ = parcels.title(planned, stage)
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         runner = StageRunner(self.plan, self.stage, self.partitions)
@@ -232,12 +233,17 @@ class _Order:
 
 
 def _order(
+    spark: SparkSession,
     planned: Plan,
     inputs: Mapping[str, DataFrame],
     records: Sequence[EpochRecord | Mapping[str, Any]] | None,
 ) -> _Order:
     known = None if records is None else [_as_record(r) for r in records]
-    reads = {s.id: _survey(planned, s, inputs[s.name], known) for s in planned.sources}
+    reads = {}
+    for stage in planned.sources:
+        what = f"Holdfast flow {planned.flow!r} as a batch job: survey of source {stage.name!r}"
+        with described(spark, what):
+            reads[stage.id] = _survey(planned, stage, inputs[stage.name], known)
     if known is None:
         known = [_one_epoch(reads)]
     _number(planned, reads, known)
@@ -426,6 +432,7 @@ class _SurveyTask:
         self, schema: pa.Schema, on: str | None, boundaries: list[tuple[int, int]], name: str
     ) -> None:
         self.schema, self.on, self.boundaries, self.name = schema, on, boundaries, name
+        self.__name__ = f"survey of {name}"
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         places = _Places()
@@ -473,6 +480,7 @@ class _SourceTask:
         declared: pa.Schema,
     ) -> None:
         self.plan, self.stage, self.read, self.outlet = planned, stage, read, outlet
+        self.__name__ = parcels.title(planned, stage)
         self.schema = pa.schema([declared.field(n) for n in stage.used["out"]])
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
