@@ -21,7 +21,7 @@ def packets(split: int, offset: int, count: int) -> pa.RecordBatch:
 
 def flow(out: str) -> Flow:
     made = dmz_flow(generator(packets, SCHEMA, rate=RATE), parquet(out, roll_s=0.5))
-    made.protection = pairs()
+    made.protection = pairs(apart="host")
     return made
 
 

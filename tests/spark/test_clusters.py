@@ -150,7 +150,9 @@ class Standalone:
                 [str(SPARK / "spark-class"), *arguments],
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env=environment() | {"SPARK_WORKER_DIR": str(place)},
+                # As if each were on a machine of its own. Executors inherit it.
+                env=environment()
+                | {"SPARK_WORKER_DIR": str(place), "HOLDFAST_HOST": f"machine {place.name}"},
             )
         self._processes.append(process)
         return process, log
@@ -305,7 +307,7 @@ def test_executors_and_workers_are_killed_under_a_submitted_flow(
         for fault in faults:
             flow.notices(fault, draw)
             if len(standalone.workers) < 2:
-                # Two copies cannot be in the one executor that is left.
+                # Two copies cannot be on the one machine that is left.
                 assert not flow.status()["protected"]
                 standalone.start_workers(1)
         flow.until(lambda: flow.status()["protected"], "everything is protected again")
