@@ -28,7 +28,7 @@ from holdfast import (
     sum_,
 )
 from holdfast.bench.dmz import DmzRows, dmz_flow, oracle, write_parquet
-from holdfast.spark.host import SparkHost
+from holdfast.spark.host import UNFIT, SparkHost
 
 
 def same_rows(found, expected) -> None:
@@ -251,7 +251,7 @@ def test_connect_is_refused_by_name() -> None:
 
 def test_unfit_settings_are_refused_with_what_to_change(sites_spark, monkeypatch) -> None:
     conf = sites_spark.sparkContext.getConf()
-    for key in ("spark.speculation", "spark.dynamicAllocation.enabled"):
+    for key in UNFIT:
         changed = conf.__class__(False).setAll(conf.getAll()).set(key, "true")
         monkeypatch.setattr(type(sites_spark.sparkContext), "getConf", lambda self, c=changed: c)
         with pytest.raises(HostError, match=f"set {key}=false"):
