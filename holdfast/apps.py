@@ -5,8 +5,8 @@ partition. They find each other at fixed ports and settle who leads through an a
 a directory, which is enough on one host. `Apps` starts them, starts those again that die, and
 reads what the leading one reports. It is no part of the flow: without it data flows on.
 
-Across hosts each application is started on its own, for instance by ``spark-submit --supervise``,
-with ``holdfast run FLOW.py --app N --controls HOST:PORT,HOST:PORT --arbiter zk://...``.
+Across hosts each application is started on its own, under something that starts it again, with
+``holdfast run FLOW.py --app N --controls HOST:PORT,HOST:PORT --arbiter zk://...``.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ class Submitted:
                 env=environment(),
             )
 
-    def until(self, holds: Callable[[], bool], what: str, within: float = 120.0) -> None:
+    def until(self, holds: Callable[[], bool], what: str, within: float = 240.0) -> None:
         deadline = time.monotonic() + within
         while not holds():
             said = (self.folder / "driver.log").read_text()[-4_000:]
