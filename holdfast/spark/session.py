@@ -145,6 +145,8 @@ def cause(error: Exception) -> str:
     """The line of a Spark error that says what went wrong, out of its pages of stack."""
     text = str(error)
     python = re.search(r"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(.+)", text)
+    # A daemon that does not even start has no stack.
+    python = python or re.search(r"Error from python worker:\n(.+)", text)
     lines = [line for line in text.splitlines() if line.strip()]
     found = python.group(1) if python else (lines[0] if lines else type(error).__name__)
     return found.strip()[:300]
