@@ -238,8 +238,6 @@ class Submitted:
         shutil.copy(wheel, zipped)
         settings = SETTINGS | {
             "spark.executorEnv.PYTHONPATH": zipped.name,
-            "spark.pyspark.driver.python": str(folder / "env" / "bin" / "python"),
-            "spark.pyspark.python": "./env/bin/python",
             "spark.python.daemon.module": "holdfast.spark.daemon",
         }
         shipped = ["--archives", f"{archive}#env", "--py-files", str(zipped)]
@@ -252,7 +250,8 @@ class Submitted:
                 ],
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment(),
+                env=environment() | {"PYSPARK_PYTHON": "./env/bin/python"},
+                cwd=folder,
             )
 
     def until(self, holds: Callable[[], bool], what: str, within: float = 240.0) -> None:
