@@ -63,6 +63,8 @@ def start(
     secret: bytes | None = None,
     route: Route = direct,
     http: str | None = None,
+    history: Any = None,
+    history_at: str | None = None,
 ) -> Run:
     """Run `flow` on `sites` sites, and return as soon as its rows flow.
 
@@ -73,13 +75,18 @@ def start(
     With `http` ("host:port") the flow's figures, status and views are served there (see
     `holdfast.web`). `route` may lead the connections between sites elsewhere, such as through a
     proxy that breaks them (see `holdfast.chaos`).
+
+    `history` is what came before: a DataFrame with the rows of the source, or a dict of them by
+    source. The flow is first run over it as a Spark batch job and goes on from its state, as if it
+    had streamed everything; sinks get its results first. The sources must begin where it ends.
+    `history_at` is a folder that driver and executors reach, for what is between the two.
     """
     if sites < 1 or standbys < 0:
         raise errors.FlowError(
             f"sites must be at least 1 and standbys not negative, not {sites}, {standbys}"
         )
     secret, options = secret or secrets.token_bytes(32), options or Options()
-    flow = settled(flow, place or Place(), secret, options.lease_s)
+    flow = _settled(flow, place or Place(), secret, options, history, partitions, history_at)
     planned = plan(flow)
     if host is None and spark is not None:
         from holdfast.spark.host import SparkHost
@@ -110,6 +117,26 @@ def start(
         run.web = Web(run, http)
     run._begin(start_timeout)
     return run
+
+
+def _settled(
+    flow: Flow,
+    place: Place,
+    secret: bytes,
+    options: Options,
+    history: Any,
+    partitions: int,
+    history_at: str | None,
+) -> Flow:
+    """The flow with everything that has to be known before it starts."""
+    if history is None:
+        return settled(flow, place, secret, options.lease_s)
+    from holdfast.dashboard import progress_bar
+    from holdfast.spark.history import History
+
+    with progress_bar(f"history of {flow.name}") as progress:
+        before = History(flow, history, partitions, history_at, progress)
+        return settled(flow, place, secret, options.lease_s, before)
 
 
 class Run:
@@ -334,5 +361,7 @@ class Run:
             self._host.close()
             if self.web is not None:
                 self.web.close()
+            if self.flow.past is not None and self.error is None:
+                self.flow.past.remove()
             loop.close()
             self._ended.set()

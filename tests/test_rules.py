@@ -44,6 +44,7 @@ LAZY = {
     ("flow", "spark"),
     ("run", "spark"),
     ("run", "web"),
+    ("run", "dashboard"),
     ("apps", "run"),
     ("apps", "cli"),
     ("apps", "spark"),

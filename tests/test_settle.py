@@ -1,6 +1,8 @@
 """What sources find out before the start: once, though several applications start the flow."""
 
 import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,6 +16,7 @@ from holdfast.flow.sources import FLAW, Position, Source, SplitReader
 from holdfast.settle import settled
 
 SECRET = b"0123456789abcdef"
+LEASE_S = 0.3
 
 
 class Asked(Source):
@@ -21,11 +24,12 @@ class Asked(Source):
 
     schema = pa.schema([("k", pa.int64())])
 
-    def __init__(self) -> None:
-        self.times = 0
+    def __init__(self, pause_s: float = 0.0) -> None:
+        self.times, self.pause_s = 0, pause_s
 
-    def settle(self, copies: int) -> dict[str, int]:
+    def settle(self, copies: int, known: Sequence[str] = ()) -> dict[str, int]:
         self.times += 1
+        time.sleep(self.pause_s)
         return {"splits": self.times + 1}
 
     def settled(self, values: dict[str, int]) -> Source:
@@ -47,12 +51,14 @@ def test_it_is_asked_once_for_each_start() -> None:
     assert [len(plan(f).splits) for f in (flow, first, second)] == [1, 2, 3]
 
 
-def test_all_applications_go_by_what_the_first_has_found(tmp_path: Path) -> None:
-    source, found = Asked(), []
+@pytest.mark.parametrize("pause_s", [0.0, 1.0])
+def test_all_applications_go_by_what_the_first_has_found(tmp_path: Path, pause_s: float) -> None:
+    """Also if it takes the first much longer than a lease."""
+    source, found = Asked(pause_s), []
     place = Place(arbiter_url=f"file:{tmp_path}")
 
     def start() -> None:
-        found.append(settled(asking(source), place, SECRET, 1.0).settled)
+        found.append(settled(asking(source), place, SECRET, LEASE_S).settled)
 
     threads = [threading.Thread(target=start) for _ in range(4)]
     for thread in threads:

@@ -72,15 +72,16 @@ class _Unit:
 class Dataflow:
     """The machine: `handle` takes an event and returns the orders that follow from it."""
 
-    def __init__(self, site: SiteId, shape: Shape, window: int) -> None:
+    def __init__(self, site: SiteId, shape: Shape, window: int, begun: Epoch = NO_EPOCH) -> None:
+        """The flow begins after the epoch `begun`: its units have been there before."""
         require(window >= 1, "a consumer must have room for the epoch it processes next")
-        self.site, self.shape, self.window = site, shape, window
+        self.site, self.shape, self.window, self.begun = site, shape, window, begun
         self.view: View | None = None
         self.units: dict[Unit, _Unit] = {}
         self.producers: dict[tuple[ExchangeId, CohortId], Producer] = {}
         self.consumers: dict[tuple[ExchangeId, CohortId], Consumer] = {}
         self.records: dict[Epoch, EpochRecord] = {}
-        self.recorded = NO_EPOCH
+        self.recorded = begun
         self.connected = {site}
         self._early: dict[tuple[ExchangeId, CohortId, CohortId, SiteId], AckArrived] = {}
         self.last: Epoch | None = None
@@ -148,9 +149,10 @@ class Dataflow:
     def _open(self, key: Unit, installed: bool) -> list[SiteEffect]:
         assert self.view is not None
         since = self.view.cohort(key).since_of(self.site)
-        self.units[key] = _Unit(key, self.shape.stages[key[0]], installed, since)
+        finished = self.begun if installed else NO_EPOCH
+        self.units[key] = _Unit(key, self.shape.stages[key[0]], installed, since, finished)
         if installed:
-            self._add_ends(self.units[key], NO_EPOCH)
+            self._add_ends(self.units[key], finished)
         return [OpenUnit(key, self.view)]
 
     def _close(self, key: Unit) -> list[SiteEffect]:

@@ -89,7 +89,8 @@ class _Split:
 
 
 class Sequencer:
-    """The machine. `splits` are all (source, split) pairs, `sinks` all sink stages.
+    """The machine. `splits` are all (source, split) pairs, `sinks` all sink stages; the flow begins
+    after the epoch `begun`, in which rows had the numbers before `seq`.
 
     It begins as a follower that knows nothing, unless the first view has it in the chain.
     """
@@ -100,12 +101,14 @@ class Sequencer:
         splits: Iterable[tuple[StageId, int]],
         sinks: Iterable[StageId],
         budget: Budget,
+        begun: Epoch = NO_EPOCH,
+        seq: int = 0,
     ) -> None:
         self.site, self.budget = site, budget
         self.splits = {key: _Split() for key in sorted(splits)}
-        self.delivered: dict[StageId, Epoch] = dict.fromkeys(sinks, NO_EPOCH)
-        self.next_epoch = Epoch(0)
-        self.next_seq = 0
+        self.delivered: dict[StageId, Epoch] = dict.fromkeys(sinks, begun)
+        self.next_epoch = Epoch(begun + 1)
+        self.next_seq = seq
         self.finished = False
         self.leads = False
         self.successor: SiteId | None = None

@@ -22,6 +22,7 @@ from holdfast.flow.operators.row_window import RowWindow
 from holdfast.flow.operators.running import RunningAggregate
 from holdfast.flow.operators.sessions import Sessions
 from holdfast.flow.operators.time_window import TimeWindow
+from holdfast.flow.past import Past
 from holdfast.flow.protection import Protection, none
 from holdfast.flow.sinks import Sink
 from holdfast.flow.sources import Source
@@ -104,6 +105,8 @@ class Flow:
         self.nodes: list[Node] = []
         self.settled: dict[str, Any] = {}
         """What sources had to find out before the start, by name; see `holdfast.settle`."""
+        self.past: Past | None = None
+        """What it begins with, if not with nothing."""
 
     def source(self, name: str, source: Source, *, event_time: str | None = None) -> Stream:
         """Rows from `source`; `event_time` names the column that says when each happened."""

@@ -31,6 +31,7 @@ from holdfast.flow.graph import (
     topological,
 )
 from holdfast.flow.operators.base import KeyedOperator, Port
+from holdfast.flow.past import Past
 from holdfast.flow.protection import Protection, none
 from holdfast.flow.sinks import Sink
 from holdfast.flow.sources import Source
@@ -97,6 +98,8 @@ class Plan:
     exchanges: list[Exchange]
     boundaries: list[tuple[int, int]]
     """(period, offset) of every set of watermarks at which some operator does something."""
+    past: Past | None = None
+    """What the flow begins with, if not with nothing."""
 
     def stage_named(self, name: str) -> Stage:
         return next(s for s in self.stages if s.name == name)
@@ -180,7 +183,12 @@ class _Planner:
         self._prune()
         boundaries = {b for s in self.stages if s.operator for b in s.operator.boundaries}
         return Plan(
-            self.flow.name, self.flow.on_error, self.stages, self.exchanges, sorted(boundaries)
+            self.flow.name,
+            self.flow.on_error,
+            self.stages,
+            self.exchanges,
+            sorted(boundaries),
+            self.flow.past,
         )
 
     def _settled(self, node: SourceNode) -> Source:

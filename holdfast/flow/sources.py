@@ -102,9 +102,10 @@ class Source:
     flawed = False
     """Whether readers add the column `FLAW`, because they may come across rows they cannot read."""
 
-    def settle(self, copies: int) -> Any:
+    def settle(self, copies: int, known: Sequence[str] = ()) -> Any:
         """What is not known before the flow starts and must be the same for all `copies` (how many
-        splits there are, where they begin), as plain values for `settled`. Asked once."""
+        splits there are, where they begin), as plain values for `settled`. Asked once. `known` are
+        the files that the source's history was read from, if it has one."""
         return None
 
     def settled(self, values: Any) -> Source:

@@ -113,6 +113,10 @@ class StateTable:
         """All slots that hold state."""
         return np.flatnonzero(~self._dead[: self._index.size])
 
+    def held(self) -> list[int]:
+        """The partitions that hold state."""
+        return np.unique(self._part[self.live()]).tolist()
+
     def slots(self, words: KeyWords, partition: np.ndarray | None = None) -> np.ndarray:
         """The slot of every row's key; keys not seen before get fresh ones.
 

@@ -7,14 +7,17 @@ With it goes a *mark*: how far reading has come. Whoever leads next goes on from
 
 from __future__ import annotations
 
+import copy
 import fnmatch
 import io
 import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 import pyarrow.dataset as ds
@@ -45,6 +48,18 @@ class Folder(Source):
             raise FlowError(f"follow(): format {format!r}", hint=f"it is one of {list(FORMATS)}")
         self.path, self.schema = Path(path).absolute(), schema
         self.format, self.pattern, self.every_s, self.until = format, pattern, every_s, until
+        self.known: frozenset[str] = frozenset()
+        """Files that are not to be read: the flow has their rows."""
+
+    def settle(self, copies: int, known: Sequence[str] = ()) -> list[str] | None:
+        files = [Path(unquote(urlsplit(name).path)) for name in known]
+        here = self.path.resolve()
+        return sorted(f.name for f in files if f.parent.resolve() == here) or None
+
+    def settled(self, values: Any) -> Folder:
+        made = copy.copy(self)
+        made.known = frozenset(values)
+        return made
 
     def tap(self) -> Tap:
         return _FolderTap(self)
@@ -55,7 +70,7 @@ class _FolderTap(Tap):
 
     def __init__(self, source: Folder) -> None:
         self._source = source
-        self._done: set[str] = set()
+        self._done = set(source.known)
         self._file: str | None = None
         self._rows = 0  # of that file, how many were taken
         self._batches: Iterator[pa.RecordBatch] | None = None
@@ -230,7 +245,8 @@ def follow(
     Files are taken in the order in which they were last changed. They must be whole when they
     appear: write them elsewhere, or under a name that begins with ``.`` or ``_``, and rename. When
     a file named `until` is there and all others are read, the source ends. All sites that may
-    lead must reach the folder.
+    lead must reach the folder. Of a flow that is started with a history, files that the history
+    was read from are left out.
     """
     return Folder(path, schema, format, pattern, every_s, until)
 

@@ -1,7 +1,8 @@
 """Egress: a sink's rows on one site, from the last merge to the sink's writer.
 
 One copy leads and writes. The others keep what they have until it is durable: if the leader dies,
-the next copy finds out what really was, and writes the rest.
+the next copy finds out what really was, and writes the rest. Of a flow that has a past its results
+are the first epochs; nobody keeps them, as every copy finds them where they are stored.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pyarrow as pa
 
 from holdfast.errors import ProtocolError
 from holdfast.flow.batches import user_names
+from holdfast.flow.past import Past
 from holdfast.flow.plan import Stage
 from holdfast.flow.sinks import Authority, SinkWriter
 from holdfast.site import wire
@@ -23,8 +25,15 @@ from holdfast.site import wire
 class Egress:
     """One copy of a sink's only unit."""
 
-    def __init__(self, flow: str, stage: Stage, incarnation: str = "") -> None:
+    def __init__(
+        self, flow: str, stage: Stage, incarnation: str = "", past: Past | None = None
+    ) -> None:
         assert stage.sink is not None
+        self._past, self._stage = past, stage.id
+        self._recalled, self._stored = 0, past.epochs if past else 0
+        """Of the epochs that are stored, those before this one were taken."""
+        self._later: list[tuple[int, pa.RecordBatch]] = []
+        """Epochs that were taken and go on when all that are stored have been."""
         self._sink, self._whose = stage.sink, Authority(flow, stage.name, incarnation)
         schema = stage.inputs[0].schema
         self.columns = schema.names if stage.sink.with_order else user_names(schema)
@@ -39,7 +48,7 @@ class Egress:
     @property
     def held(self) -> list[tuple[int, pa.RecordBatch]]:
         """The epochs that are not known to be durable."""
-        return list(self._held)
+        return [*self._held, *self._later]
 
     def begin(self, term: int = 0) -> None:
         """Lead from the first epoch on."""
@@ -55,17 +64,47 @@ class Egress:
         if self.writer is None:
             whose = replace(self._whose, term=term)
             self.writer, self.durable = self._sink.resume(whose, self._schema, self.durable)
-            for epoch, batch in self.held:
-                if epoch > self.durable:
-                    self._write(epoch, batch)
+            self.let_go(self.durable)
+            self._recalled = self.durable + 1
+            self._later = self.held
+            self._held.clear()
+            self._go_on()
 
     @property
     def ready(self) -> bool:
         """Whether an epoch can be taken now."""
+        return not (self._writes and self._recalled < self._stored) and self._has_room()
+
+    @property
+    def _writes(self) -> bool:
+        return self.writer is not None and (self.leads or self._sink.replicated)
+
+    def _has_room(self) -> bool:
         most = self._sink.unread_bytes_max
         if most is not None and sum(int(batch.nbytes) for _, batch in self._held) >= most:
             return False
         return self.writer is None or not self.leads or self.writer.room()
+
+    def recall(self) -> None:
+        """Called again and again: take one more of the epochs that are stored, if there is room."""
+        if self._recalled < self._stored and self._writes and self._has_room():
+            assert self._past is not None
+            epoch, self._recalled = self._recalled, self._recalled + 1
+            batch = self._past.result_of(self._stage, epoch, self._schema)
+            batch = batch.select(self.columns).cast(self._schema)
+            if self._sink.replicated:
+                self.take(epoch, batch)
+            else:  # it need not be held
+                self.taken = epoch
+                self._write(epoch, batch)
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Take again what waited for the epochs that are stored, if it did."""
+        if self._recalled >= self._stored:
+            later, self._later = self._later, []
+            for epoch, batch in later:
+                self.take(epoch, batch)
 
     def tend(self) -> None:
         """Called every now and then: what was taken becomes durable also when nothing follows it,
@@ -95,6 +134,8 @@ class Egress:
     @property
     def is_drained(self) -> bool:
         """Whether nobody is expected to read any more of it."""
+        if self._writes and self._recalled < self._stored:
+            return False
         return self._sink.unread_bytes_max is None or not self._held
 
     def answer(self, request: Mapping[str, Any]) -> tuple[dict[str, int], list[pa.RecordBatch]]:
@@ -122,7 +163,12 @@ class Egress:
 
     def save(self) -> wire.EgressExtras:
         saved = self.writer.save() if self.writer is not None and self._sink.replicated else {}
-        return {"taken": self.taken, "durable": self.durable, "writer": saved}
+        return {
+            "taken": self.taken,
+            "durable": self.durable,
+            "recalled": self._recalled,
+            "writer": saved,
+        }
 
     def restore(self, saved: wire.EgressExtras, held: list[tuple[int, pa.RecordBatch]]) -> None:
         if any(batch.schema != self._schema for _, batch in held):
@@ -130,6 +176,7 @@ class Egress:
                 f"sink {self._whose.sink!r}: rows of another schema were handed over"
             )
         self.taken, self.durable = saved["taken"], saved["durable"]
+        self._recalled = saved["recalled"]
         self._held = deque(held)
         if self.writer is not None:
             self.writer.restore(saved["writer"])

@@ -140,6 +140,11 @@ class Ingress:
         timed = [s.id for s in plan.sources if s.event_time is not None]
         self._mark = Watermark(timed, plan.boundaries) if plan.boundaries else None
 
+    def begin(self, mark: bytes) -> None:
+        """Event time has come so far before the first epoch."""
+        if self._mark is not None:
+            self._mark.restore(mark)
+
     def epoch(self, record: EpochRecord) -> tuple[pa.RecordBatch, Track]:
         """This site's rows of an epoch, in order, and the steps the watermark takes at them."""
         batches: list[pa.RecordBatch] = []

@@ -127,7 +127,8 @@ class Node:
         self._over = False
         """Whether nothing is left to do here, but that somebody reads what is kept."""
         self._checks = Checks(plan, shaped, options.window)
-        self.dataflow = Dataflow(site, shaped, options.window)
+        self._begun = Epoch(plan.past.epochs - 1) if plan.past else NO_EPOCH
+        self.dataflow = Dataflow(site, shaped, options.window, self._begun)
         self.serving = Serving(self.stages.egress, transport.send, lambda: self.dataflow.last)
         self.sequencer: Sequencer | None = None
         self.orders: list[tuple[int, int, int, Order]] = []
@@ -577,7 +578,8 @@ class Node:
     def _make_sequencer(self) -> Sequencer:
         sinks = [StageId(s.id) for s in self.plan.sinks]
         budget = fitting(self.options.budget, limit_bytes())
-        return Sequencer(self.site, self.plan.splits, sinks, budget)
+        seq = self.plan.past.rows if self.plan.past else 0
+        return Sequencer(self.site, self.plan.splits, sinks, budget, self._begun, seq)
 
     def _sequence(self, event: SequencerEvent) -> None:
         if self.sequencer is None:
@@ -660,6 +662,7 @@ class Node:
         """Read what the sources have, up to the limit; the leading copy offers it."""
         if self.finished:
             return
+        self.stages.recall()
         for reader in self.stages.fed().values():
             reader.pull()
         for unit, split in self.stages.splits():

@@ -16,6 +16,7 @@ from holdfast.flow.batches import Track
 from holdfast.flow.execute import StageRunner
 from holdfast.flow.operators.base import KeyedOperator, OperatorSnapshot
 from holdfast.flow.options import Options
+from holdfast.flow.past import Past
 from holdfast.flow.plan import Plan, Stage
 from holdfast.flow.sources import SplitReader
 from holdfast.flow.state import StateTable
@@ -64,7 +65,17 @@ class UnitRunner:
             splits = {n: Split(stage, n, _reader(stage, n)) for n in numbers}
             self.ingress = Ingress(plan, stage, splits)
         if stage.sink is not None:
-            self.egress = Egress(plan.flow, stage, incarnation)
+            self.egress = Egress(plan.flow, stage, incarnation, plan.past)
+
+    def begin(self, past: Past) -> None:
+        """Be as the flow's past has left this unit."""
+        self.epoch = past.epochs - 1
+        if self.ingress is not None:
+            self.ingress.begin(past.mark)
+        if self.operator is not None:
+            state = past.state_of(self.stage.id, self.cohort.first, self.cohort.end)
+            for table, batch in state:
+                self.operator.install({table: batch})
 
     @property
     def operator(self) -> KeyedOperator | None:
@@ -198,7 +209,8 @@ class SiteStages:
         self.send: Callable[[SiteId, wire.Message, list[Any]], None] = lambda *_: None
 
     def open(self, unit: Unit, view: View) -> None:
-        """Make the unit with empty state; whoever is in the first view as leader begins to lead."""
+        """Make the unit, with empty state unless the flow has a past and the unit is there from the
+        beginning; whoever is in the first view as leader begins to lead."""
         stage, cohort = self.plan.stages[unit[0]], view.cohort(unit)
         for exchange in stage.outputs:
             if exchange.id not in self._routers:
@@ -209,6 +221,8 @@ class SiteStages:
             self.plan, stage, cohort, self.options, self._routers, self._incarnation
         )
         self.units[unit] = runner
+        if self.plan.past is not None and self.site in cohort.copies:
+            runner.begin(self.plan.past)
         if runner.egress is not None and cohort.copies[0] == self.site:
             runner.egress.begin(view.rank)
         for reader in self.fed().values():
@@ -268,6 +282,12 @@ class SiteStages:
     def egress(self, sink: StageId) -> Egress | None:
         runner = self.units.get((sink, CohortId(0)))
         return runner.egress if runner else None
+
+    def recall(self) -> None:
+        """Called again and again: give the sinks what the flow begins with."""
+        for runner in self.units.values():
+            if runner.egress is not None:
+                runner.egress.recall()
 
     def tend(self) -> None:
         """Called every now and then: see to the sinks that are led here."""

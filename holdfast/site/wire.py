@@ -327,6 +327,7 @@ class IngressExtras(TypedDict):
 class EgressExtras(TypedDict):
     taken: EpochNumber
     durable: EpochNumber
+    recalled: Number
     writer: dict[str, Any]
 
 

@@ -8,7 +8,7 @@ of parcels, and merges them as it reads, so memory does not grow with the input.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -26,6 +26,7 @@ from holdfast.flow.batches import with_order as with_order_columns
 from holdfast.flow.execute import StageRunner
 from holdfast.flow.graph import Flow
 from holdfast.flow.groups import Groups
+from holdfast.flow.operators.base import KeyedOperator
 from holdfast.flow.plan import Exchange, Plan, Stage
 from holdfast.flow.steps import conform
 from holdfast.flow.watermark import Steps, Watermark, source_times, track_of
@@ -58,7 +59,8 @@ def batch(
     """
     use_this_python(spark)
     planned = parcels.checked_plan(flow, inputs, partitions, streaming=False)
-    job = _Job(planned, _order(spark, planned, inputs, records), partitions)
+    known = None if records is None else [_as_record(r) for r in records]
+    job = Job(planned, Order.of(planned, inputs, known), partitions)
     results = {s.name: job.result(s, with_order) for s in parcels.wanted_sinks(planned, sink)}
     return results if len(results) > 1 else next(iter(results.values()))
 
@@ -66,12 +68,18 @@ def batch(
 # --- stages as DataFrames -------------------------------------------------------------------------
 
 
-class _Job:
+Keep = Callable[[Stage, KeyedOperator], None]
+"""Called by a task with its operator, when that has seen all rows."""
+
+
+class Job:
     """The DataFrames of the stages. Consumers of a stage share one shuffle of its parcels, which
     Spark then computes once per query (ReusedExchange)."""
 
-    def __init__(self, planned: Plan, order: _Order, partitions: int) -> None:
-        self.plan, self.order, self.partitions = planned, order, partitions
+    def __init__(
+        self, planned: Plan, order: Order, partitions: int, keep: Keep | None = None
+    ) -> None:
+        self.plan, self.order, self.partitions, self.keep = planned, order, partitions, keep
         self._parcels: dict[tuple[int, ...], DataFrame] = {}
 
     def result(self, sink: Stage, with_order: bool) -> DataFrame:
@@ -89,7 +97,7 @@ class _Job:
             read = self.order.sources[stage.id]
             task: Any = _SourceTask(planned, lean, read, outlet, stage.source.schema)
             return read.df.mapInArrow(task, outlet.ddl)
-        task = _KeyedTask(planned, lean, self.order.track, self.partitions, outlet)
+        task = _KeyedTask(planned, lean, self.order.track, self.partitions, outlet, self.keep)
         sent = self._sent_to(stage).repartitionById(self.partitions, F.col("bucket"))
         return sent.sortWithinPartitions("low").mapInArrow(task, outlet.ddl)
 
@@ -120,9 +128,10 @@ class _KeyedTask:
         track: Track,
         partitions: int,
         outlet: parcels.Outlet,
+        keep: Keep | None,
     ) -> None:
         self.plan, self.stage, self.track = planned, stage, track
-        self.partitions, self.outlet = partitions, outlet
+        self.partitions, self.outlet, self.keep = partitions, outlet, keep
         self.__name__ = parcels.title(planned, stage)
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -137,6 +146,9 @@ class _KeyedTask:
                 merge.add(exchange, rows)
         if merge.touched:
             yield from self.outlet(runner.run_keyed(merge.rest(), track, 0))
+        if self.keep is not None:
+            assert runner.operator is not None
+            self.keep(self.stage, runner.operator)
 
 
 class _Merge:
@@ -225,32 +237,40 @@ def _split_of(code: int) -> int:
 
 
 @dataclass
-class _Order:
+class Order:
     """All sources with their numbering, and the watermark over their rows."""
 
     sources: dict[int, _Read]
     track: Track
+    rows: int
+    """How many sequence numbers there are."""
+    mark: bytes
+    """The watermark after the last row, saved; empty if nothing goes by it."""
 
-
-def _order(
-    spark: SparkSession,
-    planned: Plan,
-    inputs: Mapping[str, DataFrame],
-    records: Sequence[EpochRecord | Mapping[str, Any]] | None,
-) -> _Order:
-    known = None if records is None else [_as_record(r) for r in records]
-    reads = {}
-    for stage in planned.sources:
-        what = f"Holdfast flow {planned.flow!r} as a batch job: survey of source {stage.name!r}"
-        with described(spark, what):
-            reads[stage.id] = _survey(planned, stage, inputs[stage.name], known)
-    if known is None:
-        known = [_one_epoch(reads)]
-    _number(planned, reads, known)
-    track = UNMOVED
-    if planned.boundaries:
-        track = _track(planned, reads, known)
-    return _Order(reads, track)
+    @classmethod
+    def of(
+        cls,
+        planned: Plan,
+        inputs: Mapping[str, DataFrame],
+        records: list[EpochRecord] | None = None,
+        *,
+        ended: bool = True,
+    ) -> Order:
+        """That of `records`; without them all rows are in one epoch, which is the last if the
+        input has `ended`."""
+        reads = {}
+        for stage in planned.sources:
+            what = f"Holdfast flow {planned.flow!r} as a batch job: survey of source {stage.name!r}"
+            with described(inputs[stage.name].sparkSession, what):
+                reads[stage.id] = _survey(planned, stage, inputs[stage.name], records)
+        if records is None:
+            records = [_one_epoch(reads, ended)]
+        _number(planned, reads, records)
+        rows = records[-1].base + records[-1].rows if records else 0
+        if not planned.boundaries:
+            return cls(reads, UNMOVED, rows, b"")
+        track, mark = _track(planned, reads, records)
+        return cls(reads, track, rows, mark.save())
 
 
 def _as_record(record: EpochRecord | Mapping[str, Any]) -> EpochRecord:
@@ -262,10 +282,10 @@ def _as_record(record: EpochRecord | Mapping[str, Any]) -> EpochRecord:
     return EpochRecord(Epoch(record["epoch"]), record["base"], ranges, idle, ended, ended)
 
 
-def _one_epoch(reads: dict[int, _Read]) -> EpochRecord:
+def _one_epoch(reads: dict[int, _Read], ended: bool) -> EpochRecord:
     """Without records: everything in one epoch, source after source."""
     ranges = [Range(StageId(s), 0, 0, r.split_rows(0), None) for s, r in reads.items()]
-    return EpochRecord(Epoch(0), 0, tuple(r for r in ranges if r.rows), (), True, True)
+    return EpochRecord(Epoch(0), 0, tuple(r for r in ranges if r.rows), (), ended, ended)
 
 
 def _number(planned: Plan, reads: dict[int, _Read], records: list[EpochRecord]) -> None:
@@ -298,7 +318,9 @@ def _refuse_missing(flow: str, read: _Read, split: int, end: int) -> None:
         )
 
 
-def _track(planned: Plan, reads: dict[int, _Read], records: list[EpochRecord]) -> Track:
+def _track(
+    planned: Plan, reads: dict[int, _Read], records: list[EpochRecord]
+) -> tuple[Track, Watermark]:
     """The watermark over all recorded rows, from the steps that each block has by itself.
 
     A row can only move the watermark if it does so within its own block; so these few rows, in
@@ -322,7 +344,7 @@ def _track(planned: Plan, reads: dict[int, _Read], records: list[EpochRecord]) -
             steps.append(mark.let_go(record.idle, end))
     if not records or records[-1].ended:
         steps.append(mark.end(end))
-    return track_of(steps)
+    return track_of(steps), mark
 
 
 def _candidates(read: _Read) -> Steps:

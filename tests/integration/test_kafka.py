@@ -1,6 +1,7 @@
 """Flows between Kafka topics, on a real broker: nothing lost, nothing twice, whoever is killed."""
 
 import datetime
+import json
 import os
 import random
 import signal
@@ -541,6 +542,39 @@ def test_a_flow_is_fed_by_sparks_own_connector(topics: Kafka, spark: SparkSessio
     kept.append(run)
     assert run.wait(PATIENCE_S)
     made = numbers(0, 0, 2_000)
+    assert sorted(found(topics, out)) == sorted(
+        expected(made["k"].to_numpy(), made["v"].to_numpy())
+    )
+
+
+def test_a_topic_is_followed_from_where_the_history_ends(
+    topics: Kafka, spark: SparkSession, kept
+) -> None:
+    """Spark reads up to some offsets, and the flow from them on: though more has come meanwhile."""
+    topic, out = topics.create(2), topics.create()
+    rows = [[r for r in plain(0, 3_000) if r["k"] % 2 == p] for p in (0, 1)]
+    for partition in (0, 1):
+        topics.fill(topic, rows[partition], partition)
+    ends = {0: 400, 1: 900}
+    before = (
+        spark.read.format("kafka")
+        .option("kafka.bootstrap.servers", topics.servers)
+        .option("subscribe", topic)
+        .option("endingOffsets", json.dumps({topic: ends}))
+        .load()
+        .orderBy("partition", "offset")
+        .selectExpr("from_json(cast(value as string), 'k bigint, v double') as r")
+        .selectExpr("r.k", "r.v")
+    )
+    source = kafka_source(topics.servers, topic, schema=SCHEMA, start=ends, end="latest")
+    flow = totals(
+        Flow("followed", protect=pairs(apart="process")), source, kafka_sink(topics.servers, out)
+    )
+    run = flow.start(spark, sites=2, partitions=4, history=before)
+    kept.append(run)
+    assert run.wait(PATIENCE_S)
+    assert sum(r.rows for r in run.records()) == 3_000 - 1_300
+    made = numbers(0, 0, 3_000)
     assert sorted(found(topics, out)) == sorted(
         expected(made["k"].to_numpy(), made["v"].to_numpy())
     )

@@ -1,9 +1,12 @@
 """A sink's copies: when an epoch waits, and what becomes durable without another one."""
 
+from pathlib import Path
+
 import pyarrow as pa
 import pytest
 
-from holdfast import Flow, SinkError, rows
+from holdfast import Flow, FlowError, SinkError, rows
+from holdfast.flow.past import Folder, Past
 from holdfast.flow.plan import plan
 from holdfast.flow.sinks import Authority, Sink, SinkWriter
 from holdfast.site.egress import Egress
@@ -88,3 +91,112 @@ def test_a_sink_is_left_alone_by_whoever_leaves(sink: Slow, egress: Egress) -> N
     egress.begin()
     egress.abandon()
     assert sink.over
+
+
+# --- a flow with a past --------------------------------------------------------------------------
+
+
+class Log(Slow):
+    """Keeps what it is given, and all of it is durable up to the epoch it was told."""
+
+    def __init__(self, replicated: bool = False) -> None:
+        super().__init__()
+        self.replicated = replicated
+        self.rows: list[tuple[int, list[int]]] = []
+
+    def write(self, epoch: int, batch: pa.RecordBatch) -> None:
+        super().write(epoch, batch)
+        self.rows.append((epoch, batch.column("n").to_pylist()))
+
+    def resume(self, whose: Authority, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
+        return self, self.reached
+
+
+def with_past(log: Log, place: Path, epochs: int = 4) -> Egress:
+    """A sink that gets the rows ``[0, 1]``, ``[2, 3]``, ... and then an epoch without any."""
+    flow = Flow("f")
+    flow.source("s", rows(ROWS)).sink("out", log)
+    (stage,) = plan(flow).sinks
+    files = [f"results/{n}.arrow" for n in range(epochs - 1)]
+    for n, file in enumerate(files):
+        stored = pa.record_batch({"n": [2 * n, 2 * n + 1], "__o0": [2 * n, 2 * n + 1]})
+        Folder(str(place)).write(file, [stored])
+    past = Past(str(place), epochs, 2 * epochs, b"", {}, {stage.id: files})
+    return Egress("f", stage, past=past)
+
+
+STORED = [(0, [0, 1]), (1, [2, 3]), (2, [4, 5]), (3, [])]
+
+
+def test_what_is_stored_comes_first_and_no_faster_than_there_is_room(tmp_path: Path) -> None:
+    log = Log()
+    egress = with_past(log, tmp_path)
+    egress.begin()
+    for epoch in range(4):
+        assert not egress.ready and not egress.is_drained
+        egress.recall()
+        egress.recall()
+        assert log.rows == STORED[: epoch + 1], "one at a time"
+        log.reached = epoch
+    assert egress.ready and egress.is_drained
+    egress.recall()
+    egress.take(4, ROWS)
+    assert log.rows == [*STORED, (4, [1, 2])]
+
+
+def test_whoever_leads_next_goes_on_with_what_is_stored(tmp_path: Path) -> None:
+    """One that did not lead has taken later epochs meanwhile: they wait."""
+    log = Log()
+    egress = with_past(log, tmp_path)
+    assert egress.ready and egress.is_drained, "another one leads"
+    egress.recall()
+    egress.take(4, ROWS)
+    assert log.rows == []
+    log.reached = log.taken = 1
+    egress.lead(1)
+    assert log.rows == [] and not egress.ready
+    assert [e for e, _ in egress.held] == [4], "a new copy would get it"
+    egress.recall()
+    log.reached = 2
+    assert log.rows == STORED[2:3]
+    egress.recall()
+    assert log.rows == [*STORED[2:], (4, [1, 2])]
+    log.reached = 4
+    egress.tend()
+    assert egress.held == [] and egress.durable == 4
+
+
+def test_a_copy_that_was_made_of_a_leader_recalls_nothing_twice(tmp_path: Path) -> None:
+    one, other = Log(), Log()
+    old, new = with_past(one, tmp_path), with_past(other, tmp_path)
+    old.begin()
+    for _ in range(4):
+        old.recall()
+        one.taken = -1  # there is room, but nothing becomes durable
+    old.take(4, ROWS)
+    new.restore(old.save(), old.held)
+    new.lead(1)
+    while not new.ready:
+        new.recall()
+        other.taken = -1
+    assert other.rows == [*STORED, (4, [1, 2])]
+
+
+def test_every_copy_of_a_replicated_sink_recalls(tmp_path: Path) -> None:
+    one, other = Log(replicated=True), Log(replicated=True)
+    old, new = with_past(one, tmp_path), with_past(other, tmp_path)
+    one.reached = other.reached = 9
+    old.recall()
+    assert one.rows == STORED[:1] and not old.ready
+    new.restore(old.save(), old.held)
+    for _ in range(5):
+        new.recall()
+    assert other.rows == STORED[1:] and new.ready
+
+
+def test_a_past_that_is_not_there_is_named(tmp_path: Path) -> None:
+    egress = with_past(Log(), tmp_path)
+    (tmp_path / "results" / "0.arrow").unlink()
+    egress.begin()
+    with pytest.raises(FlowError, match=r"not at .* \(results/0.arrow is missing\)"):
+        egress.recall()

@@ -13,7 +13,7 @@ import datetime
 import json
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +118,7 @@ class KafkaSource(Source):
         again = reading(name, None if name == "bytes" else schema, where)
         self.__dict__.update(state | {"format": again})
 
-    def settle(self, copies: int) -> dict[str, Any]:
+    def settle(self, copies: int, known: Sequence[str] = ()) -> dict[str, Any]:
         from holdfast.flow.kafka.topics import Topic
 
         with Topic(self.servers, self.topic, self.options, ANSWER_S_MAX) as topic:

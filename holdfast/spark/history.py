@@ -1,0 +1,204 @@
+"""A flow's past, made by the batch job: history is computed in parallel, and the flow goes on from
+there as if it had streamed it.
+
+The tasks of keyed stages write the state that they are left with, and those of sinks their results
+in order, straight to a folder (see `holdfast.flow.past`). The driver only sees the names.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pyarrow as pa
+from pyspark import TaskContext
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from holdfast.errors import FlowError, HoldfastError
+from holdfast.flow.batches import concat
+from holdfast.flow.graph import Flow
+from holdfast.flow.operators.base import KeyedOperator
+from holdfast.flow.past import RESULTS, STATE, Folder, Past
+from holdfast.flow.plan import Stage, plan
+from holdfast.flow.steps import conform
+from holdfast.spark import parcels
+from holdfast.spark.batch import Job, Order
+from holdfast.spark.session import cause, use_this_python
+
+RANGE_ROWS, RANGES_MAX = 500_000, 256
+"""Results are sorted in ranges of so many input rows."""
+LOOK_S = 0.2
+_WRITTEN = "range int, number int, file string"
+
+Progress = Callable[[int, int], None]
+"""Is told how many tasks are done, and how many are known of."""
+
+
+class History:
+    """What was before a flow starts: a DataFrame for its source, or for each of several."""
+
+    def __init__(
+        self,
+        flow: Flow,
+        given: Any,
+        partitions: int,
+        at: str | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """`partitions` must be as many as the flow will have; `at` is where its folder will be."""
+        names = [s.name for s in plan(flow).sources]
+        where = f"flow {flow.name!r}, history"
+        if isinstance(given, Mapping):
+            self.inputs: dict[str, DataFrame] = dict(given)
+        elif len(names) == 1:
+            self.inputs = {names[0]: given}
+        else:
+            raise FlowError(f"{where}: there are several sources", hint=f"a dict by name: {names}")
+        if not self.inputs:
+            raise FlowError(f"{where}: it is empty", hint="leave it out")
+        for name, df in self.inputs.items():
+            if not isinstance(df, DataFrame) or not hasattr(df, "_jdf"):
+                raise FlowError(f"{where}: {name!r} is {type(df).__name__}, not a DataFrame")
+        self.flow, self.partitions, self.progress = flow, partitions, progress
+        self.spark: SparkSession = next(iter(self.inputs.values())).sparkSession
+        self.plan = parcels.checked_plan(flow, self._all_inputs(), partitions, streaming=False)
+        name = f"holdfast-{flow.name}-{uuid.uuid4().hex[:8]}"
+        self.place = f"{(at or _default_place(self.spark, flow.name)).rstrip('/')}/{name}"
+
+    def files(self, source: str) -> list[str]:
+        """What a source's history is read from, if that is files."""
+        df = self.inputs.get(source)
+        return df.inputFiles() if df is not None else []
+
+    def build(self) -> Past:
+        """Run the batch job."""
+        use_this_python(self.spark)
+        described = f"Holdfast flow {self.flow.name!r}: history"
+        try:
+            with _jobs(self.spark, described, self.progress):
+                return self._build()
+        except HoldfastError:
+            raise
+        except Exception as error:
+            raise FlowError(
+                f"the history of flow {self.flow.name!r} could not be computed: {cause(error)}"
+            ) from error
+
+    def _all_inputs(self) -> dict[str, DataFrame]:
+        """A source that has none has an empty one."""
+        missing = [s for s in plan(self.flow).sources if s.name not in self.inputs]
+        empty = {
+            s.name: self.spark.createDataFrame([], parcels.spark_schema(s.ports["out"].schema))
+            for s in missing
+        }
+        return self.inputs | empty
+
+    def _build(self) -> Past:
+        order = Order.of(self.plan, self._all_inputs(), ended=False)
+        job = Job(self.plan, order, self.partitions, keep=KeepState(self.place))
+        results = {s.id: self._results(job, s) for s in self.plan.sinks}
+        state: dict[int, list[tuple[int, str, str]]] = {}
+        for file in Folder(self.place).list(STATE):
+            _, stage, partition, table = file.removesuffix(".arrow").split("/")
+            state.setdefault(int(stage), []).append((int(partition), table, file))
+        epochs = max([1, *(len(files) for files in results.values())])
+        return Past(self.place, epochs, order.rows, order.mark, state, results)
+
+    def _results(self, job: Job, sink: Stage) -> list[str]:
+        """Write what a sink gets for the history, in order; the names of the files."""
+        ranges = min(RANGES_MAX, -(-job.order.rows // RANGE_ROWS) or 1)
+        rows = -(-job.order.rows // ranges) or 1
+        found = job.result(sink, with_order=True)
+        order = [F.col(n) for n in found.columns if n.startswith("__o")]
+        at = F.floor(order[0] / F.lit(rows)).cast("int")
+        at = F.least(F.greatest(at, F.lit(0)), F.lit(ranges - 1))
+        placed = found.repartitionById(ranges, at).sortWithinPartitions(*order)
+        task = WriteResults(self.place, sink)
+        written = placed.mapInArrow(task, _WRITTEN).collect()
+        return [row.file for row in sorted(written)]
+
+
+class KeepState:
+    """Writes the state of an operator, a file for each partition and table. A task that is run
+    again writes the same."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def __call__(self, stage: Stage, operator: KeyedOperator) -> None:
+        folder = Folder(self.place)
+        for name, table in operator.tables().items():
+            for partition in table.held():
+                file = f"{STATE}/{stage.id}/{partition}/{name}.arrow"
+                folder.write(file, [table.extract([partition])])
+
+
+class WriteResults:
+    """Writes the rows of one range, a file for each epoch that they will be."""
+
+    def __init__(self, place: str, sink: Stage) -> None:
+        self.place, self.sink, self.name = place, sink.id, sink.name
+        self.schema = sink.inputs[0].schema
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        context = TaskContext.get()
+        assert context is not None
+        at, attempt = context.partitionId(), context.taskAttemptId()
+        folder = Folder(self.place)
+        files: list[str] = []
+        for rows in parcels.blocks(batches):
+            file = f"{RESULTS}/{self.sink}/{at:05d}-{len(files):05d}-{attempt}.arrow"
+            folder.write(file, [concat([conform(rows, self.schema, self.name)])])
+            files.append(file)
+        numbers = pa.array(range(len(files)), pa.int32())
+        ranges = pa.array([at] * len(files), pa.int32())
+        yield pa.record_batch({"range": ranges, "number": numbers, "file": pa.array(files)})
+
+
+def _default_place(spark: SparkSession, flow: str) -> str:
+    """Spark's own folder for such things; on a local master one for temporary files."""
+    context = spark.sparkContext
+    chosen = context.getCheckpointDir()
+    if chosen is not None:
+        return str(chosen)
+    if context.master.startswith("local"):
+        return tempfile.gettempdir()
+    raise FlowError(
+        f"flow {flow!r}, history: there is no folder for its state and results",
+        hint="give history_at= one that driver and executors reach, such as s3://bucket/folder, "
+        "or set spark.sparkContext.setCheckpointDir(...)",
+    )
+
+
+@contextmanager
+def _jobs(spark: SparkSession, described: str, progress: Progress | None) -> Iterator[None]:
+    """Name the jobs that are run meanwhile, and watch them."""
+    context = spark.sparkContext
+    group, over = f"holdfast-history-{uuid.uuid4().hex[:8]}", threading.Event()
+    before = {
+        key: context.getLocalProperty(key) for key in ("spark.jobGroup.id", "spark.job.description")
+    }
+    tracker = context.statusTracker()
+
+    def look() -> None:
+        while progress is not None and not over.wait(LOOK_S):
+            infos = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(group)]
+            stages = {s for info in infos if info is not None for s in info.stageIds}
+            seen = [i for i in map(tracker.getStageInfo, stages) if i is not None]
+            progress(sum(i.numCompletedTasks for i in seen), sum(i.numTasks for i in seen))
+
+    watcher = threading.Thread(target=look, daemon=True, name="holdfast-history")
+    watcher.start()
+    context.setJobGroup(group, described, interruptOnCancel=True)
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+        for key, value in before.items():
+            context.setLocalProperty(key, value)
