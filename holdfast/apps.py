@@ -5,8 +5,8 @@ partition. They find each other at fixed ports and settle who leads through an a
 a directory, which is enough on one host. `Apps` starts them, starts those again that die, and
 reads what the leading one reports. It is no part of the flow: without it data flows on.
 
-Across hosts each application is started on its own, for instance by ``spark-submit --supervise``,
-with ``holdfast run FLOW.py --app N --controls HOST:PORT,HOST:PORT --arbiter zk://...``.
+Across hosts each application is started on its own, under something that starts it again, with
+``holdfast run FLOW.py --app N --controls HOST:PORT,HOST:PORT --arbiter zk://...``.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from holdfast.flow.options import Options
 
 if TYPE_CHECKING:
     from holdfast.run import Run
+    from holdfast.web import Web
 
 log = logging.getLogger("holdfast.apps")
 
@@ -57,10 +58,15 @@ class AppConfig:
     standbys: int
     options: Options
     status: str
+    http: str | None = None
 
 
 class Apps:
-    """A flow file run by `apps` applications. Looks like a `Run` to whoever watches it."""
+    """A flow file run by `apps` applications. Looks like a `Run` to whoever watches it.
+
+    With `http` ("host:port") each serves the flow's figures, at a port of its own: the first at
+    that one, the second at the next, and so on.
+    """
 
     def __init__(
         self,
@@ -73,6 +79,7 @@ class Apps:
         master: str | None = None,
         arbiter: str | None = None,
         options: Options | None = None,
+        http: str | None = None,
     ) -> None:
         if apps < 2 or sites < apps:
             raise FlowError(f"{apps} applications need at least as many sites, not {sites}")
@@ -91,6 +98,7 @@ class Apps:
                 standbys,
                 options or Options(),
                 str(self._directory / f"status-{app}.json"),
+                http_of(http, app),
             )
             for app in range(apps)
         ]
@@ -252,6 +260,8 @@ def _attend(config: AppConfig, run: Run) -> None:
     commands = Path(config.status).parent
     asked = False
     while not run.ended(STATUS_S):
+        if config.http is not None and run.web is None:
+            run.web = _web(config.http, run)
         _write_status(config, run.status())
         if (commands / "stop").exists():
             run.stop(drain=False)
@@ -259,6 +269,34 @@ def _attend(config: AppConfig, run: Run) -> None:
             asked = True
             threading.Thread(target=run.stop, daemon=True).start()
     _write_status(config, run.status())
+
+
+def http_of(address: str | None, app: int) -> str | None:
+    """Where an application serves what the first one serves at `address`.
+
+    >>> http_of("127.0.0.1:9090", 1)
+    '127.0.0.1:9091'
+    """
+    if address is None:
+        return None
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or port == "0":
+        raise FlowError(
+            f"http={address!r} is no address that others can be counted from",
+            hint="write http='127.0.0.1:9090': the second application is at port 9091",
+        )
+    return f"{host}:{int(port) + app}"
+
+
+def _web(address: str, run: Run) -> Web | None:
+    """The flow does not stand or fall with whether it can be watched."""
+    from holdfast.web import Web
+
+    try:
+        return Web(run, address)
+    except FlowError as error:
+        log.warning("%s; to be tried again", error)
+        return None
 
 
 def _session(config: AppConfig) -> Any:

@@ -126,7 +126,12 @@ def _add_run(commands: Any) -> None:
     )
     run.add_argument("--seconds", type=float, help="stop after so long (when the sources end)")
     run.add_argument("--listen", help="address that controller and sites listen on")
-    run.add_argument("--http", metavar="HOST:PORT", help="serve metrics, status and views there")
+    run.add_argument(
+        "--http",
+        metavar="HOST:PORT",
+        help="serve metrics, status and views there; with --apps each at a port of its own, from "
+        "PORT on",
+    )
     run.add_argument("--quiet", action="store_true", help="no live table")
     run.add_argument("--json", metavar="FILE", help="write the final status to FILE")
     run.set_defaults(command=_run)
@@ -238,10 +243,6 @@ def _run(options: argparse.Namespace, console: Console) -> int:
 
 def _run_apps(options: argparse.Namespace, console: Console) -> int:
     """Supervise several applications on this machine."""
-    if options.http:
-        raise FlowError(
-            "--http is for one application", hint="start each with --app and --controls, and --http"
-        )
     from holdfast.apps import Apps
     from holdfast.dashboard import watch
 
@@ -254,6 +255,7 @@ def _run_apps(options: argparse.Namespace, console: Console) -> int:
         master=options.master,
         arbiter=options.arbiter,
         options=Options(partitions=options.partitions),
+        http=options.http,
     )
     with apps:
         until = time.monotonic() + (options.seconds or float("inf"))

@@ -168,6 +168,10 @@ class Control:
         self.records: dict[int, EpochRecord] = {}
         self.status: dict[int, dict[str, Any]] = {}
         self.on_running: Callable[[], None] = lambda: None
+        self.describe: Callable[[], dict[str, Any]] = dict
+        """What whoever watches another application is to know of the flow, from the leading one."""
+        self.told: dict[str, Any] = {}
+        """What the leading one said of it, as long as this one follows."""
         self.route: Route = direct
         self.loop = asyncio.new_event_loop()
         self._host, self.secret = host, secret
@@ -290,6 +294,7 @@ class Control:
             return
         log.info("application %s leads, term %s", self.place.app, entry.term)
         self._entry, self._term = entry, entry.term
+        self.told = {}
         if self._leader is not None:
             self._leader.close()
             self._leader = None
@@ -388,6 +393,8 @@ class Control:
         match message:
             case wire.Launch():
                 self._launch_here(SiteId(message.site))
+            case wire.Status():
+                self.told = msgspec.json.decode(message.figures)
             case wire.Dismiss():
                 self._end(None)
             case _:
@@ -395,7 +402,7 @@ class Control:
 
     def _on_leader_lost(self, connection: wire.Connection, error: Exception | None) -> None:
         if self._leader is connection:
-            self._leader = None
+            self._leader, self.told = None, {}
             if not self._over.done():
                 self._inquest = self.loop.create_task(self._follow())
 
@@ -602,6 +609,7 @@ class Control:
                 self._apart.clear()
             if self.controller is None:
                 continue
+            self._tell_agents()
             limit, known = now - self.options.lease_s, self.controller.addresses
             silent = [s for s, at in self._heard.items() if at < limit and s in known]
             if silent:
@@ -609,6 +617,13 @@ class Control:
                 self._handle(SitesFailed(tuple(silent), reason, certain=False))
             self._part(now)
             self._give_up_joins(now)
+
+    def _tell_agents(self) -> None:
+        """Only the leader knows how protected the flow is; the others are asked for it, too."""
+        if self._agents:
+            figures = msgspec.json.encode(self.describe())
+            for connection in self._agents.values():
+                connection.send(wire.Status(figures))
 
     def _part(self, now: float) -> None:
         """See to those that hear nothing of each other. Not if one of them was busy just now, or
@@ -821,7 +836,8 @@ class Control:
             if stage.source.fed and not stage.source.tapped:
                 feeder = stage.source.feeder()
                 feeder.failed = self._on_feed_failed
-                feeder.start(partial(self._locate, stage.id), self.secret, stage.id, stage.name)
+                where = partial(self._locate, stage.id)
+                feeder.start(where, self.secret, stage.id, stage.name, self.flow.name)
                 self._feeders.append(feeder)
 
     def _locate(self, stage: int) -> list[tuple[str, int]]:

@@ -38,6 +38,15 @@ T = TypeVar("T")
 LOOK_S = 0.05
 """How often whoever looks at a run asks whether there is still somebody to show it."""
 
+UNKNOWN: dict[str, Any] = {
+    "view": None,
+    "term": -1,
+    "protected": False,
+    "partitions": [],
+    "dead": {},
+}
+"""What a run says of its flow as long as no application has said that it leads."""
+
 
 def start(
     flow: Flow,
@@ -145,6 +154,7 @@ class Run:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="holdfast-controller", daemon=True)
         control.on_running = self._running.set
+        control.describe = self._described
 
     # --- what a user calls ----------------------------------------------------------------------
 
@@ -179,7 +189,9 @@ class Run:
         return self._look(self._is_protected)
 
     def _is_protected(self) -> bool:
-        return self._controller is not None and self._controller.protected
+        if self._controller is None:
+            return bool(self._control.told.get("protected"))
+        return self._controller.protected
 
     def _look(self, look: Callable[[], T]) -> T:
         """What `look` returns, called in the controller's thread: there all that it looks at
@@ -208,9 +220,7 @@ class Run:
     def _status(self) -> dict[str, Any]:
         records, controller = self._control.records, self._controller
         last = records[max(records)] if records else None
-        dead = controller.dead if controller else {}
         sites = list(self._control.status.values())
-        view = controller.view if controller else None
         return {
             "flow": self.flow.name,
             "state": self.state,
@@ -219,12 +229,23 @@ class Run:
             "rows_in": last.base + last.rows if last else 0,
             "sites": sorted(sites, key=lambda s: s["site"]),
             "domains": {int(s): d for s, d in controller.domains.items()} if controller else {},
+            **UNKNOWN,
+            **self._described(),
+            "error": str(self.error) if self.error else None,
+        }
+
+    def _described(self) -> dict[str, Any]:
+        """What only the leading application knows; elsewhere, what it said last."""
+        controller = self._controller
+        if controller is None:
+            return self._control.told
+        view = controller.view
+        return {
             "view": str(view) if view else None,
             "term": view.term if view else -1,
-            "protected": self._is_protected(),
-            "partitions": self._recovery(controller) if controller else [],
-            "dead": {int(s): reason for s, reason in dead.items()},
-            "error": str(self.error) if self.error else None,
+            "protected": controller.protected,
+            "partitions": self._recovery(controller),
+            "dead": {int(s): reason for s, reason in controller.dead.items()},
         }
 
     def _recovery(self, controller: Controller) -> list[dict[str, Any]]:

@@ -45,7 +45,15 @@ def metrics(status: dict[str, Any]) -> Iterator[Metric]:
     whole = ["flow"]
     yield _one(CounterMetricFamily, "rows_in", "Rows that were put into epochs", flow, status)
     yield _one(CounterMetricFamily, "epochs", "Epochs that were cut", flow, status)
-    yield _one(GaugeMetricFamily, "protected", "Whether all copies are up to date", flow, status)
+    leading = GaugeMetricFamily(
+        "holdfast_leading", "Whether the application that is asked leads the flow", labels=whole
+    )
+    leading.add_metric(flow, status["state"] != "following")
+    yield leading
+    if status["partitions"]:  # if not, nobody here knows
+        yield _one(
+            GaugeMetricFamily, "protected", "Whether all copies are up to date", flow, status
+        )
     sites = GaugeMetricFamily("holdfast_sites", "Sites that take part", labels=whole)
     sites.add_metric(flow, len(status["sites"]))
     yield sites

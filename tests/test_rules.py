@@ -48,6 +48,7 @@ LAZY = {
     ("apps", "run"),
     ("apps", "cli"),
     ("apps", "spark"),
+    ("apps", "web"),
 }
 
 

@@ -79,8 +79,9 @@ class Feeder(Protocol):
 
     failed: Callable[[Exception], None]
 
-    def start(self, locate: Locate, secret: bytes, source: int, name: str) -> None:
-        """`locate` tells where the copies of the ingress are just now."""
+    def start(self, locate: Locate, secret: bytes, source: int, name: str, flow: str) -> None:
+        """`locate` tells where the copies of the ingress are just now; `name` is the source's and
+        `flow` the flow's, for people to read."""
 
     def stop(self) -> None: ...
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import ipaddress
 import logging
 import os
 import resource
@@ -59,6 +60,9 @@ ORPHAN_S = 10.0
 QUEUED_BYTES_MAX = 4 << 20
 """What is handed over waits while so much is on its way to the new copy."""
 
+
+HOST = "HOLDFAST_HOST"
+"""The environment variable that tells a site what machine it is on, if its host name does not."""
 
 OnExit = Callable[[int, str], None]
 """A host calls it with site and reason when a site's process has ended."""
@@ -200,10 +204,11 @@ class Site:
             del self._controllers[address]
 
     def _register(self, connection: wire.Connection) -> None:
-        host = socket.gethostname()
-        process = f"{host}/{os.getpid()}"
+        process = f"{socket.gethostname()}/{os.getpid()}"
+        # In a container only its name is to be seen, not that of the machine it is on.
+        host = os.environ.get(HOST) or socket.gethostname()
         domain = Domain(process, self.config.executor or process, host, self.config.application)
-        address = self._advertised()
+        address = self._advertised(connection)
         connection.send(wire.Register(self.id, address, self._port, os.getpid(), domain))
         self._report_again()
 
@@ -213,11 +218,15 @@ class Site:
             self.tell(self._failure)
         self.node.report_again()
 
-    def _advertised(self) -> str:
-        """The address under which the other sites reach this one."""
-        if wire.is_wildcard(self.config.listen_host):
-            return socket.gethostbyname(socket.gethostname())
-        return self.config.listen_host
+    def _advertised(self, controller: wire.Connection) -> str:
+        """The address under which the other sites reach this one: that by which it reaches the
+        controller, if it is on another machine. The name of a machine often stands for 127.0.1.1 in
+        its own /etc/hosts."""
+        if not wire.is_wildcard(self.config.listen_host):
+            return self.config.listen_host
+        if not ipaddress.ip_address(controller.local_host).is_loopback:
+            return controller.local_host
+        return socket.gethostbyname(socket.gethostname())
 
     def _leave(self) -> None:
         if self._over is not None and not self._over.done():

@@ -749,6 +749,12 @@ class Connection(asyncio.BufferedProtocol):
     # --- our side -------------------------------------------------------------------------------
 
     @property
+    def local_host(self) -> str:
+        """The address of this machine by which the other end is reached."""
+        assert self._transport is not None
+        return str(self._transport.get_extra_info("sockname")[0])
+
+    @property
     def _closing(self) -> bool:
         return self._transport is None or self._transport.is_closing()
 

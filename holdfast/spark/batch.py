@@ -31,7 +31,7 @@ from holdfast.flow.plan import Exchange, Plan, Stage
 from holdfast.flow.steps import conform
 from holdfast.flow.watermark import Steps, Watermark, source_times, track_of
 from holdfast.spark import parcels
-from holdfast.spark.session import use_this_python
+from holdfast.spark.session import described, use_this_python
 
 BLOCK, SPLIT = "__block", "__split"
 _SPLIT_BITS = 20
@@ -132,6 +132,7 @@ class _KeyedTask:
     ) -> None:
         self.plan, self.stage, self.track = planned, stage, track
         self.partitions, self.outlet, self.keep = partitions, outlet, keep
+        self.__name__ = parcels.title(planned, stage)
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         runner = StageRunner(self.plan, self.stage, self.partitions)
@@ -257,7 +258,11 @@ class Order:
     ) -> Order:
         """That of `records`; without them all rows are in one epoch, which is the last if the
         input has `ended`."""
-        reads = {s.id: _survey(planned, s, inputs[s.name], records) for s in planned.sources}
+        reads = {}
+        for stage in planned.sources:
+            what = f"Holdfast flow {planned.flow!r} as a batch job: survey of source {stage.name!r}"
+            with described(inputs[stage.name].sparkSession, what):
+                reads[stage.id] = _survey(planned, stage, inputs[stage.name], records)
         if records is None:
             records = [_one_epoch(reads, ended)]
         _number(planned, reads, records)
@@ -449,6 +454,7 @@ class _SurveyTask:
         self, schema: pa.Schema, on: str | None, boundaries: list[tuple[int, int]], name: str
     ) -> None:
         self.schema, self.on, self.boundaries, self.name = schema, on, boundaries, name
+        self.__name__ = f"survey of {name}"
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         places = _Places()
@@ -496,6 +502,7 @@ class _SourceTask:
         declared: pa.Schema,
     ) -> None:
         self.plan, self.stage, self.read, self.outlet = planned, stage, read, outlet
+        self.__name__ = parcels.title(planned, stage)
         self.schema = pa.schema([declared.field(n) for n in stage.used["out"]])
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -36,6 +36,7 @@ UNFIT = {
     "spark.speculation": "a second attempt at a site's task would be a second site",
     "spark.dynamicAllocation.enabled": "executors come and go under the sites",
     "spark.excludeOnFailure.enabled": "an executor that lost a site could not host it again",
+    "spark.python.worker.killOnIdleTimeout": "a site never speaks to Spark: it would be killed",
 }
 
 

@@ -214,6 +214,11 @@ def shipped(plan: Plan, stage: Stage) -> tuple[Plan, Stage]:
     return replace(plan, stages=[], exchanges=[]), replace(stage, source=None, sink=None)
 
 
+def title(plan: Plan, stage: Stage) -> str:
+    """What a stage is called in Spark's query plans."""
+    return f"{plan.flow}: {stage.name}"
+
+
 def checked_plan(
     flow: Flow, inputs: Mapping[str, DataFrame], partitions: int, streaming: bool
 ) -> Plan:

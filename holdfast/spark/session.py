@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +129,24 @@ exec "{java}" "$@"
 """
 
 
+@contextlib.contextmanager
+def described(spark: SparkSession, text: str) -> Iterator[None]:
+    """What this thread has Spark do meanwhile is shown under `text` in Spark's UI."""
+    context, key = spark.sparkContext, "spark.job.description"
+    before = context.getLocalProperty(key)
+    context.setLocalProperty(key, text)
+    try:
+        yield
+    finally:
+        context.setLocalProperty(key, before)
+
+
 def cause(error: Exception) -> str:
     """The line of a Spark error that says what went wrong, out of its pages of stack."""
     text = str(error)
     python = re.search(r"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(.+)", text)
+    # A daemon that does not even start has no stack.
+    python = python or re.search(r"Error from python worker:\n(.+)", text)
     lines = [line for line in text.splitlines() if line.strip()]
     found = python.group(1) if python else (lines[0] if lines else type(error).__name__)
     return found.strip()[:300]

@@ -120,6 +120,7 @@ def _hand_over(
                 client.ask(wire.FeedDone())
         yield pa.record_batch({"partition": pa.array([partition])})
 
+    task.__name__ = "hand over to the flow"
     return task
 
 
@@ -141,8 +142,9 @@ class _Feeder(Generic[SourceT]):
         client, _ = to_leader(self._locate(), self._secret, message)
         client.close()
 
-    def start(self, locate: Locate, secret: bytes, source: int, name: str) -> None:
+    def start(self, locate: Locate, secret: bytes, source: int, name: str, flow: str) -> None:
         self._locate, self._secret, self._source, self._name = locate, secret, source, name
+        self._described = f"Holdfast flow {flow!r}: feed source {name!r}"
         self._thread = threading.Thread(target=self._guarded, daemon=True, name="holdfast-feed")
         self._thread.start()
 
@@ -183,9 +185,7 @@ class _BatchFeeder(_Feeder[SparkBatch]):
         assert df is not None
         context = df.sparkSession.sparkContext
         self._group = f"holdfast-feed-{id(self)}"
-        context.setJobGroup(
-            self._group, f"Holdfast: feed source {self._name!r}", interruptOnCancel=True
-        )
+        context.setJobGroup(self._group, self._described, interruptOnCancel=True)
         if self._spark_source.order_by:
             df = df.orderBy(*self._spark_source.order_by)
         ordered = df
@@ -215,7 +215,7 @@ class _StreamFeeder(_Feeder[SparkStream]):
         checkpoint = source.checkpoint or tempfile.mkdtemp(prefix="holdfast-feed-")
         writer = source.df.writeStream.foreachBatch(self._take_batch)
         writer = writer.option("checkpointLocation", checkpoint).queryName(
-            f"Holdfast: feed source {self._name!r} ({uuid.uuid4().hex[:6]})"
+            f"{self._described} ({uuid.uuid4().hex[:6]})"
         )
         if source.trigger:
             writer = writer.trigger(**source.trigger)
@@ -231,7 +231,7 @@ class _StreamFeeder(_Feeder[SparkStream]):
             # One task sorts a micro-batch sooner than orderBy, which first runs a job to sample it.
             df = df.coalesce(1).sortWithinPartitions(*self._spark_source.order_by)
 
-        described = f"Holdfast: feed source {self._name!r}, micro-batch {batch}"
+        described = f"{self._described}, micro-batch {batch}"
         df.sparkSession.sparkContext.setJobDescription(described)
 
         def push(addresses: list[tuple[str, int]]) -> None:

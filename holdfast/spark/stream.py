@@ -48,7 +48,7 @@ from holdfast.flow.state import Field
 from holdfast.flow.steps import conform
 from holdfast.flow.watermark import Steps, Watermark, source_times, track_of
 from holdfast.spark import parcels
-from holdfast.spark.session import use_this_python
+from holdfast.spark.session import described, use_this_python
 
 BLOCK = "__block"
 _PARCEL = ("exchange", "low", "data")
@@ -82,7 +82,9 @@ def stream(
     kinds = {s.name: _TimedJob if _watches(planned, s) else _Job for s in sinks}
     chained = any(kinds[s.name].stateful(planned, s) > 1 for s in sinks)
     backend = _chaining(spark) if chained else _in_pandas
-    given = (planned, inputs, partitions, _bucket_key(spark, partitions), backend)
+    with described(spark, f"Holdfast flow {flow.name!r} as a stream: keys for the buckets"):
+        bucket_key = _bucket_key(spark, partitions)
+    given = (planned, inputs, partitions, bucket_key, backend)
     results = {s.name: kinds[s.name](*given).result(s) for s in sinks}
     return results if len(results) > 1 else next(iter(results.values()))
 
@@ -260,6 +262,7 @@ class _SourceTask:
     ) -> None:
         self.plan, self.stage, self.rows, self.by_value = planned, stage, rows, by_value
         self.outlet = outlet
+        self.__name__ = parcels.title(planned, stage)
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         runner, seen, epoch = StageRunner(self.plan, self.stage, 1), 0, _micro_batch()

@@ -4,12 +4,16 @@ import os
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from urllib.request import urlopen
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast import none
 from holdfast.apps import Apps
@@ -24,6 +28,7 @@ from holdfast.site.process_host import ProcessHost
 from .apps_flow import flow
 
 FILE = str(Path(__file__).parent / "apps_flow.py")
+FIGURES = ("rows_in_total", "epochs_total", "lag_epochs", "output_gap_seconds", "state_bytes")
 
 
 def rows(path: Path) -> pa.Table:
@@ -51,9 +56,29 @@ def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def apps(out: Path) -> Iterator[Apps]:
-    with Apps(FILE, apps=2, sites=4, host="process") as apps:
+    with Apps(FILE, apps=2, sites=4, host="process", http=two_free_ports()) as apps:
         until(apps, lambda: apps.protected, "everything is protected")
         yield apps
+
+
+def two_free_ports() -> str:
+    """An address whose port is free, and so is the next one."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as one:
+            port = one.getsockname()[1]
+            with suppress(OSError, OverflowError), socket.create_server(("127.0.0.1", port + 1)):
+                return f"127.0.0.1:{port}"
+
+
+def figures(apps: Apps, app: int) -> dict[str, float]:
+    """What an application serves for Prometheus, added up by name; nothing if it does not."""
+    with suppress(OSError), urlopen(f"http://{apps.configs[app].http}/metrics", timeout=30) as said:
+        sums: Counter[str] = Counter()
+        for family in text_string_to_metric_families(said.read().decode()):
+            for sample in family.samples:
+                sums[sample.name.removeprefix("holdfast_")] += sample.value
+        return dict(sums)
+    return {}
 
 
 def until(apps: Apps, holds: Callable[[], bool], what: str, within: float = 90.0) -> None:
@@ -86,6 +111,36 @@ def test_an_application_dies_with_all_its_sites(apps: Apps, role: str, out: Path
     )
     assert apps.lives[victim] == 2
     check(apps, out)
+
+
+def all_is_known(said: dict[str, float]) -> bool:
+    """Sites report when they get to it."""
+    return said.get("protected") == 1.0 and said["sites"] == 4 and said["state_bytes"] > 0
+
+
+def test_each_application_serves_the_figures_of_the_whole_flow(apps: Apps) -> None:
+    leader = apps.leader
+    assert leader is not None
+    for app, leads in ((leader, 1.0), (1 - leader, 0.0)):
+        until(apps, lambda app=app: all_is_known(figures(apps, app)), "it is known")
+        said = figures(apps, app)
+        assert said["leading"] == leads and said["copies_missing"] == 0
+        assert set(FIGURES) <= said.keys() and said["rows_in_total"] > 0
+        until(
+            apps,
+            lambda app=app, said=said: figures(apps, app)["rows_in_total"] > said["rows_in_total"],
+            "the figures move on",
+        )
+    os.killpg(apps.processes[leader].pid, signal.SIGKILL)
+    until(apps, lambda: figures(apps, 1 - leader).get("leading") == 1.0, "the other leads")
+    until(apps, lambda: figures(apps, leader).get("protected") == 1.0, "the first one is back")
+    assert figures(apps, leader)["leading"] == 0.0
+
+
+def test_an_address_that_others_cannot_be_counted_from_is_refused() -> None:
+    for address in ("9090", "127.0.0.1:0", "127.0.0.1:http"):
+        with pytest.raises(FlowError, match="no address that others can be counted from"):
+            Apps(FILE, apps=2, sites=2, host="process", http=address)
 
 
 def test_a_leader_that_stands_still_is_replaced_and_finds_out(apps: Apps, out: Path) -> None:

@@ -1,6 +1,7 @@
 """Sites as real Spark tasks, fed by Spark and writing what Spark reads."""
 
 import os
+import re
 import signal
 import threading
 import time
@@ -27,7 +28,7 @@ from holdfast import (
     sum_,
 )
 from holdfast.bench.dmz import DmzRows, dmz_flow, oracle, write_parquet
-from holdfast.spark.host import SparkHost
+from holdfast.spark.host import UNFIT, SparkHost
 
 
 def same_rows(found, expected) -> None:
@@ -70,6 +71,48 @@ def test_sites_run_as_named_jobs_and_give_the_oracles_answer(sites_spark) -> Non
     domains = run.status()["domains"].values()
     assert len({d.process for d in domains}) == 2
     assert {d.application for d in domains} == {sites_spark.sparkContext.applicationId}
+
+
+def descriptions(spark: SparkSession) -> dict[int, str | None]:
+    """What Spark's UI, and its REST API, say of each job."""
+    java = spark.sparkContext._jsc.sc()
+    java.listenerBus().waitUntilEmpty()
+    jobs = java.statusStore().jobsList(None)
+    found = [jobs.apply(i) for i in range(jobs.size())]
+    return {
+        j.jobId(): j.description().get() if j.description().isDefined() else None for j in found
+    }
+
+
+def test_all_that_spark_is_made_to_do_is_described(sites_spark, tmp_path) -> None:
+    """Sites, what feeds them, and what a batch job finds out before it is run."""
+    write_parquet(tmp_path / "in", 20_000, 2, keys=2_000)
+    df = sites_spark.read.parquet(str(tmp_path / "in"))
+    stream = sites_spark.readStream.schema(df.schema).option("maxFilesPerTrigger", 1)
+    stream_df = stream.parquet(str(tmp_path / "in"))
+    before = descriptions(sites_spark)
+    sites_spark.sparkContext.setJobDescription("the user's own")
+    batch_fed = dmz_flow(spark_batch(df, order_by="ts"), discard(), name="one")
+    assert batch_fed.start(sites_spark, sites=2).wait(60)
+    once = {"availableNow": True}
+    stream_fed = dmz_flow(spark_stream(stream_df, order_by="ts", trigger=once), discard(), "two")
+    assert stream_fed.start(sites_spark, sites=1).wait(60)
+    result = batch_fed.batch(sites_spark, {"packets": df})
+    batch_fed.stream(sites_spark, {"packets": stream_df})
+    said = [text for job, text in descriptions(sites_spark).items() if job not in before]
+    assert {re.sub(r"\d+", "N", str(text)) for text in said} == {
+        "Holdfast flow 'one': site N",
+        "Holdfast flow 'one': feed source 'packets'",
+        "Holdfast flow 'one' as a batch job: survey of source 'packets'",
+        "Holdfast flow 'one' as a stream: keys for the buckets",
+        "Holdfast flow 'two': site N",
+        "Holdfast flow 'two': feed source 'packets', micro-batch N",
+    }
+    planned = result._jdf.queryExecution().executedPlan().toString()
+    assert "one: sessions" in planned and "one: packets" in planned
+    result.count()
+    assert "the user's own" in descriptions(sites_spark).values()
+    sites_spark.sparkContext.setLocalProperty("spark.job.description", None)
 
 
 def test_a_batch_dataframe_in_and_parquet_out_equals_the_batch_job(sites_spark, tmp_path) -> None:
@@ -208,7 +251,7 @@ def test_connect_is_refused_by_name() -> None:
 
 def test_unfit_settings_are_refused_with_what_to_change(sites_spark, monkeypatch) -> None:
     conf = sites_spark.sparkContext.getConf()
-    for key in ("spark.speculation", "spark.dynamicAllocation.enabled"):
+    for key in UNFIT:
         changed = conf.__class__(False).setAll(conf.getAll()).set(key, "true")
         monkeypatch.setattr(type(sites_spark.sparkContext), "getConf", lambda self, c=changed: c)
         with pytest.raises(HostError, match=f"set {key}=false"):

@@ -26,3 +26,17 @@ def test_the_cause_of_a_python_error_is_found_under_sparks_stack() -> None:
     )
     assert cause(Exception(text)) == "ModuleNotFoundError: No module named 'numpy'"
     assert cause(Exception("first\nsecond")) == "first"
+
+
+def test_the_cause_is_found_if_the_daemon_does_not_start() -> None:
+    """As on executors that have no Holdfast, with ``spark.python.daemon.module`` set."""
+    text = (
+        "An error occurred while calling z:PythonRDD.collectAndServe.\n"
+        ": org.apache.spark.SparkException: Job aborted: Lost task 0.3 (executor 0): "
+        "org.apache.spark.SparkException: \n"
+        "Error from python worker:\n"
+        "  ./env/bin/python: Error while finding module specification for "
+        "'holdfast.spark.daemon' (ModuleNotFoundError: No module named 'holdfast')\n"
+        "PYTHONPATH was:\n  pyspark.zip\n"
+    )
+    assert cause(Exception(text)).endswith("(ModuleNotFoundError: No module named 'holdfast')")
