@@ -27,7 +27,7 @@ from holdfast.flow.kafka import kafka_sink, kafka_source
 from holdfast.flow.operators.custom import KeyedFunction, Rows
 from holdfast.flow.outlet import outlet
 from holdfast.flow.postgres import postgres
-from holdfast.flow.protection import none, pairs
+from holdfast.flow.protection import none, pairs, upstream
 from holdfast.flow.sinks import callback, console, discard, parquet
 from holdfast.flow.sources import generator, rows
 from holdfast.flow.taps import follow, lines
@@ -75,6 +75,7 @@ __all__ = [
     "spark_batch",
     "spark_stream",
     "sum_",
+    "upstream",
     "view",
 ]
 

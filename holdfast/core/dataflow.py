@@ -462,15 +462,12 @@ class Dataflow:
         if unit.installed or cohort.copies or self.site not in cohort.joining:
             return []
         unit.search = unit.search or Search()
-        wanted = self._sources(unit)
-        begins = unit.search.begins(wanted)
-        if begins is not None:
-            return self._make_anew(unit, *begins)
-        return [
+        asked = [
             AskLog(site, exchange, producer, unit.key[1], unit.since)
-            for exchange, producer, site in wanted
+            for exchange, producer, site in self._sources(unit)
             if (exchange, producer, site) not in unit.search.told and site in self.connected
         ]
+        return [*asked, *self._make_anew(unit)]
 
     def _sources(self, unit: _Unit) -> dict[Source, None]:
         """All copies of its producers; none while one of them has no copy itself."""
@@ -501,10 +498,14 @@ class Dataflow:
             return []
         source = (event.exchange, event.producer, event.site)
         unit.search.told[source] = (event.after, event.credit)
-        return self._search(unit)
+        return self._make_anew(unit)
 
-    def _make_anew(self, unit: _Unit, after: Epoch, credit: int) -> list[SiteEffect]:
-        unit.search = None
+    def _make_anew(self, unit: _Unit) -> list[SiteEffect]:
+        """Begin, if it is known from where on."""
+        begins = unit.search.begins(self._sources(unit)) if unit.search is not None else None
+        if begins is None:
+            return []
+        (after, credit), unit.search = begins, None
         if credit < 1:
             return [ReportCopy(unit.key, "impossible")]
         nothing: dict[ExchangeId, dict[CohortId, list[Any]]] = {x: {} for x in unit.shape.outputs}

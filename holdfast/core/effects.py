@@ -72,11 +72,11 @@ class SendAck:
     consumer: CohortId
     since: int
     received: Epoch
-    levels: tuple[Epoch, ...]
     credit: Epoch
     take: bool
     finished: Epoch
     checksum: int
+    levels: tuple[Epoch, ...] = ()
 
 
 @value

@@ -72,8 +72,6 @@ class AckArrived:
     since: int
     received: Epoch
     """It has everything up to this epoch."""
-    levels: tuple[Epoch, ...]
-    """Up to which epochs it does not need its input any more, if units are made anew from it."""
     credit: Epoch
     """It has room up to this epoch."""
     take: bool
@@ -81,6 +79,8 @@ class AckArrived:
     finished: Epoch
     checksum: int
     """The last epoch it has processed, and the checksum of that epoch's bundle."""
+    levels: tuple[Epoch, ...] = ()
+    """Up to which epochs it does not need its input any more, if units are made anew from it."""
 
 
 @value

@@ -399,11 +399,11 @@ class Consumer:
             self.cohort,
             self.since,
             self.received[producer],
-            self.levels(self.received[producer]),
             Epoch(self.finished + self.window),
             self.source[producer] == site,
             self.finished if known else NO_EPOCH,
             self._checksum.get(producer, 0),
+            self.levels(self.received[producer]),
         )
 
     def check_invariants(self) -> None:

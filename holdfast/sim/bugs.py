@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from holdfast.core.controller import Controller
 from holdfast.core.dataflow import Dataflow
 from holdfast.core.effects import PublishRecord
 from holdfast.core.exchange import Consumer, Producer
-from holdfast.core.ids import CohortId, Epoch
+from holdfast.core.ids import NO_EPOCH, CohortId, Epoch
 from holdfast.core.layout import Cohort, View
 from holdfast.core.sequencer import Sequencer
+from holdfast.core.upstream import Needs, Search
 from holdfast.sim.explore import Case
 from holdfast.sim.faults import KINDS
 from holdfast.sim.timed import TimedWorld
@@ -41,6 +43,7 @@ class Bug:
     method: str
     make: Make
     flow: str = "windows"
+    protocol: str = "pairs"
     kinds: tuple[str, ...] = KINDS
     """Which faults bring it out."""
     beyond: float = 0.1
@@ -50,7 +53,7 @@ class Bug:
 
     def case(self, seed: int) -> Case:
         """A run that may bring it out."""
-        return Case(seed, self.flow, kinds=self.kinds, beyond=self.beyond)
+        return Case(seed, self.flow, self.protocol, kinds=self.kinds, beyond=self.beyond)
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -258,6 +261,44 @@ def _joiners_step_in(right: Any) -> Any:
     return without
 
 
+def _as_if_stateless(_: Any) -> Any:
+    def came_from(self: UnitRunner, epoch: int) -> int:
+        return epoch
+
+    return came_from
+
+
+def _let_go_when_received(_: Any) -> Any:
+    def stable(self: Producer, lane: Any) -> Epoch:
+        return min((t.received for t in lane.takers.values()), default=NO_EPOCH)
+
+    return stable
+
+
+def _all_levels_alike(right: Any) -> Any:
+    def levels(self: Dataflow, unit: Any, received: Epoch) -> Any:
+        found = right(self, unit, received)
+        return (found[0],) * len(found)
+
+    return levels
+
+
+def _one_is_asked(right: Any) -> Any:
+    def begins(self: Search, wanted: Any) -> Any:
+        return right(self, dict.fromkeys(list(wanted)[:1]))
+
+    return begins
+
+
+def _needs_off_by_one(right: Any) -> Any:
+    def at(self: Needs, epoch: Epoch) -> Epoch:
+        return right(self, Epoch(epoch + 1))
+
+    return at
+
+
+_upstream = partial(Bug, flow="times", protocol="upstream", kinds=("crash", "crash of two"))
+
 BUGS = [
     Bug("forgotten ack", "copies that do not send get no acks",
         Consumer, "acks", _no_acks_to_followers),
@@ -305,4 +346,14 @@ BUGS = [
         UnitRunner, "held", _nothing_held, kinds=("crash",)),
     Bug("joiner steps in", "a copy that is being made counts when no other is left",
         Cohort, "without", _joiners_step_in, kinds=("crash",), beyond=1.0),
+    _upstream("state not counted", "input is let go although state comes from it",
+        UnitRunner, "came_from", _as_if_stateless),
+    _upstream("log let go", "input is let go when it is received",
+        Producer, "_stable", _let_go_when_received),
+    _upstream("levels alike", "input is let go although what comes from it is needed further on",
+        Dataflow, "_levels", _all_levels_alike),
+    _upstream("one log asked", "a unit is made anew from where the first of its producers can",
+        Search, "begins", _one_is_asked),
+    _upstream("needs off by one", "the state is taken for that of an epoch later",
+        Needs, "at", _needs_off_by_one),
 ]  # fmt: skip

@@ -353,12 +353,14 @@ class World:
     # --- faults ---------------------------------------------------------------------------------
 
     def survives(self, *victims: SiteId) -> bool:
-        """Whether a living copy of everything is left without these. One that joins is none."""
+        """Whether a living copy is left without these of everything that cannot be made anew. One
+        that joins is none."""
         view = self.controller.view
         if view is None:
             return False
         living = set(self.nodes) - set(victims)
-        return all(living.intersection(view.cohort(u).copies) for u in view.units())
+        kept = [u for u in view.units() if not self.shape.stages[u[0]].level]
+        return all(living.intersection(view.cohort(u).copies) for u in kept)
 
     def crash(self, *sites: SiteId) -> None:
         """These processes are gone, all at once; the others find out as time goes by."""

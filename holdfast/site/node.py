@@ -429,11 +429,11 @@ class Node:
             *key,
             effect.since,
             effect.received,
-            effect.levels,
             effect.credit,
             effect.take,
             effect.finished,
             effect.checksum,
+            effect.levels,
         )
 
     def ask(
@@ -789,11 +789,11 @@ def _arrived(ack: wire.Ack, site: SiteId) -> AckArrived:
         site,
         ack.since,
         Epoch(ack.received),
-        tuple(Epoch(level) for level in ack.levels),
         Epoch(ack.credit),
         ack.take,
         Epoch(ack.finished),
         ack.checksum,
+        tuple(Epoch(level) for level in ack.levels),
     )
 
 

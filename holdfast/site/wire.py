@@ -291,11 +291,11 @@ class Ack(msgspec.Struct, frozen=True, array_like=True):
     consumer: Number
     since: Number
     received: EpochNumber
-    levels: tuple[EpochNumber, ...]
     credit: EpochNumber
     take: bool
     finished: EpochNumber
     checksum: Checksum
+    levels: tuple[EpochNumber, ...] = ()
 
 
 class Acks(Message, frozen=True):

@@ -96,6 +96,8 @@ MESSAGES: list[tuple[wire.Message, bytes]] = [
             wire.CatchUp(0, 1, 0, 2),
             wire.CopyState(1, 0, 3, 4, "failed", "it broke"),
             wire.Behind(1, "slow"),
+            wire.AskLog(0, 0, 0, 2),
+            wire.TellLog(0, 0, 0, 2, -1, 1),
             wire.Unheard(1, 2, "connected"),
             wire.Beat(),
             wire.Launch(3),

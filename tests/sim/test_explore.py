@@ -19,12 +19,15 @@ def named(name: str) -> Bug:
 SEEDS = {"dmz": 200}
 """How many runs of a flow are tried here, if not 40. ``holdfast sim`` tries any number."""
 AT_ONCE = 20
-PARTS = [(flow, at) for flow in sorted(FLOWS) for at in range(0, SEEDS.get(flow, 40), AT_ONCE)]
+PARTS = [
+    *((f, "pairs", at) for f in sorted(FLOWS) for at in range(0, SEEDS.get(f, 40), AT_ONCE)),
+    *(("times", "upstream", at) for at in range(0, 60, AT_ONCE)),
+]
 
 
-@pytest.mark.parametrize(("flow", "first"), PARTS)
-def test_whatever_goes_wrong_the_result_is_right(flow: str, first: int) -> None:
-    outcomes = [run(Case(seed, flow)) for seed in range(first, first + AT_ONCE)]
+@pytest.mark.parametrize(("flow", "protocol", "first"), PARTS)
+def test_whatever_goes_wrong_the_result_is_right(flow: str, protocol: str, first: int) -> None:
+    outcomes = [run(Case(seed, flow, protocol)) for seed in range(first, first + AT_ONCE)]
     assert not [(o.case.seed, o.problem) for o in outcomes if o.problem is not None]
     assert any(outcome.done for outcome in outcomes)
 

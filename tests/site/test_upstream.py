@@ -1,0 +1,88 @@
+"""Upstream backup on real processes: sites are killed, and what is lost is made anew."""
+
+import os
+import signal
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from holdfast import Flow, FlowError, col, count, discard, generator, max_, pairs, sum_, upstream
+from holdfast.flow.protection import Protection
+from holdfast.run import Run
+from tests.site.test_pairs import PATIENCE_S, copies, pids, until, until_protected, until_rows
+
+ROWS = 600_000
+
+
+def events(split: int, first: int, n: int) -> pa.RecordBatch:
+    at = np.arange(first, first + n)
+    return pa.record_batch(
+        {"k": at * 7919 % 700, "v": at % 997 * 1.0, "ts": at // 40 + at * 31 % 9}
+    )
+
+
+def windows(
+    flow: Protection | None = None, stage: Protection | None = None, rate: int | None = 50_000
+) -> Flow:
+    """Windows of about 20,000 rows each, and windows over them."""
+    made = Flow("windows", protect=flow)
+    source = generator(events, events(0, 0, 0).schema, rows=ROWS, rate=rate)
+    keyed = made.source("events", source, event_time="ts").key_by("k")
+    if stage is not None:
+        keyed.protect(stage)
+    totals = keyed.window(time=500, lateness=20).agg(t=sum_("v"), n=count())
+    groups = totals.select("window_start", g=col("k") % 50, t=col("t"), n=col("n")).key_by("g")
+    groups.window(time=1_000).agg(m=max_("t"), n=sum_("n")).sink("out", discard())
+    return made
+
+
+def kill(run: Run, *victims: int) -> None:
+    found, dead = pids(run), len(run.status()["dead"])
+    for site in victims:
+        os.kill(found[site], signal.SIGKILL)
+    until(lambda: len(run.status()["dead"]) >= dead + len(victims), "the deaths are known")
+
+
+def check(run: Run, kept: list[Run]) -> None:
+    """It gives what one site gives that nobody disturbs."""
+    plain = windows(rate=None).start(sites=1)
+    kept.append(plain)
+    assert run.wait(PATIENCE_S) and plain.wait(PATIENCE_S)
+    assert run.sink_report("out") == plain.sink_report("out") and run.status()["dead"]
+
+
+def test_sites_are_killed_and_their_partitions_are_made_anew(kept) -> None:
+    """First one, then two at once, so that a copy of the source and of the sink is left."""
+    run = windows(upstream(apart="process")).start(sites=4, partitions=8)
+    kept.append(run)
+    for how_many in (1, 2):
+        until_protected(run, 4)
+        until_rows(run, 60_000)
+        held = copies(run)
+        ends = [set(held[name, 0]) for name in ("events", "out")]
+        couples = [(a, b) for a in pids(run) for b in pids(run) if a < b]
+        victims = next(c for c in couples if not any(end <= set(c) for end in ends))
+        kill(run, *victims[:how_many])
+    check(run, kept)
+
+
+def test_a_stage_is_made_anew_between_others_that_are_pairs(kept) -> None:
+    here = pairs(apart="process")
+    run = windows(here, upstream(apart="process")).start(sites=3, partitions=6)
+    kept.append(run)
+    until_protected(run, 3)
+    until_rows(run, 60_000)
+    (only,) = copies(run)["time window by (k)", 0]
+    kill(run, only)
+    check(run, kept)
+
+
+def test_state_that_comes_from_everything_cannot_be_made_anew() -> None:
+    flow = Flow("totals", protect=upstream())
+    source = flow.source("s", generator(events, events(0, 0, 0).schema, rows=9), event_time="ts")
+    source.key_by("k").agg(t=sum_("v")).sink("out", discard())
+    with pytest.raises(
+        FlowError, match=r"running aggregate .* from all rows that the key ever had"
+    ):
+        flow.start()
