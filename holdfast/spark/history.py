@@ -70,8 +70,8 @@ class History:
         anew = [s.name for s in self.plan.stages if s.protection and s.protection.anew]
         if anew:
             raise FlowError(
-                f"{where}: stage {anew[0]!r} is made anew from its input if it is lost, and what is "
-                "in the history is no input",
+                f"{where}: stage {anew[0]!r} would be made anew from its input if it is lost, and a "
+                "history is no input",
                 hint="protect it with pairs()",
             )
         name = f"holdfast-{flow.name}-{uuid.uuid4().hex[:8]}"
