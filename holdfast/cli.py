@@ -76,7 +76,9 @@ def _add_sim(commands: Any) -> None:
     sim.add_argument(
         "--flow", choices=("dmz", "splits", "windows", "times", "diamond", "poison"), default="dmz"
     )
-    sim.add_argument("--protocol", choices=("pairs", "triples", "upstream"), default="pairs")
+    sim.add_argument(
+        "--protocol", choices=("pairs", "triples", "passive", "upstream"), default="pairs"
+    )
     sim.add_argument("--bug", help="plant a bug, to see it caught; 'list' names them")
     sim.add_argument("--exhaustive", action="store_true", help="every crash point of a small flow")
     sim.add_argument("--out", default=".", help="where drawings of failures go (.)")

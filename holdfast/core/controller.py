@@ -369,7 +369,7 @@ class Controller:
     def _lost(self, gone: list[SiteId], bare: list[Unit], reason: str) -> SiteLostError:
         assert self.view is not None
         names = partitions_of(self.view, bare, self.shape)
-        protected = any(self.shape.stages[u[0]].copies > 1 for u in bare)
+        protected = any(self.shape.stages[u[0]].wanted > 1 for u in bare)
         said = "no copy is left of" if protected else "its partitions were not protected:"
         return SiteLostError(
             f"site {_listed(gone)} died ({reason}); {said} {names}",
@@ -443,7 +443,7 @@ class Controller:
         return [
             u
             for u in self.view.units()
-            if len(self.view.cohort(u).all) < self.shape.stages[u[0]].copies
+            if len(self.view.cohort(u).all) < self.shape.stages[u[0]].wanted
         ]
 
     def _load(self) -> dict[SiteId, int]:
@@ -459,7 +459,7 @@ class Controller:
             if not self.launched:
                 self.unrecovered[unit] = f"no site is in another {stage.apart} than its copies"
             return None
-        wanted = sum(self.shape.stages[u[0]].copies for u in self.view.units())
+        wanted = sum(self.shape.stages[u[0]].wanted for u in self.view.units())
         fair = wanted // max(1, len(self.sites))
         best = min(fit, key=lambda s: (load[s], closeness(copies, s, self.domains), s))
         if copies and load[best] >= fair and self.launched and not self._patience_over:
@@ -490,12 +490,12 @@ class Controller:
             return self._end(State.FAILED, self._not_anew(event.unit))
         if event.unit == FIRST and event.phase == "installed" and event.number < self._chain_since:
             return []  # it is in a chain that is no more, and will say so again
-        rest = tuple(s for s in cohort.joining if s != event.site)
         if event.phase == "installed":
             self._ordered.pop((event.unit, event.site), None)
             self._failed_joins.pop(event.unit, None)
-            self.replaying.add((event.unit, event.site))
-            joined = replace(cohort, copies=(*cohort.copies, event.site), joining=rest)
+            joined = cohort.installed_at(event.site, self.shape.stages[event.unit[0]].copies)
+            if event.site in joined.copies:
+                self.replaying.add((event.unit, event.site))
             self.view = self.view.changed({event.unit: joined})
             effects = [e for d in self._resolved() for e in self._on_sites_failed(d)]
             if not any(self.view.cohort(u).joining for u in self.view.units()):
@@ -641,13 +641,13 @@ class Controller:
         """How protected a unit is: see the glossary."""
         assert self.view is not None
         cohort, stage = self.view.cohort(unit), self.shape.stages[unit[0]]
-        if stage.copies == 1 and not stage.level:
+        if stage.wanted == 1 and not stage.level:
             return "not protected"
         if not cohort.copies:
             return "made anew"
         if cohort.joining:
             return "copying" if any(u == unit for u, _ in self._ordered) else "taken over"
-        if len(cohort.copies) < stage.copies:
+        if len(cohort.copies) < stage.copies or len(cohort.standing) < stage.standbys:
             return "taken over"
         return "replaying" if any(u == unit for u, _ in self.replaying) else "protected"
 

@@ -36,6 +36,7 @@ from holdfast.core.events import (
     AckArrived,
     BundleArrived,
     CatchUpOrdered,
+    CheckpointDue,
     CopyInstalled,
     LogAsked,
     LogTold,
@@ -79,6 +80,10 @@ class _Unit:
     """Of a unit that is made anew if it is lost: from which input its state comes."""
     search: Search | None = None
     """It is being made anew, and it is not known yet from where on."""
+    stands: bool = False
+    """It has a checkpoint, and computes nothing."""
+    given: dict[SiteId, Epoch] = field(default_factory=dict)
+    """To whom that stands by it has given its state, and after which epoch that was."""
 
 
 class Dataflow:
@@ -122,6 +127,8 @@ class Dataflow:
                 return self._on_log_asked(event)
             case LogTold():
                 return self._on_log_told(event)
+            case CheckpointDue():
+                return self._on_checkpoint_due(event)
             case CatchUpOrdered():
                 return self._on_catch_up_ordered(event)
             case CopyInstalled():
@@ -143,14 +150,11 @@ class Dataflow:
                 effects += self._close(key)
         for key in held:
             if key not in self.units:
-                effects += self._open(key, installed=self.site in view.cohort(key).copies)
+                cohort = view.cohort(key)
+                effects += self._open(key, installed=self.site in cohort.copies + cohort.standing)
         for unit in self.units.values():
-            wanted = view.cohort(unit.key).joining
-            unit.handovers = {s: e for s, e in unit.handovers.items() if s in wanted}
-            for joiner, since in list(unit.handed.items()):
-                if joiner not in wanted or view.cohort(unit.key).since_of(joiner) != since:
-                    del unit.handed[joiner]
-                    effects.append(AbandonHandOver(unit.key, joiner))
+            self._stand(unit)
+            effects += self._drop_handovers(unit)
         for producer in self.producers.values():
             self._count_takers(producer)
         effects += self._take_early()
@@ -166,13 +170,38 @@ class Dataflow:
             effects.append(AskRecords(min(sources, default=self.recorded)))
         return effects + self._finish_site()
 
+    def _stand(self, unit: _Unit) -> None:
+        """Compute from now on, or do not."""
+        assert self.view is not None
+        cohort = self.view.cohort(unit.key)
+        unit.stands = self.site in cohort.standing or (unit.stands and self.site in cohort.joining)
+        for exchange in unit.shape.inputs if unit.installed else ():
+            self.consumers[exchange, unit.key[1]].stands = unit.stands
+
+    def _drop_handovers(self, unit: _Unit) -> list[SiteEffect]:
+        """To those that are not wanted any more."""
+        assert self.view is not None
+        cohort = self.view.cohort(unit.key)
+        wanted = cohort.joining + cohort.standing
+        unit.handovers = {s: e for s, e in unit.handovers.items() if s in wanted}
+        unit.given = {s: e for s, e in unit.given.items() if s in wanted}
+        gone = [s for s, n in unit.handed.items() if s not in wanted or cohort.since_of(s) != n]
+        for site in gone:
+            del unit.handed[site]
+            unit.given.pop(site, None)
+        return [AbandonHandOver(unit.key, site) for site in gone]
+
     def _open(self, key: Unit, installed: bool) -> list[SiteEffect]:
         assert self.view is not None
         since = self.view.cohort(key).since_of(self.site)
         finished = self.begun if installed else NO_EPOCH
         self.units[key] = _Unit(key, self.shape.stages[key[0]], installed, since, finished)
+        self.units[key].stands = self.site in self.view.cohort(key).standing
         if installed:
             self._add_ends(self.units[key], finished)
+            cohort = self.view.cohort(key)
+            alike = [s for s in cohort.standing if cohort.since_of(s) == since]
+            self.units[key].given = dict.fromkeys(alike, finished)
         return [OpenUnit(key, self.view)]
 
     def _close(self, key: Unit) -> list[SiteEffect]:
@@ -192,6 +221,7 @@ class Dataflow:
             self.producers[exchange, cohort] = Producer(exchange, cohort, level, finished, credit)
         for exchange in unit.shape.inputs:
             consumer = Consumer(exchange, cohort, self.window, finished, unit.since)
+            consumer.stands = unit.stands
             if self.shape.levels:
                 consumer.levels = partial(self._levels, unit)
             self.consumers[exchange, cohort] = consumer
@@ -234,7 +264,7 @@ class Dataflow:
     def _is_current(self, key: Unit, consumer: Consumer) -> bool:
         """Whether this site has a copy of the producer that is not behind the one we take from."""
         unit = self.units.get(key)
-        if unit is None or not unit.installed:
+        if unit is None or not unit.installed or unit.stands:
             return False
         return unit.finished >= consumer.received.get(key[1], consumer.finished)
 
@@ -250,6 +280,8 @@ class Dataflow:
     def _on_peer_lost(self, event: PeerLost) -> list[SiteEffect]:
         self.connected.discard(event.site)
         self._early = {key: ack for key, ack in self._early.items() if key[3] != event.site}
+        for unit in self.units.values():  # some of it may not have arrived
+            unit.given.pop(event.site, None)
         for producer in self.producers.values():
             producer.on_lost(event.site)
         return [e for c in self.consumers.values() for e in c.on_lost(event.site, self.connected)]
@@ -259,7 +291,8 @@ class Dataflow:
         lack from another copy, in case the one they take from is slow."""
         effects: list[SiteEffect] = []
         for unit in self.units.values():
-            stuck = unit.installed and not unit.busy and unit.finished == unit.hurried
+            working = unit.installed and not unit.stands
+            stuck = working and not unit.busy and unit.finished == unit.hurried
             if stuck and unit.finished < self.recorded:
                 for exchange in unit.shape.inputs:
                     effects += self.consumers[exchange, unit.key[1]].turn(self.connected)
@@ -345,7 +378,7 @@ class Dataflow:
 
     def _next(self, unit: _Unit) -> list[SiteEffect]:
         """What the unit can do now, if anything."""
-        if unit.busy or not unit.installed:
+        if unit.busy or not unit.installed or unit.stands:
             return []
         epoch = Epoch(unit.finished + 1)
         if unit.shape.kind == "source":
@@ -381,9 +414,11 @@ class Dataflow:
         """Once in a view, when nothing is left to do here."""
         if self._reported or self.last is None or self.view is None:
             return []
-        if any(not u.installed or u.finished < self.last for u in self.units.values()):
+        working = [u for u in self.units.values() if not u.stands]
+        if any(not u.installed or u.finished < self.last for u in working):
             return []
-        if any(self._is_owed(p, self.last) for p in self.producers.values()):
+        sending = [self.producers[x, u.key[1]] for u in working for x in u.shape.outputs]
+        if any(self._is_owed(p, self.last) for p in sending):
             return []
         self._reported = True
         return [ReportFinished()]
@@ -419,31 +454,57 @@ class Dataflow:
         for joiner in [s for s, due in unit.handovers.items() if unit.finished >= due]:
             del unit.handovers[joiner]
             unit.handed[joiner] = self.view.cohort(unit.key).since_of(joiner)
-            kept = {x: self.producers[x, unit.key[1]].export() for x in unit.shape.outputs}
-            effects.append(HandOver(unit.key, joiner, unit.finished, kept))
+            after = unit.given.get(joiner)
+            unit.given[joiner] = unit.finished
+            producers = {x: self.producers[x, unit.key[1]] for x in unit.shape.outputs}
+            kept = {x: p.export(after) for x, p in producers.items()}
+            let_go = {x: p.let_go() for x, p in producers.items()}
+            effects.append(HandOver(unit.key, joiner, unit.finished, kept, let_go, after))
         return effects
+
+    def _on_checkpoint_due(self, event: CheckpointDue) -> list[SiteEffect]:
+        """To all that stand by, unless nothing has happened since the last one."""
+        unit = self.units.get(event.unit)
+        if unit is None or not unit.installed or unit.stands:
+            return []
+        assert self.view is not None
+        for site in self.view.cohort(unit.key).standing:
+            if unit.given.get(site) != unit.finished or unit.busy:
+                unit.handovers[site] = unit.finished
+        return self._handovers(unit) if not unit.busy else []
 
     def _on_copy_installed(self, event: CopyInstalled) -> list[SiteEffect]:
         unit = self.units.get(event.unit)
-        if unit is None or unit.installed:
+        if unit is None or (unit.installed and not unit.stands):
             return []
-        return self._install(unit, event.epoch, event.kept)
+        if not unit.installed:
+            return self._install(unit, event.epoch, event.kept, event.let_go)
+        unit.finished = event.epoch
+        for exchange in unit.shape.outputs:
+            producer = self.producers[exchange, unit.key[1]]
+            producer.install(event.epoch, event.kept[exchange], event.let_go[exchange])
+        inputs = [self.consumers[x, unit.key[1]] for x in unit.shape.inputs]
+        return [ack for c in inputs for ack in c.stand_at(event.epoch, self.connected)]
 
     def _install(
         self,
         unit: _Unit,
         epoch: Epoch,
         kept: Mapping[ExchangeId, Mapping[CohortId, list[Any]]],
+        let_go: Mapping[ExchangeId, Mapping[CohortId, Epoch]],
         credit: int | None = None,
     ) -> list[SiteEffect]:
         """The unit's state is that after `epoch`: from now on it is a copy like any other."""
+        assert self.view is not None
         unit.installed, unit.finished = True, epoch
-        unit.replaying_to = max(self.recorded, epoch)
+        enough = len(self.view.cohort(unit.key).copies) >= unit.shape.copies
+        unit.stands = enough and unit.shape.standbys > 0
+        unit.replaying_to = None if unit.stands else max(self.recorded, epoch)
         self._add_ends(unit, epoch, credit)
         effects: list[SiteEffect] = []
         for exchange in unit.shape.outputs:
             producer = self.producers[exchange, unit.key[1]]
-            producer.install(epoch, kept[exchange])
+            producer.install(epoch, kept[exchange], let_go[exchange])
             self._count_takers(producer)
         effects += self._take_early()
         for exchange in unit.shape.inputs:
@@ -508,8 +569,8 @@ class Dataflow:
         (after, credit), unit.search = begins, None
         if credit < 1:
             return [ReportCopy(unit.key, "impossible")]
-        nothing: dict[ExchangeId, dict[CohortId, list[Any]]] = {x: {} for x in unit.shape.outputs}
-        return self._install(unit, after, nothing, credit - 1)
+        nothing: dict[ExchangeId, dict[CohortId, Any]] = {x: {} for x in unit.shape.outputs}
+        return self._install(unit, after, nothing, nothing, credit - 1)
 
     @staticmethod
     def _caught_up(unit: _Unit) -> list[SiteEffect]:
@@ -517,6 +578,16 @@ class Dataflow:
             return []
         unit.replaying_to = None
         return [ReportCopy(unit.key, "caught_up")]
+
+    def slowest(self) -> tuple[SiteId, int] | None:
+        """The copy elsewhere that most is kept for here, and how many bytes."""
+        found = [p.slowest(self._standing(p)) for p in self.producers.values()]
+        return max((f for f in found if f is not None), key=lambda f: f[1], default=None)
+
+    def _standing(self, producer: Producer) -> dict[CohortId, tuple[SiteId, ...]]:
+        assert self.view is not None
+        cohorts = self.view.cohorts[self.shape.consumer_of[producer.exchange]]
+        return {CohortId(j): c.standing for j, c in enumerate(cohorts)}
 
     def check_invariants(self) -> None:
         for producer in self.producers.values():

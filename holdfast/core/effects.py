@@ -119,6 +119,10 @@ class HandOver:
     joiner: SiteId
     epoch: Epoch
     kept: dict[ExchangeId, dict[CohortId, list[Any]]]
+    let_go: dict[ExchangeId, dict[CohortId, Epoch]]
+    """Up to which epochs no bundles are kept."""
+    after: Epoch | None = None
+    """Only what has changed after this epoch; the rest is there already."""
 
 
 @value

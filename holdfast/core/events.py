@@ -121,6 +121,13 @@ class LogTold:
 
 
 @value
+class CheckpointDue:
+    """It is time to give a unit's state to those that stand by."""
+
+    unit: Unit
+
+
+@value
 class CatchUpOrdered:
     """Every member counts the joining copy: the donor may hand over to it."""
 
@@ -131,11 +138,13 @@ class CatchUpOrdered:
 @value
 class CopyInstalled:
     """The state that another copy had after `epoch` is in place here, and these are the bundles
-    that it still kept."""
+    that it still kept: all of them, or those of later epochs than it had given before."""
 
     unit: Unit
     epoch: Epoch
     kept: dict[ExchangeId, dict[CohortId, list[Any]]]
+    let_go: dict[ExchangeId, dict[CohortId, Epoch]]
+    """Up to which epochs it kept none."""
 
 
 SiteEvent = (
@@ -148,6 +157,7 @@ SiteEvent = (
     | UnitProcessed
     | LogAsked
     | LogTold
+    | CheckpointDue
     | CatchUpOrdered
     | CopyInstalled
 )

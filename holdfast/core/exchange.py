@@ -214,27 +214,47 @@ class Producer:
                 "number, or the order of a set?",
             )
 
-    def export(self) -> dict[CohortId, list[Kept]]:
-        """What a new copy must be able to send in place of this one."""
-        return {consumer: list(lane.kept) for consumer, lane in self.lanes.items()}
+    def export(self, after: Epoch | None = None) -> dict[CohortId, list[Kept]]:
+        """What another copy must be able to send in place of this one; without what it has, if it
+        has been there after an earlier epoch."""
+        return {
+            consumer: [k for k in lane.kept if after is None or k.epoch > after]
+            for consumer, lane in self.lanes.items()
+        }
 
-    def install(self, made: Epoch, kept: Mapping[CohortId, Iterable[Kept]]) -> None:
-        """Be as another copy was after epoch `made`."""
+    def let_go(self) -> dict[CohortId, Epoch]:
+        """Up to which epoch no bundles are kept, by consumer."""
+        return {consumer: lane.let_go for consumer, lane in self.lanes.items()}
+
+    def install(
+        self,
+        made: Epoch,
+        kept: Mapping[CohortId, Iterable[Kept]],
+        let_go: Mapping[CohortId, Epoch],
+    ) -> None:
+        """Be as another copy was after epoch `made`; what is kept here of earlier ones stays, as
+        long as the other one kept it."""
         self.made = made
-        for consumer, bundles in kept.items():
+        for consumer, epoch in let_go.items():
             lane = self.lanes.setdefault(consumer, _Lane())
-            lane.kept = deque(Kept(*k) for k in bundles)
-            lane.let_go = Epoch(lane.kept[0].epoch - 1) if lane.kept else made
+            lane.kept.extend(Kept(*k) for k in kept.get(consumer, ()))
+            lane.let_go = epoch
+            while lane.kept and lane.kept[0].epoch <= epoch:
+                lane.kept.popleft()
+                lane.trimmed += 1
 
     def held(self) -> int:
         """How many bundles wait for credit or for their ack."""
         return sum(len(lane.kept) for lane in self.lanes.values())
 
-    def slowest(self) -> tuple[SiteId, int] | None:
-        """The copy that most bundles are kept for, and how many bytes they are."""
+    def slowest(self, but: Mapping[CohortId, Iterable[SiteId]]) -> tuple[SiteId, int] | None:
+        """The copy that most bundles are kept for, and how many bytes they are; leaving out some,
+        that are meant to be behind."""
         worst: tuple[int, SiteId] | None = None
-        for lane in self.lanes.values():
+        for consumer, lane in self.lanes.items():
             for site, taker in lane.takers.items():
+                if site in but.get(consumer, ()):
+                    continue
                 waiting = sum(k.bundle.nbytes for k in lane.kept if k.epoch > taker.received)
                 if worst is None or waiting > worst[0]:
                     worst = (waiting, site)
@@ -265,6 +285,8 @@ class Consumer:
     ) -> None:
         self.exchange, self.cohort, self.window = exchange, cohort, window
         self.finished, self.since = finished, since
+        self.stands = False
+        """It takes nothing yet, and is counted."""
         self.levels: Callable[[Epoch], tuple[Epoch, ...]] = lambda received: ()
         """What is not needed any more, by level, given what was received."""
         self.received: dict[CohortId, Epoch] = {}
@@ -310,7 +332,7 @@ class Consumer:
         return effects
 
     def _choose(self, producer: CohortId, connected: set[SiteId], prefer: SiteId | None) -> None:
-        alive = [s for s in self._copies[producer] if s in connected]
+        alive = [s for s in self._copies[producer] if s in connected and not self.stands]
         if prefer is not None and prefer in alive:
             self.source[producer] = prefer
         elif self.source.get(producer) not in alive:
@@ -380,6 +402,12 @@ class Consumer:
         """The stage has processed everything up to `epoch`: tell all producers."""
         self.finished = epoch
         self._checksum = self._taken
+        return self.acks(connected)
+
+    def stand_at(self, epoch: Epoch, connected: set[SiteId]) -> list[SendAck]:
+        """The state is that after `epoch` now: nothing before is needed any more."""
+        self.finished = epoch
+        self.received = dict.fromkeys(self.received, epoch)
         return self.acks(connected)
 
     def acks(self, connected: set[SiteId]) -> list[SendAck]:

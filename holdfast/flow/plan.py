@@ -139,6 +139,7 @@ def shape(plan: Plan, partitions: int) -> Shape:
                 protection.copies,
                 protection.apart,
                 levels[stage.id],
+                protection.standbys,
             )
         )
     wanted = {(s.protection or none()).granularity for s in plan.stages}
@@ -262,7 +263,7 @@ class _Planner:
                 "rows that the key ever had, so all of its input would have to be kept",
                 hint="protect it with pairs(), or use an event-time window",
             )
-        if stage.merge == "arrival" and (stage.protection.copies > 1 or stage.protection.anew):
+        if stage.merge == "arrival" and stage.protection.name != "none":
             raise FlowError(
                 f"stage {stage.name!r} merges in the order of arrival, which its copies would not "
                 f"see alike: {stage.protection.name} needs ordered merging",

@@ -17,13 +17,17 @@ class Protection:
     copies: int = 1
     apart: str = "process"
     granularity: str = "partition"
+    standbys: int = 0
+    """How many more copies have checkpoints, and compute nothing."""
+    every_ms: int = 0
+    """How often they get one."""
     anew: int = 0
     """If not 0, partitions are made anew from their input; so many of them in a row at most."""
 
     @property
     def at_the_ends(self) -> Protection:
         """What it means for sources and sinks, which cannot be made anew from what flows."""
-        return Protection("pairs", 2, self.apart) if self.anew else self
+        return Protection("pairs", 2, self.apart) if self.anew or self.standbys else self
 
 
 def none() -> Protection:
@@ -32,6 +36,19 @@ def none() -> Protection:
 
 
 ALL = 1 << 16
+
+
+def passive(*, every_ms: int = 500, apart: str = "executor") -> Protection:
+    """Passive standby: every partition has one copy that computes, and another that gets what has
+    changed every so many milliseconds. When the first dies the other goes on from there; those
+    that it gets its input from keep what came since. Sources and sinks are pairs. No two copies
+    share what `apart` says.
+    """
+    if every_ms < 1:
+        raise FlowError(f"passive(): every_ms must be at least 1, not {every_ms}")
+    if apart not in DOMAINS:
+        raise FlowError(f"passive(): apart must be one of {', '.join(DOMAINS)}, not {apart!r}")
+    return Protection("passive", 1, apart, standbys=1, every_ms=every_ms)
 
 
 def upstream(*, k: int | None = None, apart: str = "executor") -> Protection:

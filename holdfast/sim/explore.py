@@ -8,7 +8,7 @@ from functools import cache
 from holdfast.core.sequencer import Budget
 from holdfast.errors import HoldfastError
 from holdfast.flow.options import Options
-from holdfast.flow.protection import Protection, pairs, upstream
+from holdfast.flow.protection import Protection, pairs, passive, upstream
 from holdfast.sim import flows
 from holdfast.sim.checks import Checks, Violation
 from holdfast.sim.faults import KINDS, Fault, Injector, phase_of, schedule
@@ -39,6 +39,7 @@ PROTOCOLS: dict[str, Protection] = {
     "pairs": pairs(apart="process"),
     "triples": pairs(copies=3, apart="process"),
     "upstream": upstream(apart="process"),
+    "passive": passive(every_ms=20, apart="process"),
 }
 
 
@@ -64,6 +65,10 @@ class Case:
         """Whether the end comes right after the first fault, and not after all is mended."""
         return self.seed % 4 == 3
 
+    @property
+    def _world(self) -> tuple[str, str, int]:
+        return self.flow, self.protocol, self.rows_in
+
     def schedule(self) -> list[Fault]:
         if self.faults is not None:
             return list(self.faults)
@@ -84,7 +89,8 @@ class Case:
             seed=self.seed,
             options=self._options(),
             free_rows=int(self.rows_in * FREE) // flows.SPLITS.get(self.flow, 1),
-            memory=_memory(self.flow, self.protocol, self.rows_in),
+            # What has changed since a checkpoint is not remembered.
+            memory=None if protection.standbys else _memory(*self._world),
         )
         world.poisoned = self.flow in flows.POISONED
         return world

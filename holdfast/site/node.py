@@ -47,6 +47,7 @@ from holdfast.core.events import (
     BundleArrived,
     CatchUpOrdered,
     ChainJoined,
+    CheckpointDue,
     DrainRequested,
     EpochDelivered,
     LogAsked,
@@ -73,7 +74,7 @@ from holdfast.flow.plan import Plan, shape
 from holdfast.site import bundles, wire
 from holdfast.site.bundles import Frames
 from holdfast.site.checks import Checks
-from holdfast.site.handover import Incoming, Outgoing
+from holdfast.site.handover import Checkpoint, Incoming, Outgoing
 from holdfast.site.ingress import Split
 from holdfast.site.memory import fitting, limit_bytes
 from holdfast.site.serving import Serving
@@ -147,6 +148,7 @@ class Node:
         self._acks: dict[SiteId, dict[tuple[int, int, int], wire.Ack]] = {}
         self._working = self._hasty = False
         self._quiet_since: dict[tuple[int, int], float] = {}
+        self._checkpointed: dict[Unit, float] = {}
         self._waits_for_chain = False
         self._uncounted: set[Unit] = set()
         self._early: deque[SequencerEvent] = deque(maxlen=EARLY_MAX)
@@ -164,7 +166,8 @@ class Node:
         for unit, incoming in list(self.incoming.items()):
             if incoming.donor not in view.members:
                 del self.incoming[unit]
-                self._fail_copy(unit, self.site, f"site {incoming.donor} died")
+                if not self.dataflow.units[unit].installed:
+                    self._fail_copy(unit, self.site, f"site {incoming.donor} died")
         self.stages.on_view(view)
         self._handle(ViewCommitted(view))
         self.stages.on_view(view)  # units that it opened
@@ -217,11 +220,13 @@ class Node:
         for unit, held in self.dataflow.units.items():
             if site in held.handed:  # some of it may not have arrived
                 self._abandon(unit, site)
-                self._fail_copy(unit, site, f"its connection to site {self.site} broke")
+                if self.view is not None and site in self.view.cohort(unit).joining:
+                    self._fail_copy(unit, site, f"its connection to site {self.site} broke")
         for unit, incoming in list(self.incoming.items()):
             if incoming.donor == site:
                 del self.incoming[unit]
-                self._fail_copy(unit, self.site, f"its connection to site {site} broke")
+                if not self.dataflow.units[unit].installed:
+                    self._fail_copy(unit, self.site, f"its connection to site {site} broke")
         self._handle(PeerLost(site))
 
     def report_again(self) -> None:
@@ -504,8 +509,23 @@ class Node:
             begun = self._now()
             self.outgoing[unit, joiner] = Outgoing(effect, self.stages.units[unit])
             self.freeze_ms = max(self.freeze_ms, (self._now() - begun) * 1e3)
-        else:
+        elif self.view is not None and joiner in self.view.cohort(unit).joining:
             self._fail_copy(unit, joiner, f"it has no connection to site {self.site}")
+        else:
+            self.dataflow.units[unit].given.pop(joiner, None)
+
+    def checkpoint(self) -> None:
+        """Called every now and then: have units whose time has come give their state to those that
+        stand by. One that is still on its way is not overtaken by the next."""
+        now = self._now()
+        for unit, runner in self.stages.units.items():
+            every_ms = runner.checkpoint_ms
+            standing = self.view.cohort(unit).standing if self.view is not None else ()
+            if not every_ms or not standing or any((unit, s) in self.outgoing for s in standing):
+                continue
+            if now - self._checkpointed.get(unit, 0.0) >= every_ms / 1e3:
+                self._checkpointed[unit] = now
+                self._handle(CheckpointDue(unit))
 
     def _abandon(self, unit: Unit, joiner: SiteId) -> None:
         outgoing = self.outgoing.pop((unit, joiner), None)
@@ -515,8 +535,11 @@ class Node:
     def _on_hand_over_begin(self, site: SiteId, message: wire.HandOverBegin) -> None:
         unit = (StageId(message.stage), CohortId(message.cohort))
         held = self.dataflow.units.get(unit)
-        if self.view is None or held is None or held.installed:
+        if self.view is None or held is None or (held.installed and not held.stands):
             return  # it is not wanted here any more
+        if held.installed:
+            self.incoming[unit] = Checkpoint(message, site, self.stages.units[unit])
+            return
         self.stages.shut(unit)
         self.stages.open(unit, self.view)
         self.stages.on_view(self.view)
@@ -526,10 +549,14 @@ class Node:
         unit = (StageId(message.stage), CohortId(message.cohort))
         incoming = self.incoming.get(unit)
         if incoming is not None and incoming.donor == site:
+            assert self.view is not None
+            if isinstance(incoming, Checkpoint) and incoming.begin.after is None:
+                self.stages.shut(unit)
+                self.stages.open(unit, self.view)
+                incoming.put_into(self.stages.units[unit])
             installed = incoming.install(unit)
             del self.incoming[unit]
             self._handle(installed)
-            assert self.view is not None
             self.stages.on_view(self.view)
             self._ask_for_portions()
 
@@ -679,6 +706,7 @@ class Node:
         if self.finished:
             return
         self.stages.recall()
+        self.checkpoint()
         for reader in self.stages.fed().values():
             reader.pull()
         for unit, split in self.stages.splits():
@@ -750,8 +778,7 @@ class Node:
 
     def behind(self) -> tuple[SiteId, int] | None:
         """The copy elsewhere that most is kept for here, and how many bytes."""
-        found = [p.slowest() for p in self.dataflow.producers.values()]
-        return max((f for f in found if f is not None), key=lambda f: f[1], default=None)
+        return self.dataflow.slowest()
 
 
 class _Gaps:

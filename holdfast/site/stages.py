@@ -36,7 +36,7 @@ class Keeper(Protocol):
 
     def tables(self) -> dict[str, StateTable]: ...
 
-    def snapshot(self) -> OperatorSnapshot: ...
+    def snapshot(self, after: int | None = None) -> OperatorSnapshot: ...
 
     def install(self, state: dict[str, pa.RecordBatch]) -> None: ...
 
@@ -56,6 +56,8 @@ class UnitRunner:
         self.stage, self.cohort, self.partitions = stage, cohort, options.partitions
         self.runner = StageRunner(plan, stage, options.partitions)
         self._anew = bool(stage.protection and stage.protection.anew)
+        self.checkpoint_ms = stage.protection.every_ms if stage.protection else 0
+        """How often those that stand by get its state, if any do."""
         self._opened()
         self.routers = routers
         self.ingress: Ingress | None = None
@@ -81,9 +83,12 @@ class UnitRunner:
 
     def _opened(self) -> None:
         """The operator is new."""
-        if self._anew and self.runner.operator is not None:
-            for table in self.runner.operator.tables().values():
+        tables = self.runner.operator.tables() if self.runner.operator is not None else {}
+        for table in tables.values():
+            if self._anew:
                 table.follow_births()
+            if self.checkpoint_ms:
+                table.follow_changes()
 
     def came_from(self, epoch: int) -> int:
         """After which epoch the rows came that the state after `epoch` comes from."""
@@ -183,6 +188,7 @@ class UnitRunner:
         if self.egress is not None and egress is not None:
             self.egress.restore(egress, held)
         if self.operator is not None and operator is not None:
+            self.operator.late_rows = 0
             self.operator.install_extras(operator)
 
     def figures(self) -> dict[str, Any]:

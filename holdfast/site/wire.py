@@ -370,14 +370,19 @@ class HandOverBegin(Message, frozen=True):
     nbytes: Number
     """About how much will follow."""
     extras: Extras
+    after: EpochNumber | None
+    """Only what has changed after this epoch."""
+    let_go: list[tuple[Number, Number, EpochNumber]]
+    """By exchange and consumer: up to which epoch no bundles are kept."""
 
 
 class HandOverState(Message, frozen=True):
-    """Part of a table (Arrow IPC in the body)."""
+    """Part of a table (Arrow IPC in the body); or keys that are not in it any more."""
 
     stage: Number
     cohort: Number
     table: str
+    gone: bool = False
 
 
 class HandOverKept(Message, frozen=True):

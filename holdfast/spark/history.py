@@ -70,8 +70,7 @@ class History:
         anew = [s.name for s in self.plan.stages if s.protection and s.protection.anew]
         if anew:
             raise FlowError(
-                f"{where}: stage {anew[0]!r} would be made anew from its input if it is lost, and a "
-                "history is no input",
+                f"{where}: stage {anew[0]!r} is one that is made anew from its input alone",
                 hint="protect it with pairs()",
             )
         name = f"holdfast-{flow.name}-{uuid.uuid4().hex[:8]}"

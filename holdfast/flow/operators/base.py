@@ -119,10 +119,12 @@ class KeyedOperator:
     def install_extras(self, extras: Mapping[str, int]) -> None:
         self.late_rows += extras["late_rows"]
 
-    def snapshot(self, partitions: Sequence[int] | None = None) -> OperatorSnapshot:
+    def snapshot(
+        self, after: int | None = None, partitions: Sequence[int] | None = None
+    ) -> OperatorSnapshot:
         """Freeze the state of some partitions (all, by default): `process` may go on while it is
-        given out."""
-        return OperatorSnapshot(self.tables(), self.extras(), partitions)
+        given out. With `after`, only what has changed since the snapshot after that epoch."""
+        return OperatorSnapshot(self.tables(), self.extras(), after, partitions)
 
 
 class OperatorSnapshot:
@@ -133,10 +135,13 @@ class OperatorSnapshot:
         self,
         tables: Mapping[str, StateTable],
         extras: dict[str, int],
+        after: int | None = None,
         partitions: Sequence[int] | None = None,
     ) -> None:
         self.extras = extras
-        self._tables = {n: t.snapshot(partitions) for n, t in tables.items()}
+        self.gone = {n: t.removed() for n, t in tables.items() if after is not None}
+        """The keys that are not there any more, to be forgotten before the rest is installed."""
+        self._tables = {n: t.snapshot(partitions, after) for n, t in tables.items()}
 
     @property
     def rows_left(self) -> int:
