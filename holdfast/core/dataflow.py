@@ -482,7 +482,8 @@ class Dataflow:
         unit.finished = event.epoch
         for exchange in unit.shape.outputs:
             producer = self.producers[exchange, unit.key[1]]
-            producer.install(event.epoch, event.kept[exchange], event.let_go[exchange])
+            kept, let_go = event.kept[exchange], event.let_go[exchange]
+            producer.install(event.epoch, kept, let_go, event.whole)
         inputs = [self.consumers[x, unit.key[1]] for x in unit.shape.inputs]
         return [ack for c in inputs for ack in c.stand_at(event.epoch, self.connected)]
 

@@ -145,6 +145,8 @@ class CopyInstalled:
     kept: dict[ExchangeId, dict[CohortId, list[Any]]]
     let_go: dict[ExchangeId, dict[CohortId, Epoch]]
     """Up to which epochs it kept none."""
+    whole: bool = True
+    """These are all, and not only those since the last time."""
 
 
 SiteEvent = (

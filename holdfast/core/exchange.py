@@ -231,17 +231,21 @@ class Producer:
         made: Epoch,
         kept: Mapping[CohortId, Iterable[Kept]],
         let_go: Mapping[CohortId, Epoch],
+        whole: bool = True,
     ) -> None:
-        """Be as another copy was after epoch `made`; what is kept here of earlier ones stays, as
-        long as the other one kept it."""
+        """Be as another copy was after epoch `made`. If these are not all that it kept, what is
+        kept here of earlier epochs stays, as long as the other one kept it."""
         self.made = made
         for consumer, epoch in let_go.items():
             lane = self.lanes.setdefault(consumer, _Lane())
+            if whole:
+                lane.kept.clear()
             lane.kept.extend(Kept(*k) for k in kept.get(consumer, ()))
-            lane.let_go = epoch
-            while lane.kept and lane.kept[0].epoch <= epoch:
+            lane.let_go = max(lane.let_go, epoch)
+            while lane.kept and lane.kept[0].epoch <= lane.let_go:
                 lane.kept.popleft()
                 lane.trimmed += 1
+            self._trim(lane)  # acks may have come before
 
     def held(self) -> int:
         """How many bundles wait for credit or for their ack."""

@@ -21,12 +21,13 @@ from holdfast.core.ids import NO_EPOCH, CohortId, Epoch
 from holdfast.core.layout import Cohort, View
 from holdfast.core.sequencer import Sequencer
 from holdfast.core.upstream import Needs, Search
+from holdfast.flow.state import StateTable
 from holdfast.sim.explore import Case
 from holdfast.sim.faults import KINDS
 from holdfast.sim.timed import TimedWorld
 from holdfast.sim.world import World
 from holdfast.site.egress import Egress
-from holdfast.site.handover import Incoming
+from holdfast.site.handover import Checkpoint, Incoming
 from holdfast.site.node import Node
 from holdfast.site.stages import UnitRunner
 
@@ -297,6 +298,53 @@ def _needs_off_by_one(right: Any) -> Any:
     return at
 
 
+def _half_a_checkpoint(_: Any) -> Any:
+    def take(self: Checkpoint, plan: Any, message: Any, body: memoryview) -> None:
+        Incoming.take(self, plan, message, body)
+
+    return take
+
+
+def _nothing_removed(right: Any) -> Any:
+    def removed(self: StateTable) -> Any:
+        return right(self).slice(0, 0)
+
+    return removed
+
+
+def _output_left_out_of_checkpoints(right: Any) -> Any:
+    def export(self: Producer, after: Epoch | None = None) -> Any:
+        found = right(self, after)
+        return found if after is None else {consumer: [] for consumer in found}
+
+    return export
+
+
+def _standbys_are_not_counted(right: Any) -> Any:
+    def count_takers(self: Dataflow, producer: Producer) -> None:
+        assert self.view is not None
+        cohorts = self.view.cohorts[self.shape.consumer_of[producer.exchange]]
+        producer.on_view(
+            {
+                CohortId(j): {s: c.since_of(s) for s in c.copies + c.joining}
+                for j, c in enumerate(cohorts)
+            }
+        )
+
+    return count_takers
+
+
+def _before_it_is_in_place(right: Any) -> Any:
+    def given(self: Dataflow, unit: Any) -> Any:
+        effects = right(self, unit)
+        for site in unit.given:
+            unit.given[site] = Epoch(unit.given[site] + 1)
+        return effects
+
+    return given
+
+
+_passive = partial(Bug, flow="times", protocol="passive", kinds=("crash", "crash of two"))
 _upstream = partial(Bug, flow="times", protocol="upstream", kinds=("crash", "crash of two"))
 
 BUGS = [
@@ -346,6 +394,16 @@ BUGS = [
         UnitRunner, "held", _nothing_held, kinds=("crash",)),
     Bug("joiner steps in", "a copy that is being made counts when no other is left",
         Cohort, "without", _joiners_step_in, kinds=("crash",), beyond=1.0),
+    _passive("half a checkpoint", "what comes of a checkpoint counts before it is complete",
+        Checkpoint, "take", _half_a_checkpoint),
+    _passive("removed keys stay", "a checkpoint does not say which keys are gone",
+        StateTable, "removed", _nothing_removed),
+    _passive("checkpoint without output", "frames that are not stable are not part of a checkpoint",
+        Producer, "export", _output_left_out_of_checkpoints),
+    _passive("standby not counted", "producers do not keep what came since the last checkpoint",
+        Dataflow, "_count_takers", _standbys_are_not_counted),
+    _passive("changes left out", "a checkpoint lacks what changed right after the one before",
+        Dataflow, "_handovers", _before_it_is_in_place),
     _upstream("state not counted", "input is let go although state comes from it",
         UnitRunner, "came_from", _as_if_stateless),
     _upstream("log let go", "input is let go when it is received",

@@ -360,7 +360,8 @@ class World:
             return False
         living = set(self.nodes) - set(victims)
         kept = [u for u in view.units() if not self.shape.stages[u[0]].level]
-        return all(living.intersection(view.cohort(u).copies) for u in kept)
+        cohorts = [view.cohort(u) for u in kept]
+        return all(living.intersection(c.copies + c.standing) for c in cohorts)
 
     def crash(self, *sites: SiteId) -> None:
         """These processes are gone, all at once; the others find out as time goes by."""

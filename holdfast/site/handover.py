@@ -147,7 +147,8 @@ class Incoming:
         let_go: dict[ExchangeId, dict[CohortId, Epoch]] = {x: {} for x in self._kept}
         for exchange, consumer, epoch in self.begin.let_go:
             let_go[ExchangeId(exchange)][CohortId(consumer)] = Epoch(epoch)
-        return CopyInstalled(unit, Epoch(self.begin.epoch), self._kept, let_go)
+        whole = self.begin.after is None
+        return CopyInstalled(unit, Epoch(self.begin.epoch), self._kept, let_go, whole)
 
 
 class Checkpoint(Incoming):
