@@ -27,7 +27,7 @@ from holdfast.flow.kafka import kafka_sink, kafka_source
 from holdfast.flow.operators.custom import KeyedFunction, Rows
 from holdfast.flow.outlet import outlet
 from holdfast.flow.postgres import postgres
-from holdfast.flow.protection import none, pairs, upstream
+from holdfast.flow.protection import none, pairs, passive, upstream
 from holdfast.flow.sinks import callback, console, discard, parquet
 from holdfast.flow.sources import generator, rows
 from holdfast.flow.taps import follow, lines
@@ -70,6 +70,7 @@ __all__ = [
     "outlet",
     "pairs",
     "parquet",
+    "passive",
     "postgres",
     "rows",
     "spark_batch",

@@ -1,5 +1,6 @@
-"""Upstream backup on real processes: sites are killed, and what is lost is made anew."""
+"""Every protection on real processes, and neighbours with different ones: sites are killed."""
 
+import itertools
 import os
 import signal
 
@@ -7,12 +8,24 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from holdfast import Flow, FlowError, col, count, discard, generator, max_, pairs, sum_, upstream
+from holdfast import (
+    Flow,
+    FlowError,
+    col,
+    count,
+    discard,
+    generator,
+    max_,
+    pairs,
+    passive,
+    sum_,
+    upstream,
+)
 from holdfast.flow.protection import Protection
 from holdfast.run import Run
 from tests.site.test_pairs import PATIENCE_S, copies, pids, until, until_protected, until_rows
 
-ROWS = 600_000
+ROWS = 300_000
 
 
 def events(split: int, first: int, n: int) -> pa.RecordBatch:
@@ -52,29 +65,48 @@ def check(run: Run, kept: list[Run]) -> None:
     assert run.sink_report("out") == plain.sink_report("out") and run.status()["dead"]
 
 
-def test_sites_are_killed_and_their_partitions_are_made_anew(kept) -> None:
-    """First one, then two at once, so that a copy of the source and of the sink is left."""
-    run = windows(upstream(apart="process")).start(sites=4, partitions=8)
+ALL = {
+    "pairs": pairs(apart="process"),
+    "passive": passive(every_ms=200, apart="process"),
+    "upstream": upstream(apart="process"),
+}
+
+
+@pytest.mark.parametrize("name", ["passive", "upstream"])
+def test_sites_are_killed(kept, name: str) -> None:
+    """First one, then another: of the source and of the sink a copy must be left."""
+    run = windows(ALL[name]).start(sites=4, partitions=8)
     kept.append(run)
-    for how_many in (1, 2):
+    for _ in range(2):
         until_protected(run, 4)
         until_rows(run, 60_000)
-        held = copies(run)
-        ends = [set(held[name, 0]) for name in ("events", "out")]
-        couples = [(a, b) for a in pids(run) for b in pids(run) if a < b]
-        victims = next(c for c in couples if not any(end <= set(c) for end in ends))
-        kill(run, *victims[:how_many])
+        only = copies(run)["time window by (k)", 0][0]
+        kill(run, only)
     check(run, kept)
 
 
-def test_a_stage_is_made_anew_between_others_that_are_pairs(kept) -> None:
-    here = pairs(apart="process")
-    run = windows(here, upstream(apart="process")).start(sites=3, partitions=6)
+def test_two_sites_are_killed_at_once_and_all_they_had_is_made_anew(kept) -> None:
+    run = windows(ALL["upstream"]).start(sites=4, partitions=8)
     kept.append(run)
-    until_protected(run, 3)
+    until_protected(run, 4)
     until_rows(run, 60_000)
-    (only,) = copies(run)["time window by (k)", 0]
-    kill(run, only)
+    held = copies(run)
+    ends = [set(held[name, 0]) for name in ("events", "out")]
+    couples = [(a, b) for a in pids(run) for b in pids(run) if a < b]
+    kill(run, *next(c for c in couples if not any(end <= set(c) for end in ends)))
+    check(run, kept)
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(ALL, 2)))
+def test_neighbours_are_protected_in_different_ways(kept, first: str, second: str) -> None:
+    """A site is killed that has a partition of the first of two stages, and then one that has one
+    of the second."""
+    run = windows(ALL[second], ALL[first]).start(sites=3, partitions=6)
+    kept.append(run)
+    for stage in ("time window by (k)", "time window by (g)"):
+        until_protected(run, 3)
+        until_rows(run, 30_000)
+        kill(run, copies(run)[stage, 0][0])
     check(run, kept)
 
 
