@@ -218,10 +218,13 @@ class Dataflow:
             unit.needs = Needs(finished)
         for exchange in unit.shape.outputs:
             level = self.shape.stages[self.shape.consumer_of[exchange]].level
-            self.producers[exchange, cohort] = Producer(exchange, cohort, level, finished, credit)
+            self.producers[exchange, cohort] = Producer(
+                exchange, cohort, level, finished, credit, unit.shape.alike
+            )
         for exchange in unit.shape.inputs:
             consumer = Consumer(exchange, cohort, self.window, finished, unit.since)
             consumer.stands = unit.stands
+            consumer.alike = self.shape.stages[self.shape.producer_of[exchange]].alike
             if self.shape.levels:
                 consumer.levels = partial(self._levels, unit)
             self.consumers[exchange, cohort] = consumer

@@ -82,12 +82,15 @@ class Producer:
         level: int = 0,
         made: Epoch = NO_EPOCH,
         credit: int | None = None,
+        alike: bool = True,
     ) -> None:
-        """The consumers let go at this `level`. If what comes here was made anew, only what they
+        """The consumers let go at this `level`. The copies of the producer make the same frames,
+        if they are `alike`. If what comes here was made anew, only what they
         need at the level `credit` will be here at first."""
         self.exchange, self.cohort, self.level = exchange, cohort, level
         self.lanes: dict[CohortId, _Lane] = {}
         self.made = self._base = made
+        self._alike = alike
         self._credit = level if credit is None else min(level, credit)
         self._part = 0
 
@@ -196,7 +199,7 @@ class Producer:
 
     def _verify(self, lane: _Lane, ack: AckArrived) -> None:
         """Two copies must make the same frames: compare what the other one sent with ours."""
-        if ack.take or ack.finished == NO_EPOCH:
+        if ack.take or ack.finished == NO_EPOCH or not self._alike:
             return
         if ack.finished > self.made:
             lane.claims[ack.finished] = ack.checksum
@@ -291,6 +294,8 @@ class Consumer:
         self.finished, self.since = finished, since
         self.stands = False
         """It takes nothing yet, and is counted."""
+        self.alike = True
+        """Whether it does not matter from which copy of a producer it takes its frames."""
         self.levels: Callable[[Epoch], tuple[Epoch, ...]] = lambda received: ()
         """What is not needed any more, by level, given what was received."""
         self.received: dict[CohortId, Epoch] = {}
@@ -337,7 +342,9 @@ class Consumer:
 
     def _choose(self, producer: CohortId, connected: set[SiteId], prefer: SiteId | None) -> None:
         alive = [s for s in self._copies[producer] if s in connected and not self.stands]
-        if prefer is not None and prefer in alive:
+        if not self.alike:
+            self.source[producer] = alive[0] if alive else None
+        elif prefer is not None and prefer in alive:
             self.source[producer] = prefer
         elif self.source.get(producer) not in alive:
             turn = (producer + self.cohort) % len(alive) if alive else 0
@@ -346,7 +353,7 @@ class Consumer:
     def turn(self, connected: set[SiteId]) -> list[SendAck]:
         """Take what is lacking of the next epoch from the next copy."""
         effects = []
-        for producer, received in self.received.items():
+        for producer, received in self.received.items() if self.alike else ():
             alive = [s for s in self._copies[producer] if s in connected]
             source = self.source.get(producer)
             if received == self.finished and source in alive and len(alive) > 1:

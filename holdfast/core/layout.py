@@ -31,6 +31,9 @@ class StageShape:
     """If not 0, its units are made anew from their input: see `holdfast.core.upstream`."""
     standbys: int = 0
     """How many more copies stand by: they get checkpoints, and compute nothing."""
+    alike: bool = True
+    """Whether its copies make the same frames, row by row. If not, consumers take them from the
+    first copy, and the others withhold theirs."""
 
     @property
     def wanted(self) -> int:

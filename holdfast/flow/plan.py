@@ -140,6 +140,7 @@ def shape(plan: Plan, partitions: int) -> Shape:
                 protection.apart,
                 levels[stage.id],
                 protection.standbys,
+                protection.alike,
             )
         )
     wanted = {(s.protection or none()).granularity for s in plan.stages}

@@ -21,13 +21,16 @@ class Protection:
     """How many more copies have checkpoints, and compute nothing."""
     every_ms: int = 0
     """How often they get one."""
+    alike: bool = True
+    """Whether copies make the same frames, row by row, and are held to it."""
     anew: int = 0
     """If not 0, partitions are made anew from their input; so many of them in a row at most."""
 
     @property
     def at_the_ends(self) -> Protection:
         """What it means for sources and sinks, which cannot be made anew from what flows."""
-        return Protection("pairs", 2, self.apart) if self.anew or self.standbys else self
+        alone = self.anew or self.standbys or not self.alike
+        return Protection("pairs", 2, self.apart) if alone else self
 
 
 def none() -> Protection:
@@ -36,6 +39,17 @@ def none() -> Protection:
 
 
 ALL = 1 << 16
+
+
+def active(*, apart: str = "executor") -> Protection:
+    """Active standby: every partition has two copies that compute, of which the second withholds
+    what it makes until the first is gone. Unlike `pairs` they need not make the same rows in the
+    same order, only the same set of them in an epoch; and nobody compares them. Sources and
+    sinks are pairs. No two copies share what `apart` says.
+    """
+    if apart not in DOMAINS:
+        raise FlowError(f"active(): apart must be one of {', '.join(DOMAINS)}, not {apart!r}")
+    return Protection("active", 2, apart, alike=False)
 
 
 def passive(*, every_ms: int = 500, apart: str = "executor") -> Protection:

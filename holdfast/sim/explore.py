@@ -8,7 +8,7 @@ from functools import cache
 from holdfast.core.sequencer import Budget
 from holdfast.errors import HoldfastError
 from holdfast.flow.options import Options
-from holdfast.flow.protection import Protection, pairs, passive, upstream
+from holdfast.flow.protection import Protection, active, pairs, passive, upstream
 from holdfast.sim import flows
 from holdfast.sim.checks import Checks, Violation
 from holdfast.sim.faults import KINDS, Fault, Injector, phase_of, schedule
@@ -38,6 +38,7 @@ SCARCE_BYTES = 12_000
 PROTOCOLS: dict[str, Protection] = {
     "pairs": pairs(apart="process"),
     "triples": pairs(copies=3, apart="process"),
+    "active": active(apart="process"),
     "upstream": upstream(apart="process"),
     "passive": passive(every_ms=20, apart="process"),
 }

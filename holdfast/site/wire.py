@@ -637,6 +637,7 @@ class Connection(asyncio.BufferedProtocol):
         self._peer = peer  # whom we dial
         self.role, self.id = "", -1
         self.open = False
+        self.sent_bytes = 0
         self.heard = self.spoke = True
         """Whether anything came in or went out since whoever watches this has cleared them."""
         self._transport: asyncio.Transport | None = None
@@ -771,6 +772,7 @@ class Connection(asyncio.BufferedProtocol):
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._flush)
             self.spoke = True
+        self.sent_bytes += len(data)
         self._waiting.append(data)
 
     def _flush(self) -> None:
