@@ -219,7 +219,7 @@ class Dataflow:
         for exchange in unit.shape.outputs:
             level = self.shape.stages[self.shape.consumer_of[exchange]].level
             self.producers[exchange, cohort] = Producer(
-                exchange, cohort, level, finished, credit, unit.shape.alike
+                exchange, cohort, level, finished, credit, unit.shape.comparable
             )
         for exchange in unit.shape.inputs:
             consumer = Consumer(exchange, cohort, self.window, finished, unit.since)

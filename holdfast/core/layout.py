@@ -36,6 +36,12 @@ class StageShape:
     first copy, and the others withhold theirs."""
 
     @property
+    def comparable(self) -> bool:
+        """Whether what a copy makes is to be the same as what another one has made. A unit that is
+        made anew makes some of it wrong that nobody needs."""
+        return self.alike and not self.level
+
+    @property
     def wanted(self) -> int:
         """How many sites shall have something of each partition."""
         return self.copies + self.standbys
@@ -90,11 +96,11 @@ class Cohort:
     sink's."""
     joining: tuple[SiteId, ...] = ()
     """The sites to which a copy is being made."""
-    standing: tuple[SiteId, ...] = ()
-    """The sites that have a checkpoint of it, and will go on from there when no copy is left."""
     since: tuple[tuple[SiteId, int], ...] = ()
     """The number of the view in which a copy began to join. It tells a copy from one that was at
     the same site before; those of the first view began with 0."""
+    standing: tuple[SiteId, ...] = ()
+    """The sites that have a checkpoint of it, and will go on from there when no copy is left."""
 
     @property
     def all(self) -> tuple[SiteId, ...]:

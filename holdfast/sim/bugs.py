@@ -121,7 +121,7 @@ def _trimmed_early(_: Any) -> Any:
 
 
 def _nothing_kept(_: Any) -> Any:
-    def export(self: Producer) -> Any:
+    def export(self: Producer, after: Epoch | None = None) -> Any:
         return {consumer: [] for consumer in self.lanes}
 
     return export

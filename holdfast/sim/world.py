@@ -510,8 +510,10 @@ class World:
                 self._control(FlowFailed(site, self.failed[site]))
             node.report_again()
         for other in view.members:
-            if other != site and other in self.nodes and (site, other) not in self.network:
-                self.put_anew((site, other), [Up()])
+            if other != site and other in self.nodes and (other, site) not in self.network:
+                # It may have been connected before, and not know yet that it was not a member.
+                lost = [Down()] if (site, other) in self.network else []
+                self.put_anew((site, other), [*lost, Up()])
                 self.put_anew((other, site), [Up()])
 
     def fence(self, node: Node, view: View) -> None:

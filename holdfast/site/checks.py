@@ -61,9 +61,13 @@ class Checks:
                 _require(self._has_split(message.source, message.split), "there is no such split")
             case wire.Delivered():
                 _require(message.sink in self._sinks, "there is no such sink")
+            case wire.HandOverBegin():
+                outputs = self._unit(message.stage, message.cohort).outputs
+                for exchange, consumer, _ in message.let_go:
+                    _require(exchange in outputs, "bundles of another stage")
+                    self._unit(self._shape.consumer_of[exchange], consumer)
             case (
                 wire.CatchUp()
-                | wire.HandOverBegin()
                 | wire.HandOverState()
                 | wire.HandOverHeld()
                 | wire.HandOverEnd()

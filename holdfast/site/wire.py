@@ -536,6 +536,8 @@ _encoder = msgspec.msgpack.Encoder()
 _CONTROLLERS_ONLY = (NewView, Start, CatchUp, Drain, Pause, Dismiss)
 _FEEDERS_ONLY = (FeedOpen, FeedRows, FeedDone, FeedCommit, FeedEnd)
 READER = "reader"
+SERVER = "server"
+"""Whoever was dialled and is no site: a controller. Nobody else gives orders."""
 
 
 def decode(header: bytes | memoryview, greeting: bool = False) -> Message:
@@ -559,13 +561,13 @@ def check_speaker(role: str, message: Message) -> None:
     the one side that a site dials and that is no site."""
     expected: tuple[str, ...] = ("site",)
     if isinstance(message, _CONTROLLERS_ONLY):
-        expected = ("server",)
+        expected = (SERVER,)
     elif isinstance(message, _FEEDERS_ONLY):
         expected = ("feeder",)
     elif isinstance(message, Ask):
         expected = (READER,)
     elif isinstance(message, Fenced):
-        expected = ("site", "server")
+        expected = ("site", SERVER)
     if role not in expected:
         raise ProtocolError(f"{type(message).__name__} is not for a {role} to say")
 
@@ -629,7 +631,7 @@ class Connection(asyncio.BufferedProtocol):
         on_message: Handler,
         on_close: Callable[[Connection, Exception | None], None],
         identity: tuple[str, int] | None = None,
-        peer: tuple[str, int] = ("server", -1),
+        peer: tuple[str, int] = (SERVER, -1),
     ) -> None:
         self._secret = secret
         self._on_open, self._on_message, self._on_close = on_open, on_message, on_close
@@ -729,6 +731,8 @@ class Connection(asyncio.BufferedProtocol):
                 )
                 if not hmac.compare_digest(expected, message.proof):
                     raise ProtocolError("the peer does not know the flow's secret")
+                if message.role == SERVER:
+                    raise ProtocolError("who dials is no server")
                 self._write(
                     encode(Welcome(proof(self._secret, "server", message.nonce, self._nonce)))
                 )

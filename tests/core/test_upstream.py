@@ -1,7 +1,7 @@
 """Upstream backup: what is kept, for how long, and from where a lost unit begins."""
 
 from holdfast.core.effects import AskLog, ProcessBundles, ReportCopy, SendAck, SendBundle, TellLog
-from holdfast.core.events import AckArrived, LogAsked, LogTold, UnitProcessed
+from holdfast.core.events import AckArrived, LogAsked, LogTold, UnitProcessed, ViewCommitted
 from holdfast.core.exchange import Producer
 from holdfast.core.layout import Shape, StageShape
 from holdfast.core.upstream import Needs, Search
@@ -138,11 +138,9 @@ def test_a_producer_answers_when_it_counts_who_asks() -> None:
     machine = site(0, "0", "1", "2", "2", connected=(1, 2, 3))
     asked = LogAsked(0, 0, 0, 3, 1)
     assert machine.handle(asked) == []
-    joined = view(1, "0", "+3", "2", "2").view
-    cohort = joined.cohorts[1][0].joined_by(3, 1)
-    since = joined.changed({FIRST: type(cohort)(0, 1, (), (3,), ((3, 1),))})
-    effects = machine.handle(type(view(1, "0", "+3", "2", "2"))(since))
-    assert TellLog(3, 0, 0, 0, 1, -1, 2) in effects
+    lost = view(0, "0", "", "2", "2").view
+    joined = lost.changed({FIRST: lost.cohort(FIRST).joined_by(3, 1)}, [3])
+    assert TellLog(3, 0, 0, 0, 1, -1, 2) in machine.handle(ViewCommitted(joined))
 
 
 def test_nothing_is_sent_again_that_the_consumer_has() -> None:

@@ -22,6 +22,8 @@ AT_ONCE = 20
 PARTS = [
     *((f, "pairs", at) for f in sorted(FLOWS) for at in range(0, SEEDS.get(f, 40), AT_ONCE)),
     *(("times", "upstream", at) for at in range(0, 60, AT_ONCE)),
+    *((f, "passive", 0) for f in ("windows", "times", "dmz")),
+    ("windows", "active", 0),
 ]
 
 
