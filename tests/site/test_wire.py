@@ -72,10 +72,19 @@ def test_messages_and_bodies_arrive_in_order() -> None:
     asyncio.run(main())
 
 
-def test_a_client_with_another_secret_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("secret", "role"),
+    [(b"another secret", "site"), (SECRET, "server")],
+    ids=["stranger", "server"],
+)
+def test_a_client_with_another_secret_is_refused_and_one_that_plays_the_controller(
+    secret: bytes, role: str
+) -> None:
+    """Only a controller gives orders, and it is dialled: to know the secret is not enough."""
+
     async def main() -> None:
         end, listening, address = await server()
-        client = End(b"another secret", ("site", 0))
+        client = End(secret, (role, 0))
         await wire.dial(client.make, address)
         await asyncio.wait_for(client.closed.wait(), 5)
         assert not end.opened and not client.opened
