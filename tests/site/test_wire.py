@@ -140,7 +140,7 @@ BUNDLE = wire.Bundle(1, 2, 3, 4, 5, 0, True, 6, 16, 8)
         wire.SequencerState(4, 104, False, 1, [9, 1], [RECORD]),
         wire.Blocks(0, 1, (Block(0, 5, 40, None), Block(5, 9, 32, 7)), True),
         wire.Acks([wire.Ack(0, 1, 2, 0, -1, 3, True, -1, 2**64 - 1)]),
-        wire.HandOverBegin(1, 2, 30, 4_000, EXTRAS),
+        wire.HandOverBegin(1, 2, 30, 4_000, EXTRAS, None, []),
         wire.HandOverKept(1, 2, BUNDLE),
     ],
     ids=lambda m: type(m).__name__,
