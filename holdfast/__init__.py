@@ -27,7 +27,7 @@ from holdfast.flow.kafka import kafka_sink, kafka_source
 from holdfast.flow.operators.custom import KeyedFunction, Rows
 from holdfast.flow.outlet import outlet
 from holdfast.flow.postgres import postgres
-from holdfast.flow.protection import active, none, pairs, passive, upstream
+from holdfast.flow.protection import active, none, pairs, passive, rollback, upstream
 from holdfast.flow.sinks import callback, console, discard, parquet
 from holdfast.flow.sources import generator, rows
 from holdfast.flow.taps import follow, lines
@@ -73,6 +73,7 @@ __all__ = [
     "parquet",
     "passive",
     "postgres",
+    "rollback",
     "rows",
     "spark_batch",
     "spark_stream",

@@ -76,9 +76,8 @@ def _add_sim(commands: Any) -> None:
     sim.add_argument(
         "--flow", choices=("dmz", "splits", "windows", "times", "diamond", "poison"), default="dmz"
     )
-    sim.add_argument(
-        "--protocol", choices=("pairs", "triples", "active", "passive", "upstream"), default="pairs"
-    )
+    protocols = ("pairs", "triples", "active", "passive", "upstream", "rollback")
+    sim.add_argument("--protocol", choices=protocols, default="pairs")
     sim.add_argument("--bug", help="plant a bug, to see it caught; 'list' names them")
     sim.add_argument("--exhaustive", action="store_true", help="every crash point of a small flow")
     sim.add_argument("--out", default=".", help="where drawings of failures go (.)")

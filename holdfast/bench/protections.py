@@ -45,7 +45,7 @@ from holdfast.errors import FlowError, InvariantError
 from holdfast.flow.expr import col, count, max_, sum_
 from holdfast.flow.graph import Flow
 from holdfast.flow.plan import plan
-from holdfast.flow.protection import Protection, active, none, pairs, passive, upstream
+from holdfast.flow.protection import Protection, active, none, pairs, passive, rollback, upstream
 from holdfast.run import Run
 
 SITES, SPLITS, PARTITIONS = 4, 2, 16
@@ -59,6 +59,7 @@ PROTECTIONS: dict[str, Protection] = {
     "active": active(apart="process"),
     "passive": passive(every_ms=CHECKPOINT_MS, apart="process"),
     "upstream": upstream(apart="process"),
+    "rollback": rollback(apart="process"),
 }
 
 

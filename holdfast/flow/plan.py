@@ -7,6 +7,7 @@ function of the flow alone, so every site, the controller and the batch job work
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -157,6 +158,10 @@ def shape(plan: Plan, partitions: int) -> Shape:
     )
 
 
+def _walk(stages: Iterable[Stage]) -> str:
+    return " → ".join(repr(stage.name) for stage in stages)
+
+
 def _levels(plan: Plan) -> dict[int, int]:
     """By stage: how many stages in a row, from it on, are made anew if they are lost together."""
     found: dict[int, int] = {}
@@ -198,6 +203,8 @@ class _Planner:
                 stage = self._add_stage(node, "sink", {}, sink=node.sink)
                 self._connect(node.inputs[0], stage, 0, None)
         self._prune()
+        if any((s.protection or none()).name == "rollback" for s in self.stages):
+            self._refuse_uneven()
         boundaries = {b for s in self.stages if s.operator for b in s.operator.boundaries}
         return Plan(
             self.flow.name,
@@ -211,6 +218,25 @@ class _Planner:
     def _settled(self, node: SourceNode) -> Source:
         values = self.flow.settled.get(node.name)
         return node.source if values is None else node.source.settled(values)
+
+    def _refuse_uneven(self) -> None:
+        """A marker returns from so many stages further on: that must be the same on all ways."""
+        for first in self.stages:
+            walks: dict[int, list[Stage]] = {first.id: [first]}
+            waiting = [first]
+            while waiting:
+                stage = waiting.pop(0)
+                for after in dict.fromkeys(e.consumer for e in stage.outputs):
+                    walk = [*walks[stage.id], self.stages[after]]
+                    known = walks.setdefault(after, walk)
+                    if len(known) != len(walk):
+                        raise FlowError(
+                            f"flow {self.flow.name!r}: rollback() needs all ways between two "
+                            f"stages to be equally long: {_walk(known)}; {_walk(walk)}",
+                            hint="protect it with upstream(), which does not mind",
+                        )
+                    if known is walk:
+                        waiting.append(self.stages[after])
 
     def _refuse_pointless(self, nodes: list[Node]) -> None:
         name = self.flow.name

@@ -83,6 +83,23 @@ def upstream(*, k: int | None = None, apart: str = "executor") -> Protection:
     return Protection("upstream", 1, apart, anew=k or ALL)
 
 
+def rollback(*, h: int | None = None, apart: str = "executor") -> Protection:
+    """Rollback with checkpoint markers: what a partition gets is logged by those it comes from,
+    until a marker behind it has come `h` stages further on, and has been returned. A partition
+    that is lost is made anew from the logs. Only for operators whose state comes from the recent
+    past, and for flows that are uniform: all ways from one stage to another must be equally long.
+    Sources and sinks are pairs, whose copies do not share what `apart` says.
+
+    Slices of thickness `h` overlap. By default they are as thick as the flow is long; with 2 no
+    two stages in a row may lose a partition within a short time, be it on one site.
+    """
+    if h is not None and h < 2:
+        raise FlowError(f"rollback(): h must be at least 2, not {h}")
+    if apart not in DOMAINS:
+        raise FlowError(f"rollback(): apart must be one of {', '.join(DOMAINS)}, not {apart!r}")
+    return Protection("rollback", 1, apart, anew=h - 1 if h else ALL)
+
+
 def pairs(
     *, copies: int = 2, apart: str = "executor", granularity: str = "partition"
 ) -> Protection:

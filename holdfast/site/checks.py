@@ -66,12 +66,7 @@ class Checks:
                 for exchange, consumer, _ in message.let_go:
                     _require(exchange in outputs, "bundles of another stage")
                     self._unit(self._shape.consumer_of[exchange], consumer)
-            case (
-                wire.CatchUp()
-                | wire.HandOverState()
-                | wire.HandOverHeld()
-                | wire.HandOverEnd()
-            ):
+            case wire.CatchUp() | wire.HandOverState() | wire.HandOverHeld() | wire.HandOverEnd():
                 self._unit(message.stage, message.cohort)
             case wire.HandOverKept():
                 stage = self._unit(message.stage, message.cohort)

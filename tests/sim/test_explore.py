@@ -1,5 +1,6 @@
 """Seeds, faults and checks: the simulator on flows that are right, and on ones that are not."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from holdfast import cli
 from holdfast.sim import exhaust
 from holdfast.sim.bugs import BUGS, Bug
-from holdfast.sim.explore import Case, run, shrink
+from holdfast.sim.explore import PROTOCOLS, Case, run, shrink
 from holdfast.sim.faults import KINDS, PAIRS, PHASES, Fault, schedule
 from holdfast.sim.flows import FLOWS
 
@@ -30,6 +31,17 @@ PARTS = [
 @pytest.mark.parametrize(("flow", "protocol", "first"), PARTS)
 def test_whatever_goes_wrong_the_result_is_right(flow: str, protocol: str, first: int) -> None:
     outcomes = [run(Case(seed, flow, protocol)) for seed in range(first, first + AT_ONCE)]
+    assert not [(o.case.seed, o.problem) for o in outcomes if o.problem is not None]
+    assert any(outcome.done for outcome in outcomes)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), list(itertools.permutations(sorted(PROTOCOLS.keys() - {"triples"}), 2))
+)
+def test_neighbours_are_protected_in_different_ways(first: str, second: str) -> None:
+    """The two stages of a flow, every protection before and behind every other; with crashes."""
+    cases = [Case(s, "times", second, first=first, kinds=("crash",)) for s in range(3)]
+    outcomes = [run(case) for case in cases]
     assert not [(o.case.seed, o.problem) for o in outcomes if o.problem is not None]
     assert any(outcome.done for outcome in outcomes)
 
