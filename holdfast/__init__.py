@@ -27,7 +27,7 @@ from holdfast.flow.kafka import kafka_sink, kafka_source
 from holdfast.flow.operators.custom import KeyedFunction, Rows
 from holdfast.flow.outlet import outlet
 from holdfast.flow.postgres import postgres
-from holdfast.flow.protection import none, pairs
+from holdfast.flow.protection import active, none, pairs, passive, rollback, upstream
 from holdfast.flow.sinks import callback, console, discard, parquet
 from holdfast.flow.sources import generator, rows
 from holdfast.flow.taps import follow, lines
@@ -49,6 +49,7 @@ __all__ = [
     "SinkError",
     "SiteLostError",
     "Stream",
+    "active",
     "at_start",
     "callback",
     "col",
@@ -70,11 +71,14 @@ __all__ = [
     "outlet",
     "pairs",
     "parquet",
+    "passive",
     "postgres",
+    "rollback",
     "rows",
     "spark_batch",
     "spark_stream",
     "sum_",
+    "upstream",
     "view",
 ]
 

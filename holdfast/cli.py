@@ -20,7 +20,7 @@ from holdfast.errors import FlowError, HoldfastError
 from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
 
-BENCHES = ("throughput", "scaling", "failover", "sim", "ends")
+BENCHES = ("throughput", "scaling", "failover", "protections", "sim", "ends")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,9 +74,10 @@ def _add_sim(commands: Any) -> None:
     sim.add_argument("--seed", type=int, help="just this run; with --seeds, the first one")
     sim.add_argument("--trace", action="store_true", help="show and draw the run of --seed")
     sim.add_argument(
-        "--flow", choices=("dmz", "splits", "windows", "diamond", "poison"), default="dmz"
+        "--flow", choices=("dmz", "splits", "windows", "times", "diamond", "poison"), default="dmz"
     )
-    sim.add_argument("--protocol", choices=("pairs", "triples"), default="pairs")
+    protocols = ("pairs", "triples", "active", "passive", "upstream", "rollback")
+    sim.add_argument("--protocol", choices=protocols, default="pairs")
     sim.add_argument("--bug", help="plant a bug, to see it caught; 'list' names them")
     sim.add_argument("--exhaustive", action="store_true", help="every crash point of a small flow")
     sim.add_argument("--out", default=".", help="where drawings of failures go (.)")
@@ -145,6 +146,7 @@ def _add_bench(commands: Any) -> None:
         "throughput: the network-monitoring flow against Structured Streaming on the same cores. "
         "scaling: cost per row as keys and partitions grow. "
         "failover: what kill -9 of sites and of a Spark driver does to the output, under pairs. "
+        "protections: what each of them costs, and how long a kill -9 is felt. "
         "sim: how many simulated recoveries a second, and what they have tried. "
         "ends: rows from Spark and Kafka into a flow and back, against Spark copying them.",
     )

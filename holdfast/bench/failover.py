@@ -178,7 +178,7 @@ def _speed(spark: Any, protection: Protection, rows: int) -> Speed:
     run = flow.start(spark, sites=SITES)
     begun, used = time.monotonic(), cpu_s()
     with run:
-        _until(lambda: run.ended(0.05), "the flow has ended")
+        until(lambda: run.ended(0.05), "the flow has ended")
     run.wait()
     seconds, used = time.monotonic() - begun, cpu_s() - used
     found, expected = run.sink_report("alerts"), _oracle(rows)
@@ -194,7 +194,7 @@ def _paced_speed(work: Path, rows: int) -> float:
     _paced_source(folder, 1.0, head=rows).end(0.0)
     with _session() as spark, paced_flow(folder, 1.0, head=rows).start(spark, sites=SITES) as run:
         begun = time.monotonic()
-        _until(lambda: run.ended(0.05), "the flow has ended")
+        until(lambda: run.ended(0.05), "the flow has ended")
         seconds = time.monotonic() - begun
         run.wait()
     return rows / seconds
@@ -211,7 +211,7 @@ def _session() -> Iterator[Any]:
         spark.stop()
 
 
-def _until(
+def until(
     condition: Callable[[], bool],
     what: str,
     run: Watched | None = None,
@@ -304,14 +304,14 @@ def kill_sites(work: Path, rate: float, count: int, console: Console) -> Outcome
     stalls, kills = _Stalls(), []
     with _session() as spark, paced_flow(folder, rate).start(spark, sites=SITES) as run:
         for _ in range(count):
-            _until(lambda: run.protected, "everything is protected", run)
+            until(lambda: run.protected, "everything is protected", run)
             _pause(run, stalls)
-            _settle(f"{folder}/epochs")
+            settle(f"{folder}/epochs")
             kills.append(kill := _kill_site(run, stalls))
             _say(console, kill, read_latest(f"{folder}/epochs"))
         _pause(run, stalls)
         rows = _paced_source(folder, rate).end()
-        _until(lambda: run.ended(0), "the flow has ended")
+        until(lambda: run.ended(0), "the flow has ended")
         run.wait()
     deliveries = read_log(f"{folder}/epochs")
     return Outcome(kills, deliveries, *compare(deliveries, rows), stalls.largest_ms)
@@ -339,7 +339,7 @@ def _pause(run: Watched, stalls: _Stalls | None = None) -> None:
             stalls.look(run)
 
 
-def _settle(log: str) -> None:
+def settle(log: str) -> None:
     """Wait until the rows that the last kill delayed are through: a gap that is measured against
     them would look small. On a machine that is too busy for the rate that never happens."""
     until = time.monotonic() + SETTLE_S_MAX
@@ -355,8 +355,8 @@ def _kill_site(run: Watched, stalls: _Stalls) -> Kill:
     site = random.choice([s for s in status["sites"] if s["site"] not in status["dead"]])
     at = time.time()
     os.kill(site["pid"], signal.SIGKILL)
-    _until(lambda: site["site"] in run.status()["dead"], "the site is known to be dead", run, 0.02)
-    _until(lambda: run.protected, "everything is protected", run)
+    until(lambda: site["site"] in run.status()["dead"], "the site is known to be dead", run, 0.02)
+    until(lambda: run.protected, "everything is protected", run)
     kill = Kill(f"site {site['site']}", at, time.time())
     stalls.look(run)
     return kill
@@ -397,14 +397,14 @@ def kill_with_large_state(work: Path, console: Console) -> dict[str, Any]:
     window.agg(size=last("size"), flags=last("flags")).sink("out", discard())
     stalls = _Stalls()
     with _session() as spark, flow.start(spark, sites=SITES) as run:
-        _until(lambda: _processed(run) >= 2 * head, "the state is full", run, 0.1)
-        _until(lambda: run.protected, "everything is protected", run)
+        until(lambda: _processed(run) >= 2 * head, "the state is full", run, 0.1)
+        until(lambda: run.protected, "everything is protected", run)
         _pause(run, stalls)
         keys, state_mb = _held(run)
         kill = _kill_site(run, stalls)
         _pause(run, stalls)
         source.end()
-        _until(lambda: run.ended(0), "the flow has ended")
+        until(lambda: run.ended(0), "the flow has ended")
         run.wait()
     if keys != 2 * HISTORY_KEYS:
         raise InvariantError(f"two copies hold {keys} keys instead of {2 * HISTORY_KEYS}")
@@ -447,14 +447,14 @@ def kill_drivers(work: Path, rate: float, count: int, console: Console) -> Outco
     kills = []
     with Apps(str(file), apps=2, sites=SITES) as apps:
         for _ in range(count):
-            _until(lambda: apps.protected, "everything is protected", apps, 0.05)
+            until(lambda: apps.protected, "everything is protected", apps, 0.05)
             _pause(apps)
-            _settle(f"{folder}/epochs")
+            settle(f"{folder}/epochs")
             kills.append(kill := kill_driver(apps))
             _say(console, kill, read_latest(f"{folder}/epochs"))
         _pause(apps)
         rows = _paced_source(folder, rate).end()
-        _until(lambda: apps.ended(0), "the flow has ended")
+        until(lambda: apps.ended(0), "the flow has ended")
         apps.wait()
     deliveries = read_log(f"{folder}/epochs")
     return Outcome(kills, deliveries, *compare(deliveries, rows))
@@ -476,7 +476,7 @@ def kill_driver(apps: Apps) -> Kill:
         return bool(known and back and status["protected"])
 
     at = _kill_all(root)
-    _until(recovered, "the application is back and everything protected", apps, 0.05)
+    until(recovered, "the application is back and everything protected", apps, 0.05)
     return Kill(f"application {leader}", at, time.time())
 
 
@@ -539,7 +539,7 @@ def _until_written(folder: Path, batches: int, rival: subprocess.Popen[bytes]) -
             raise HostError(f"the rival has ended with status {rival.returncode}: {said}")
         return len(_outputs(folder)) >= batches
 
-    _until(written, f"the rival has written {batches} batches")
+    until(written, f"the rival has written {batches} batches")
 
 
 def _outputs(folder: Path) -> list[float]:

@@ -167,7 +167,8 @@ class _EpochLogWriter(SinkWriter):
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
 
     def write(self, epoch: int, batch: pa.RecordBatch) -> None:
-        digest = int(row_digests(batch.select(dmz.OUTPUT.names)).sum(dtype=np.uint64))
+        names = [n for n in batch.schema.names if n != Paced.DUE.name]
+        digest = int(row_digests(batch.select(names)).sum(dtype=np.uint64))
         due = np.sort(batch.column(Paced.DUE.name).to_numpy())[::-1]
         now_us = time.time_ns() // 1_000
         late = now_us - due[_spread(due.size)]

@@ -284,7 +284,7 @@ class Controller:
             return self._failed_early(gone, event.reason)
         assert self.view is not None
         view = self._without(gone)
-        bare = view.bare()
+        bare = self._lost_with(view)
         if bare and not event.certain:
             return []  # better wait for a silent site than stop
         if bare and all(s in self._finished for s in gone):
@@ -320,6 +320,10 @@ class Controller:
         """`view`, with all copies of these replicas gone, but not their sites."""
         sites = [s for s in view.members if self._replica_of.get(s) in lost]
         return replace(view.without(sites), number=view.number, members=view.members)
+
+    def _lost_with(self, view: View) -> list[Unit]:
+        """The units of which nothing is left in a view, and that cannot be made anew either."""
+        return [u for u in view.bare() if not self.shape.stages[u[0]].level]
 
     def _is_known(self, site: SiteId) -> bool:
         return site in self.launched or site in self.addresses
@@ -365,7 +369,7 @@ class Controller:
     def _lost(self, gone: list[SiteId], bare: list[Unit], reason: str) -> SiteLostError:
         assert self.view is not None
         names = partitions_of(self.view, bare, self.shape)
-        protected = any(self.shape.stages[u[0]].copies > 1 for u in bare)
+        protected = any(self.shape.stages[u[0]].wanted > 1 for u in bare)
         said = "no copy is left of" if protected else "its partitions were not protected:"
         return SiteLostError(
             f"site {_listed(gone)} died ({reason}); {said} {names}",
@@ -388,7 +392,11 @@ class Controller:
         busy = {u[0] for u in self.view.units() if self.view.cohort(u).joining}
         load = self._load()
         for unit in self._missing():
-            if unit[0] in busy or unit in self._paused or unit in self.unrecovered:
+            bare = not self.view.cohort(unit).copies
+            if bare and unit in self.unrecovered:
+                reason = self.unrecovered[unit]
+                return [*effects, *self._end(State.FAILED, self._lost([], [unit], reason))]
+            if (unit[0] in busy and not bare) or unit in self._paused or unit in self.unrecovered:
                 continue
             site = self._joiner(unit, load)
             if site is None:
@@ -435,7 +443,7 @@ class Controller:
         return [
             u
             for u in self.view.units()
-            if len(self.view.cohort(u).all) < self.shape.stages[u[0]].copies
+            if len(self.view.cohort(u).all) < self.shape.stages[u[0]].wanted
         ]
 
     def _load(self) -> dict[SiteId, int]:
@@ -451,10 +459,10 @@ class Controller:
             if not self.launched:
                 self.unrecovered[unit] = f"no site is in another {stage.apart} than its copies"
             return None
-        wanted = sum(self.shape.stages[u[0]].copies for u in self.view.units())
+        wanted = sum(self.shape.stages[u[0]].wanted for u in self.view.units())
         fair = wanted // max(1, len(self.sites))
         best = min(fit, key=lambda s: (load[s], closeness(copies, s, self.domains), s))
-        if load[best] >= fair and self.launched and not self._patience_over:
+        if copies and load[best] >= fair and self.launched and not self._patience_over:
             return None  # a site is about to come that has nothing to do
         return best
 
@@ -464,7 +472,7 @@ class Controller:
         effects: list[ControllerEffect] = []
         for unit in self.view.units():
             cohort = self.view.cohort(unit)
-            for joiner in cohort.joining:
+            for joiner in cohort.joining if cohort.copies else ():
                 if self._ordered.get((unit, joiner)) != cohort.donor:
                     self._ordered[unit, joiner] = cohort.donor
                     effects.append(OrderCatchUp(cohort.donor, unit, joiner))
@@ -478,14 +486,16 @@ class Controller:
             return []
         if event.site not in cohort.joining or event.number < cohort.since_of(event.site):
             return []  # word of a copy that was given up
+        if event.phase == "impossible":
+            return self._end(State.FAILED, self._not_anew(event.unit))
         if event.unit == FIRST and event.phase == "installed" and event.number < self._chain_since:
             return []  # it is in a chain that is no more, and will say so again
-        rest = tuple(s for s in cohort.joining if s != event.site)
         if event.phase == "installed":
             self._ordered.pop((event.unit, event.site), None)
             self._failed_joins.pop(event.unit, None)
-            self.replaying.add((event.unit, event.site))
-            joined = replace(cohort, copies=(*cohort.copies, event.site), joining=rest)
+            joined = cohort.installed_at(event.site, self.shape.stages[event.unit[0]].copies)
+            if event.site in joined.copies:
+                self.replaying.add((event.unit, event.site))
             self.view = self.view.changed({event.unit: joined})
             effects = [e for d in self._resolved() for e in self._on_sites_failed(d)]
             if not any(self.view.cohort(u).joining for u in self.view.units()):
@@ -502,6 +512,18 @@ class Controller:
             self._ordered.clear()
             view = self._useless(view, {self._replica_of[event.site]})
         return effects + self._commit(view) + self._pause(False)
+
+    def _not_anew(self, unit: Unit) -> SiteLostError:
+        assert self.view is not None
+        names, level = (
+            partitions_of(self.view, [unit], self.shape),
+            self.shape.stages[unit[0]].level,
+        )
+        return SiteLostError(
+            f"{names} cannot be made anew: more than {level} stages in a row were lost within a "
+            "short time, and with them what it needs",
+            hint=f"start the flow again, with upstream(k={level + 1})",
+        )
 
     def _resolved(self) -> list[SitesFailed]:
         doubts, self._in_doubt = self._in_doubt, {}
@@ -527,7 +549,7 @@ class Controller:
             number = self.view.number
             words = [CopyReported(event.site, u, number, "failed", event.reason) for u in joins]
             return [e for word in words for e in self._on_copy_reported(word)]
-        if not self._without([event.site]).bare():
+        if not self._lost_with(self._without([event.site])):
             return self._on_sites_failed(SitesFailed((event.site,), event.reason))
         return []
 
@@ -544,7 +566,7 @@ class Controller:
             others.setdefault(other, {})[one] = how
         load = self._load()
         for site in sorted(others, key=lambda s: (-len(others[s]), load[s], -s)):
-            if not self._without([site]).bare():
+            if not self._lost_with(self._without([site])):
                 how = "; ".join(sorted(set(others[site].values())))
                 reason = f"it and site {_listed(others[site])} have heard nothing of each other"
                 return self._on_sites_failed(SitesFailed((site,), f"{reason}: {how}"))
@@ -568,7 +590,7 @@ class Controller:
             doubts = self._resolved()
             assert self.view is not None
             gone = [s for d in doubts for s in d.sites]
-            bare = self._without(gone).bare()
+            bare = self._lost_with(self._without(gone))
             return self._end(State.FAILED, self._lost(gone, bare, doubts[0].reason))
         if what == "join":
             self._paused = {u for u in self._paused if u != (int(rest[0]), int(rest[1]))}
@@ -600,7 +622,7 @@ class Controller:
         if self.view is None or not self.running:
             return []
         at_work = {s for u in self.view.units() for s in self.view.cohort(u).copies}
-        if self._finished.issuperset(at_work):
+        if not self.view.bare() and self._finished.issuperset(at_work):
             return self._end(State.DONE, None)
         return []
 
@@ -619,11 +641,13 @@ class Controller:
         """How protected a unit is: see the glossary."""
         assert self.view is not None
         cohort, stage = self.view.cohort(unit), self.shape.stages[unit[0]]
-        if stage.copies == 1:
+        if stage.wanted == 1 and not stage.level:
             return "not protected"
+        if not cohort.copies:
+            return "made anew"
         if cohort.joining:
             return "copying" if any(u == unit for u, _ in self._ordered) else "taken over"
-        if len(cohort.copies) < stage.copies:
+        if len(cohort.copies) < stage.copies or len(cohort.standing) < stage.standbys:
             return "taken over"
         return "replaying" if any(u == unit for u, _ in self.replaying) else "protected"
 

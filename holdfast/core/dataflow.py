@@ -6,16 +6,20 @@ first is for the runtime to choose.
 
 A unit that is joining has no state yet and does nothing. The unit it is copied from (its donor)
 hands over at an epoch boundary that everything its producers have let go of lies before: they keep
-the rest, because they count the new copy since the view in which it appeared.
+the rest, because they count the new copy since the view in which it appeared. One that joins where
+there is no copy is made anew from its input (see `holdfast.core.upstream`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, assert_never
 
 from holdfast.core.effects import (
     AbandonHandOver,
+    AskLog,
     AskRecords,
     CloseUnit,
     HandOver,
@@ -26,12 +30,16 @@ from holdfast.core.effects import (
     ReportDelivered,
     ReportFinished,
     SiteEffect,
+    TellLog,
 )
 from holdfast.core.events import (
     AckArrived,
     BundleArrived,
     CatchUpOrdered,
+    CheckpointDue,
     CopyInstalled,
+    LogAsked,
+    LogTold,
     PeerConnected,
     PeerLost,
     RecordArrived,
@@ -43,6 +51,7 @@ from holdfast.core.exchange import Consumer, Producer
 from holdfast.core.ids import NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId, Unit
 from holdfast.core.layout import Shape, StageShape, View
 from holdfast.core.records import EpochRecord
+from holdfast.core.upstream import Needs, Search, Source
 from holdfast.errors import ProtocolError, require
 
 HISTORY = 512
@@ -67,6 +76,14 @@ class _Unit:
     """To whom its state has been given out, and since which view that copy joins."""
     hurried: Epoch = NO_EPOCH
     """What it had finished when it was last looked at."""
+    needs: Needs | None = None
+    """Of a unit that is made anew if it is lost: from which input its state comes."""
+    search: Search | None = None
+    """It is being made anew, and it is not known yet from where on."""
+    stands: bool = False
+    """It has a checkpoint, and computes nothing."""
+    given: dict[SiteId, Epoch] = field(default_factory=dict)
+    """To whom that stands by it has given its state, and after which epoch that was."""
 
 
 class Dataflow:
@@ -84,6 +101,8 @@ class Dataflow:
         self.recorded = begun
         self.connected = {site}
         self._early: dict[tuple[ExchangeId, CohortId, CohortId, SiteId], AckArrived] = {}
+        self._asked: list[LogAsked] = []
+        """By consumers that are not counted here yet."""
         self.last: Epoch | None = None
         """The last epoch, once it is known."""
         self._reported = False
@@ -104,6 +123,12 @@ class Dataflow:
                 return self._on_ack_arrived(event)
             case UnitProcessed():
                 return self._on_unit_processed(event)
+            case LogAsked():
+                return self._on_log_asked(event)
+            case LogTold():
+                return self._on_log_told(event)
+            case CheckpointDue():
+                return self._on_checkpoint_due(event)
             case CatchUpOrdered():
                 return self._on_catch_up_ordered(event)
             case CopyInstalled():
@@ -125,19 +150,18 @@ class Dataflow:
                 effects += self._close(key)
         for key in held:
             if key not in self.units:
-                effects += self._open(key, installed=self.site in view.cohort(key).copies)
+                cohort = view.cohort(key)
+                effects += self._open(key, installed=self.site in cohort.copies + cohort.standing)
         for unit in self.units.values():
-            wanted = view.cohort(unit.key).joining
-            unit.handovers = {s: e for s, e in unit.handovers.items() if s in wanted}
-            for joiner, since in list(unit.handed.items()):
-                if joiner not in wanted or view.cohort(unit.key).since_of(joiner) != since:
-                    del unit.handed[joiner]
-                    effects.append(AbandonHandOver(unit.key, joiner))
+            self._stand(unit)
+            effects += self._drop_handovers(unit)
         for producer in self.producers.values():
             self._count_takers(producer)
-        effects += self._take_early_acks()
+        effects += self._take_early()
         for consumer in self.consumers.values():
             effects += self._follow_producers(consumer)
+        for unit in self.units.values():
+            effects += self._search(unit)
         effects += self.delivered()
         for unit in self.units.values():
             effects += self._next(unit)
@@ -146,13 +170,38 @@ class Dataflow:
             effects.append(AskRecords(min(sources, default=self.recorded)))
         return effects + self._finish_site()
 
+    def _stand(self, unit: _Unit) -> None:
+        """Compute from now on, or do not."""
+        assert self.view is not None
+        cohort = self.view.cohort(unit.key)
+        unit.stands = self.site in cohort.standing or (unit.stands and self.site in cohort.joining)
+        for exchange in unit.shape.inputs if unit.installed else ():
+            self.consumers[exchange, unit.key[1]].stands = unit.stands
+
+    def _drop_handovers(self, unit: _Unit) -> list[SiteEffect]:
+        """To those that are not wanted any more."""
+        assert self.view is not None
+        cohort = self.view.cohort(unit.key)
+        wanted = cohort.joining + cohort.standing
+        unit.handovers = {s: e for s, e in unit.handovers.items() if s in wanted}
+        unit.given = {s: e for s, e in unit.given.items() if s in wanted}
+        gone = [s for s, n in unit.handed.items() if s not in wanted or cohort.since_of(s) != n]
+        for site in gone:
+            del unit.handed[site]
+            unit.given.pop(site, None)
+        return [AbandonHandOver(unit.key, site) for site in gone]
+
     def _open(self, key: Unit, installed: bool) -> list[SiteEffect]:
         assert self.view is not None
         since = self.view.cohort(key).since_of(self.site)
         finished = self.begun if installed else NO_EPOCH
         self.units[key] = _Unit(key, self.shape.stages[key[0]], installed, since, finished)
+        self.units[key].stands = self.site in self.view.cohort(key).standing
         if installed:
             self._add_ends(self.units[key], finished)
+            cohort = self.view.cohort(key)
+            alike = [s for s in cohort.standing if cohort.since_of(s) == since]
+            self.units[key].given = dict.fromkeys(alike, finished)
         return [OpenUnit(key, self.view)]
 
     def _close(self, key: Unit) -> list[SiteEffect]:
@@ -163,14 +212,32 @@ class Dataflow:
             self.consumers.pop((exchange, key[1]), None)
         return [CloseUnit(key)]
 
-    def _add_ends(self, unit: _Unit, finished: Epoch) -> None:
+    def _add_ends(self, unit: _Unit, finished: Epoch, credit: int | None = None) -> None:
         cohort = unit.key[1]
+        if unit.shape.level:
+            unit.needs = Needs(finished)
         for exchange in unit.shape.outputs:
-            self.producers[exchange, cohort] = Producer(exchange, cohort)
-        for exchange in unit.shape.inputs:
-            self.consumers[exchange, cohort] = Consumer(
-                exchange, cohort, self.window, finished, unit.since
+            level = self.shape.stages[self.shape.consumer_of[exchange]].level
+            self.producers[exchange, cohort] = Producer(
+                exchange, cohort, level, finished, credit, unit.shape.comparable
             )
+        for exchange in unit.shape.inputs:
+            consumer = Consumer(exchange, cohort, self.window, finished, unit.since)
+            consumer.stands = unit.stands
+            consumer.alike = self.shape.stages[self.shape.producer_of[exchange]].alike
+            if self.shape.levels:
+                consumer.levels = partial(self._levels, unit)
+            self.consumers[exchange, cohort] = consumer
+
+    def _levels(self, unit: _Unit, received: Epoch) -> tuple[Epoch, ...]:
+        """Up to which epochs a unit does not need its input any more. One that has other copies
+        needs nothing that it has received."""
+        if unit.needs is None:
+            return (received,) * self.shape.levels
+        outputs = [self.producers[x, unit.key[1]] for x in unit.shape.outputs]
+        reached = [min(p.reached(k) for p in outputs) for k in range(self.shape.levels)]
+        unit.needs.forget(min(reached))
+        return tuple(unit.needs.at(epoch) for epoch in reached)
 
     def _count_takers(self, producer: Producer) -> None:
         assert self.view is not None
@@ -200,19 +267,24 @@ class Dataflow:
     def _is_current(self, key: Unit, consumer: Consumer) -> bool:
         """Whether this site has a copy of the producer that is not behind the one we take from."""
         unit = self.units.get(key)
-        if unit is None or not unit.installed:
+        if unit is None or not unit.installed or unit.stands:
             return False
         return unit.finished >= consumer.received.get(key[1], consumer.finished)
 
     def _on_peer_connected(self, event: PeerConnected) -> list[SiteEffect]:
         self.connected.add(event.site)
-        return [
+        effects: list[SiteEffect] = [
             e for c in self.consumers.values() for e in c.on_connected(event.site, self.connected)
         ]
+        for unit in self.units.values():
+            effects += self._search(unit)
+        return effects
 
     def _on_peer_lost(self, event: PeerLost) -> list[SiteEffect]:
         self.connected.discard(event.site)
         self._early = {key: ack for key, ack in self._early.items() if key[3] != event.site}
+        for unit in self.units.values():  # some of it may not have arrived
+            unit.given.pop(event.site, None)
         for producer in self.producers.values():
             producer.on_lost(event.site)
         return [e for c in self.consumers.values() for e in c.on_lost(event.site, self.connected)]
@@ -222,7 +294,8 @@ class Dataflow:
         lack from another copy, in case the one they take from is slow."""
         effects: list[SiteEffect] = []
         for unit in self.units.values():
-            stuck = unit.installed and not unit.busy and unit.finished == unit.hurried
+            working = unit.installed and not unit.stands
+            stuck = working and not unit.busy and unit.finished == unit.hurried
             if stuck and unit.finished < self.recorded:
                 for exchange in unit.shape.inputs:
                     effects += self.consumers[exchange, unit.key[1]].turn(self.connected)
@@ -265,9 +338,12 @@ class Dataflow:
             return []  # from a copy that was there before
         return [*producer.on_ack(event), *self._finish_site()]
 
-    def _take_early_acks(self) -> list[SiteEffect]:
+    def _take_early(self) -> list[SiteEffect]:
+        """What came for a view or a copy that is in place only now."""
         early, self._early = self._early, {}
-        return [e for ack in early.values() for e in self._on_ack_arrived(ack)]
+        asked, self._asked = self._asked, []
+        effects = [e for ack in early.values() for e in self._on_ack_arrived(ack)]
+        return effects + [e for question in asked for e in self._on_log_asked(question)]
 
     def _on_unit_processed(self, event: UnitProcessed) -> list[SiteEffect]:
         unit = self.units.get(event.unit)
@@ -282,6 +358,8 @@ class Dataflow:
         if event.last:
             require(event.epoch == unit.finished + 1, f"epoch {event.epoch} was skipped")
             unit.finished = event.epoch
+            if unit.needs is not None:
+                unit.needs.processed(event.epoch, event.needs)
             for exchange in unit.shape.inputs:
                 effects += self.consumers[exchange, cohort].finish(event.epoch, self.connected)
             effects += self._delivered(unit)
@@ -303,7 +381,7 @@ class Dataflow:
 
     def _next(self, unit: _Unit) -> list[SiteEffect]:
         """What the unit can do now, if anything."""
-        if unit.busy or not unit.installed:
+        if unit.busy or not unit.installed or unit.stands:
             return []
         epoch = Epoch(unit.finished + 1)
         if unit.shape.kind == "source":
@@ -339,9 +417,11 @@ class Dataflow:
         """Once in a view, when nothing is left to do here."""
         if self._reported or self.last is None or self.view is None:
             return []
-        if any(not u.installed or u.finished < self.last for u in self.units.values()):
+        working = [u for u in self.units.values() if not u.stands]
+        if any(not u.installed or u.finished < self.last for u in working):
             return []
-        if any(self._is_owed(p, self.last) for p in self.producers.values()):
+        sending = [self.producers[x, u.key[1]] for u in working for x in u.shape.outputs]
+        if any(self._is_owed(p, self.last) for p in sending):
             return []
         self._reported = True
         return [ReportFinished()]
@@ -377,29 +457,124 @@ class Dataflow:
         for joiner in [s for s, due in unit.handovers.items() if unit.finished >= due]:
             del unit.handovers[joiner]
             unit.handed[joiner] = self.view.cohort(unit.key).since_of(joiner)
-            kept = {x: self.producers[x, unit.key[1]].export() for x in unit.shape.outputs}
-            effects.append(HandOver(unit.key, joiner, unit.finished, kept))
+            after = unit.given.get(joiner)
+            unit.given[joiner] = unit.finished
+            producers = {x: self.producers[x, unit.key[1]] for x in unit.shape.outputs}
+            kept = {x: p.export(after) for x, p in producers.items()}
+            let_go = {x: p.let_go() for x, p in producers.items()}
+            effects.append(HandOver(unit.key, joiner, unit.finished, kept, let_go, after))
         return effects
+
+    def _on_checkpoint_due(self, event: CheckpointDue) -> list[SiteEffect]:
+        """To all that stand by, unless nothing has happened since the last one."""
+        unit = self.units.get(event.unit)
+        if unit is None or not unit.installed or unit.stands:
+            return []
+        assert self.view is not None
+        for site in self.view.cohort(unit.key).standing:
+            if unit.given.get(site) != unit.finished or unit.busy:
+                unit.handovers[site] = unit.finished
+        return self._handovers(unit) if not unit.busy else []
 
     def _on_copy_installed(self, event: CopyInstalled) -> list[SiteEffect]:
         unit = self.units.get(event.unit)
-        if unit is None or unit.installed:
+        if unit is None or (unit.installed and not unit.stands):
             return []
-        unit.installed, unit.finished = True, event.epoch
-        unit.replaying_to = max(self.recorded, event.epoch)
-        self._add_ends(unit, event.epoch)
+        if not unit.installed:
+            return self._install(unit, event.epoch, event.kept, event.let_go)
+        unit.finished = event.epoch
+        for exchange in unit.shape.outputs:
+            producer = self.producers[exchange, unit.key[1]]
+            kept, let_go = event.kept[exchange], event.let_go[exchange]
+            producer.install(event.epoch, kept, let_go, event.whole)
+        inputs = [self.consumers[x, unit.key[1]] for x in unit.shape.inputs]
+        return [ack for c in inputs for ack in c.stand_at(event.epoch, self.connected)]
+
+    def _install(
+        self,
+        unit: _Unit,
+        epoch: Epoch,
+        kept: Mapping[ExchangeId, Mapping[CohortId, list[Any]]],
+        let_go: Mapping[ExchangeId, Mapping[CohortId, Epoch]],
+        credit: int | None = None,
+    ) -> list[SiteEffect]:
+        """The unit's state is that after `epoch`: from now on it is a copy like any other."""
+        assert self.view is not None
+        unit.installed, unit.finished = True, epoch
+        enough = len(self.view.cohort(unit.key).copies) >= unit.shape.copies
+        unit.stands = enough and unit.shape.standbys > 0
+        unit.replaying_to = None if unit.stands else max(self.recorded, epoch)
+        self._add_ends(unit, epoch, credit)
         effects: list[SiteEffect] = []
         for exchange in unit.shape.outputs:
             producer = self.producers[exchange, unit.key[1]]
-            producer.install(event.epoch, event.kept[exchange])
+            producer.install(epoch, kept[exchange], let_go[exchange])
             self._count_takers(producer)
-        effects += self._take_early_acks()
+        effects += self._take_early()
         for exchange in unit.shape.inputs:
             effects += self._follow_producers(self.consumers[exchange, unit.key[1]])
         if unit.shape.kind == "source":
-            effects.append(AskRecords(event.epoch))
+            effects.append(AskRecords(epoch))
         effects.append(ReportCopy(unit.key, "installed"))
         return effects + self._next(unit) + self._caught_up(unit) + self._finish_site()
+
+    # --- making a unit anew ---------------------------------------------------------------------
+
+    def _search(self, unit: _Unit) -> list[SiteEffect]:
+        """Ask all copies of the producers of a unit that is to be made anew what they have."""
+        assert self.view is not None
+        cohort = self.view.cohort(unit.key)
+        if unit.installed or cohort.copies or self.site not in cohort.joining:
+            return []
+        unit.search = unit.search or Search()
+        asked = [
+            AskLog(site, exchange, producer, unit.key[1], unit.since)
+            for exchange, producer, site in self._sources(unit)
+            if (exchange, producer, site) not in unit.search.told and site in self.connected
+        ]
+        return [*asked, *self._make_anew(unit)]
+
+    def _sources(self, unit: _Unit) -> dict[Source, None]:
+        """All copies of its producers; none while one of them has no copy itself."""
+        assert self.view is not None
+        found: dict[Source, None] = {}
+        for exchange in unit.shape.inputs:
+            for i, cohort in enumerate(self.view.cohorts[self.shape.producer_of[exchange]]):
+                if not cohort.copies:
+                    return {}
+                found |= {(exchange, CohortId(i), site): None for site in cohort.copies}
+        return found
+
+    def _on_log_asked(self, event: LogAsked) -> list[SiteEffect]:
+        producer = self.producers.get((event.exchange, event.producer))
+        counted = producer.since(event.consumer, event.site) if producer else -1
+        if producer is None or counted < event.since:
+            self._asked.append(event)
+            return []
+        if counted > event.since:
+            return []
+        asked = (event.exchange, event.producer, event.consumer, event.since)
+        return [TellLog(event.site, *asked, *producer.log(event.consumer))]
+
+    def _on_log_told(self, event: LogTold) -> list[SiteEffect]:
+        key = (self.shape.consumer_of[event.exchange], event.consumer)
+        unit = self.units.get(key)
+        if unit is None or unit.search is None or unit.since != event.since:
+            return []
+        source = (event.exchange, event.producer, event.site)
+        unit.search.told[source] = (event.after, event.credit)
+        return self._make_anew(unit)
+
+    def _make_anew(self, unit: _Unit) -> list[SiteEffect]:
+        """Begin, if it is known from where on."""
+        begins = unit.search.begins(self._sources(unit)) if unit.search is not None else None
+        if begins is None:
+            return []
+        (after, credit), unit.search = begins, None
+        if credit < 1:
+            return [ReportCopy(unit.key, "impossible")]
+        nothing: dict[ExchangeId, dict[CohortId, Any]] = {x: {} for x in unit.shape.outputs}
+        return self._install(unit, after, nothing, nothing, credit - 1)
 
     @staticmethod
     def _caught_up(unit: _Unit) -> list[SiteEffect]:
@@ -407,6 +582,16 @@ class Dataflow:
             return []
         unit.replaying_to = None
         return [ReportCopy(unit.key, "caught_up")]
+
+    def slowest(self) -> tuple[SiteId, int] | None:
+        """The copy elsewhere that most is kept for here, and how many bytes."""
+        found = [p.slowest(self._standing(p)) for p in self.producers.values()]
+        return max((f for f in found if f is not None), key=lambda f: f[1], default=None)
+
+    def _standing(self, producer: Producer) -> dict[CohortId, tuple[SiteId, ...]]:
+        assert self.view is not None
+        cohorts = self.view.cohorts[self.shape.consumer_of[producer.exchange]]
+        return {CohortId(j): c.standing for j, c in enumerate(cohorts)}
 
     def check_invariants(self) -> None:
         for producer in self.producers.values():

@@ -76,6 +76,31 @@ class SendAck:
     take: bool
     finished: Epoch
     checksum: int
+    levels: tuple[Epoch, ...] = ()
+
+
+@value
+class AskLog:
+    """Ask the copy of `producer` at `site` from where on it has what this consumer needs."""
+
+    site: SiteId
+    exchange: ExchangeId
+    producer: CohortId
+    consumer: CohortId
+    since: int
+
+
+@value
+class TellLog:
+    """To the copy of `consumer` at `site`; the rest as in `LogTold`."""
+
+    site: SiteId
+    exchange: ExchangeId
+    producer: CohortId
+    consumer: CohortId
+    since: int
+    after: Epoch
+    credit: int
 
 
 @value
@@ -94,6 +119,10 @@ class HandOver:
     joiner: SiteId
     epoch: Epoch
     kept: dict[ExchangeId, dict[CohortId, list[Any]]]
+    let_go: dict[ExchangeId, dict[CohortId, Epoch]]
+    """Up to which epochs no bundles are kept."""
+    after: Epoch | None = None
+    """Only what has changed after this epoch; the rest is there already."""
 
 
 @value
@@ -132,6 +161,8 @@ SiteEffect = (
     | ProcessBundles
     | SendBundle
     | SendAck
+    | AskLog
+    | TellLog
     | AskRecords
     | HandOver
     | AbandonHandOver

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.core.ids import CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
+from holdfast.core.ids import NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
 from holdfast.core.layout import Domain, View
 from holdfast.core.records import Block, EpochRecord
 from holdfast.core.values import value
@@ -79,6 +79,8 @@ class AckArrived:
     finished: Epoch
     checksum: int
     """The last epoch it has processed, and the checksum of that epoch's bundle."""
+    levels: tuple[Epoch, ...] = ()
+    """Up to which epochs it does not need its input any more, if units are made anew from it."""
 
 
 @value
@@ -89,6 +91,40 @@ class UnitProcessed:
     epoch: Epoch
     last: bool
     outputs: dict[ExchangeId, dict[CohortId, Any]]
+    needs: Epoch = NO_EPOCH
+    """The state after this epoch comes from the input after the epoch `needs`."""
+
+
+@value
+class LogAsked:
+    """The copy of a consumer at `site` is to be made anew, and wants to know from where on."""
+
+    exchange: ExchangeId
+    producer: CohortId
+    consumer: CohortId
+    site: SiteId
+    since: int
+
+
+@value
+class LogTold:
+    """The copy of a producer at `site` has everything after the epoch `after`, which is all that
+    the consumer needs at the level `credit`."""
+
+    exchange: ExchangeId
+    producer: CohortId
+    consumer: CohortId
+    site: SiteId
+    since: int
+    after: Epoch
+    credit: int
+
+
+@value
+class CheckpointDue:
+    """It is time to give a unit's state to those that stand by."""
+
+    unit: Unit
 
 
 @value
@@ -102,11 +138,15 @@ class CatchUpOrdered:
 @value
 class CopyInstalled:
     """The state that another copy had after `epoch` is in place here, and these are the bundles
-    that it still kept."""
+    that it still kept: all of them, or those of later epochs than it had given before."""
 
     unit: Unit
     epoch: Epoch
     kept: dict[ExchangeId, dict[CohortId, list[Any]]]
+    let_go: dict[ExchangeId, dict[CohortId, Epoch]]
+    """Up to which epochs it kept none."""
+    whole: bool = True
+    """These are all, and not only those since the last time."""
 
 
 SiteEvent = (
@@ -117,6 +157,9 @@ SiteEvent = (
     | BundleArrived
     | AckArrived
     | UnitProcessed
+    | LogAsked
+    | LogTold
+    | CheckpointDue
     | CatchUpOrdered
     | CopyInstalled
 )

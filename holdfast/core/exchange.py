@@ -6,6 +6,9 @@ until all copies of the consumer have it: that epoch is `stable`. So whichever c
 survivor lacks is kept by, or will be made again by, any survivor on the other side; and "have I
 seen this?" is one comparison of epochs.
 
+A consumer that is made anew from its input if it dies (see `holdfast.core.upstream`) also says up
+to which epoch it does not need that input any more, at each *level*; then that is what is stable.
+
 Why this cannot deadlock: processing an epoch needs bundles of that epoch only, a consumer's
 credit always covers the epoch it processes next, and receivers take whatever arrives off the
 wire. So the oldest epoch of the flow can always be moved on, whoever is slow and whatever is full.
@@ -14,7 +17,7 @@ wire. So the oldest epoch of the flow can always be moved on, whoever is slow an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,8 +41,15 @@ class Kept(NamedTuple):
 class _Taker:
     """What a producer knows of one copy of a consumer."""
 
+    def reached(self, level: int) -> Epoch:
+        """What it has (level 0), or does not need any more."""
+        if level == 0:
+            return self.received
+        return self.levels[level - 1] if self.levels else NO_EPOCH
+
     since: int
     received: Epoch = NO_EPOCH
+    levels: tuple[Epoch, ...] = ()
     credit: Epoch = NO_EPOCH
     takes: bool = False
     next: int = 0
@@ -53,24 +63,41 @@ class _Lane:
     kept: deque[Kept] = field(default_factory=deque)
     trimmed: int = 0
     """How many bundles have been let go."""
+    let_go: Epoch = NO_EPOCH
+    """Up to which epoch they have, or were never here."""
+    known: Epoch = NO_EPOCH
+    """Up to which epoch some copy of the consumer, dead or alive, was known not to need any."""
     takers: dict[SiteId, _Taker] = field(default_factory=dict)
     claims: dict[Epoch, int] = field(default_factory=dict)
     """Checksums that a consumer has reported of epochs that are not made here yet."""
 
 
 class Producer:
-    """The sending end: a lane for every consumer cohort."""
+    """The sending end: a lane for every consumer cohort. It begins after the epoch `made`."""
 
-    def __init__(self, exchange: ExchangeId, cohort: CohortId) -> None:
-        self.exchange, self.cohort = exchange, cohort
+    def __init__(
+        self,
+        exchange: ExchangeId,
+        cohort: CohortId,
+        level: int = 0,
+        made: Epoch = NO_EPOCH,
+        credit: int | None = None,
+        alike: bool = True,
+    ) -> None:
+        """The consumers let go at this `level`. The copies of the producer make the same frames,
+        if they are `alike`. If what comes here was made anew, only what they
+        need at the level `credit` will be here at first."""
+        self.exchange, self.cohort, self.level = exchange, cohort, level
         self.lanes: dict[CohortId, _Lane] = {}
-        self.made = NO_EPOCH
+        self.made = self._base = made
+        self._alike = alike
+        self._credit = level if credit is None else min(level, credit)
         self._part = 0
 
     def on_view(self, copies: Mapping[CohortId, Mapping[SiteId, int]]) -> None:
         """Count these copies of the consumers, and no others; each with the view it is from."""
         for consumer, sites in copies.items():
-            lane = self.lanes.setdefault(consumer, _Lane())
+            lane = self.lanes.setdefault(consumer, _Lane(let_go=self._base))
             known = {s: t for s, t in lane.takers.items() if sites.get(s) == t.since}
             lane.takers = {s: known.get(s) or _Taker(since) for s, since in sites.items()}
             self._trim(lane)
@@ -106,6 +133,9 @@ class Producer:
         taker = lane.takers[ack.site]
         self._verify(lane, ack)
         taker.received = max(taker.received, ack.received)
+        known = taker.levels or (NO_EPOCH,) * len(ack.levels)
+        taker.levels = tuple(map(max, known, ack.levels))
+        lane.known = max(lane.known, taker.reached(self.level))
         taker.credit = max(taker.credit, ack.credit)
         if ack.take and not taker.takes:
             held = sum(1 for k in lane.kept if k.epoch <= taker.received)
@@ -121,10 +151,24 @@ class Producer:
                 lane.takers[site].takes = False
 
     def _trim(self, lane: _Lane) -> None:
-        stable = min((t.received for t in lane.takers.values()), default=NO_EPOCH)
+        stable = self._stable(lane)
         while lane.kept and lane.kept[0].epoch <= stable:
-            lane.kept.popleft()
+            lane.let_go = lane.kept.popleft().epoch
             lane.trimmed += 1
+
+    def _stable(self, lane: _Lane) -> Epoch:
+        return min((t.reached(self.level) for t in lane.takers.values()), default=NO_EPOCH)
+
+    def reached(self, level: int) -> Epoch:
+        """What all copies of all consumers have (level 0), or do not need any more."""
+        takers = [t for lane in self.lanes.values() for t in lane.takers.values()]
+        return min((t.reached(level) for t in takers), default=NO_EPOCH)
+
+    def log(self, consumer: CohortId) -> tuple[Epoch, int]:
+        """After which epoch all bundles for a consumer are here; and at which level that is all
+        that it needs."""
+        lane = self.lanes[consumer]
+        return lane.let_go, self._credit if lane.known < self._base else self.level
 
     def _sendable(self, consumer: CohortId, lane: _Lane) -> list[SendBundle]:
         ready: list[SendBundle] = []
@@ -155,7 +199,7 @@ class Producer:
 
     def _verify(self, lane: _Lane, ack: AckArrived) -> None:
         """Two copies must make the same frames: compare what the other one sent with ours."""
-        if ack.take or ack.finished == NO_EPOCH:
+        if ack.take or ack.finished == NO_EPOCH or not self._alike:
             return
         if ack.finished > self.made:
             lane.claims[ack.finished] = ack.checksum
@@ -173,25 +217,51 @@ class Producer:
                 "number, or the order of a set?",
             )
 
-    def export(self) -> dict[CohortId, list[Kept]]:
-        """What a new copy must be able to send in place of this one."""
-        return {consumer: list(lane.kept) for consumer, lane in self.lanes.items()}
+    def export(self, after: Epoch | None = None) -> dict[CohortId, list[Kept]]:
+        """What another copy must be able to send in place of this one; without what it has, if it
+        has been there after an earlier epoch."""
+        return {
+            consumer: [k for k in lane.kept if after is None or k.epoch > after]
+            for consumer, lane in self.lanes.items()
+        }
 
-    def install(self, made: Epoch, kept: Mapping[CohortId, Iterable[Kept]]) -> None:
-        """Be as another copy was after epoch `made`."""
+    def let_go(self) -> dict[CohortId, Epoch]:
+        """Up to which epoch no bundles are kept, by consumer."""
+        return {consumer: lane.let_go for consumer, lane in self.lanes.items()}
+
+    def install(
+        self,
+        made: Epoch,
+        kept: Mapping[CohortId, Iterable[Kept]],
+        let_go: Mapping[CohortId, Epoch],
+        whole: bool = True,
+    ) -> None:
+        """Be as another copy was after epoch `made`. If these are not all that it kept, what is
+        kept here of earlier epochs stays, as long as the other one kept it."""
         self.made = made
-        for consumer, bundles in kept.items():
-            self.lanes.setdefault(consumer, _Lane()).kept = deque(Kept(*k) for k in bundles)
+        for consumer, epoch in let_go.items():
+            lane = self.lanes.setdefault(consumer, _Lane())
+            if whole:
+                lane.kept.clear()
+            lane.kept.extend(Kept(*k) for k in kept.get(consumer, ()))
+            lane.let_go = max(lane.let_go, epoch)
+            while lane.kept and lane.kept[0].epoch <= lane.let_go:
+                lane.kept.popleft()
+                lane.trimmed += 1
+            self._trim(lane)  # acks may have come before
 
     def held(self) -> int:
         """How many bundles wait for credit or for their ack."""
         return sum(len(lane.kept) for lane in self.lanes.values())
 
-    def slowest(self) -> tuple[SiteId, int] | None:
-        """The copy that most bundles are kept for, and how many bytes they are."""
+    def slowest(self, but: Mapping[CohortId, Iterable[SiteId]]) -> tuple[SiteId, int] | None:
+        """The copy that most bundles are kept for, and how many bytes they are; leaving out some,
+        that are meant to be behind."""
         worst: tuple[int, SiteId] | None = None
-        for lane in self.lanes.values():
+        for consumer, lane in self.lanes.items():
             for site, taker in lane.takers.items():
+                if site in but.get(consumer, ()):
+                    continue
                 waiting = sum(k.bundle.nbytes for k in lane.kept if k.epoch > taker.received)
                 if worst is None or waiting > worst[0]:
                     worst = (waiting, site)
@@ -201,8 +271,12 @@ class Producer:
         for consumer, lane in self.lanes.items():
             epochs = [k.epoch for k in lane.kept]
             require(epochs == sorted(epochs), f"cohort {consumer}: kept bundles are out of order")
-            stable = min((t.received for t in lane.takers.values()), default=NO_EPOCH)
+            stable = self._stable(lane)
             require(all(e > stable for e in epochs), f"cohort {consumer}: a stable bundle is kept")
+            require(
+                not epochs or epochs[0] in (lane.let_go, lane.let_go + 1),
+                f"cohort {consumer}: a bundle is missing",
+            )
 
 
 class Consumer:
@@ -218,6 +292,12 @@ class Consumer:
     ) -> None:
         self.exchange, self.cohort, self.window = exchange, cohort, window
         self.finished, self.since = finished, since
+        self.stands = False
+        """It takes nothing yet, and is counted."""
+        self.alike = True
+        """Whether it does not matter from which copy of a producer it takes its frames."""
+        self.levels: Callable[[Epoch], tuple[Epoch, ...]] = lambda received: ()
+        """What is not needed any more, by level, given what was received."""
         self.received: dict[CohortId, Epoch] = {}
         self.source: dict[CohortId, SiteId | None] = {}
         self._copies: dict[CohortId, tuple[SiteId, ...]] = {}
@@ -261,8 +341,10 @@ class Consumer:
         return effects
 
     def _choose(self, producer: CohortId, connected: set[SiteId], prefer: SiteId | None) -> None:
-        alive = [s for s in self._copies[producer] if s in connected]
-        if prefer is not None and prefer in alive:
+        alive = [s for s in self._copies[producer] if s in connected and not self.stands]
+        if not self.alike:
+            self.source[producer] = alive[0] if alive else None
+        elif prefer is not None and prefer in alive:
             self.source[producer] = prefer
         elif self.source.get(producer) not in alive:
             turn = (producer + self.cohort) % len(alive) if alive else 0
@@ -271,7 +353,7 @@ class Consumer:
     def turn(self, connected: set[SiteId]) -> list[SendAck]:
         """Take what is lacking of the next epoch from the next copy."""
         effects = []
-        for producer, received in self.received.items():
+        for producer, received in self.received.items() if self.alike else ():
             alive = [s for s in self._copies[producer] if s in connected]
             source = self.source.get(producer)
             if received == self.finished and source in alive and len(alive) > 1:
@@ -333,6 +415,12 @@ class Consumer:
         self._checksum = self._taken
         return self.acks(connected)
 
+    def stand_at(self, epoch: Epoch, connected: set[SiteId]) -> list[SendAck]:
+        """The state is that after `epoch` now: nothing before is needed any more."""
+        self.finished = epoch
+        self.received = dict.fromkeys(self.received, epoch)
+        return self.acks(connected)
+
     def acks(self, connected: set[SiteId]) -> list[SendAck]:
         return [
             self.ack(producer, site)
@@ -354,6 +442,7 @@ class Consumer:
             self.source[producer] == site,
             self.finished if known else NO_EPOCH,
             self._checksum.get(producer, 0),
+            self.levels(self.received[producer]),
         )
 
     def check_invariants(self) -> None:

@@ -27,6 +27,24 @@ class StageShape:
     copies: int = 1
     apart: str = "process"
     """The failure domain that no two copies may share."""
+    level: int = 0
+    """If not 0, its units are made anew from their input: see `holdfast.core.upstream`."""
+    standbys: int = 0
+    """How many more copies stand by: they get checkpoints, and compute nothing."""
+    alike: bool = True
+    """Whether its copies make the same frames, row by row. If not, consumers take them from the
+    first copy, and the others withhold theirs."""
+
+    @property
+    def comparable(self) -> bool:
+        """Whether what a copy makes is to be the same as what another one has made. A unit that is
+        made anew makes some of it wrong that nobody needs."""
+        return self.alike and not self.level
+
+    @property
+    def wanted(self) -> int:
+        """How many sites shall have something of each partition."""
+        return self.copies + self.standbys
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +56,11 @@ class Shape:
     """By exchange: the stage that it feeds."""
     granularity: str = "partition"
     """What is lost with a site, and made anew: see `replicas`."""
+
+    @property
+    def levels(self) -> int:
+        """How many levels of acknowledgement there are."""
+        return max(s.level for s in self.stages)
 
 
 GRANULARITIES = ("partition", "dataflow", "cluster")
@@ -76,10 +99,12 @@ class Cohort:
     since: tuple[tuple[SiteId, int], ...] = ()
     """The number of the view in which a copy began to join. It tells a copy from one that was at
     the same site before; those of the first view began with 0."""
+    standing: tuple[SiteId, ...] = ()
+    """The sites that have a checkpoint of it, and will go on from there when no copy is left."""
 
     @property
     def all(self) -> tuple[SiteId, ...]:
-        return self.copies + self.joining
+        return self.copies + self.joining + self.standing
 
     def led_by(self, site: SiteId) -> bool:
         return self.copies[:1] == (site,)
@@ -91,12 +116,25 @@ class Cohort:
         """With a new copy at `site`, from the view with this number on."""
         return replace(self, joining=(*self.joining, site), since=(*self.since, (site, number)))
 
+    def installed_at(self, site: SiteId, copies: int) -> Cohort:
+        """The state is in place at `site`, which joined: it computes, or there are enough that do
+        and it stands by."""
+        rest = tuple(s for s in self.joining if s != site)
+        if len(self.copies) < copies:
+            return replace(self, joining=rest, copies=(*self.copies, site))
+        return replace(self, joining=rest, standing=(*self.standing, site))
+
     def without(self, gone: Iterable[SiteId]) -> Cohort:
+        """What is left; with no copy that computes, who stands by goes on."""
         left = set(self.all) - set(gone)
+        copies = tuple(s for s in self.copies if s in left)
+        standing = tuple(s for s in self.standing if s in left)
+        stepped_in = 0 if copies else 1
         return replace(
             self,
-            copies=tuple(s for s in self.copies if s in left),
+            copies=copies + standing[:stepped_in],
             joining=tuple(s for s in self.joining if s in left),
+            standing=standing[stepped_in:],
             since=tuple(pair for pair in self.since if pair[0] in left),
         )
 
@@ -174,7 +212,8 @@ class View:
 
 def _sites(cohort: Cohort) -> str:
     joining = "".join(f"+{s}" for s in cohort.joining)
-    return ",".join(str(s) for s in cohort.copies) + joining
+    standing = "".join(f"~{s}" for s in cohort.standing)
+    return ",".join(str(s) for s in cohort.copies) + joining + standing
 
 
 def partitions_of(view: View, units: Iterable[Unit], shape: Shape) -> str:
@@ -218,10 +257,11 @@ def place(shape: Shape, sites: Sequence[SiteId], domains: Mapping[SiteId, Domain
         for c in range(count):
             at = (turn + c) % len(ring)
             copies = [ring[at]]
-            while len(copies) < stage.copies:
+            while len(copies) < stage.wanted:
                 after = [ring[(at + k) % len(ring)] for k in range(1, len(ring))]
                 copies.append(_next_copy(stage, copies, after, domains))
-            cohorts.append(Cohort(bounds[c], bounds[c + 1], tuple(copies)))
+            both = (tuple(copies[: stage.copies]), tuple(copies[stage.copies :]))
+            cohorts.append(Cohort(bounds[c], bounds[c + 1], both[0], standing=both[1]))
         if count < len(ring):
             turn += count
         placed.append(tuple(cohorts))
@@ -283,7 +323,7 @@ def _next_copy(
     if not fit:
         found = {getattr(domains[s], stage.apart) for s in [*copies, *candidates]}
         raise HostError(
-            f"stage {stage.name!r} wants {stage.copies} copies of each partition, no two in one "
+            f"stage {stage.name!r} wants {stage.wanted} copies of each partition, no two in one "
             f"{stage.apart}, and the sites are in only {len(found)}: {', '.join(sorted(found))}",
             hint=f"start more sites, spread them over more than one {stage.apart}, or allow copies "
             f"to share it with pairs(apart=...), one of {', '.join(DOMAINS)}",

@@ -7,6 +7,7 @@ function of the flow alone, so every site, the controller and the batch job work
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -121,6 +122,7 @@ class Plan:
 def shape(plan: Plan, partitions: int) -> Shape:
     """The plan as the core sees it: numbers only."""
     stages = []
+    levels = _levels(plan)
     for stage in plan.stages:
         protection = stage.protection or none()
         count = partitions if stage.kind == "keyed" else 1
@@ -137,6 +139,9 @@ def shape(plan: Plan, partitions: int) -> Shape:
                 stage.merge == "ordered",
                 protection.copies,
                 protection.apart,
+                levels[stage.id],
+                protection.standbys,
+                protection.alike,
             )
         )
     wanted = {(s.protection or none()).granularity for s in plan.stages}
@@ -151,6 +156,23 @@ def shape(plan: Plan, partitions: int) -> Shape:
         tuple(StageId(e.consumer) for e in plan.exchanges),
         wanted.pop(),
     )
+
+
+def _walk(stages: Iterable[Stage]) -> str:
+    return " → ".join(repr(stage.name) for stage in stages)
+
+
+def _levels(plan: Plan) -> dict[int, int]:
+    """By stage: how many stages in a row, from it on, are made anew if they are lost together."""
+    found: dict[int, int] = {}
+
+    def level(stage: Stage) -> int:
+        if stage.id not in found:
+            after = [level(plan.stages[e.consumer]) for e in stage.outputs]
+            found[stage.id] = min((stage.protection or none()).anew, 1 + max(after, default=0))
+        return found[stage.id]
+
+    return {stage.id: level(stage) for stage in plan.stages}
 
 
 def plan(flow: Flow) -> Plan:
@@ -181,6 +203,8 @@ class _Planner:
                 stage = self._add_stage(node, "sink", {}, sink=node.sink)
                 self._connect(node.inputs[0], stage, 0, None)
         self._prune()
+        if any((s.protection or none()).name == "rollback" for s in self.stages):
+            self._refuse_uneven()
         boundaries = {b for s in self.stages if s.operator for b in s.operator.boundaries}
         return Plan(
             self.flow.name,
@@ -194,6 +218,25 @@ class _Planner:
     def _settled(self, node: SourceNode) -> Source:
         values = self.flow.settled.get(node.name)
         return node.source if values is None else node.source.settled(values)
+
+    def _refuse_uneven(self) -> None:
+        """A marker returns from so many stages further on: that must be the same on all ways."""
+        for first in self.stages:
+            walks: dict[int, list[Stage]] = {first.id: [first]}
+            waiting = [first]
+            while waiting:
+                stage = waiting.pop(0)
+                for after in dict.fromkeys(e.consumer for e in stage.outputs):
+                    walk = [*walks[stage.id], self.stages[after]]
+                    known = walks.setdefault(after, walk)
+                    if len(known) != len(walk):
+                        raise FlowError(
+                            f"flow {self.flow.name!r}: rollback() needs all ways between two "
+                            f"stages to be equally long: {_walk(known)}; {_walk(walk)}",
+                            hint="protect it with upstream(), which does not mind",
+                        )
+                    if known is walk:
+                        waiting.append(self.stages[after])
 
     def _refuse_pointless(self, nodes: list[Node]) -> None:
         name = self.flow.name
@@ -232,7 +275,7 @@ class _Planner:
         stage = Stage(
             len(self.stages), name, kind, ports, source=source, operator=operator, sink=sink
         )
-        stage.protection = self.flow.protection
+        stage.protection = self.flow.protection.at_the_ends
         self.stages.append(stage)
         self._stage_of[id(node)] = stage
         return stage
@@ -241,7 +284,13 @@ class _Planner:
         stage = self._add_stage(node, "keyed", node.operator.outputs, operator=node.operator)
         stage.merge = node.merge
         stage.protection = node.protection or self.flow.protection
-        if stage.merge == "arrival" and stage.protection.copies > 1:
+        if stage.protection.anew and not node.operator.bounded:
+            raise FlowError(
+                f"stage {stage.name!r}: what a {node.operator.label} knows of a key comes from all "
+                "rows that the key ever had, so all of its input would have to be kept",
+                hint="protect it with pairs(), or use an event-time window",
+            )
+        if stage.merge == "arrival" and stage.protection.name != "none":
             raise FlowError(
                 f"stage {stage.name!r} merges in the order of arrival, which its copies would not "
                 f"see alike: {stage.protection.name} needs ordered merging",

@@ -17,11 +17,87 @@ class Protection:
     copies: int = 1
     apart: str = "process"
     granularity: str = "partition"
+    standbys: int = 0
+    """How many more copies have checkpoints, and compute nothing."""
+    every_ms: int = 0
+    """How often they get one."""
+    alike: bool = True
+    """Whether copies make the same frames, row by row, and are held to it."""
+    anew: int = 0
+    """If not 0, partitions are made anew from their input; so many of them in a row at most."""
+
+    @property
+    def at_the_ends(self) -> Protection:
+        """What it means for sources and sinks, which cannot be made anew from what flows."""
+        alone = self.anew or self.standbys or not self.alike
+        return Protection("pairs", 2, self.apart) if alone else self
 
 
 def none() -> Protection:
     """A plain exchange: one copy of every partition; the loss of a site stops the flow."""
     return Protection("none")
+
+
+ALL = 1 << 16
+
+
+def active(*, apart: str = "executor") -> Protection:
+    """Active standby: every partition has two copies that compute, of which the second withholds
+    what it makes until the first is gone. Unlike `pairs` they need not make the same rows in the
+    same order, only the same set of them in an epoch; and nobody compares them. Sources and
+    sinks are pairs. No two copies share what `apart` says.
+    """
+    if apart not in DOMAINS:
+        raise FlowError(f"active(): apart must be one of {', '.join(DOMAINS)}, not {apart!r}")
+    return Protection("active", 2, apart, alike=False)
+
+
+def passive(*, every_ms: int = 500, apart: str = "executor") -> Protection:
+    """Passive standby: every partition has one copy that computes, and another that gets what has
+    changed every so many milliseconds. When the first dies the other goes on from there; those
+    that it gets its input from keep what came since. Sources and sinks are pairs. No two copies
+    share what `apart` says.
+    """
+    if every_ms < 1:
+        raise FlowError(f"passive(): every_ms must be at least 1, not {every_ms}")
+    if apart not in DOMAINS:
+        raise FlowError(f"passive(): apart must be one of {', '.join(DOMAINS)}, not {apart!r}")
+    return Protection("passive", 1, apart, standbys=1, every_ms=every_ms)
+
+
+def upstream(*, k: int | None = None, apart: str = "executor") -> Protection:
+    """Upstream backup: every partition has one copy, and those that it gets its input from keep it
+    for as long as the partition's state comes from it. When it dies it is made anew from that, on
+    any site that lives. Only for operators whose state comes from the recent past: event-time
+    windows and joins. Sources and sinks are pairs, whose copies do not share what `apart` says.
+
+    Of stages in a row that are protected so, `k` may be lost at once: by default all of them, so
+    that it does not matter how many of their partitions a site has. With a smaller `k` less of the
+    input is kept; but then partitions of more stages in a row than `k` must not be on one site,
+    or its loss is the end of the flow.
+    """
+    if k is not None and k < 1:
+        raise FlowError(f"upstream(): k must be at least 1, not {k}", hint="none() bears no loss")
+    if apart not in DOMAINS:
+        raise FlowError(f"upstream(): apart must be one of {', '.join(DOMAINS)}, not {apart!r}")
+    return Protection("upstream", 1, apart, anew=k or ALL)
+
+
+def rollback(*, h: int | None = None, apart: str = "executor") -> Protection:
+    """Rollback with checkpoint markers: what a partition gets is logged by those it comes from,
+    until a marker behind it has come `h` stages further on, and has been returned. A partition
+    that is lost is made anew from the logs. Only for operators whose state comes from the recent
+    past, and for flows that are uniform: all ways from one stage to another must be equally long.
+    Sources and sinks are pairs, whose copies do not share what `apart` says.
+
+    Slices of thickness `h` overlap. By default they are as thick as the flow is long; with 2 no
+    two stages in a row may lose a partition within a short time, be it on one site.
+    """
+    if h is not None and h < 2:
+        raise FlowError(f"rollback(): h must be at least 2, not {h}")
+    if apart not in DOMAINS:
+        raise FlowError(f"rollback(): apart must be one of {', '.join(DOMAINS)}, not {apart!r}")
+    return Protection("rollback", 1, apart, anew=h - 1 if h else ALL)
 
 
 def pairs(

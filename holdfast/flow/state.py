@@ -24,6 +24,7 @@ from holdfast.flow.keys import KeyIndex, KeyWords, partition_of
 
 CHUNK_BITS = 10
 _SCANNED = 1 << 16
+_UNBORN = np.iinfo(np.int64).max
 _NULL = "__null."
 
 _Rows = dict[str, np.ndarray]
@@ -77,6 +78,9 @@ class StateTable:
     def __init__(self, fields: Mapping[str, Field], partitions: int) -> None:
         self.fields = dict(fields)
         self.partitions = partitions
+        self._born: np.ndarray | None = None
+        self._touched: np.ndarray | None = None
+        self._removed: list[pa.RecordBatch] = []
         self._reset(512)
 
     def _reset(self, capacity: int) -> None:
@@ -91,6 +95,26 @@ class StateTable:
         self._changed = np.full((capacity >> CHUNK_BITS) + 1, -1, np.int64)
         self._columns = {name: f.allocate(capacity) for name, f in self.fields.items()}
         self._null: dict[str, np.ndarray] = {}  # made for a column when it gets its first null
+        if self._born is not None:
+            self.follow_births()
+        if self._touched is not None:
+            self.follow_changes()
+
+    def follow_births(self) -> None:
+        """Know from now on in which epoch each key's state began."""
+        self._born = np.full(self._capacity, _UNBORN)
+
+    def follow_changes(self) -> None:
+        """Know from now on in which epoch each key's state last changed, and which were removed."""
+        self._touched = np.full(self._capacity, -1)
+
+    def oldest(self) -> int | None:
+        """The epoch in which the oldest state began, if births are followed and there is any."""
+        if self._born is None or not self.size:
+            return None
+        born = self._born[: self._index.size]
+        found = int(born.min(where=~self._dead[: self._index.size], initial=_UNBORN))
+        return None if found == _UNBORN else found
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._columns[name]
@@ -142,6 +166,8 @@ class StateTable:
             self._columns[name][slots] = field.allocate(1)[0]
         for null in self._null.values():
             null[slots] = False
+        if self._born is not None:
+            self._born[slots] = _UNBORN
         self._dead[slots] = False
         self._dead_count -= slots.size
 
@@ -198,6 +224,10 @@ class StateTable:
         for name in ("_low", "_high", "_part", "_dead"):
             setattr(self, name, _extended(getattr(self, name), capacity, 0))
         self._changed = _extended(self._changed, (capacity >> CHUNK_BITS) + 1, -1)
+        if self._born is not None:
+            self._born = _extended(self._born, capacity, _UNBORN)
+        if self._touched is not None:
+            self._touched = _extended(self._touched, capacity, -1)
         for name, field in self.fields.items():
             column = field.allocate(capacity)
             column[: self._capacity] = self._columns[name]
@@ -210,16 +240,38 @@ class StateTable:
         """Announce that these slots change in `epoch`: to be called before the first write."""
         self._save(slots)
         self._changed[slots >> CHUNK_BITS] = epoch
+        if self._born is not None:
+            self._born[slots] = np.minimum(self._born[slots], epoch)
+        if self._touched is not None:
+            self._touched[slots] = epoch
 
     def _save(self, slots: np.ndarray) -> None:
         for snapshot in self._snapshots:
             snapshot.save(slots)
 
-    def snapshot(self, partitions: Iterable[int] | None = None) -> Snapshot:
-        """Freeze the state of some partitions (all, by default) as it is now."""
-        snapshot = Snapshot(self, partitions)
+    def snapshot(
+        self, partitions: Iterable[int] | None = None, after: int | None = None
+    ) -> Snapshot:
+        """Freeze the state of some partitions (all, by default) as it is now; with `after`, what
+        has changed after this epoch, which is that of the last snapshot, if changes are followed.
+        """
+        snapshot = Snapshot(self, partitions, after)
         self._snapshots.append(snapshot)
+        self._removed = []
         return snapshot
+
+    def removed(self) -> pa.RecordBatch:
+        """The keys that were removed since the last snapshot. Some may have come again."""
+        keys = pa.schema([("__low", pa.int64()), ("__high", pa.int64())])
+        table = pa.Table.from_batches(self._removed, keys).combine_chunks()
+        (batch,) = table.to_batches() or [pa.RecordBatch.from_pylist([], keys)]
+        return batch
+
+    def take_out(self, keys: pa.RecordBatch) -> None:
+        """Remove what `removed` has given elsewhere."""
+        high = keys.column("__high").to_numpy()
+        slots = self.find(KeyWords(keys.column("__low").to_numpy(), high if high.any() else None))
+        self.remove(slots[slots >= 0])
 
     def remove(self, slots: np.ndarray) -> None:
         """Forget the state of these slots. Slots handed out before are void afterwards.
@@ -228,6 +280,9 @@ class StateTable:
         """
         slots = distinct(slots)
         slots = slots[~self._dead[slots]]
+        if self._touched is not None and slots.size:
+            gone = {"__low": self._low[slots], "__high": self._high[slots]}
+            self._removed.append(pa.record_batch(gone))
         self._dead[slots] = True
         self._dead_count += slots.size
         if 2 * self._dead_count > max(self._index.size, 1024):
@@ -253,6 +308,8 @@ class StateTable:
     def _arrays(self) -> _Rows:
         own: _Rows = {"__low": self._low, "__high": self._high, "__part": self._part}
         nulls = {_NULL + name: null for name, null in self._null.items()}
+        followed = {"__born": self._born, "__touched": self._touched}
+        own |= {name: array for name, array in followed.items() if array is not None}
         return {**own, **self._columns, **nulls}
 
     def install(self, state: pa.RecordBatch) -> None:
@@ -268,6 +325,10 @@ class StateTable:
                 flat = field.stored(unwrap(state.column(name).flatten()))
                 self._columns[name][slots] = flat.reshape(-1, field.width)
         np.maximum.at(self._changed, slots >> CHUNK_BITS, state.column("__changed").to_numpy())
+        if self._born is not None and "__born" in state.schema.names:
+            self._born[slots] = state.column("__born").to_numpy()
+        if self._touched is not None and "__touched" in state.schema.names:
+            self._touched[slots] = state.column("__touched").to_numpy()
 
     def drop(self, partitions: Iterable[int]) -> None:
         """Forget the state of some partitions, as when they move away."""
@@ -287,13 +348,18 @@ class Snapshot:
     thread that writes to the table, and read to the end or closed: until then it costs.
     """
 
-    def __init__(self, table: StateTable, partitions: Iterable[int] | None) -> None:
+    def __init__(
+        self, table: StateTable, partitions: Iterable[int] | None, after: int | None = None
+    ) -> None:
         self._table = table
         self._arrays = table._arrays()
         self._changed = table._changed.copy()
         self._due = ~table._dead[: table._index.size]  # slots neither given out nor saved
         if partitions is not None:
             self._due &= table._in(partitions, table._part[: self._due.size])
+        if after is not None and table._touched is not None:
+            self._due &= table._touched[: self._due.size] > after
+        self._arrays.pop("__touched", None)
         self._at = 0  # no slot below is due
         self._saved: list[_Rows] = []
         self.rows_left = int(np.count_nonzero(self._due))
@@ -381,7 +447,8 @@ def _joined(parts: list[_Rows]) -> _Rows:
 
 def _batch(fields: Mapping[str, Field], rows: _Rows) -> pa.RecordBatch:
     """Rows as `StateTable.install` takes them."""
-    arrays = {n: pa.array(rows[n]) for n in ("__low", "__high", "__part", "__changed")}
+    own = ("__low", "__high", "__part", "__changed", "__born", "__touched")
+    arrays = {n: pa.array(rows[n]) for n in own if n in rows}
     for name, field in fields.items():
         loaded = field.loaded(rows[name].reshape(-1), rows.get(_NULL + name))
         if field.width is not None:

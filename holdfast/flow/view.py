@@ -62,8 +62,8 @@ class ViewWriter(SinkWriter):
         """The rows, for whoever makes another copy."""
         return {"rows": self._table}
 
-    def snapshot(self) -> OperatorSnapshot:
-        return OperatorSnapshot(self.tables(), {})
+    def snapshot(self, after: int | None = None) -> OperatorSnapshot:
+        return OperatorSnapshot(self.tables(), {}, after)
 
     def install(self, state: dict[str, pa.RecordBatch]) -> None:
         self._table.install(state["rows"])

@@ -10,21 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from holdfast.core.controller import Controller
 from holdfast.core.dataflow import Dataflow
 from holdfast.core.effects import PublishRecord
 from holdfast.core.exchange import Consumer, Producer
-from holdfast.core.ids import CohortId, Epoch
+from holdfast.core.ids import NO_EPOCH, CohortId, Epoch
 from holdfast.core.layout import Cohort, View
 from holdfast.core.sequencer import Sequencer
+from holdfast.core.upstream import Needs, Search
+from holdfast.flow.state import StateTable
 from holdfast.sim.explore import Case
 from holdfast.sim.faults import KINDS
 from holdfast.sim.timed import TimedWorld
 from holdfast.sim.world import World
 from holdfast.site.egress import Egress
-from holdfast.site.handover import Incoming
+from holdfast.site.handover import Checkpoint, Incoming
 from holdfast.site.node import Node
 from holdfast.site.stages import UnitRunner
 
@@ -41,6 +44,7 @@ class Bug:
     method: str
     make: Make
     flow: str = "windows"
+    protocol: str = "pairs"
     kinds: tuple[str, ...] = KINDS
     """Which faults bring it out."""
     beyond: float = 0.1
@@ -50,7 +54,7 @@ class Bug:
 
     def case(self, seed: int) -> Case:
         """A run that may bring it out."""
-        return Case(seed, self.flow, kinds=self.kinds, beyond=self.beyond)
+        return Case(seed, self.flow, self.protocol, kinds=self.kinds, beyond=self.beyond)
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -117,7 +121,7 @@ def _trimmed_early(_: Any) -> Any:
 
 
 def _nothing_kept(_: Any) -> Any:
-    def export(self: Producer) -> Any:
+    def export(self: Producer, after: Epoch | None = None) -> Any:
         return {consumer: [] for consumer in self.lanes}
 
     return export
@@ -258,6 +262,91 @@ def _joiners_step_in(right: Any) -> Any:
     return without
 
 
+def _as_if_stateless(_: Any) -> Any:
+    def came_from(self: UnitRunner, epoch: int) -> int:
+        return epoch
+
+    return came_from
+
+
+def _let_go_when_received(_: Any) -> Any:
+    def stable(self: Producer, lane: Any) -> Epoch:
+        return min((t.received for t in lane.takers.values()), default=NO_EPOCH)
+
+    return stable
+
+
+def _all_levels_alike(right: Any) -> Any:
+    def levels(self: Dataflow, unit: Any, received: Epoch) -> Any:
+        found = right(self, unit, received)
+        return (found[0],) * len(found)
+
+    return levels
+
+
+def _one_is_asked(right: Any) -> Any:
+    def begins(self: Search, wanted: Any) -> Any:
+        return right(self, dict.fromkeys(list(wanted)[:1]))
+
+    return begins
+
+
+def _needs_off_by_one(right: Any) -> Any:
+    def at(self: Needs, epoch: Epoch) -> Epoch:
+        return right(self, Epoch(epoch + 1))
+
+    return at
+
+
+def _half_a_checkpoint(_: Any) -> Any:
+    def take(self: Checkpoint, plan: Any, message: Any, body: memoryview) -> None:
+        Incoming.take(self, plan, message, body)
+
+    return take
+
+
+def _nothing_removed(right: Any) -> Any:
+    def removed(self: StateTable) -> Any:
+        return right(self).slice(0, 0)
+
+    return removed
+
+
+def _output_left_out_of_checkpoints(right: Any) -> Any:
+    def export(self: Producer, after: Epoch | None = None) -> Any:
+        found = right(self, after)
+        return found if after is None else {consumer: [] for consumer in found}
+
+    return export
+
+
+def _standbys_are_not_counted(right: Any) -> Any:
+    def count_takers(self: Dataflow, producer: Producer) -> None:
+        assert self.view is not None
+        cohorts = self.view.cohorts[self.shape.consumer_of[producer.exchange]]
+        producer.on_view(
+            {
+                CohortId(j): {s: c.since_of(s) for s in c.copies + c.joining}
+                for j, c in enumerate(cohorts)
+            }
+        )
+
+    return count_takers
+
+
+def _before_it_is_in_place(right: Any) -> Any:
+    def given(self: Dataflow, unit: Any) -> Any:
+        effects = right(self, unit)
+        for site in unit.given:
+            unit.given[site] = Epoch(unit.given[site] + 1)
+        return effects
+
+    return given
+
+
+_passive = partial(Bug, flow="times", protocol="passive", kinds=("crash", "crash of two"))
+_upstream = partial(Bug, flow="times", protocol="upstream", kinds=("crash", "crash of two"))
+
 BUGS = [
     Bug("forgotten ack", "copies that do not send get no acks",
         Consumer, "acks", _no_acks_to_followers),
@@ -305,4 +394,24 @@ BUGS = [
         UnitRunner, "held", _nothing_held, kinds=("crash",)),
     Bug("joiner steps in", "a copy that is being made counts when no other is left",
         Cohort, "without", _joiners_step_in, kinds=("crash",), beyond=1.0),
+    _passive("half a checkpoint", "what comes of a checkpoint counts before it is complete",
+        Checkpoint, "take", _half_a_checkpoint),
+    _passive("removed keys stay", "a checkpoint does not say which keys are gone",
+        StateTable, "removed", _nothing_removed),
+    _passive("checkpoint without output", "frames that are not stable are not part of a checkpoint",
+        Producer, "export", _output_left_out_of_checkpoints),
+    _passive("standby not counted", "producers do not keep what came since the last checkpoint",
+        Dataflow, "_count_takers", _standbys_are_not_counted),
+    _passive("changes left out", "a checkpoint lacks what changed right after the one before",
+        Dataflow, "_handovers", _before_it_is_in_place),
+    _upstream("state not counted", "input is let go although state comes from it",
+        UnitRunner, "came_from", _as_if_stateless),
+    _upstream("log let go", "input is let go when it is received",
+        Producer, "_stable", _let_go_when_received),
+    _upstream("levels alike", "input is let go although what comes from it is needed further on",
+        Dataflow, "_levels", _all_levels_alike),
+    _upstream("one log asked", "a unit is made anew from where the first of its producers can",
+        Search, "begins", _one_is_asked),
+    _upstream("needs off by one", "the state is taken for that of an epoch later",
+        Needs, "at", _needs_off_by_one),
 ]  # fmt: skip

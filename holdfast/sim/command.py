@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -128,5 +127,5 @@ def replay(case: Case, out: Path, console: Console, bug: Bug | None = None) -> i
 def cases_of(first: int, count: int, flow: str, protocol: str, bug: Bug | None) -> list[Case]:
     seeds = range(first, first + count)
     if bug is not None:
-        return [replace(bug.case(seed), protocol=protocol) for seed in seeds]
+        return [bug.case(seed) for seed in seeds]
     return [Case(seed, flow, protocol) for seed in seeds]

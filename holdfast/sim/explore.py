@@ -7,8 +7,9 @@ from functools import cache
 
 from holdfast.core.sequencer import Budget
 from holdfast.errors import HoldfastError
+from holdfast.flow.graph import Flow, KeyedNode
 from holdfast.flow.options import Options
-from holdfast.flow.protection import Protection, pairs
+from holdfast.flow.protection import Protection, active, pairs, passive, rollback, upstream
 from holdfast.sim import flows
 from holdfast.sim.checks import Checks, Violation
 from holdfast.sim.faults import KINDS, Fault, Injector, phase_of, schedule
@@ -38,6 +39,10 @@ SCARCE_BYTES = 12_000
 PROTOCOLS: dict[str, Protection] = {
     "pairs": pairs(apart="process"),
     "triples": pairs(copies=3, apart="process"),
+    "active": active(apart="process"),
+    "rollback": rollback(apart="process"),
+    "upstream": upstream(apart="process"),
+    "passive": passive(every_ms=20, apart="process"),
 }
 
 
@@ -48,6 +53,8 @@ class Case:
     seed: int
     flow: str = "dmz"
     protocol: str = "pairs"
+    first: str | None = None
+    """How the first keyed stage is protected, if not like the others."""
     sites: int = 0
     """0: three to five, as the seed says."""
     rows_in: int = flows.ROWS
@@ -62,6 +69,17 @@ class Case:
     def hurried(self) -> bool:
         """Whether the end comes right after the first fault, and not after all is mended."""
         return self.seed % 4 == 3
+
+    @property
+    def _world(self) -> tuple[str, str, str | None, int]:
+        return self.flow, self.protocol, self.first, self.rows_in
+
+    def _flow(self, protection: Protection) -> Flow:
+        flow = flows.make(self.flow, protection, self.rows_in)
+        if self.first is not None:
+            keyed = next(node for node in flow.nodes if isinstance(node, KeyedNode))
+            keyed.protection = PROTOCOLS[self.first]
+        return flow
 
     def schedule(self) -> list[Fault]:
         if self.faults is not None:
@@ -78,19 +96,20 @@ class Case:
     def world(self) -> TimedWorld:
         protection = PROTOCOLS[self.protocol]
         world = TimedWorld(
-            flows.make(self.flow, protection, self.rows_in),
-            sites=max(self.sites or 3 + self.seed % 3, protection.copies),
+            self._flow(protection),
+            sites=max(self.sites or 3 + self.seed % 3, protection.at_the_ends.copies),
             seed=self.seed,
             options=self._options(),
             free_rows=int(self.rows_in * FREE) // flows.SPLITS.get(self.flow, 1),
-            memory=_memory(self.flow, self.rows_in),
+            # What has changed since a checkpoint is not remembered.
+            memory=None if "passive" in (self.protocol, self.first) else _memory(*self._world),
         )
         world.poisoned = self.flow in flows.POISONED
         return world
 
 
 @cache
-def _memory(flow: str, rows_in: int) -> Memory:
+def _memory(flow: str, protocol: str, first: str | None, rows_in: int) -> Memory:
     """For all runs of a flow in this process."""
     return Memory()
 

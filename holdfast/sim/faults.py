@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from holdfast.core.ids import SiteId
+from holdfast.core.layout import View
 from holdfast.sim.timed import TimedWorld
 from holdfast.sim.world import CONTROLLER
+from holdfast.site.node import Node
 
 SPAN_S = 0.06
 """The first fault comes within so much time, in which the flow gets through half of its rows."""
@@ -130,7 +132,7 @@ def phase_of(world: TimedWorld) -> str:
         return "without a controller"
     if not controller.running or view is None:
         return "starting"
-    if any(node.outgoing or node.incoming for node in world.nodes.values()):
+    if any(_hands_over(node, view) for node in world.nodes.values()):
         return "transferring"
     if any(site not in world.nodes for site in view.members):
         return "unnoticed"
@@ -140,13 +142,20 @@ def phase_of(world: TimedWorld) -> str:
     if controller.replaying:
         return "replaying"
     seen = controller.seen_by_all
-    if any(len(c.copies) < controller.shape.stages[u[0]].copies for u, c in cohorts):
+    if any(len(c.all) < controller.shape.stages[u[0]].wanted for u, c in cohorts):
         return "taken over" if seen else "taking over"
     if not seen:
         return "folding in"
     if world.records and world.records[-1].last:
         return "ending"
     return "written" if _is_ahead(world) else "protected"
+
+
+def _hands_over(node: Node, view: View) -> bool:
+    """Whether a new copy is being made here, or of what is here."""
+    joining = {(u, s) for u in view.units() for s in view.cohort(u).joining}
+    given = any(key in joining for key in node.outgoing)
+    return given or any((unit, node.site) in joining for unit in node.incoming)
 
 
 def _is_ahead(world: TimedWorld) -> bool:

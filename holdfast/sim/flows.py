@@ -62,6 +62,16 @@ def windows(rows_in: int = ROWS) -> Flow:
     return flow
 
 
+def times(rows_in: int = ROWS) -> Flow:
+    """Windows over event time, and windows of what they give: the state is of the recent past."""
+    flow = Flow("times")
+    source = flow.source("events", rows(_events(rows_in)), event_time="ts")
+    counts = source.key_by("k").window(time=20, lateness=5).agg(n=count(), x=sum_("v"))
+    groups = counts.select("window_start", g=col("k") % 3, n=col("n"), x=col("x"))
+    groups.key_by("g").window(time=60).agg(most=max_("x"), n=sum_("n")).sink("out", discard())
+    return flow
+
+
 def diamond(rows_in: int = ROWS) -> Flow:
     """One stream goes two ways and comes together again."""
     flow = Flow("diamond")
@@ -91,6 +101,7 @@ FLOWS: dict[str, Callable[[int], Flow]] = {
     "dmz": dmz,
     "splits": splits,
     "windows": windows,
+    "times": times,
     "diamond": diamond,
     "poison": poison,
 }

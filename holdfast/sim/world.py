@@ -353,12 +353,15 @@ class World:
     # --- faults ---------------------------------------------------------------------------------
 
     def survives(self, *victims: SiteId) -> bool:
-        """Whether a living copy of everything is left without these. One that joins is none."""
+        """Whether a living copy is left without these of everything that cannot be made anew. One
+        that joins is none."""
         view = self.controller.view
         if view is None:
             return False
         living = set(self.nodes) - set(victims)
-        return all(living.intersection(view.cohort(u).copies) for u in view.units())
+        kept = [u for u in view.units() if not self.shape.stages[u[0]].level]
+        cohorts = [view.cohort(u) for u in kept]
+        return all(living.intersection(c.copies + c.standing) for c in cohorts)
 
     def crash(self, *sites: SiteId) -> None:
         """These processes are gone, all at once; the others find out as time goes by."""
@@ -507,8 +510,10 @@ class World:
                 self._control(FlowFailed(site, self.failed[site]))
             node.report_again()
         for other in view.members:
-            if other != site and other in self.nodes and (site, other) not in self.network:
-                self.put_anew((site, other), [Up()])
+            if other != site and other in self.nodes and (other, site) not in self.network:
+                # It may have been connected before, and not know yet that it was not a member.
+                lost = [Down()] if (site, other) in self.network else []
+                self.put_anew((site, other), [*lost, Up()])
                 self.put_anew((other, site), [Up()])
 
     def fence(self, node: Node, view: View) -> None:

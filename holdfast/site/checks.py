@@ -47,6 +47,8 @@ class Checks:
             case wire.Acks():
                 for ack in message.acks:
                     self._ack(ack)
+            case wire.AskLog() | wire.TellLog():
+                self._ends(message.exchange, message.producer, message.consumer)
             case wire.Record() | wire.Pass():
                 self._record(message.record)
             case wire.SequencerState():
@@ -59,13 +61,12 @@ class Checks:
                 _require(self._has_split(message.source, message.split), "there is no such split")
             case wire.Delivered():
                 _require(message.sink in self._sinks, "there is no such sink")
-            case (
-                wire.CatchUp()
-                | wire.HandOverBegin()
-                | wire.HandOverState()
-                | wire.HandOverHeld()
-                | wire.HandOverEnd()
-            ):
+            case wire.HandOverBegin():
+                outputs = self._unit(message.stage, message.cohort).outputs
+                for exchange, consumer, _ in message.let_go:
+                    _require(exchange in outputs, "bundles of another stage")
+                    self._unit(self._shape.consumer_of[exchange], consumer)
+            case wire.CatchUp() | wire.HandOverState() | wire.HandOverHeld() | wire.HandOverEnd():
                 self._unit(message.stage, message.cohort)
             case wire.HandOverKept():
                 stage = self._unit(message.stage, message.cohort)
@@ -96,6 +97,8 @@ class Checks:
         finished = ack.credit - self._window
         _require(NO_EPOCH <= finished <= ack.received <= ack.credit, "an ack that cannot be")
         _require(ack.finished in (NO_EPOCH, finished), "an ack that cannot be")
+        _require(len(ack.levels) == self._shape.levels, "an ack that cannot be")
+        _require(all(level <= ack.received for level in ack.levels), "an ack that cannot be")
 
     def _ends(self, exchange: int, producer: int, consumer: int) -> tuple[StageShape, StageShape]:
         """The stages at the ends of an exchange, if they have such cohorts."""

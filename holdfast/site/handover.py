@@ -2,6 +2,9 @@
 
 The donor freezes its operator's tables and gives them out a part at a time, between its orders;
 it never stands still for longer than one part takes. The joiner puts the parts in as they come.
+
+A copy that stands by gets its state in the same way, again and again, and only what has changed: a
+checkpoint. It is put in when it is complete; until then the one before counts.
 """
 
 from __future__ import annotations
@@ -33,12 +36,16 @@ class Outgoing:
     def __init__(self, order: HandOver, runner: UnitRunner) -> None:
         self.unit, self.joiner = order.unit, order.joiner
         keeper = runner.keeper
-        self._snapshot = keeper.snapshot() if keeper else None
+        self._snapshot = keeper.snapshot(order.after) if keeper else None
         held = runner.held()
         kept = [b for lanes in order.kept.values() for lane in lanes.values() for b in lane]
         self._rest = sum(k.bundle.nbytes for k in kept) + sum(int(b.nbytes) for _, b in held)
         self.nbytes = self.nbytes_left
-        begin = wire.HandOverBegin(*order.unit, order.epoch, self.nbytes, runner.extras())
+        let_go: list[tuple[int, int, int]]
+        let_go = [(x, c, e) for x, lanes in order.let_go.items() for c, e in lanes.items()]
+        begin = wire.HandOverBegin(
+            *order.unit, order.epoch, self.nbytes, runner.extras(), order.after, let_go
+        )
         self._parts = self._all(begin, order, held)
 
     @property
@@ -67,6 +74,8 @@ class Outgoing:
         if self._snapshot is not None:
             rows = self._snapshot.rows_left
             width = max(1, self._snapshot.nbytes_left // max(1, rows))
+            for table, gone in self._snapshot.gone.items():
+                yield wire.HandOverState(*self.unit, table, True), [to_ipc(gone)]
             while (part := self._snapshot.next(max(256, PART_BYTES // width))) is not None:
                 yield wire.HandOverState(*self.unit, part[0]), [to_ipc(part[1])]
         yield wire.HandOverEnd(*self.unit), None
@@ -113,7 +122,10 @@ class Incoming:
                 keeper = self._runner.keeper
                 if keeper is None or message.table not in keeper.tables():
                     raise ProtocolError(f"the unit has no table {message.table!r}")
-                keeper.install({message.table: bundles.rows_of(body)})
+                if message.gone:
+                    keeper.tables()[message.table].take_out(bundles.rows_of(body))
+                else:
+                    keeper.install({message.table: bundles.rows_of(body)})
             case wire.HandOverKept():
                 header = message.bundle
                 schema = plan.exchanges[header.exchange].schema
@@ -132,4 +144,30 @@ class Incoming:
         with _from_a_peer():
             self._runner.restore(self.begin.extras, self._held)
         self._runner.epoch = self.begin.epoch
-        return CopyInstalled(unit, Epoch(self.begin.epoch), self._kept)
+        let_go: dict[ExchangeId, dict[CohortId, Epoch]] = {x: {} for x in self._kept}
+        for exchange, consumer, epoch in self.begin.let_go:
+            let_go[ExchangeId(exchange)][CohortId(consumer)] = Epoch(epoch)
+        whole = self.begin.after is None
+        return CopyInstalled(unit, Epoch(self.begin.epoch), self._kept, let_go, whole)
+
+
+class Checkpoint(Incoming):
+    """State for a unit that stands by: nothing changes there before all of it has come."""
+
+    def __init__(self, begin: wire.HandOverBegin, donor: int, runner: UnitRunner) -> None:
+        super().__init__(begin, donor, runner)
+        self._waiting: list[tuple[Plan, wire.Message, bytes]] = []
+
+    def take(self, plan: Plan, message: wire.Message, body: memoryview) -> None:
+        self.nbytes += body.nbytes
+        self._waiting.append((plan, message, bytes(body)))
+
+    def put_into(self, runner: UnitRunner) -> None:
+        """Into one with empty state, instead of that with the checkpoint before."""
+        self._runner = runner
+
+    def install(self, unit: Unit) -> CopyInstalled:
+        for plan, message, body in self._waiting:
+            with _from_a_peer():
+                self._take(plan, message, memoryview(body))
+        return super().install(unit)

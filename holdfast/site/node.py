@@ -21,6 +21,7 @@ import pyarrow as pa
 from holdfast.core.dataflow import Dataflow
 from holdfast.core.effects import (
     AbandonHandOver,
+    AskLog,
     AskRecords,
     CloseUnit,
     ConfirmChain,
@@ -38,6 +39,7 @@ from holdfast.core.effects import (
     SendBundle,
     SequencerEffect,
     SiteEffect,
+    TellLog,
 )
 from holdfast.core.events import (
     AckArrived,
@@ -45,8 +47,11 @@ from holdfast.core.events import (
     BundleArrived,
     CatchUpOrdered,
     ChainJoined,
+    CheckpointDue,
     DrainRequested,
     EpochDelivered,
+    LogAsked,
+    LogTold,
     PauseRequested,
     PeerConnected,
     PeerLost,
@@ -69,7 +74,7 @@ from holdfast.flow.plan import Plan, shape
 from holdfast.site import bundles, wire
 from holdfast.site.bundles import Frames
 from holdfast.site.checks import Checks
-from holdfast.site.handover import Incoming, Outgoing
+from holdfast.site.handover import Checkpoint, Incoming, Outgoing
 from holdfast.site.ingress import Split
 from holdfast.site.memory import fitting, limit_bytes
 from holdfast.site.serving import Serving
@@ -143,6 +148,7 @@ class Node:
         self._acks: dict[SiteId, dict[tuple[int, int, int], wire.Ack]] = {}
         self._working = self._hasty = False
         self._quiet_since: dict[tuple[int, int], float] = {}
+        self._checkpointed: dict[Unit, float] = {}
         self._waits_for_chain = False
         self._uncounted: set[Unit] = set()
         self._early: deque[SequencerEvent] = deque(maxlen=EARLY_MAX)
@@ -160,7 +166,8 @@ class Node:
         for unit, incoming in list(self.incoming.items()):
             if incoming.donor not in view.members:
                 del self.incoming[unit]
-                self._fail_copy(unit, self.site, f"site {incoming.donor} died")
+                if not self.dataflow.units[unit].installed:
+                    self._fail_copy(unit, self.site, f"site {incoming.donor} died")
         self.stages.on_view(view)
         self._handle(ViewCommitted(view))
         self.stages.on_view(view)  # units that it opened
@@ -213,11 +220,13 @@ class Node:
         for unit, held in self.dataflow.units.items():
             if site in held.handed:  # some of it may not have arrived
                 self._abandon(unit, site)
-                self._fail_copy(unit, site, f"its connection to site {self.site} broke")
+                if self.view is not None and site in self.view.cohort(unit).joining:
+                    self._fail_copy(unit, site, f"its connection to site {self.site} broke")
         for unit, incoming in list(self.incoming.items()):
             if incoming.donor == site:
                 del self.incoming[unit]
-                self._fail_copy(unit, self.site, f"its connection to site {site} broke")
+                if not self.dataflow.units[unit].installed:
+                    self._fail_copy(unit, self.site, f"its connection to site {site} broke")
         self._handle(PeerLost(site))
 
     def report_again(self) -> None:
@@ -244,6 +253,11 @@ class Node:
             case wire.Acks():
                 for ack in message.acks:
                     self._handle(_arrived(ack, site))
+            case wire.AskLog():
+                self._handle(LogAsked(*_log(message), site, message.since))
+            case wire.TellLog():
+                said = (Epoch(message.after), message.credit)
+                self._handle(LogTold(*_log(message), site, message.since, *said))
             case wire.Record():
                 self._handle(RecordArrived(message.record))
             case wire.Pass():
@@ -388,6 +402,12 @@ class Node:
                 self._send_bundle(effect)
             case SendAck():
                 self._put_ack(effect)
+            case AskLog():
+                asked = (effect.exchange, effect.producer, effect.consumer, effect.since)
+                self._to(effect.site, wire.AskLog(*asked))
+            case TellLog():
+                asked = (effect.exchange, effect.producer, effect.consumer, effect.since)
+                self._to(effect.site, wire.TellLog(*asked, effect.after, effect.credit))
             case AskRecords():
                 assert self.view is not None
                 self._to(self.view.sequencers[-1], wire.RecordsAfter(effect.after))
@@ -418,6 +438,7 @@ class Node:
             effect.take,
             effect.finished,
             effect.checksum,
+            effect.levels,
         )
 
     def ask(
@@ -488,8 +509,23 @@ class Node:
             begun = self._now()
             self.outgoing[unit, joiner] = Outgoing(effect, self.stages.units[unit])
             self.freeze_ms = max(self.freeze_ms, (self._now() - begun) * 1e3)
-        else:
+        elif self.view is not None and joiner in self.view.cohort(unit).joining:
             self._fail_copy(unit, joiner, f"it has no connection to site {self.site}")
+        else:
+            self.dataflow.units[unit].given.pop(joiner, None)
+
+    def checkpoint(self) -> None:
+        """Called every now and then: have units whose time has come give their state to those that
+        stand by. One that is still on its way is not overtaken by the next."""
+        now = self._now()
+        for unit, runner in self.stages.units.items():
+            every_ms = runner.checkpoint_ms
+            standing = self.view.cohort(unit).standing if self.view is not None else ()
+            if not every_ms or not standing or any((unit, s) in self.outgoing for s in standing):
+                continue
+            if now - self._checkpointed.get(unit, 0.0) >= every_ms / 1e3:
+                self._checkpointed[unit] = now
+                self._handle(CheckpointDue(unit))
 
     def _abandon(self, unit: Unit, joiner: SiteId) -> None:
         outgoing = self.outgoing.pop((unit, joiner), None)
@@ -499,8 +535,11 @@ class Node:
     def _on_hand_over_begin(self, site: SiteId, message: wire.HandOverBegin) -> None:
         unit = (StageId(message.stage), CohortId(message.cohort))
         held = self.dataflow.units.get(unit)
-        if self.view is None or held is None or held.installed:
+        if self.view is None or held is None or (held.installed and not held.stands):
             return  # it is not wanted here any more
+        if held.installed:
+            self.incoming[unit] = Checkpoint(message, site, self.stages.units[unit])
+            return
         self.stages.shut(unit)
         self.stages.open(unit, self.view)
         self.stages.on_view(self.view)
@@ -510,10 +549,14 @@ class Node:
         unit = (StageId(message.stage), CohortId(message.cohort))
         incoming = self.incoming.get(unit)
         if incoming is not None and incoming.donor == site:
+            assert self.view is not None
+            if isinstance(incoming, Checkpoint) and incoming.begin.after is None:
+                self.stages.shut(unit)
+                self.stages.open(unit, self.view)
+                incoming.put_into(self.stages.units[unit])
             installed = incoming.install(unit)
             del self.incoming[unit]
             self._handle(installed)
-            assert self.view is not None
             self.stages.on_view(self.view)
             self._ask_for_portions()
 
@@ -663,6 +706,7 @@ class Node:
         if self.finished:
             return
         self.stages.recall()
+        self.checkpoint()
         for reader in self.stages.fed().values():
             reader.pull()
         for unit, split in self.stages.splits():
@@ -734,8 +778,7 @@ class Node:
 
     def behind(self) -> tuple[SiteId, int] | None:
         """The copy elsewhere that most is kept for here, and how many bytes."""
-        found = [p.slowest() for p in self.dataflow.producers.values()]
-        return max((f for f in found if f is not None), key=lambda f: f[1], default=None)
+        return self.dataflow.slowest()
 
 
 class _Gaps:
@@ -761,6 +804,10 @@ class _Gaps:
         return 1e3 * max([now - self._last, *(gap for _, gap in self._gaps)])
 
 
+def _log(message: wire.AskLog | wire.TellLog) -> tuple[ExchangeId, CohortId, CohortId]:
+    return ExchangeId(message.exchange), CohortId(message.producer), CohortId(message.consumer)
+
+
 def _arrived(ack: wire.Ack, site: SiteId) -> AckArrived:
     return AckArrived(
         ExchangeId(ack.exchange),
@@ -773,6 +820,7 @@ def _arrived(ack: wire.Ack, site: SiteId) -> AckArrived:
         ack.take,
         Epoch(ack.finished),
         ack.checksum,
+        tuple(Epoch(level) for level in ack.levels),
     )
 
 

@@ -107,6 +107,8 @@ class Site:
         self._unseen = False
         self._ingested, self._ingested_at, self._epoch_s = NO_EPOCH, 0.0, 0.0
         self._stall_ms = 0.0
+        self._sent_bytes = 0
+        """To other sites, on connections that are no more."""
         self._undialled: dict[SiteId, str] = {}
         """Why the last attempt at a connection to a member came to nothing."""
         self._turned = time.monotonic()
@@ -295,6 +297,7 @@ class Site:
         site = SiteId(connection.id)
         if connection.role == "site" and self._peers.get(site) is connection:
             del self._peers[site]
+            self._sent_bytes += connection.sent_bytes
             log.info("site %s: connection to site %s is lost", self.id, site)
             self._guarded(lambda: self.node.on_lost(site))
 
@@ -556,6 +559,7 @@ class Site:
             "memory_limit_mb": self._limit / 2**20,
             "cpu_s": usage.ru_utime + usage.ru_stime,
             "queued_bytes": sum(c.queued for c in self._peers.values()),
+            "sent_bytes": self._sent_bytes + sum(c.sent_bytes for c in self._peers.values()),
             "stall_ms": max(self._stall_ms, self.node.freeze_ms),
         }
         self.tell(wire.Status(msgspec.json.encode(figures)))

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from holdfast.core.effects import IngestEpoch, ProcessBundles
 from holdfast.core.events import UnitProcessed
-from holdfast.core.ids import CohortId, ExchangeId, SiteId, StageId, Unit
+from holdfast.core.ids import NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
 from holdfast.core.layout import Cohort, View
 from holdfast.errors import ProtocolError
 from holdfast.flow.batches import Track
@@ -36,7 +36,7 @@ class Keeper(Protocol):
 
     def tables(self) -> dict[str, StateTable]: ...
 
-    def snapshot(self) -> OperatorSnapshot: ...
+    def snapshot(self, after: int | None = None) -> OperatorSnapshot: ...
 
     def install(self, state: dict[str, pa.RecordBatch]) -> None: ...
 
@@ -55,6 +55,10 @@ class UnitRunner:
     ) -> None:
         self.stage, self.cohort, self.partitions = stage, cohort, options.partitions
         self.runner = StageRunner(plan, stage, options.partitions)
+        self._anew = bool(stage.protection and stage.protection.anew)
+        self.checkpoint_ms = stage.protection.every_ms if stage.protection else 0
+        """How often those that stand by get its state, if any do."""
+        self._opened()
         self.routers = routers
         self.ingress: Ingress | None = None
         self.egress: Egress | None = None
@@ -76,6 +80,21 @@ class UnitRunner:
             state = past.state_of(self.stage.id, self.cohort.first, self.cohort.end)
             for table, batch in state:
                 self.operator.install({table: batch})
+
+    def _opened(self) -> None:
+        """The operator is new."""
+        tables = self.runner.operator.tables() if self.runner.operator is not None else {}
+        for table in tables.values():
+            if self._anew:
+                table.follow_births()
+            if self.checkpoint_ms:
+                table.follow_changes()
+
+    def came_from(self, epoch: int) -> int:
+        """After which epoch the rows came that the state after `epoch` comes from."""
+        if not self._anew or self.operator is None:
+            return NO_EPOCH
+        return self.operator.came_from(epoch)
 
     @property
     def operator(self) -> KeyedOperator | None:
@@ -169,6 +188,7 @@ class UnitRunner:
         if self.egress is not None and egress is not None:
             self.egress.restore(egress, held)
         if self.operator is not None and operator is not None:
+            self.operator.late_rows = 0
             self.operator.install_extras(operator)
 
     def figures(self) -> dict[str, Any]:
@@ -277,7 +297,9 @@ class SiteStages:
         """Ingest or process; the answer has the output split by consumer cohort."""
         last = order.last if isinstance(order, ProcessBundles) else True
         epoch = order.epoch if isinstance(order, ProcessBundles) else order.record.epoch
-        return UnitProcessed(order.unit, epoch, last, self.units[order.unit].run(order))
+        unit = self.units[order.unit]
+        outputs = unit.run(order)
+        return UnitProcessed(order.unit, epoch, last, outputs, Epoch(unit.came_from(epoch)))
 
     def egress(self, sink: StageId) -> Egress | None:
         runner = self.units.get((sink, CohortId(0)))

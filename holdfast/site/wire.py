@@ -295,12 +295,33 @@ class Ack(msgspec.Struct, frozen=True, array_like=True):
     take: bool
     finished: EpochNumber
     checksum: Checksum
+    levels: tuple[EpochNumber, ...] = ()
 
 
 class Acks(Message, frozen=True):
     """All that a site has to acknowledge to another just now."""
 
     acks: list[Ack]
+
+
+class AskLog(Message, frozen=True):
+    """See `LogAsked`."""
+
+    exchange: Number
+    producer: Number
+    consumer: Number
+    since: Number
+
+
+class TellLog(Message, frozen=True):
+    """See `LogTold`."""
+
+    exchange: Number
+    producer: Number
+    consumer: Number
+    since: Number
+    after: EpochNumber
+    credit: Number
 
 
 class Delivered(Message, frozen=True):
@@ -349,14 +370,19 @@ class HandOverBegin(Message, frozen=True):
     nbytes: Number
     """About how much will follow."""
     extras: Extras
+    after: EpochNumber | None
+    """Only what has changed after this epoch."""
+    let_go: list[tuple[Number, Number, EpochNumber]]
+    """By exchange and consumer: up to which epoch no bundles are kept."""
 
 
 class HandOverState(Message, frozen=True):
-    """Part of a table (Arrow IPC in the body)."""
+    """Part of a table (Arrow IPC in the body); or keys that are not in it any more."""
 
     stage: Number
     cohort: Number
     table: str
+    gone: bool = False
 
 
 class HandOverKept(Message, frozen=True):
@@ -510,6 +536,8 @@ _encoder = msgspec.msgpack.Encoder()
 _CONTROLLERS_ONLY = (NewView, Start, CatchUp, Drain, Pause, Dismiss)
 _FEEDERS_ONLY = (FeedOpen, FeedRows, FeedDone, FeedCommit, FeedEnd)
 READER = "reader"
+SERVER = "server"
+"""Whoever was dialled and is no site: a controller. Nobody else gives orders."""
 
 
 def decode(header: bytes | memoryview, greeting: bool = False) -> Message:
@@ -533,13 +561,13 @@ def check_speaker(role: str, message: Message) -> None:
     the one side that a site dials and that is no site."""
     expected: tuple[str, ...] = ("site",)
     if isinstance(message, _CONTROLLERS_ONLY):
-        expected = ("server",)
+        expected = (SERVER,)
     elif isinstance(message, _FEEDERS_ONLY):
         expected = ("feeder",)
     elif isinstance(message, Ask):
         expected = (READER,)
     elif isinstance(message, Fenced):
-        expected = ("site", "server")
+        expected = ("site", SERVER)
     if role not in expected:
         raise ProtocolError(f"{type(message).__name__} is not for a {role} to say")
 
@@ -603,7 +631,7 @@ class Connection(asyncio.BufferedProtocol):
         on_message: Handler,
         on_close: Callable[[Connection, Exception | None], None],
         identity: tuple[str, int] | None = None,
-        peer: tuple[str, int] = ("server", -1),
+        peer: tuple[str, int] = (SERVER, -1),
     ) -> None:
         self._secret = secret
         self._on_open, self._on_message, self._on_close = on_open, on_message, on_close
@@ -611,6 +639,7 @@ class Connection(asyncio.BufferedProtocol):
         self._peer = peer  # whom we dial
         self.role, self.id = "", -1
         self.open = False
+        self.sent_bytes = 0
         self.heard = self.spoke = True
         """Whether anything came in or went out since whoever watches this has cleared them."""
         self._transport: asyncio.Transport | None = None
@@ -702,6 +731,8 @@ class Connection(asyncio.BufferedProtocol):
                 )
                 if not hmac.compare_digest(expected, message.proof):
                     raise ProtocolError("the peer does not know the flow's secret")
+                if message.role == SERVER:
+                    raise ProtocolError("who dials is no server")
                 self._write(
                     encode(Welcome(proof(self._secret, "server", message.nonce, self._nonce)))
                 )
@@ -745,6 +776,7 @@ class Connection(asyncio.BufferedProtocol):
         if not self._waiting:
             asyncio.get_running_loop().call_soon(self._flush)
             self.spoke = True
+        self.sent_bytes += len(data)
         self._waiting.append(data)
 
     def _flush(self) -> None:

@@ -218,7 +218,7 @@ def test_a_copy_that_comes_after_the_end_was_said_is_seen_through_and_said() -> 
     """It may be the only one by then: nobody else would say it."""
     machine = finished_source()
     machine.handle(view(1, "0,1", "1", "1+0"))
-    effects = machine.handle(CopyInstalled(SINK, NO_EPOCH, {}))
+    effects = machine.handle(CopyInstalled(SINK, NO_EPOCH, {}, {}))
     assert of(ReportFinished, effects) == []
     machine.handle(view(2, "0,1", "1", "1,0"))
     machine.handle(bundle(1, 0))
@@ -286,7 +286,7 @@ def test_a_new_copy_goes_on_from_where_its_state_was_taken() -> None:
     machine.handle(record(7))  # the others are at 7
     machine.handle(ack(1, 1, 2))  # early: the sink's copy counts us already
     kept = {1: {0: [(3, True, Frames("o3")), (4, True, Frames("o4")), (5, True, Frames("o5"))]}}
-    effects = machine.handle(CopyInstalled(KEYED, 5, kept))
+    effects = machine.handle(CopyInstalled(KEYED, 5, kept, {1: {0: kept[1][0][0][0] - 1}}))
     assert ReportCopy(KEYED, "installed") in effects
     assert ReportCopy(KEYED, "caught_up") not in effects
     sent = of(SendBundle, effects)
@@ -304,7 +304,7 @@ def test_a_new_copy_goes_on_from_where_its_state_was_taken() -> None:
 
 def test_a_new_source_asks_for_the_records_it_lacks() -> None:
     machine = site(2, "0+2", "1", "1", connected=(0, 1))
-    effects = machine.handle(CopyInstalled(SOURCE, 4, {0: {0: []}}))
+    effects = machine.handle(CopyInstalled(SOURCE, 4, {0: {0: []}}, {0: {0: 4}}))
     assert AskRecords(4) in effects
     assert [e.record.epoch for e in of(IngestEpoch, machine.handle(record(5)))] == [5]
 
@@ -312,7 +312,7 @@ def test_a_new_source_asks_for_the_records_it_lacks() -> None:
 def test_state_that_comes_too_late_is_dropped() -> None:
     machine = site(2, "1", "0+2", "1", connected=(0, 1))
     machine.handle(view(1, "1", "0", "1"))
-    assert machine.handle(CopyInstalled(KEYED, 5, {1: {0: []}})) == []
+    assert machine.handle(CopyInstalled(KEYED, 5, {1: {0: []}}, {1: {0: 5}})) == []
 
 
 def test_a_consumer_does_not_turn_to_a_copy_beside_it_that_is_behind() -> None:
@@ -321,7 +321,7 @@ def test_a_consumer_does_not_turn_to_a_copy_beside_it_that_is_behind() -> None:
     machine = site(2, "1", "0+2", "2", connected=(0, 1))
     for epoch in range(3):
         machine.handle(bundle(1, epoch))
-    machine.handle(CopyInstalled(KEYED, 1, {1: {0: []}}))
+    machine.handle(CopyInstalled(KEYED, 1, {1: {0: []}}, {1: {0: 1}}))
     machine.handle(view(1, "1", "0,2", "2"))
     assert machine.consumers[1, 0].source[0] == 0
     machine.handle(bundle(0, 2))

@@ -375,7 +375,7 @@ def test_a_snapshot_of_some_partitions() -> None:
         epochs = Epochs(build, batch, ["k0"], [100])
         original, copy = epochs.operator.open(7), epochs.operator.open(7)
         epochs.feed(original, 0)
-        snapshot, wanted = original.snapshot([1, 4]), state_of(original, [1, 4])
+        snapshot, wanted = original.snapshot(partitions=[1, 4]), state_of(original, [1, 4])
         epochs.feed(original, 1)
         while part := snapshot.next(16):
             copy.install(dict([part]))

@@ -1,5 +1,6 @@
 """Seeds, faults and checks: the simulator on flows that are right, and on ones that are not."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from holdfast import cli
 from holdfast.sim import exhaust
 from holdfast.sim.bugs import BUGS, Bug
-from holdfast.sim.explore import Case, run, shrink
+from holdfast.sim.explore import PROTOCOLS, Case, run, shrink
 from holdfast.sim.faults import KINDS, PAIRS, PHASES, Fault, schedule
 from holdfast.sim.flows import FLOWS
 
@@ -16,15 +17,31 @@ def named(name: str) -> Bug:
     return next(bug for bug in BUGS if bug.name == name)
 
 
-SEEDS = {"dmz": 200}
-"""How many runs of a flow are tried here, if not 40. ``holdfast sim`` tries any number."""
+SEEDS = {"dmz": 120}
+"""How many runs of a flow are tried here, if not 20. ``holdfast sim`` tries any number."""
 AT_ONCE = 20
-PARTS = [(flow, at) for flow in sorted(FLOWS) for at in range(0, SEEDS.get(flow, 40), AT_ONCE)]
+PARTS = [
+    *((f, "pairs", at) for f in sorted(FLOWS) for at in range(0, SEEDS.get(f, 20), AT_ONCE)),
+    *(("times", "upstream", at) for at in range(0, 40, AT_ONCE)),
+    *((f, "passive", 0) for f in ("windows", "times", "dmz")),
+    ("windows", "active", 0),
+]
 
 
-@pytest.mark.parametrize(("flow", "first"), PARTS)
-def test_whatever_goes_wrong_the_result_is_right(flow: str, first: int) -> None:
-    outcomes = [run(Case(seed, flow)) for seed in range(first, first + AT_ONCE)]
+@pytest.mark.parametrize(("flow", "protocol", "first"), PARTS)
+def test_whatever_goes_wrong_the_result_is_right(flow: str, protocol: str, first: int) -> None:
+    outcomes = [run(Case(seed, flow, protocol)) for seed in range(first, first + AT_ONCE)]
+    assert not [(o.case.seed, o.problem) for o in outcomes if o.problem is not None]
+    assert any(outcome.done for outcome in outcomes)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), list(itertools.permutations(sorted(PROTOCOLS.keys() - {"triples"}), 2))
+)
+def test_neighbours_are_protected_in_different_ways(first: str, second: str) -> None:
+    """The two stages of a flow, every protection before and behind every other; with crashes."""
+    cases = [Case(s, "times", second, first=first, kinds=("crash",)) for s in range(3)]
+    outcomes = [run(case) for case in cases]
     assert not [(o.case.seed, o.problem) for o in outcomes if o.problem is not None]
     assert any(outcome.done for outcome in outcomes)
 

@@ -7,7 +7,21 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from holdfast import Flow, KeyedFunction, col, count, discard, first, last, max_, mean, rows, sum_
+from holdfast import (
+    Flow,
+    KeyedFunction,
+    col,
+    count,
+    discard,
+    first,
+    last,
+    max_,
+    mean,
+    passive,
+    rows,
+    sum_,
+    upstream,
+)
 from holdfast.core.effects import HandOver, IngestEpoch, ProcessBundles
 from holdfast.core.events import CopyInstalled
 from holdfast.core.exchange import Kept
@@ -20,7 +34,7 @@ from holdfast.flow.plan import Plan, plan
 from holdfast.flow.sources import Position, Source, SplitReader
 from holdfast.site import handover, wire
 from holdfast.site.bundles import Frames, Router
-from holdfast.site.handover import Incoming, Outgoing
+from holdfast.site.handover import Checkpoint, Incoming, Outgoing
 from holdfast.site.stages import UnitRunner
 
 OPTIONS = Options(partitions=4)
@@ -109,11 +123,15 @@ def handed(
     epoch: int,
     kept: Any = None,
     between: Callable[[], object] = lambda: None,
+    after: int | None = None,
+    standby: UnitRunner | None = None,
 ) -> tuple[UnitRunner, CopyInstalled]:
-    """Give the unit's state to a fresh one; `between` happens between the parts."""
+    """Give the unit's state to a fresh one, or what has changed to one that stands by; `between`
+    happens between the parts."""
     key = (unit.stage.id, 0)
-    outgoing = Outgoing(HandOver(key, 9, epoch, kept or {}), unit)
-    new = runner(planned, unit.stage.id, unit.cohort.end)
+    let_go = {x: dict.fromkeys(lanes, -1) for x, lanes in (kept or {}).items()}
+    outgoing = Outgoing(HandOver(key, 9, epoch, kept or {}, let_go, after), unit)
+    new = standby or runner(planned, unit.stage.id, unit.cohort.end)
     incoming: Incoming | None = None
     while (part := outgoing.next()) is not None:
         between()
@@ -121,7 +139,7 @@ def handed(
         again = wire.decode(wire.encode(message)[wire.PREFIX.size :])
         data = memoryview(b"".join(bytes(memoryview(b)) for b in body or []))
         if isinstance(again, wire.HandOverBegin):
-            incoming = Incoming(again, 0, new)
+            incoming = (Checkpoint if standby else Incoming)(again, 0, new)
         elif isinstance(again, wire.HandOverEnd):
             assert incoming is not None
             assert outgoing.nbytes_left == 0
@@ -164,6 +182,59 @@ def test_an_operator_goes_on_as_if_nothing_had_happened(
         assert all(a.equals(b) for a, b in zip(wanted, got, strict=True)), f"epoch {epoch}"
     assert (new.rows_in, new.rows_out, new.calls) == (old.rows_in, old.rows_out, old.calls)
     assert new.figures()["late_rows"] == old.figures()["late_rows"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_standby_goes_on_from_its_last_checkpoint(kind: str, monkeypatch) -> None:
+    """It gets only what has changed, while the other goes on; and in the end steps in."""
+    monkeypatch.setattr(handover, "PART_BYTES", 64)
+    flow = Flow("one", protect=passive())
+    KINDS[kind](flow.source("events", rows(events()), event_time="ts")).sink("out", discard())
+    planned = plan(flow)
+    sent = ingested(planned)
+    old, new = (runner(planned, 1, OPTIONS.partitions) for _ in range(2))
+    rest = iter(range(EPOCHS))
+    made: list[list[pa.RecordBatch]] = []
+
+    def work() -> None:
+        for epoch in rest:
+            made.append(processed(old, epoch, sent[epoch]))
+            break
+
+    given = -1
+    for until in (3, 11, 12, 30, 41):
+        while len(made) <= until:
+            work()
+        epoch = len(made) - 1
+        handed(planned, old, epoch, between=work, after=given, standby=new)
+        given = epoch
+    for _ in rest:
+        made.append(processed(old, len(made), sent[len(made)]))
+    assert 41 <= new.epoch == given < EPOCHS - 1
+    for epoch in range(given + 1, EPOCHS):
+        got = processed(new, epoch, sent[epoch])
+        assert all(a.equals(b) for a, b in zip(made[epoch], got, strict=True)), f"epoch {epoch}"
+    assert new.figures()["late_rows"] == old.figures()["late_rows"]
+
+
+@pytest.mark.parametrize("kind", ["time window", "tumbling", "join"])
+def test_what_an_operator_knows_comes_from_where_it_says(kind: str) -> None:
+    """From there on, a fresh one gives the same after that epoch; and it is not the beginning."""
+    flow = Flow("one", protect=upstream())
+    KINDS[kind](flow.source("events", rows(events()), event_time="ts")).sink("out", discard())
+    planned = plan(flow)
+    sent = ingested(planned)
+    old = runner(planned, 1, OPTIONS.partitions)
+    made, needs = [], []
+    for epoch in range(EPOCHS):
+        made.append(processed(old, epoch, sent[epoch]))
+        needs.append(old.came_from(epoch))
+    assert needs[10] < 10 and needs[40] > 20 and needs == sorted(needs)
+    for epoch in range(0, EPOCHS - 1, 7):
+        new = runner(planned, 1, OPTIONS.partitions)
+        again = {e: processed(new, e, sent[e]) for e in range(needs[epoch] + 1, EPOCHS)}
+        for later in range(epoch + 1, EPOCHS):
+            assert all(a.equals(b) for a, b in zip(made[later], again[later], strict=True)), later
 
 
 def test_a_source_is_read_on_from_where_the_epochs_are() -> None:

@@ -72,10 +72,19 @@ def test_messages_and_bodies_arrive_in_order() -> None:
     asyncio.run(main())
 
 
-def test_a_client_with_another_secret_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("secret", "role"),
+    [(b"another secret", "site"), (SECRET, "server")],
+    ids=["stranger", "server"],
+)
+def test_a_client_with_another_secret_is_refused_and_one_that_plays_the_controller(
+    secret: bytes, role: str
+) -> None:
+    """Only a controller gives orders, and it is dialled: to know the secret is not enough."""
+
     async def main() -> None:
         end, listening, address = await server()
-        client = End(b"another secret", ("site", 0))
+        client = End(secret, (role, 0))
         await wire.dial(client.make, address)
         await asyncio.wait_for(client.closed.wait(), 5)
         assert not end.opened and not client.opened
@@ -131,7 +140,7 @@ BUNDLE = wire.Bundle(1, 2, 3, 4, 5, 0, True, 6, 16, 8)
         wire.SequencerState(4, 104, False, 1, [9, 1], [RECORD]),
         wire.Blocks(0, 1, (Block(0, 5, 40, None), Block(5, 9, 32, 7)), True),
         wire.Acks([wire.Ack(0, 1, 2, 0, -1, 3, True, -1, 2**64 - 1)]),
-        wire.HandOverBegin(1, 2, 30, 4_000, EXTRAS),
+        wire.HandOverBegin(1, 2, 30, 4_000, EXTRAS, None, []),
         wire.HandOverKept(1, 2, BUNDLE),
     ],
     ids=lambda m: type(m).__name__,

@@ -49,6 +49,8 @@ class KeyedOperator:
     label = "keyed"
     ordered = True
     """Whether the result depends on the order of rows of different producers."""
+    bounded = False
+    """Whether its state comes from recent rows only, however long it has been at work."""
     clocked = False
     """Whether results stand where the watermark moved: at rows of any source."""
 
@@ -97,6 +99,11 @@ class KeyedOperator:
     def state_bytes(self) -> int:
         return sum(t.nbytes for t in self.tables().values())
 
+    def came_from(self, epoch: int) -> int:
+        """After which epoch the rows came that the state after `epoch` comes from."""
+        born = [b for t in self.tables().values() if (b := t.oldest()) is not None]
+        return min([epoch, *(b - 1 for b in born)])
+
     def extract(self, partitions: Sequence[int] | None = None) -> dict[str, pa.RecordBatch]:
         """The state of some partitions, to be installed elsewhere."""
         return {name: t.extract(partitions) for name, t in self.tables().items()}
@@ -112,10 +119,12 @@ class KeyedOperator:
     def install_extras(self, extras: Mapping[str, int]) -> None:
         self.late_rows += extras["late_rows"]
 
-    def snapshot(self, partitions: Sequence[int] | None = None) -> OperatorSnapshot:
+    def snapshot(
+        self, after: int | None = None, partitions: Sequence[int] | None = None
+    ) -> OperatorSnapshot:
         """Freeze the state of some partitions (all, by default): `process` may go on while it is
-        given out."""
-        return OperatorSnapshot(self.tables(), self.extras(), partitions)
+        given out. With `after`, only what has changed since the snapshot after that epoch."""
+        return OperatorSnapshot(self.tables(), self.extras(), after, partitions)
 
 
 class OperatorSnapshot:
@@ -126,10 +135,13 @@ class OperatorSnapshot:
         self,
         tables: Mapping[str, StateTable],
         extras: dict[str, int],
+        after: int | None = None,
         partitions: Sequence[int] | None = None,
     ) -> None:
         self.extras = extras
-        self._tables = {n: t.snapshot(partitions) for n, t in tables.items()}
+        self.gone = {n: t.removed() for n, t in tables.items() if after is not None}
+        """The keys that are not there any more, to be forgotten before the rest is installed."""
+        self._tables = {n: t.snapshot(partitions, after) for n, t in tables.items()}
 
     @property
     def rows_left(self) -> int:

@@ -10,6 +10,7 @@ are kept, and what no row can meet any more is forgotten; neither depends on whe
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,6 +36,7 @@ from holdfast.flow.watermark import event_times
 
 class WindowJoin(KeyedOperator):
     label = "window join"
+    bounded = True
 
     def __init__(
         self,
@@ -95,10 +97,10 @@ class WindowJoin(KeyedOperator):
             late.append(take(batch, np.flatnonzero(~fresh)))
         self.late_rows += sum(b.num_rows for b in late)
         pairs = [self._pairs(kept[0], self.sides[1], flip=False)]
-        self.sides[0].add(kept[0])
+        self.sides[0].add(kept[0], epoch)
         # The new rows of the left are in by now: this finds old-new and new-new pairs alike.
         pairs.append(self._pairs(kept[1], self.sides[0], flip=True))
-        self.sides[1].add(kept[1])
+        self.sides[1].add(kept[1], epoch)
         self._forget(track.final)
         out = sort(concat(pairs))
         return {"out": out, "late": late[0], "late_right": late[1]}
@@ -193,6 +195,23 @@ class _Side:
         self.keys, self.schema, self.on, self.partitions = keys, schema, on, partitions
         self.runs: list[_Run] = []
         self._floor = Track.NEVER
+        self._births: deque[tuple[int, int]] = deque()
+        """By epoch: the latest time of its rows."""
+        self._fresh: list[tuple[int, pa.RecordBatch]] | None = None
+        """By epoch: the rows since the last snapshot, if changes are followed."""
+
+    def follow_births(self) -> None:
+        """They are known anyway."""
+
+    def follow_changes(self) -> None:
+        """Know from now on which rows have come since the last snapshot."""
+        self._fresh = []
+
+    def oldest(self) -> int | None:
+        """The first epoch of which a row may still be held."""
+        while self._births and self._births[0][1] < self._floor:
+            self._births.popleft()
+        return self._births[0][0] if self._births else None
 
     @property
     def size(self) -> int:
@@ -205,10 +224,14 @@ class _Side:
     def _run(self, batch: pa.RecordBatch) -> _Run:
         return _Run(batch, key_words([batch.column(k) for k in self.keys]))
 
-    def add(self, batch: pa.RecordBatch) -> None:
+    def add(self, batch: pa.RecordBatch, epoch: int = -1) -> None:
         if batch.num_rows == 0:
             return
-        self.runs.append(self._run(batch.select(self.schema.names)))
+        batch = batch.select(self.schema.names)
+        self._births.append((epoch, int(event_times(batch, self.on).max())))
+        if self._fresh is not None:
+            self._fresh.append((epoch, batch))
+        self.runs.append(self._run(batch))
         while (
             len(self.runs) > 1 and self.runs[-2].batch.num_rows < 2 * self.runs[-1].batch.num_rows
         ):
@@ -217,6 +240,7 @@ class _Side:
 
     def clear(self) -> None:
         self.runs = []
+        self._births.clear()
 
     def forget(self, oldest: int) -> None:
         """Drop rows with a time below `oldest`, once at least half of a run is that old."""
@@ -251,8 +275,23 @@ class _Side:
             held &= np.isin(part, list(partitions))
         return take(batch, np.flatnonzero(held))
 
-    def snapshot(self, partitions: Sequence[int] | None = None) -> _SideSnapshot:
-        return _SideSnapshot(self, partitions, self._floor)
+    def snapshot(
+        self, partitions: Sequence[int] | None = None, after: int | None = None
+    ) -> _SideSnapshot:
+        batches = [run.batch for run in self.runs]
+        if after is not None and self._fresh is not None:
+            batches = [batch for epoch, batch in self._fresh if epoch > after]
+        if self._fresh is not None:
+            self._fresh = []
+        return _SideSnapshot(self, partitions, self._floor, batches)
+
+    def removed(self) -> pa.RecordBatch:
+        """Which rows are not held any more: those before this time."""
+        return pa.record_batch({"floor": [self._floor]})
+
+    def take_out(self, gone: pa.RecordBatch) -> None:
+        """What `removed` has given elsewhere."""
+        self.forget(gone.column("floor")[0].as_py())
 
     def install(self, state: pa.RecordBatch) -> None:
         self.add(state)
@@ -267,9 +306,15 @@ class _Side:
 class _SideSnapshot:
     """What `Snapshot` is to a table: runs are never changed, so it only has to hold on to them."""
 
-    def __init__(self, side: _Side, partitions: Sequence[int] | None, oldest: int) -> None:
+    def __init__(
+        self,
+        side: _Side,
+        partitions: Sequence[int] | None,
+        oldest: int,
+        batches: list[pa.RecordBatch],
+    ) -> None:
         self._side, self._partitions, self._oldest = side, partitions, oldest
-        self._batches = [run.batch for run in side.runs]
+        self._batches = batches
 
     @property
     def rows_left(self) -> int:

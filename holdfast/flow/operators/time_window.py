@@ -25,6 +25,7 @@ START, END = "window_start", "window_end"
 
 class TimeWindow(KeyedOperator):
     label = "time window"
+    bounded = True
     clocked = True
 
     def __init__(

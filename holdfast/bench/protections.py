@@ -1,0 +1,308 @@
+"""``holdfast bench protections``: what each protection costs, and what a ``kill -9`` does under it.
+
+Three flows on four sites that are plain processes, under every protection in turn:
+
+- *events*: windows over event time, of a second each, of 100,000 keys; and windows of those;
+- *dmz*: the papers' network-monitoring flow, whose state comes from all rows of a key;
+- *stateless*: a filter and two maps that come together again, between source and sink.
+
+What the figures are, all relative to the same flow without protection, measured in turn:
+
+- *rate*: the largest number of rows a second;
+- *extra bytes*: what sites send each other more, relative to what they send without;
+- *extra memory*: resident memory of all sites at the end, relative to that without.
+
+And at a rate that all of them can bear, of a site that is killed when everything is protected:
+
+- *detection*: from the kill until it is known which site is dead;
+- *gap*: the largest latency of any row that was under way in the two seconds after it, minus the
+  largest in the two seconds before it, minus the detection;
+- *full recovery*: from the kill until no row is later any more than the latest before it.
+
+Lost and duplicate rows are found by comparing with the same rows on one site, undisturbed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+
+from holdfast.bench import dmz
+from holdfast.bench.failover import settle, until
+from holdfast.bench.paced import Delivery, EpochLog, Paced, gap_ms, read_log, usual_ms
+from holdfast.bench.report import Figure, show
+from holdfast.errors import FlowError, InvariantError
+from holdfast.flow.expr import col, count, max_, sum_
+from holdfast.flow.graph import Flow
+from holdfast.flow.plan import plan
+from holdfast.flow.protection import Protection, active, none, pairs, passive, rollback, upstream
+from holdfast.run import Run
+
+SITES, SPLITS, PARTITIONS = 4, 2, 16
+CHECKPOINT_MS = 1_000
+RATE = 60_000.0
+"""Rows a second while sites are killed: what every protection can bear on two cores."""
+DUE = Paced.DUE.name
+PROTECTIONS: dict[str, Protection] = {
+    "none": none(),
+    "pairs": pairs(apart="process"),
+    "active": active(apart="process"),
+    "passive": passive(every_ms=CHECKPOINT_MS, apart="process"),
+    "upstream": upstream(apart="process"),
+    "rollback": rollback(apart="process"),
+}
+
+
+# --- the flows ----------------------------------------------------------------------------------
+
+
+def events(source: Paced, sink: EpochLog) -> Flow:
+    """`ts` numbers the rows: a second of event time is as many of them as come in a second."""
+    second = int(RATE)
+    flow = Flow("events")
+    packets = flow.source("packets", source, event_time="ts")
+    windows = packets.key_by("src", "dst").window(time=second)
+    counts = windows.agg(n=count(), last=max_("ts"), due=max_(DUE))
+    groups = counts.select("window_start", "n", "last", "due", "src", app=col("dst") % dmz.APPS)
+    totals = groups.key_by("app", "src").window(time=second)
+    totals.agg(n=sum_("n"), last=max_("last"), due=max_("due")).sink("alerts", sink)
+    return flow
+
+
+def monitoring(source: Paced, sink: EpochLog) -> Flow:
+    return dmz.dmz_flow(source, sink, clock=DUE)
+
+
+def stateless(source: Paced, sink: EpochLog) -> Flow:
+    flow = Flow("stateless")
+    packets = flow.source("packets", source).filter(col("dst") % 2 == 0)
+    up = packets.filter(col("kind") == 0).select("src", DUE, size=col("ts") % 1_000)
+    down = packets.filter(col("kind") == 1).select("src", DUE, size=-(col("ts") % 1_000))
+    up.union(down).sink("alerts", sink)
+    return flow
+
+
+FLOWS: dict[str, Callable[[Paced, EpochLog], Flow]] = {
+    "events": events,
+    "dmz": monitoring,
+    "stateless": stateless,
+}
+
+
+def made(name: str, folder: str, rate: float, protection: Protection, head: int = 0) -> Flow:
+    """Source and sink meet in `folder`."""
+    flow = FLOWS[name](source(folder, rate, head), EpochLog(f"{folder}/epochs"))
+    flow.protection = protection
+    return flow
+
+
+def source(folder: str, rate: float, head: int = 0) -> Paced:
+    make = dmz.DmzRows(splits=SPLITS, staggered=True)
+    return Paced(folder, make, dmz.SCHEMA, rate, SPLITS, head)
+
+
+# --- measuring ----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Cost:
+    """Runs as fast as possible."""
+
+    rows_per_s: list[float] = field(default_factory=list)
+    bytes_per_row: list[float] = field(default_factory=list)
+    memory_mb: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Recovery:
+    """Runs in which sites are killed."""
+
+    detection_ms: list[float] = field(default_factory=list)
+    gap_ms: list[float] = field(default_factory=list)
+    full_ms: list[float] = field(default_factory=list)
+    lost_rows: int = 0
+    duplicate_rows: int = 0
+
+
+def bench(quick: bool = False, console: Console | None = None) -> dict[str, Any]:
+    """Measure, print a table, and return the figures."""
+    console = console or Console()
+    work = tempfile.mkdtemp(prefix="holdfast-bench-")
+    rows, repeats, kills = (1_500_000, 2, 2) if quick else (4_000_000, 3, 5)
+    try:
+        found: dict[str, Any] = {}
+        for name in FLOWS:
+            costs = _costs(work, name, rows, repeats, console)
+            recoveries = {p: _killed(work, name, p, kills, console) for p in costs if p != "none"}
+            figures = _figures(costs, recoveries)
+            _show(name, figures, console)
+            found |= figures if name == "events" else {name: figures}
+        return found
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _costs(work: str, name: str, rows: int, repeats: int, console: Console) -> dict[str, Cost]:
+    """Every protection that the flow can have, in turn."""
+    console.print(f"{name}: {rows:,} rows as fast as possible")
+    costs = {p: Cost() for p in PROTECTIONS if _is_possible(name, PROTECTIONS[p])}
+    for _ in range(repeats):
+        for protection, cost in costs.items():
+            _run_at_full_speed(work, name, PROTECTIONS[protection], rows, cost)
+            console.print(
+                f"  {protection}: {cost.rows_per_s[-1]:,.0f} rows/s, "
+                f"{cost.bytes_per_row[-1]:.1f} bytes a row, {cost.memory_mb[-1]:,.0f} MB"
+            )
+    return costs
+
+
+def _is_possible(name: str, protection: Protection) -> bool:
+    try:
+        plan(made(name, "", 1.0, protection))
+    except FlowError:
+        return False
+    return True
+
+
+def _run_at_full_speed(work: str, name: str, protection: Protection, rows: int, cost: Cost) -> None:
+    folder = tempfile.mkdtemp(dir=work)
+    source(folder, 1.0, head=rows).end(0.0)
+    with made(name, folder, 1.0, protection, head=rows).start(
+        sites=SITES, partitions=PARTITIONS
+    ) as run:
+        begun = time.monotonic()
+        until(lambda: run.ended(0.02), "the flow has ended")
+        seconds = time.monotonic() - begun
+        run.wait()
+    said = run.status()["sites"]
+    cost.rows_per_s.append(rows / seconds)
+    cost.bytes_per_row.append(sum(s["sent_bytes"] for s in said) / rows)
+    cost.memory_mb.append(sum(s["rss_mb"] for s in said))
+
+
+def _killed(work: str, name: str, protection: str, kills: int, console: Console) -> Recovery:
+    """Kill a site that holds a partition of the first keyed stage (or whatever comes first)."""
+    folder, found = tempfile.mkdtemp(dir=work), Recovery()
+    flow = made(name, folder, RATE, PROTECTIONS[protection])
+    at: list[tuple[float, float]] = []
+    draw = random.Random(7)
+    with flow.start(sites=SITES, partitions=PARTITIONS) as run:
+        for _ in range(kills):
+            until(lambda: run.protected, "everything is protected", run)
+            time.sleep(3.0 + draw.random())
+            settle(f"{folder}/epochs")
+            at.append(_kill(run))
+        until(lambda: run.protected, "everything is protected", run)
+        time.sleep(3.0)
+        rows = source(folder, RATE).end()
+        until(lambda: run.ended(0.02), "the flow has ended")
+        run.wait()
+    deliveries = read_log(f"{folder}/epochs")
+    for killed, noticed in at:
+        detection = (noticed - killed) * 1e3
+        found.detection_ms.append(detection)
+        found.gap_ms.append(max(0.0, gap_ms(deliveries, killed) - detection))
+        found.full_ms.append(_full_recovery_ms(deliveries, killed))
+    found.lost_rows, found.duplicate_rows = _compare(work, name, deliveries, rows)
+    console.print(
+        f"  {protection}: gaps {[round(g) for g in found.gap_ms]} ms, noticed after "
+        f"{[round(d) for d in found.detection_ms]} ms"
+    )
+    return found
+
+
+def _kill(run: Run) -> tuple[float, float]:
+    """When it was killed, and when that was known."""
+    status = run.status()
+    keyed = [p for p in status["partitions"] if p["stage"] not in ("packets", "alerts")]
+    victim = (keyed or status["partitions"])[0]["copies"][0]
+    pid = next(s["pid"] for s in status["sites"] if s["site"] == victim)
+    killed = time.time()
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: victim in run.status()["dead"], "the death is known", run, every_s=0.001)
+    return killed, time.time()
+
+
+def _full_recovery_ms(deliveries: Sequence[Delivery], killed: float) -> float:
+    """Until no row is later any more than the latest before the kill (and a tenth)."""
+    usual = 1.1 * usual_ms(deliveries, killed)
+    late = [d.at for d in deliveries if killed <= d.at < killed + 3.0 and d.largest_ms > usual]
+    return (max(late, default=killed) - killed) * 1e3
+
+
+def _compare(work: str, name: str, deliveries: Sequence[Delivery], rows: int) -> tuple[int, int]:
+    """Lost and duplicate rows, against an undisturbed run on one site."""
+    folder = tempfile.mkdtemp(dir=work)
+    source(folder, 1.0, head=rows).end(0.0)
+    with made(name, folder, 1.0, none(), head=rows).start(sites=1, partitions=PARTITIONS) as run:
+        until(lambda: run.ended(0.02), "the flow has ended")
+        run.wait()
+    right = read_log(f"{folder}/epochs")
+    once = {d.epoch: d for d in reversed(deliveries)}
+    again = sum(d.rows for d in deliveries if once[d.epoch] is not d)
+    surplus = sum(d.rows for d in once.values()) - sum(d.rows for d in right)
+    digests = [dmz.as_hex(sum(d.digest for d in log)) for log in (once.values(), right)]
+    if not surplus and digests[0] != digests[1]:
+        raise InvariantError(f"{name}: as many rows as there should be, but not the right ones")
+    return max(0, -surplus), again + max(0, surplus)
+
+
+# --- figures ------------------------------------------------------------------------------------
+
+
+def _figures(costs: dict[str, Cost], recoveries: dict[str, Recovery]) -> dict[str, Any]:
+    plain = costs["none"]
+    found: dict[str, Any] = {"none": {"rows_per_s": Figure(tuple(plain.rows_per_s))}}
+    for name, cost in costs.items():
+        if name == "none":
+            continue
+        recovery = recoveries[name]
+        rates = [a / b for a, b in zip(cost.rows_per_s, plain.rows_per_s, strict=True)]
+        extra = [a / b - 1 for a, b in zip(cost.bytes_per_row, plain.bytes_per_row, strict=True)]
+        memory = [a / b - 1 for a, b in zip(cost.memory_mb, plain.memory_mb, strict=True)]
+        found[name] = {
+            "rate": statistics.median(rates),
+            "extra_bytes": statistics.median(extra),
+            "extra_memory": statistics.median(memory),
+            "detection_ms": statistics.median(recovery.detection_ms),
+            "gap_ms": statistics.median(recovery.gap_ms),
+            "full_recovery_ms": statistics.median(recovery.full_ms),
+            "lost_rows": recovery.lost_rows,
+            "duplicate_rows": recovery.duplicate_rows,
+            "rates": Figure(tuple(rates)),
+            "gaps_ms": Figure(tuple(recovery.gap_ms)),
+            "full_recoveries_ms": Figure(tuple(recovery.full_ms)),
+        }
+    return found
+
+
+def _show(name: str, figures: dict[str, Any], console: Console) -> None:
+    columns = ("", "rate", "extra bytes", "extra memory", "noticed ms", "gap ms", "full ms", "lost")
+    rows = [
+        (
+            protection,
+            said["rates"],
+            f"{said['extra_bytes']:+.2f}",
+            f"{said['extra_memory']:+.2f}",
+            said["detection_ms"],
+            said["gaps_ms"],
+            said["full_recoveries_ms"],
+            f"{said['lost_rows']} / {said['duplicate_rows']}",
+        )
+        for protection, said in figures.items()
+        if protection != "none"
+    ]
+    plain = figures["none"]["rows_per_s"]
+    show(
+        f"{name}: without protection {plain} rows/s; lost / duplicate rows", columns, rows, console
+    )

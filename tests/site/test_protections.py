@@ -1,0 +1,145 @@
+"""Every protection on real processes, and neighbours with different ones: sites are killed."""
+
+import os
+import signal
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from holdfast import (
+    Flow,
+    FlowError,
+    active,
+    col,
+    count,
+    discard,
+    generator,
+    max_,
+    pairs,
+    passive,
+    rollback,
+    sum_,
+    upstream,
+)
+from holdfast.flow.graph import KeyedNode
+from holdfast.flow.plan import plan
+from holdfast.flow.protection import Protection, none
+from holdfast.run import Run
+from tests.site.test_pairs import PATIENCE_S, copies, pids, until, until_protected, until_rows
+
+ROWS = 300_000
+
+
+def events(split: int, first: int, n: int) -> pa.RecordBatch:
+    at = np.arange(first, first + n)
+    return pa.record_batch(
+        {"k": at * 7919 % 700, "v": at % 997 * 1.0, "ts": at // 40 + at * 31 % 9}
+    )
+
+
+def windows(
+    flow: Protection | None = None, stage: Protection | None = None, rate: int | None = 50_000
+) -> Flow:
+    """Windows of about 20,000 rows each, and windows over them."""
+    made = Flow("windows", protect=flow)
+    source = generator(events, events(0, 0, 0).schema, rows=ROWS, rate=rate)
+    keyed = made.source("events", source, event_time="ts").key_by("k")
+    if stage is not None:
+        keyed.protect(stage)
+    totals = keyed.window(time=500, lateness=20).agg(t=sum_("v"), n=count())
+    groups = totals.select("window_start", g=col("k") % 50, t=col("t"), n=col("n")).key_by("g")
+    groups.window(time=1_000).agg(m=max_("t"), n=sum_("n")).sink("out", discard())
+    return made
+
+
+def kill(run: Run, *victims: int) -> None:
+    found, dead = pids(run), len(run.status()["dead"])
+    for site in victims:
+        os.kill(found[site], signal.SIGKILL)
+    until(lambda: len(run.status()["dead"]) >= dead + len(victims), "the deaths are known")
+
+
+def check(run: Run, kept: list[Run]) -> None:
+    """It gives what one site gives that nobody disturbs."""
+    plain = windows(rate=None).start(sites=1)
+    kept.append(plain)
+    assert run.wait(PATIENCE_S) and plain.wait(PATIENCE_S)
+    assert run.sink_report("out") == plain.sink_report("out") and run.status()["dead"]
+
+
+ALL = {
+    "pairs": pairs(apart="process"),
+    "passive": passive(every_ms=200, apart="process"),
+    "upstream": upstream(apart="process"),
+    "rollback": rollback(apart="process"),
+    "active": active(apart="process"),
+}
+
+
+@pytest.mark.parametrize("name", ["active", "passive", "upstream", "rollback"])
+def test_sites_are_killed(kept, name: str) -> None:
+    """First one, then another: of the source and of the sink a copy must be left."""
+    run = windows(ALL[name]).start(sites=4, partitions=8)
+    kept.append(run)
+    for _ in range(2):
+        until_protected(run, 4)
+        until_rows(run, 60_000)
+        only = copies(run)["time window by (k)", 0][0]
+        kill(run, only)
+    check(run, kept)
+
+
+def test_two_sites_are_killed_at_once_and_all_they_had_is_made_anew(kept) -> None:
+    run = windows(ALL["upstream"]).start(sites=4, partitions=8)
+    kept.append(run)
+    until_protected(run, 4)
+    until_rows(run, 60_000)
+    held = copies(run)
+    ends = [set(held[name, 0]) for name in ("events", "out")]
+    couples = [(a, b) for a in pids(run) for b in pids(run) if a < b]
+    kill(run, *next(c for c in couples if not any(end <= set(c) for end in ends)))
+    check(run, kept)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("pairs", "upstream"), ("upstream", "passive"), ("passive", "active"), ("rollback", "pairs")],
+)
+def test_neighbours_are_protected_in_different_ways(kept, first: str, second: str) -> None:
+    """A site is killed that has a partition of the first of two stages, and then one that has one
+    of the second."""
+    run = windows(ALL[second], ALL[first]).start(sites=3, partitions=6)
+    kept.append(run)
+    for stage in ("time window by (k)", "time window by (g)"):
+        until_protected(run, 3)
+        until_rows(run, 30_000)
+        kill(run, copies(run)[stage, 0][0])
+    check(run, kept)
+
+
+def test_state_that_comes_from_everything_cannot_be_made_anew() -> None:
+    flow = Flow("totals", protect=upstream())
+    source = flow.source("s", generator(events, events(0, 0, 0).schema, rows=9), event_time="ts")
+    source.key_by("k").agg(t=sum_("v")).sink("out", discard())
+    with pytest.raises(
+        FlowError, match=r"running aggregate .* from all rows that the key ever had"
+    ):
+        flow.start()
+
+
+def test_ways_of_different_length_are_named() -> None:
+    flow = Flow("diamond", protect=rollback())
+    source = flow.source("s", generator(events, events(0, 0, 0).schema, rows=9), event_time="ts")
+    longer = source.key_by("k").window(time=50).agg(v=sum_("v")).select("k", "v")
+    both = longer.union(source.select("k", "v"))
+    both.key_by("k").window(rows=2).agg(v=sum_("v")).sink("out", discard())
+    flow.protection = none()
+    assert plan(flow).sinks
+    flow.protection = rollback()
+    for stage in flow.nodes:
+        if isinstance(stage, KeyedNode) and not stage.operator.bounded:
+            stage.protection = pairs()
+    ways = r"'s' → 'row window by \(k\)'; 's' → 'time window by \(k\)' → 'row window by \(k\)'"
+    with pytest.raises(FlowError, match=ways):
+        flow.start()
