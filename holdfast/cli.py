@@ -133,6 +133,8 @@ def _add_run(commands: Any) -> None:
         help="serve metrics, status and views there; with --apps each at a port of its own, from "
         "PORT on",
     )
+    run.add_argument("--store", metavar="FOLDER", help="write the state there when it is stopped")
+    run.add_argument("--resume", metavar="FOLDER", help="go on from what --store has written")
     run.add_argument("--quiet", action="store_true", help="no live table")
     run.add_argument("--json", metavar="FILE", help="write the final status to FILE")
     run.set_defaults(command=_run)
@@ -227,13 +229,21 @@ def _run(options: argparse.Namespace, console: Console) -> int:
             place=_place(options),
             secret=_secret(options),
             http=options.http,
+            store=options.store,
+            resume=options.resume,
         )
         with run:
-            if options.quiet:
-                run.ended(options.seconds)
-            else:
-                until = time.monotonic() + (options.seconds or float("inf"))
-                watch(run, console, lambda: time.monotonic() >= until)
+            try:
+                if options.quiet:
+                    run.ended(options.seconds)
+                else:
+                    until = time.monotonic() + (options.seconds or float("inf"))
+                    watch(run, console, lambda: time.monotonic() >= until)
+            except KeyboardInterrupt:
+                if options.store is None:
+                    raise
+                console.print("stopping; press Ctrl-C again to give up what was taken")
+                run.stop()
         run.wait()
         if options.json:
             write_json(options.json, run.status())
@@ -245,6 +255,8 @@ def _run(options: argparse.Namespace, console: Console) -> int:
 
 def _run_apps(options: argparse.Namespace, console: Console) -> int:
     """Supervise several applications on this machine."""
+    if options.store or options.resume:
+        raise FlowError("--store and --resume are for a flow in one application")
     from holdfast.apps import Apps
     from holdfast.dashboard import watch
 

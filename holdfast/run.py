@@ -23,11 +23,13 @@ from holdfast.core.controller import Controller
 from holdfast.core.records import EpochRecord
 from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
+from holdfast.flow.past import Folder
 from holdfast.flow.plan import plan
 from holdfast.settle import settled
 from holdfast.site import wire
 from holdfast.site.process_host import ProcessHost
 from holdfast.site.reading import ViewReader, url_of
+from holdfast.stopped import resumed, write_manifest
 
 if TYPE_CHECKING:
     from holdfast.web import Web
@@ -65,6 +67,8 @@ def start(
     http: str | None = None,
     history: Any = None,
     history_at: str | None = None,
+    store: str | None = None,
+    resume: str | None = None,
 ) -> Run:
     """Run `flow` on `sites` sites, and return as soon as its rows flow.
 
@@ -80,13 +84,20 @@ def start(
     source. The flow is first run over it as a Spark batch job and goes on from its state, as if it
     had streamed everything; sinks get its results first. The sources must begin where it ends.
     `history_at` is a folder that driver and executors reach, for what is between the two.
+
+    With `store`, a folder or URL, the flow's state is written there when it is stopped. With
+    `resume` a flow of the same stages goes on from there, where all sources and sinks were.
     """
     if sites < 1 or standbys < 0:
         raise errors.FlowError(
             f"sites must be at least 1 and standbys not negative, not {sites}, {standbys}"
         )
     secret, options = secret or secrets.token_bytes(32), options or Options()
+    if history is not None and resume is not None:
+        raise errors.FlowError("a flow begins with a history, or goes on with resume=, not both")
     flow = _settled(flow, place or Place(), secret, options, history, partitions, history_at)
+    if resume is not None:
+        flow = resumed(flow, resume, partitions)
     planned = plan(flow)
     if host is None and spark is not None:
         from holdfast.spark.host import SparkHost
@@ -98,7 +109,7 @@ def start(
         host.listen_host = listen
         if not wire.is_wildcard(listen):
             host.advertise_host = listen
-    options = replace(options, partitions=partitions)
+    options = replace(options, partitions=partitions, store=_new_folder(store))
     control = Control(
         flow,
         planned,
@@ -137,6 +148,13 @@ def _settled(
     with progress_bar(f"history of {flow.name}") as progress:
         before = History(flow, history, partitions, history_at, progress)
         return settled(flow, place, secret, options.lease_s, before)
+
+
+def _new_folder(store: str | None) -> str | None:
+    """Nothing must be in it from another time."""
+    if store is not None and Folder(store).list("."):
+        raise errors.FlowError(f"store={store!r} is not empty", hint="give each run one of its own")
+    return store
 
 
 class Run:
@@ -351,6 +369,22 @@ class Run:
                     hint=f"are there free task slots for them? last events: {reason or 'none'}",
                 )
 
+    def _see_to_folders(self) -> None:
+        """What the flow began with, and what it leaves behind."""
+        if self.error is not None:
+            return
+        past, records = self.flow.past, self._control.records
+        if past is not None and not past.stopped:
+            past.remove()
+        last = records[max(records)] if records else None
+        if self.options.store is not None and last is not None and last.last and not last.ended:
+            try:
+                write_manifest(self.options.store, self.plan, self.options.partitions, last)
+            except (errors.HoldfastError, OSError) as error:
+                self._control.error = errors.FlowError(
+                    f"the state of flow {self.flow.name!r} could not be stored: {error}"
+                )
+
     def _serve(self) -> None:
         loop = self._control.loop
         asyncio.set_event_loop(loop)
@@ -361,7 +395,6 @@ class Run:
             self._host.close()
             if self.web is not None:
                 self.web.close()
-            if self.flow.past is not None and self.error is None:
-                self.flow.past.remove()
+            self._see_to_folders()
             loop.close()
             self._ended.set()

@@ -105,6 +105,8 @@ class Dataflow:
         """By consumers that are not counted here yet."""
         self.last: Epoch | None = None
         """The last epoch, once it is known."""
+        self.ended = False
+        """Whether that is because the sources have ended: there is nothing to go on with."""
         self._reported = False
 
     def handle(self, event: SiteEvent) -> list[SiteEffect]:
@@ -314,7 +316,7 @@ class Dataflow:
         self.records[record.epoch] = record
         self.recorded = max(self.recorded, record.epoch)
         if record.last:
-            self.last = record.epoch
+            self.last, self.ended = record.epoch, record.ended
         sources = [u for u in self.units.values() if u.shape.kind == "source"]
         effects = [e for u in sources for e in self._next(u)]
         self._trim_records()

@@ -14,7 +14,7 @@ cut is announced again to its successor.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, assert_never
 
@@ -90,7 +90,8 @@ class _Split:
 
 class Sequencer:
     """The machine. `splits` are all (source, split) pairs, `sinks` all sink stages; the flow begins
-    after the epoch `begun`, in which rows had the numbers before `seq`.
+    after the epoch `begun`, in which rows had the numbers before `seq`, and splits had come to the
+    offsets `cuts`.
 
     It begins as a follower that knows nothing, unless the first view has it in the chain.
     """
@@ -103,9 +104,12 @@ class Sequencer:
         budget: Budget,
         begun: Epoch = NO_EPOCH,
         seq: int = 0,
+        cuts: Mapping[tuple[StageId, int], int] | None = None,
     ) -> None:
         self.site, self.budget = site, budget
         self.splits = {key: _Split() for key in sorted(splits)}
+        for key, offset in (cuts or {}).items():
+            self.splits[key].cut = self.splits[key].next_offset = offset
         self.delivered: dict[StageId, Epoch] = dict.fromkeys(sinks, begun)
         self.next_epoch = Epoch(begun + 1)
         self.next_seq = seq

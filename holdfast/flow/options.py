@@ -27,6 +27,8 @@ class Options:
     """How fast a site hands state over to new copies."""
     kept_bytes_max: int = 256 << 20
     """A copy elsewhere for which a site must keep more than this is failed on purpose."""
+    store: str | None = None
+    """Where the state goes when the flow is stopped."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.partitions <= 65_535:

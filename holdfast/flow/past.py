@@ -1,9 +1,12 @@
-"""What a flow may begin with: the state after epochs that were computed elsewhere, and what they
-gave, in files that all sites reach.
+"""What a flow may begin with: the state after epochs that were computed elsewhere or before, and
+what they gave, in files that all sites reach.
 
 A past stands for the first epochs of its flow. Copies of stages that are there from the first view
 on take their state from it, instead of none; egresses take its results, in order, before any
 others. Copies that are made later are handed over as ever.
+
+It comes from a history that the batch job went through, or from a flow of the same stages that was
+stopped: then its sinks have the results, and its sources go on where they were.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ import pyarrow.fs as pafs
 
 from holdfast.errors import FlowError
 
-STATE, RESULTS = "state", "results"
+STATE, RESULTS, SOURCES, WAITING = "state", "results", "sources", "waiting"
+MANIFEST = "manifest.arrow"
 PART_ROWS = 50_000
 """So many rows of state are put in at once."""
 
@@ -38,6 +42,35 @@ class Past(msgspec.Struct, frozen=True):
     """Of every stage: partition, table and file."""
     results: dict[int, list[str]]
     """Of every sink: a file for each of the first epochs, as far as there are any."""
+    sources: dict[int, bytes] = {}
+    """Of every source of a flow that was stopped: where it was, as the ingress saves it."""
+    waiting: dict[int, list[str]] = {}
+    """Of a source that was fed: the files with rows that are in no epoch."""
+    offsets: list[tuple[int, int, int]] = []
+    """Source, split, and the first of its rows that is in no epoch."""
+    stages: list[str] = []
+    partitions: int = 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it is that of a flow that was stopped."""
+        return bool(self.sources)
+
+    def waiting_of(self, source: int) -> list[pa.RecordBatch]:
+        """The rows of a fed source that are in no epoch."""
+        folder = Folder(self.place)
+        return [batch for file in self.waiting.get(source, []) for batch in folder.read(file)]
+
+    def save(self) -> None:
+        """So that `load` finds it: the last thing that is written."""
+        data = msgspec.msgpack.encode(self)
+        Folder(self.place).write(MANIFEST, [pa.record_batch({"data": [data]})])
+
+    @classmethod
+    def load(cls, place: str) -> Past:
+        """What `save` has put there."""
+        (batch,) = Folder(place).read(MANIFEST)
+        return msgspec.msgpack.decode(batch.column("data")[0].as_py(), type=cls)
 
     def state_of(self, stage: int, first: int, end: int) -> Iterator[tuple[str, pa.RecordBatch]]:
         """The state of a stage's partitions ``[first, end)``: table, and some of its rows."""
@@ -96,7 +129,7 @@ class Folder:
                 return list(pa.ipc.open_stream(file))
         except FileNotFoundError:
             raise FlowError(
-                f"the flow's history is not at {self._place} ({name} is missing)",
+                f"what the flow begins with is not at {self._place} ({name} is missing)",
                 hint="the folder must be one that the driver and all executors reach",
             ) from None
 

@@ -95,6 +95,11 @@ class Sink:
         """Begin with the first epoch."""
         raise NotImplementedError
 
+    def go_on(self, whose: Authority, schema: pa.Schema, durable: int) -> SinkWriter:
+        """Begin with the epoch after `durable`, in a flow that goes on from where an earlier one
+        was stopped."""
+        return self.open(whose, schema)
+
     def resume(self, whose: Authority, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
         """Go on in place of a writer that is gone, which said last that `durable` was durable.
         Also gives the epoch that was durable in truth: the first to write is the one after it."""
@@ -122,6 +127,17 @@ class Parquet(Sink):
             )
         self.path.mkdir(parents=True, exist_ok=True)
         return _ParquetWriter(self, schema, -1)
+
+    def go_on(self, whose: Authority, schema: pa.Schema, durable: int) -> SinkWriter:
+        later = [f for f in self.path.glob("part-*.parquet") if f >= self.file(durable + 1)]
+        if later:
+            raise FlowError(
+                f"sink {whose.sink!r}: {later[0]} is from after the flow was stopped",
+                hint="another flow has gone on from there; give this one a directory of its own",
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / "_SUCCESS").unlink(missing_ok=True)
+        return _ParquetWriter(self, schema, durable)
 
     def resume(self, whose: Authority, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
         self.path.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,7 @@ class Egress:
     ) -> None:
         assert stage.sink is not None
         self._past, self._stage = past, stage.id
-        self._recalled, self._stored = 0, past.epochs if past else 0
+        self._recalled, self._stored = 0, past.epochs if past and past.results else 0
         """Of the epochs that are stored, those before this one were taken."""
         self._later: list[tuple[int, pa.RecordBatch]] = []
         """Epochs that were taken and go on when all that are stored have been."""
@@ -40,7 +40,7 @@ class Egress:
         self._schema = pa.schema([schema.field(n) for n in self.columns])
         self.writer: SinkWriter | None = None
         self.leads = False
-        self.taken = self.durable = -1
+        self.taken = self.durable = past.epochs - 1 if past and past.stopped else -1
         self._held: deque[tuple[int, pa.RecordBatch]] = deque()
         if stage.sink.replicated:
             self.writer = stage.sink.open(self._whose, self._schema)
@@ -53,8 +53,11 @@ class Egress:
     def begin(self, term: int = 0) -> None:
         """Lead from the first epoch on."""
         self.leads = True
-        if self.writer is None:
-            self.writer = self._sink.open(replace(self._whose, term=term), self._schema)
+        whose = replace(self._whose, term=term)
+        if self.writer is None and self._past is not None and self._past.stopped:
+            self.writer = self._sink.go_on(whose, self._schema, self.durable)
+        elif self.writer is None:
+            self.writer = self._sink.open(whose, self._schema)
 
     def lead(self, term: int) -> None:
         """Go on in place of a leader that is gone."""

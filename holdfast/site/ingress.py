@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
 from holdfast.core.records import Block, EpochRecord
 from holdfast.errors import require
 from holdfast.flow.batches import UNMOVED, Track, concat, empty, with_order
+from holdfast.flow.past import Past
 from holdfast.flow.plan import Plan, Stage
 from holdfast.flow.sources import FLAW, Position, Source, SplitReader
 from holdfast.flow.steps import conform
@@ -140,10 +142,15 @@ class Ingress:
         timed = [s.id for s in plan.sources if s.event_time is not None]
         self._mark = Watermark(timed, plan.boundaries) if plan.boundaries else None
 
-    def begin(self, mark: bytes) -> None:
-        """Event time has come so far before the first epoch."""
-        if self._mark is not None:
-            self._mark.restore(mark)
+    def begin(self, past: Past) -> None:
+        """Event time has come so far before the first epoch; and so has the source, if the flow
+        was stopped."""
+        saved = past.sources.get(self.stage.id)
+        if saved is not None:
+            known = msgspec.msgpack.decode(saved, type=wire.IngressExtras)
+            self.restore(known, past.waiting_of(self.stage.id))
+        elif self._mark is not None:
+            self._mark.restore(past.mark)
 
     def epoch(self, record: EpochRecord) -> tuple[pa.RecordBatch, Track]:
         """This site's rows of an epoch, in order, and the steps the watermark takes at them."""

@@ -461,6 +461,8 @@ class Node:
         if self._over:
             return
         self.finished = True
+        if self.options.store is not None and not self.dataflow.ended:
+            self.stages.store(self.options.store, self.view)
         self.stages.close()
         self._transport.tell(wire.Finished(self.view.number))
 
@@ -621,8 +623,10 @@ class Node:
     def _make_sequencer(self) -> Sequencer:
         sinks = [StageId(s.id) for s in self.plan.sinks]
         budget = fitting(self.options.budget, limit_bytes())
-        seq = self.plan.past.rows if self.plan.past else 0
-        return Sequencer(self.site, self.plan.splits, sinks, budget, self._begun, seq)
+        past = self.plan.past
+        seq = past.rows if past else 0
+        cuts = {(StageId(s), n): o for s, n, o in past.offsets} if past else {}
+        return Sequencer(self.site, self.plan.splits, sinks, budget, self._begun, seq, cuts)
 
     def _sequence(self, event: SequencerEvent) -> None:
         if self.sequencer is None:

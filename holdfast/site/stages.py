@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import msgspec
 import pyarrow as pa
 
 from holdfast.core.effects import IngestEpoch, ProcessBundles
@@ -16,7 +17,7 @@ from holdfast.flow.batches import Track
 from holdfast.flow.execute import StageRunner
 from holdfast.flow.operators.base import KeyedOperator, OperatorSnapshot
 from holdfast.flow.options import Options
-from holdfast.flow.past import Past
+from holdfast.flow.past import SOURCES, STATE, WAITING, Folder, Past
 from holdfast.flow.plan import Plan, Stage
 from holdfast.flow.sources import SplitReader
 from holdfast.flow.state import StateTable
@@ -75,11 +76,26 @@ class UnitRunner:
         """Be as the flow's past has left this unit."""
         self.epoch = past.epochs - 1
         if self.ingress is not None:
-            self.ingress.begin(past.mark)
-        if self.operator is not None:
+            self.ingress.begin(past)
+        if self.keeper is not None:
             state = past.state_of(self.stage.id, self.cohort.first, self.cohort.end)
             for table, batch in state:
-                self.operator.install({table: batch})
+                self.keeper.install({table: batch})
+
+    def store(self, folder: Folder) -> None:
+        """Write down where this unit is, for a flow that goes on from there."""
+        stage, first = self.stage.id, self.cohort.first
+        if self.ingress is not None:
+            saved = msgspec.msgpack.encode(self.ingress.save())
+            name = f"{SOURCES}/{stage}/{first}.arrow"
+            folder.write(name, [pa.record_batch({"data": [saved]})])
+            if waiting := [rows for _, rows in self.held()]:
+                folder.write(f"{WAITING}/{stage}/{first}.arrow", waiting)
+        if self.keeper is not None:
+            for name, table in self.keeper.tables().items():
+                for partition in table.held():
+                    file = f"{STATE}/{stage}/{partition}/{name}.arrow"
+                    folder.write(file, [table.extract([partition])])
 
     def _opened(self) -> None:
         """The operator is new."""
@@ -322,6 +338,13 @@ class SiteStages:
         return [
             {"cohort": unit[1], **runner.figures()} for unit, runner in sorted(self.units.items())
         ]
+
+    def store(self, place: str, view: View) -> None:
+        """Write down where the units are that this site is the first to hold."""
+        folder = Folder(place)
+        for unit, runner in self.units.items():
+            if view.cohort(unit).led_by(self.site):
+                runner.store(folder)
 
     def close(self) -> None:
         """The last epoch is through: make what the sinks wrote readable, let go of the sources."""

@@ -578,3 +578,29 @@ def test_a_topic_is_followed_from_where_the_history_ends(
     assert sorted(found(topics, out)) == sorted(
         expected(made["k"].to_numpy(), made["v"].to_numpy())
     )
+
+
+def test_a_flow_that_was_stopped_goes_on_behind_what_it_had_read(
+    topics: Kafka, kept, tmp_path
+) -> None:
+    topic, out, store = topics.create(2), topics.create(), str(tmp_path / "store")
+
+    def start(first: int, count: int, **more: str) -> Run:
+        for partition in (0, 1):
+            made = [r for r in plain(first, count) if r["k"] % 2 == partition]
+            Transactions(topics, topic, partition).put(made)
+        source = kafka_source(topics.servers, topic, schema=SCHEMA, start="earliest")
+        flow = totals(Flow("stopped", protect=none()), source, kafka_sink(topics.servers, out))
+        kept.append(flow.start(sites=2, partitions=4, **more))
+        return kept[-1]
+
+    run = start(0, 3_000, store=store)
+    until_taken(run, 3_000)
+    run.stop(timeout=PATIENCE_S)
+    run = start(3_000, 2_000, resume=store)
+    until_taken(run, 5_000)
+    run.stop(timeout=PATIENCE_S)
+    made = numbers(0, 0, 5_000)
+    assert sorted(found(topics, out)) == sorted(
+        expected(made["k"].to_numpy(), made["v"].to_numpy())
+    )

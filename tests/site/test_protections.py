@@ -28,7 +28,7 @@ from holdfast.flow.protection import Protection, none
 from holdfast.run import Run
 from tests.site.test_pairs import PATIENCE_S, copies, pids, until, until_protected, until_rows
 
-ROWS = 300_000
+ROWS = 200_000
 
 
 def events(split: int, first: int, n: int) -> pa.RecordBatch:
@@ -84,7 +84,7 @@ def test_sites_are_killed(kept, name: str) -> None:
     kept.append(run)
     for _ in range(2):
         until_protected(run, 4)
-        until_rows(run, 60_000)
+        until_rows(run, 30_000)
         only = copies(run)["time window by (k)", 0][0]
         kill(run, only)
     check(run, kept)
@@ -94,7 +94,7 @@ def test_two_sites_are_killed_at_once_and_all_they_had_is_made_anew(kept) -> Non
     run = windows(ALL["upstream"]).start(sites=4, partitions=8)
     kept.append(run)
     until_protected(run, 4)
-    until_rows(run, 60_000)
+    until_rows(run, 30_000)
     held = copies(run)
     ends = [set(held[name, 0]) for name in ("events", "out")]
     couples = [(a, b) for a in pids(run) for b in pids(run) if a < b]
@@ -104,7 +104,7 @@ def test_two_sites_are_killed_at_once_and_all_they_had_is_made_anew(kept) -> Non
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("pairs", "upstream"), ("upstream", "passive"), ("passive", "active"), ("rollback", "pairs")],
+    [("pairs", "upstream"), ("upstream", "passive")],
 )
 def test_neighbours_are_protected_in_different_ways(kept, first: str, second: str) -> None:
     """A site is killed that has a partition of the first of two stages, and then one that has one

@@ -1,5 +1,4 @@
-"""The same flow on Spark's other masters: local-cluster, and a real standalone cluster to which the
-environment is shipped."""
+"""The same flow on a real standalone cluster, to which the environment is shipped."""
 
 import json
 import os
@@ -103,12 +102,6 @@ def check(master: str, python: str, submit: list[str], loaded: str) -> None:
     assert "executors: 2" in done.stdout
     assert re.search(rf"from: \S*{re.escape(loaded)}\S*$", done.stdout, re.M), done.stdout
     assert re.search(r"lost: site \d(, \d)* died .* not protected", done.stdout), done.stdout
-
-
-def test_local_cluster() -> None:
-    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    submit = options({"spark.executorEnv.PYTHONPATH": paths})
-    check("local-cluster[2,2,512]", sys.executable, submit, loaded=f"{ROOT}/")
 
 
 # --- a standalone cluster -------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Partition pairs on a real Spark: sites and drivers are killed, and the batch job agrees."""
+"""Partition pairs on a real Spark: sites are killed, and the batch job agrees."""
 
 import os
 import signal
@@ -12,14 +12,9 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from holdfast import Flow, col, count, max_, pairs, parquet, sum_
-from holdfast.apps import Apps
 from holdfast.errors import HostError
 from holdfast.run import Run
 from holdfast.spark.sources import spark_batch, spark_stream
-
-from ..site.apps_flow import flow as apps_flow
-from ..site.test_apps import FILE, flows_on
-from ..site.test_apps import until as until_apps
 
 SELECT = ("id", "id * 7919 % 500 as k", "cast(id % 997 as double) as v")
 
@@ -101,33 +96,3 @@ def test_copies_in_one_executor_are_refused_unless_allowed(
     flow.protection = pairs()
     with pytest.raises(HostError, match="no two in one executor, and the sites are in only 1"):
         flow.start(spark, sites=2)
-
-
-def test_a_driver_is_killed_and_comes_back(
-    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two Spark applications; the one that leads dies with its JVM and all its sites."""
-    out = tmp_path / "out"
-    monkeypatch.setenv("HOLDFAST_TEST_OUT", str(out))
-    with Apps(FILE, apps=2, sites=4, host="spark") as apps:
-        until_apps(apps, lambda: apps.protected, "everything is protected", within=180)
-        flows_on(apps)
-        leader = apps.leader
-        assert leader is not None
-        os.killpg(apps.processes[leader].pid, signal.SIGKILL)
-        until_apps(apps, lambda: apps.leader == 1 - leader, "the other leads")
-        flows_on(apps)
-        until_apps(
-            apps, lambda: apps.lives[leader] == 2 and apps.protected, "it is back", within=180
-        )
-        apps.stop()
-        apps.wait()
-        rows = apps.status()["rows_in"]
-    source = spark.range(0, rows, 1, 4).selectExpr(
-        "id * 7919 % 5000 as k", "cast(id % 997 as double) as v", "id"
-    )
-    again = apps_flow(out=str(tmp_path / "none"), rows=rows)
-    expected = again.batch(spark, {"numbers": source.orderBy("id").select("k", "v")})
-    found = spark.read.parquet(str(out))
-    assert found.count() == rows
-    assert same(found, expected)
