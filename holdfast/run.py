@@ -291,6 +291,7 @@ class Run:
                     "partitions": [cohort.first, cohort.end - 1],
                     "copies": list(cohort.copies),
                     "joining": list(cohort.joining),
+                    "standing": list(cohort.standing),
                     "phase": controller.phase(unit),
                     "bytes_to_go": left,
                     "epochs_to_go": max(reached, default=-1) - min(reached, default=-1),

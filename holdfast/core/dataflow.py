@@ -101,7 +101,7 @@ class Dataflow:
         self.recorded = begun
         self.connected = {site}
         self._early: dict[tuple[ExchangeId, CohortId, CohortId, SiteId], AckArrived] = {}
-        self._asked: list[LogAsked] = []
+        self._asked: dict[tuple[ExchangeId, CohortId, CohortId, SiteId], LogAsked] = {}
         """By consumers that are not counted here yet."""
         self.last: Epoch | None = None
         """The last epoch, once it is known."""
@@ -343,9 +343,9 @@ class Dataflow:
     def _take_early(self) -> list[SiteEffect]:
         """What came for a view or a copy that is in place only now."""
         early, self._early = self._early, {}
-        asked, self._asked = self._asked, []
+        asked, self._asked = self._asked, {}
         effects = [e for ack in early.values() for e in self._on_ack_arrived(ack)]
-        return effects + [e for question in asked for e in self._on_log_asked(question)]
+        return effects + [e for question in asked.values() for e in self._on_log_asked(question)]
 
     def _on_unit_processed(self, event: UnitProcessed) -> list[SiteEffect]:
         unit = self.units.get(event.unit)
@@ -551,7 +551,7 @@ class Dataflow:
         producer = self.producers.get((event.exchange, event.producer))
         counted = producer.since(event.consumer, event.site) if producer else -1
         if producer is None or counted < event.since:
-            self._asked.append(event)
+            self._asked[event.exchange, event.producer, event.consumer, event.site] = event
             return []
         if counted > event.since:
             return []
