@@ -139,14 +139,23 @@ flow = mixed(made(5_000), Path({out!r}))
 """
 
 
+AT_A_TERMINAL = """
+import signal, sys
+from holdfast.cli import main
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def test_ctrl_c_drains_a_flow_that_has_a_store(tmp_path: Path) -> None:
     """It reaches the sites, too, which leave it to whoever runs the flow."""
     file, store = tmp_path / "flow.py", tmp_path / "store"
     file.write_text(FILE.format(out=str(tmp_path / "out")))
-    command = [sys.executable, "-m", "holdfast.cli", "run", str(file), "--host", "process"]
+    arguments = ["run", str(file), "--host", "process", "--quiet", "--store", str(store)]
     root = str(Path(__file__).parents[2])
     running = subprocess.Popen(
-        [*command, "--quiet", "--store", str(store)],
+        [sys.executable, "-c", AT_A_TERMINAL, *arguments],
         env=os.environ | {"PYTHONPATH": root},
         start_new_session=True,
     )
