@@ -13,7 +13,7 @@ import msgspec
 from holdfast.core.records import EpochRecord
 from holdfast.errors import FlowError
 from holdfast.flow.graph import Flow
-from holdfast.flow.past import SOURCES, STATE, WAITING, Folder, Past
+from holdfast.flow.past import SOURCES, WAITING, Folder, Past, stored_state
 from holdfast.flow.plan import Plan, plan
 from holdfast.site import wire
 
@@ -21,10 +21,7 @@ from holdfast.site import wire
 def write_manifest(place: str, planned: Plan, partitions: int, last: EpochRecord) -> None:
     """All units of the flow are in the folder, after the epoch `last`."""
     folder = Folder(place)
-    state: dict[int, list[tuple[int, str, str]]] = {}
-    for file in folder.list(STATE):
-        _, stage, partition, table = file.removesuffix(".arrow").split("/")
-        state.setdefault(int(stage), []).append((int(partition), table, file))
+    state = stored_state(folder)
     waiting: dict[int, list[str]] = {}
     for file in folder.list(WAITING):
         waiting.setdefault(int(file.split("/")[1]), []).append(file)

@@ -515,10 +515,8 @@ class Controller:
 
     def _not_anew(self, unit: Unit) -> SiteLostError:
         assert self.view is not None
-        names, level = (
-            partitions_of(self.view, [unit], self.shape),
-            self.shape.stages[unit[0]].level,
-        )
+        names = partitions_of(self.view, [unit], self.shape)
+        level = self.shape.stages[unit[0]].level
         return SiteLostError(
             f"{names} cannot be made anew: more than {level} stages in a row were lost within a "
             "short time, and with them what it needs",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import urlsplit
 
 import msgspec
@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.fs as pafs
 
 from holdfast.errors import FlowError
+from holdfast.flow.state import StateTable
 
 STATE, RESULTS, SOURCES, WAITING = "state", "results", "sources", "waiting"
 MANIFEST = "manifest.arrow"
@@ -92,6 +93,23 @@ class Past(msgspec.Struct, frozen=True):
         """Nobody needs it any more."""
         with contextlib.suppress(OSError):  # it is only in the way
             Folder(self.place).remove()
+
+
+def store_state(folder: Folder, stage: int, tables: Mapping[str, StateTable]) -> None:
+    """Write the tables of a stage, or of some of its partitions: a file for each of these."""
+    for name, table in tables.items():
+        for partition in table.held():
+            file = f"{STATE}/{stage}/{partition}/{name}.arrow"
+            folder.write(file, [table.extract([partition])])
+
+
+def stored_state(folder: Folder) -> dict[int, list[tuple[int, str, str]]]:
+    """What `store_state` has written, as a `Past` has it."""
+    state: dict[int, list[tuple[int, str, str]]] = {}
+    for file in folder.list(STATE):
+        _, stage, partition, table = file.removesuffix(".arrow").split("/")
+        state.setdefault(int(stage), []).append((int(partition), table, file))
+    return state
 
 
 class Folder:

@@ -47,8 +47,7 @@ def active(*, apart: str = "executor") -> Protection:
     same order, only the same set of them in an epoch; and nobody compares them. Sources and
     sinks are pairs. No two copies share what `apart` says.
     """
-    if apart not in DOMAINS:
-        raise FlowError(f"active(): apart must be one of {', '.join(DOMAINS)}, not {apart!r}")
+    _check_apart("active", apart)
     return Protection("active", 2, apart, alike=False)
 
 
@@ -60,8 +59,7 @@ def passive(*, every_ms: int = 500, apart: str = "executor") -> Protection:
     """
     if every_ms < 1:
         raise FlowError(f"passive(): every_ms must be at least 1, not {every_ms}")
-    if apart not in DOMAINS:
-        raise FlowError(f"passive(): apart must be one of {', '.join(DOMAINS)}, not {apart!r}")
+    _check_apart("passive", apart)
     return Protection("passive", 1, apart, standbys=1, every_ms=every_ms)
 
 
@@ -78,8 +76,7 @@ def upstream(*, k: int | None = None, apart: str = "executor") -> Protection:
     """
     if k is not None and k < 1:
         raise FlowError(f"upstream(): k must be at least 1, not {k}", hint="none() bears no loss")
-    if apart not in DOMAINS:
-        raise FlowError(f"upstream(): apart must be one of {', '.join(DOMAINS)}, not {apart!r}")
+    _check_apart("upstream", apart)
     return Protection("upstream", 1, apart, anew=k or ALL)
 
 
@@ -95,8 +92,7 @@ def rollback(*, h: int | None = None, apart: str = "executor") -> Protection:
     """
     if h is not None and h < 2:
         raise FlowError(f"rollback(): h must be at least 2, not {h}")
-    if apart not in DOMAINS:
-        raise FlowError(f"rollback(): apart must be one of {', '.join(DOMAINS)}, not {apart!r}")
+    _check_apart("rollback", apart)
     return Protection("rollback", 1, apart, anew=h - 1 if h else ALL)
 
 
@@ -117,8 +113,7 @@ def pairs(
     """
     if copies < 2:
         raise FlowError(f"pairs() needs at least 2 copies, not {copies}", hint="none() has one")
-    if apart not in DOMAINS:
-        raise FlowError(f"pairs(): apart must be one of {', '.join(DOMAINS)}, not {apart!r}")
+    _check_apart("pairs", apart)
     if granularity not in GRANULARITIES:
         raise FlowError(
             f"pairs(): granularity must be one of {', '.join(GRANULARITIES)}, not {granularity!r}"
@@ -126,3 +121,8 @@ def pairs(
     if granularity != "partition" and copies != 2:
         raise FlowError(f"pairs(): {granularity} pairs have 2 copies, not {copies}")
     return Protection("pairs", copies, apart, granularity)
+
+
+def _check_apart(who: str, apart: str) -> None:
+    if apart not in DOMAINS:
+        raise FlowError(f"{who}(): apart must be one of {', '.join(DOMAINS)}, not {apart!r}")

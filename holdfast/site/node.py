@@ -385,7 +385,9 @@ class Node:
     def _apply(self, effect: SiteEffect) -> None:
         match effect:
             case OpenUnit():
-                self.stages.open(effect.unit, effect.view)
+                cohort = effect.view.cohort(effect.unit)
+                begins = self.site in cohort.copies + cohort.standing
+                self.stages.open(effect.unit, effect.view, begins=begins)
             case CloseUnit():
                 self.stages.shut(effect.unit)
                 self.incoming.pop(effect.unit, None)
@@ -543,7 +545,7 @@ class Node:
             self.incoming[unit] = Checkpoint(message, site, self.stages.units[unit])
             return
         self.stages.shut(unit)
-        self.stages.open(unit, self.view)
+        self.stages.open(unit, self.view, begins=False)
         self.stages.on_view(self.view)
         self.incoming[unit] = Incoming(message, site, self.stages.units[unit])
 
@@ -554,7 +556,7 @@ class Node:
             assert self.view is not None
             if isinstance(incoming, Checkpoint) and incoming.begin.after is None:
                 self.stages.shut(unit)
-                self.stages.open(unit, self.view)
+                self.stages.open(unit, self.view, begins=False)
                 incoming.put_into(self.stages.units[unit])
             installed = incoming.install(unit)
             del self.incoming[unit]

@@ -17,7 +17,7 @@ from holdfast.flow.batches import Track
 from holdfast.flow.execute import StageRunner
 from holdfast.flow.operators.base import KeyedOperator, OperatorSnapshot
 from holdfast.flow.options import Options
-from holdfast.flow.past import SOURCES, STATE, WAITING, Folder, Past
+from holdfast.flow.past import SOURCES, WAITING, Folder, Past, store_state
 from holdfast.flow.plan import Plan, Stage
 from holdfast.flow.sources import SplitReader
 from holdfast.flow.state import StateTable
@@ -92,10 +92,7 @@ class UnitRunner:
             if waiting := [rows for _, rows in self.held()]:
                 folder.write(f"{WAITING}/{stage}/{first}.arrow", waiting)
         if self.keeper is not None:
-            for name, table in self.keeper.tables().items():
-                for partition in table.held():
-                    file = f"{STATE}/{stage}/{partition}/{name}.arrow"
-                    folder.write(file, [table.extract([partition])])
+            store_state(folder, stage, self.keeper.tables())
 
     def _opened(self) -> None:
         """The operator is new."""
@@ -244,9 +241,9 @@ class SiteStages:
         self.on_fed: Callable[[], None] = lambda: None
         self.send: Callable[[SiteId, wire.Message, list[Any]], None] = lambda *_: None
 
-    def open(self, unit: Unit, view: View) -> None:
-        """Make the unit, with empty state unless the flow has a past and the unit is there from the
-        beginning; whoever is in the first view as leader begins to lead."""
+    def open(self, unit: Unit, view: View, *, begins: bool) -> None:
+        """Make the unit: one that `begins` with the flow has what the flow begins with, the others
+        have empty state. Whoever is in the first view as leader begins to lead."""
         stage, cohort = self.plan.stages[unit[0]], view.cohort(unit)
         for exchange in stage.outputs:
             if exchange.id not in self._routers:
@@ -257,7 +254,7 @@ class SiteStages:
             self.plan, stage, cohort, self.options, self._routers, self._incarnation
         )
         self.units[unit] = runner
-        if self.plan.past is not None and self.site in cohort.copies:
+        if self.plan.past is not None and begins:
             runner.begin(self.plan.past)
         if runner.egress is not None and cohort.copies[0] == self.site:
             runner.egress.begin(view.rank)

@@ -23,7 +23,7 @@ from holdfast.errors import FlowError, HoldfastError
 from holdfast.flow.batches import concat
 from holdfast.flow.graph import Flow
 from holdfast.flow.operators.base import KeyedOperator
-from holdfast.flow.past import RESULTS, STATE, Folder, Past
+from holdfast.flow.past import RESULTS, Folder, Past, store_state, stored_state
 from holdfast.flow.plan import Stage, plan
 from holdfast.flow.steps import conform
 from holdfast.spark import parcels
@@ -108,10 +108,7 @@ class History:
         order = Order.of(self.plan, self._all_inputs(), ended=False)
         job = Job(self.plan, order, self.partitions, keep=KeepState(self.place))
         results = {s.id: self._results(job, s) for s in self.plan.sinks}
-        state: dict[int, list[tuple[int, str, str]]] = {}
-        for file in Folder(self.place).list(STATE):
-            _, stage, partition, table = file.removesuffix(".arrow").split("/")
-            state.setdefault(int(stage), []).append((int(partition), table, file))
+        state = stored_state(Folder(self.place))
         epochs = max([1, *(len(files) for files in results.values())])
         return Past(self.place, epochs, order.rows, order.mark, state, results)
 
@@ -137,11 +134,7 @@ class KeepState:
         self.place = place
 
     def __call__(self, stage: Stage, operator: KeyedOperator) -> None:
-        folder = Folder(self.place)
-        for name, table in operator.tables().items():
-            for partition in table.held():
-                file = f"{STATE}/{stage.id}/{partition}/{name}.arrow"
-                folder.write(file, [table.extract([partition])])
+        store_state(Folder(self.place), stage.id, operator.tables())
 
 
 class WriteResults:

@@ -1,6 +1,7 @@
 """A unit that is handed over goes on, at its new site, to the same results as at the old one."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,16 +26,18 @@ from holdfast import (
 from holdfast.core.effects import HandOver, IngestEpoch, ProcessBundles
 from holdfast.core.events import CopyInstalled
 from holdfast.core.exchange import Kept
-from holdfast.core.ids import CohortId, ExchangeId
-from holdfast.core.layout import Cohort
+from holdfast.core.ids import CohortId, ExchangeId, SiteId
+from holdfast.core.layout import Cohort, View
 from holdfast.core.records import EpochRecord, Range
 from holdfast.flow.graph import Stream
 from holdfast.flow.options import Options
+from holdfast.flow.past import Folder, Past, stored_state
 from holdfast.flow.plan import Plan, plan
 from holdfast.flow.sources import Position, Source, SplitReader
 from holdfast.site import handover, wire
 from holdfast.site.bundles import Frames, Router
 from holdfast.site.handover import Checkpoint, Incoming, Outgoing
+from holdfast.site.node import Node
 from holdfast.site.stages import UnitRunner
 
 OPTIONS = Options(partitions=4)
@@ -344,3 +347,35 @@ def test_kept_bundles_come_along_with_what_they_say() -> None:
     assert one.bundle.batch.equals(bundle.batch)
     assert one.bundle.checksum == bundle.checksum == 6
     assert one.bundle.track.to_bytes() == bundle.track.to_bytes()
+
+
+def test_what_stands_by_begins_with_the_flows_past_like_what_computes(tmp_path) -> None:
+    """And with nothing, if all of its state is about to come."""
+    flow = Flow("one", protect=passive())
+    KINDS["running"](flow.source("events", rows(events()), event_time="ts")).sink("out", discard())
+    planned = plan(flow)
+    old = runner(planned, 1, OPTIONS.partitions)
+    for epoch, frames in enumerate(ingested(planned)[:9]):
+        processed(old, epoch, frames)
+    folder = Folder(str(tmp_path))
+    old.store(folder)
+    past = Past(str(tmp_path), 9, 9 * ROWS, b"", stored_state(folder), {})
+    elsewhere = Cohort(0, 1, (SiteId(0),))
+    keyed = Cohort(0, OPTIONS.partitions, (SiteId(0),), standing=(SiteId(1),))
+    view = View(0, 0, (SiteId(0), SiteId(1)), ((elsewhere,), (keyed,), (elsewhere,)))
+    node = Node(replace(planned, past=past), SiteId(1), OPTIONS, Silence())
+    node.on_view(view)
+    by_key = [("__low", "ascending")]
+    tables = (u.operator.extract()["groups"] for u in (node.stages.units[1, 0], old))
+    found, wanted = (pa.Table.from_batches([t]).sort_by(by_key) for t in tables)
+    assert found.equals(wanted) and wanted.num_rows > 0
+    node.stages.open((1, 0), view, begins=False)
+    assert node.stages.units[1, 0].operator.state_rows() == 0
+
+
+class Silence:
+    """A transport that takes nothing anywhere."""
+
+    def send(self, site: int, message: wire.Message, body: Any = None) -> None: ...
+
+    def tell(self, message: wire.Message) -> None: ...

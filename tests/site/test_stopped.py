@@ -15,7 +15,7 @@ from holdfast.flow.past import Past
 from holdfast.flow.protection import Protection
 from holdfast.flow.sources import Source, generator
 from holdfast.run import Run
-from tests.site.test_pairs import PATIENCE_S, until, until_rows
+from tests.site.test_pairs import PATIENCE_S, copies, kill, until, until_protected, until_rows
 from tests.site.test_protections import events
 
 ROWS = 120_000
@@ -63,6 +63,9 @@ def test_it_goes_on_with_other_sites_and_another_protection(
     again = {"resume": str(tmp_path / "one"), "store": str(tmp_path / "two")}
     second = flow.start(sites=2, partitions=6, **again)
     kept.append(second)
+    # What stands by has begun with the same as what computes.
+    until_protected(second, 2)
+    kill(second, copies(second)["running aggregate by (k)", 0][0])
     until_rows(second, 20_000)
     assert second.records()[0].base == rows_in
     total = sum(row["n"] for row in second.view("latest").table().to_pylist())
