@@ -283,13 +283,7 @@ class _Planner:
     def _add_keyed(self, node: KeyedNode) -> None:
         stage = self._add_stage(node, "keyed", node.operator.outputs, operator=node.operator)
         stage.merge = node.merge
-        stage.protection = node.protection or self.flow.protection
-        if stage.protection.anew and not node.operator.bounded:
-            raise FlowError(
-                f"stage {stage.name!r}: what a {node.operator.label} knows of a key comes from all "
-                "rows that the key ever had, so all of its input would have to be kept",
-                hint="protect it with pairs(), or use an event-time window",
-            )
+        stage.protection = self._protection_of(node, stage)
         if stage.merge == "arrival" and stage.protection.name != "none":
             raise FlowError(
                 f"stage {stage.name!r} merges in the order of arrival, which its copies would not "
@@ -298,6 +292,18 @@ class _Planner:
             )
         for position, stream in enumerate(node.inputs):
             self._connect(stream, stage, position, node.operator.keys)
+
+    def _protection_of(self, node: KeyedNode, stage: Stage) -> Protection:
+        wanted = node.protection or self.flow.protection
+        found = wanted if node.operator.bounded else wanted.of_unbounded()
+        if found is None:
+            raise FlowError(
+                f"stage {stage.name!r}: what a {node.operator.label} knows of a key comes from all "
+                "rows that the key ever had, so all of its input would have to be kept",
+                hint=f"write {wanted.name}(base_ms=1000), so that a summary of them is; or protect "
+                "it with pairs(), or use an event-time window",
+            )
+        return found
 
     def _connect(
         self, stream: Stream, consumer: Stage, position: int, keys: list[str] | None

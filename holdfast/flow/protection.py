@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.core.layout import DOMAINS, GRANULARITIES
 from holdfast.errors import FlowError
@@ -25,6 +25,17 @@ class Protection:
     """Whether copies make the same frames, row by row, and are held to it."""
     anew: int = 0
     """If not 0, partitions are made anew from their input; so many of them in a row at most."""
+    base_ms: int = 0
+    """If not 0, where that input would be all there ever was, a standby gets the state so often."""
+
+    def of_unbounded(self) -> Protection | None:
+        """What it means for a stage whose state comes from all rows that a key ever had; None if
+        such a stage cannot be protected so."""
+        if not self.anew:
+            return self
+        if not self.base_ms:
+            return None
+        return replace(self, anew=0, standbys=1, every_ms=self.base_ms)
 
     @property
     def at_the_ends(self) -> Protection:
@@ -63,11 +74,18 @@ def passive(*, every_ms: int = 500, apart: str = "executor") -> Protection:
     return Protection("passive", 1, apart, standbys=1, every_ms=every_ms)
 
 
-def upstream(*, k: int | None = None, apart: str = "executor") -> Protection:
+def upstream(
+    *, k: int | None = None, base_ms: int | None = None, apart: str = "executor"
+) -> Protection:
     """Upstream backup: every partition has one copy, and those that it gets its input from keep it
     for as long as the partition's state comes from it. When it dies it is made anew from that, on
-    any site that lives. Only for operators whose state comes from the recent past: event-time
-    windows and joins. Sources and sinks are pairs, whose copies do not share what `apart` says.
+    any site that lives. Sources and sinks are pairs, whose copies do not share what `apart` says.
+
+    That is for operators whose state comes from the recent past: event-time windows and joins, and
+    sessions with a time-out. What another operator knows of a key comes from all rows that the key
+    ever had. With `base_ms` it is cut off by a summary of them (a counter, a ring, an open
+    session), of which a standby gets what has changed every so many milliseconds; without, such a
+    flow is refused.
 
     Of stages in a row that are protected so, `k` may be lost at once: by default all of them, so
     that it does not matter how many of their partitions a site has. With a smaller `k` less of the
@@ -77,15 +95,19 @@ def upstream(*, k: int | None = None, apart: str = "executor") -> Protection:
     if k is not None and k < 1:
         raise FlowError(f"upstream(): k must be at least 1, not {k}", hint="none() bears no loss")
     _check_apart("upstream", apart)
-    return Protection("upstream", 1, apart, anew=k or ALL)
+    base = _base_ms("upstream", base_ms)
+    return Protection("upstream", 1, apart, anew=k or ALL, base_ms=base)
 
 
-def rollback(*, h: int | None = None, apart: str = "executor") -> Protection:
+def rollback(
+    *, h: int | None = None, base_ms: int | None = None, apart: str = "executor"
+) -> Protection:
     """Rollback with checkpoint markers: what a partition gets is logged by those it comes from,
     until a marker behind it has come `h` stages further on, and has been returned. A partition
-    that is lost is made anew from the logs. Only for operators whose state comes from the recent
-    past, and for flows that are uniform: all ways from one stage to another must be equally long.
-    Sources and sinks are pairs, whose copies do not share what `apart` says.
+    that is lost is made anew from the logs. Only for flows that are uniform: all ways from one
+    stage to another must be equally long; and for operators whose state comes from the recent
+    past, unless it is cut off by a summary every `base_ms` (see `upstream`). Sources and sinks are
+    pairs, whose copies do not share what `apart` says.
 
     Slices of thickness `h` overlap. By default they are as thick as the flow is long; with 2 no
     two stages in a row may lose a partition within a short time, be it on one site.
@@ -93,7 +115,8 @@ def rollback(*, h: int | None = None, apart: str = "executor") -> Protection:
     if h is not None and h < 2:
         raise FlowError(f"rollback(): h must be at least 2, not {h}")
     _check_apart("rollback", apart)
-    return Protection("rollback", 1, apart, anew=h - 1 if h else ALL)
+    base = _base_ms("rollback", base_ms)
+    return Protection("rollback", 1, apart, anew=h - 1 if h else ALL, base_ms=base)
 
 
 def pairs(
@@ -121,6 +144,12 @@ def pairs(
     if granularity != "partition" and copies != 2:
         raise FlowError(f"pairs(): {granularity} pairs have 2 copies, not {copies}")
     return Protection("pairs", copies, apart, granularity)
+
+
+def _base_ms(who: str, base_ms: int | None) -> int:
+    if base_ms is not None and base_ms < 1:
+        raise FlowError(f"{who}(): base_ms must be at least 1, not {base_ms}")
+    return base_ms or 0
 
 
 def _check_apart(who: str, apart: str) -> None:

@@ -9,6 +9,7 @@ from holdfast.core.sequencer import Budget
 from holdfast.errors import HoldfastError
 from holdfast.flow.graph import Flow, KeyedNode
 from holdfast.flow.options import Options
+from holdfast.flow.plan import plan
 from holdfast.flow.protection import Protection, active, pairs, passive, rollback, upstream
 from holdfast.sim import flows
 from holdfast.sim.checks import Checks, Violation
@@ -40,8 +41,8 @@ PROTOCOLS: dict[str, Protection] = {
     "pairs": pairs(apart="process"),
     "triples": pairs(copies=3, apart="process"),
     "active": active(apart="process"),
-    "rollback": rollback(apart="process"),
-    "upstream": upstream(apart="process"),
+    "rollback": rollback(base_ms=20, apart="process"),
+    "upstream": upstream(base_ms=20, apart="process"),
     "passive": passive(every_ms=20, apart="process"),
 }
 
@@ -95,14 +96,16 @@ class Case:
 
     def world(self) -> TimedWorld:
         protection = PROTOCOLS[self.protocol]
+        flow = self._flow(protection)
+        checkpoints = any(s.protection and s.protection.every_ms for s in plan(flow).stages)
         world = TimedWorld(
-            self._flow(protection),
+            flow,
             sites=max(self.sites or 3 + self.seed % 3, protection.at_the_ends.copies),
             seed=self.seed,
             options=self._options(),
             free_rows=int(self.rows_in * FREE) // flows.SPLITS.get(self.flow, 1),
             # What has changed since a checkpoint is not remembered.
-            memory=None if "passive" in (self.protocol, self.first) else _memory(*self._world),
+            memory=None if checkpoints else _memory(*self._world),
         )
         world.poisoned = self.flow in flows.POISONED
         return world

@@ -25,6 +25,7 @@ PARTS = [
     *(("times", "upstream", at) for at in range(0, 40, AT_ONCE)),
     *((f, "passive", 0) for f in ("windows", "times", "dmz")),
     ("windows", "active", 0),
+    ("dmz", "upstream", 0),
 ]
 
 

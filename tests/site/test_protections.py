@@ -124,8 +124,32 @@ def test_state_that_comes_from_everything_cannot_be_made_anew() -> None:
     source.key_by("k").agg(t=sum_("v")).sink("out", discard())
     with pytest.raises(
         FlowError, match=r"running aggregate .* from all rows that the key ever had"
-    ):
+    ) as said:
         flow.start()
+    assert "upstream(base_ms=1000)" in str(said.value)
+
+
+def test_a_summary_cuts_off_what_state_comes_from(kept) -> None:
+    """The first stage is made anew from its input, the second goes on from a summary."""
+
+    def totals(protection: Protection | None, rate: int | None) -> Flow:
+        flow = Flow("totals", protect=protection)
+        source = generator(events, events(0, 0, 0).schema, rows=ROWS, rate=rate)
+        keyed = flow.source("events", source, event_time="ts").key_by("k")
+        sums = keyed.window(time=500, lateness=20).agg(t=sum_("v"))
+        sums.select("t", g=col("k") % 50).key_by("g").agg(t=sum_("t")).sink("out", discard())
+        return flow
+
+    run = totals(upstream(base_ms=100, apart="process"), 25_000).start(sites=4, partitions=8)
+    kept.append(run)
+    for stage in ("running aggregate by (g)", "time window by (k)"):
+        until_protected(run, 4)
+        until_rows(run, 30_000)
+        kill(run, copies(run)[stage, 0][0])
+    plain = totals(None, None).start(sites=1)
+    kept.append(plain)
+    assert run.wait(PATIENCE_S) and plain.wait(PATIENCE_S)
+    assert run.sink_report("out") == plain.sink_report("out") and run.status()["dead"]
 
 
 def test_ways_of_different_length_are_named() -> None:
