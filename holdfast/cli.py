@@ -78,6 +78,9 @@ def _add_sim(commands: Any) -> None:
     )
     protocols = ("pairs", "triples", "active", "passive", "upstream", "rollback")
     sim.add_argument("--protocol", choices=protocols, default="pairs")
+    sim.add_argument(
+        "--then", choices=protocols, help="protect the first keyed stage so later on, meanwhile"
+    )
     sim.add_argument("--bug", help="plant a bug, to see it caught; 'list' names them")
     sim.add_argument("--exhaustive", action="store_true", help="every crash point of a small flow")
     sim.add_argument("--out", default=".", help="where drawings of failures go (.)")
@@ -169,11 +172,11 @@ def _sim(options: argparse.Namespace, console: Console) -> int:
     bug = command.bug_named(options.bug)
     if options.exhaustive:
         return exhaust.explore(console, bug)
-    first = options.seed or 0
+    first, what = options.seed or 0, (options.flow, options.protocol, None, options.then)
     if options.trace:
-        (case,) = command.cases_of(first, 1, options.flow, options.protocol, bug)
+        (case,) = command.cases_of(range(first, first + 1), what, bug)
         return command.replay(case, out, console, bug)
-    cases = command.cases_of(first, options.seeds, options.flow, options.protocol, bug)
+    cases = command.cases_of(range(first, first + options.seeds), what, bug)
     return command.explore(cases, out, console, bug)
 
 

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, assert_never
@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from holdfast import errors
 from holdfast.arbiter import Arbiter, Entry, arbiter
-from holdfast.core.controller import Controller, first_id
+from holdfast.core.controller import Controller, State, first_id
 from holdfast.core.effects import (
     CommitView,
     ControllerEffect,
@@ -31,6 +31,7 @@ from holdfast.core.effects import (
     FenceSite,
     LaunchSite,
     OrderCatchUp,
+    OrderStock,
     PauseFlow,
     StartFlow,
     Wait,
@@ -40,6 +41,7 @@ from holdfast.core.events import (
     CopyBehind,
     CopyReported,
     FlowFailed,
+    ProtectionWanted,
     SiteFinished,
     SiteRegistered,
     SitesApart,
@@ -49,7 +51,7 @@ from holdfast.core.events import (
     WaitOver,
 )
 from holdfast.core.ids import CohortId, SiteId, StageId, Unit
-from holdfast.core.layout import Domain, Shape, View
+from holdfast.core.layout import Domain, Guard, Shape, View, place
 from holdfast.core.records import EpochRecord
 from holdfast.errors import ArbiterAway, Superseded
 from holdfast.flow.batches import user_names
@@ -254,6 +256,21 @@ class Control:
         told the same; should neither lead just now, the one that comes to lead will know."""
         self._asked = StopRequested(drain)
         self.post(self._asked)
+
+    def protect(self, guards: Sequence[Guard]) -> None:
+        """Protect stages so from now on; to be called in the controller's thread."""
+        controller = self.controller
+        if controller is None:
+            raise errors.HostError(
+                "another application leads the flow", hint="change its protection there"
+            )
+        if controller.view is None or controller.state is not State.RUNNING:
+            raise errors.HostError(
+                f"the flow is {controller.state.value}, so its protection cannot be changed"
+            )
+        wanted = _apart(controller.shape.guarded(tuple(guards)), self.place.apps)
+        place(wanted, controller.view.members, controller.domains)  # raises if that cannot be
+        self._handle(ProtectionWanted(wanted.guards))
 
     # --- who leads ------------------------------------------------------------------------------
 
@@ -691,6 +708,8 @@ class Control:
             case OrderCatchUp():
                 term = self.controller.term if self.controller else 0
                 self._send(effect.donor, wire.CatchUp(term, *effect.unit, effect.joiner))
+            case OrderStock():
+                self._send(effect.site, wire.Stock(effect.number))
             case DrainFlow():
                 self._stop_feeders()
                 self._send(effect.site, wire.Drain())
@@ -861,10 +880,10 @@ def _refuse(plan: Plan, shaped: Shape, apps: int) -> None:
     for stage in plan.sources:
         if stage.source is None or not stage.source.fed:
             continue
-        if shaped.stages[stage.id].copies > 2:
+        if shaped.stages[stage.id].guard.copies > 2:
             raise errors.HostError(
                 f"source {stage.name!r} is one whose rows come once, and such a source can have "
-                f"2 copies, not {shaped.stages[stage.id].copies}",
+                f"2 copies, not {shaped.stages[stage.id].guard.copies}",
                 hint="protect the flow with pairs(), or take a source that can be read again",
             )
         if apps > 1 and not stage.source.resumable:
@@ -884,7 +903,8 @@ def _apart(shaped: Shape, apps: int) -> Shape:
     if apps == 1:
         return shaped
     stages = tuple(
-        replace(s, apart="application") if 1 < s.copies <= apps else s for s in shaped.stages
+        replace(s, guard=replace(s.guard, apart="application")) if 1 < s.guard.copies <= apps else s
+        for s in shaped.stages
     )
     return replace(shaped, stages=stages)
 

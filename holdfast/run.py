@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast import errors
@@ -24,7 +25,8 @@ from holdfast.core.records import EpochRecord
 from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
 from holdfast.flow.past import Folder
-from holdfast.flow.plan import plan
+from holdfast.flow.plan import plan, protected_otherwise
+from holdfast.flow.protection import Protection
 from holdfast.settle import settled
 from holdfast.site import wire
 from holdfast.site.process_host import ProcessHost
@@ -200,6 +202,16 @@ class Run:
     def view(self, sink: str) -> ViewReader:
         """Look at a sink that is a view, while the flow runs."""
         return ViewReader(self.url, sink)
+
+    def protect(self, stage: str, protection: Protection) -> None:
+        """Protect a keyed stage otherwise from now on, while the flow runs. Until the new
+        protection holds the old one does, as far as both can be had at once: `protected` says when
+        that is so. Raises `FlowError` if the stage cannot be protected so, and `HostError` if there
+        are not enough sites for it.
+        """
+        node, guards = protected_otherwise(self.flow, stage, protection, self.options.partitions)
+        self._look(partial(self._control.protect, guards))
+        node.protection = protection
 
     @property
     def protected(self) -> bool:

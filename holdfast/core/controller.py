@@ -22,6 +22,7 @@ from holdfast.core.effects import (
     FenceSite,
     LaunchSite,
     OrderCatchUp,
+    OrderStock,
     PauseFlow,
     StartFlow,
     Wait,
@@ -31,6 +32,7 @@ from holdfast.core.events import (
     CopyBehind,
     CopyReported,
     FlowFailed,
+    ProtectionWanted,
     SiteFinished,
     SiteRegistered,
     SitesApart,
@@ -146,6 +148,8 @@ class Controller:
         self._replica_of: dict[SiteId, int] = {}
         """With dataflow or cluster pairs: which of the two replicas a site belongs to."""
         self._finished: set[SiteId] = set()
+        self._stocked: set[tuple[Unit, SiteId]] = set()
+        """Copies for which, in this view, all is kept that they are to be made anew from."""
 
     def resume(
         self,
@@ -163,7 +167,7 @@ class Controller:
         self.addresses, self.domains, self.dead = addresses, domains, dict(dead)
         self._next_id = max(first_id(term), *(1 + s for s in [*addresses, *dead, *view.members]))
         self.history.append(f"term {term} begins")
-        self.view = replace(view, term=term)
+        self.view, self.shape = replace(view, term=term), self.shape.under(view)
         if not running:
             return self._gathered()
         self.state = State.DRAINING if draining else State.RUNNING
@@ -200,6 +204,8 @@ class Controller:
                 return self._on_wait_over(event)
             case StopRequested():
                 return self._on_stop_requested(event)
+            case ProtectionWanted():
+                return self._on_protection_wanted(event)
         assert_never(event)
 
     @property
@@ -253,8 +259,9 @@ class Controller:
         return self._commit(replace(placed, term=self.term, number=number))
 
     def _commit(self, view: View) -> list[ControllerEffect]:
-        self.view = view
+        self.view, self.shape = view, self.shape.under(view)
         self._seen.clear()
+        self._stocked.clear()
         self._finished.clear()  # it may give them more to do, such as to lead a sink
         effects: list[ControllerEffect] = [
             CommitView(view, {s: self.addresses[s] for s in view.members})
@@ -272,7 +279,7 @@ class Controller:
         if self.state is State.CONNECTING:
             self._become(State.RUNNING)
             return [StartFlow(), *self._recover()]
-        return self._order_catch_ups()
+        return [*self._order_catch_ups(), *self._order_stock(), *self._change()]
 
     # --- take-over ------------------------------------------------------------------------------
 
@@ -323,7 +330,7 @@ class Controller:
 
     def _lost_with(self, view: View) -> list[Unit]:
         """The units of which nothing is left in a view, and that cannot be made anew either."""
-        return [u for u in view.bare() if not self.shape.stages[u[0]].level]
+        return [u for u in view.bare() if not self.shape.stages[u[0]].guard.anew]
 
     def _is_known(self, site: SiteId) -> bool:
         return site in self.launched or site in self.addresses
@@ -369,7 +376,7 @@ class Controller:
     def _lost(self, gone: list[SiteId], bare: list[Unit], reason: str) -> SiteLostError:
         assert self.view is not None
         names = partitions_of(self.view, bare, self.shape)
-        protected = any(self.shape.stages[u[0]].wanted > 1 for u in bare)
+        protected = any(self.shape.stages[u[0]].guard.wanted > 1 for u in bare)
         said = "no copy is left of" if protected else "its partitions were not protected:"
         return SiteLostError(
             f"site {_listed(gone)} died ({reason}); {said} {names}",
@@ -443,7 +450,7 @@ class Controller:
         return [
             u
             for u in self.view.units()
-            if len(self.view.cohort(u).all) < self.shape.stages[u[0]].wanted
+            if len(self.view.cohort(u).all) < self.shape.stages[u[0]].guard.wanted
         ]
 
     def _load(self) -> dict[SiteId, int]:
@@ -457,9 +464,10 @@ class Controller:
         fit = [s for s in load if may_join(stage, copies, s, self.domains)]
         if not fit:
             if not self.launched:
-                self.unrecovered[unit] = f"no site is in another {stage.apart} than its copies"
+                apart = stage.guard.apart
+                self.unrecovered[unit] = f"no site is in another {apart} than its copies"
             return None
-        wanted = sum(self.shape.stages[u[0]].wanted for u in self.view.units())
+        wanted = sum(self.shape.stages[u[0]].guard.wanted for u in self.view.units())
         fair = wanted // max(1, len(self.sites))
         best = min(fit, key=lambda s: (load[s], closeness(copies, s, self.domains), s))
         if copies and load[best] >= fair and self.launched and not self._patience_over:
@@ -484,6 +492,10 @@ class Controller:
         if event.phase == "caught_up":
             self.replaying.discard((event.unit, event.site))
             return []
+        if event.phase == "stocked":
+            if event.number == self.view.number:
+                self._stocked.add((event.unit, event.site))
+            return self._change()
         if event.site not in cohort.joining or event.number < cohort.since_of(event.site):
             return []  # word of a copy that was given up
         if event.phase == "impossible":
@@ -493,7 +505,7 @@ class Controller:
         if event.phase == "installed":
             self._ordered.pop((event.unit, event.site), None)
             self._failed_joins.pop(event.unit, None)
-            joined = cohort.installed_at(event.site, self.shape.stages[event.unit[0]].copies)
+            joined = cohort.installed_at(event.site, self.shape.stages[event.unit[0]].guard.copies)
             if event.site in joined.copies:
                 self.replaying.add((event.unit, event.site))
             self.view = self.view.changed({event.unit: joined})
@@ -505,7 +517,7 @@ class Controller:
             # Whatever changed since, the last view is the one to act on.
             if self.running and not any(isinstance(e, CommitView) for e in effects):
                 effects += self._commit(self.view)
-            return effects
+            return effects + self._change()
         effects = self._join_failed(event.unit, event.reason)
         view = self.view.changed({event.unit: cohort.without([event.site])})
         if self.shape.granularity != "partition":
@@ -513,10 +525,62 @@ class Controller:
             view = self._useless(view, {self._replica_of[event.site]})
         return effects + self._commit(view) + self._pause(False)
 
+    # --- changing protection --------------------------------------------------------------------
+
+    def _on_protection_wanted(self, event: ProtectionWanted) -> list[ControllerEffect]:
+        """At first, what was kept and who was there is still kept and there, until the new
+        protection holds: see `Guard.towards`."""
+        if self.view is None or self.state is not State.RUNNING:
+            return []
+        before, aims = self.shape.guards, event.guards
+        guards = tuple(g.towards(aim) for g, aim in zip(before, aims, strict=True))
+        self.history.append("protection changes")
+        self.unrecovered.clear()
+        view = self.view.guarded(before, guards, () if guards == aims else aims)
+        return self._commit(view) + self._recover()
+
+    def _order_stock(self) -> list[OrderStock]:
+        """All members act on the view: from now on nothing is let go that will be needed."""
+        assert self.view is not None
+        if not self.view.aims:
+            return []
+        held = {
+            site: None
+            for unit in self.view.units()
+            for site in self.view.cohort(unit).copies
+            if self._lacks_stock(unit)
+        }
+        return [OrderStock(site, self.view.number) for site in held]
+
+    def _lacks_stock(self, unit: Unit) -> bool:
+        assert self.view is not None
+        guard = self.shape.stages[unit[0]].guard
+        return guard.anew < guard.level and self.view.aims[unit[0]].level == guard.level
+
+    def _change(self) -> list[ControllerEffect]:
+        """Protect as wanted, if what comes before it is in place."""
+        if self.view is None or not self.view.aims or not self.running:
+            return []
+        for unit in self.view.units():
+            cohort = self.view.cohort(unit)
+            if not self._has_all(unit) or cohort.joining:
+                return []
+            stocked = all((unit, site) in self._stocked for site in cohort.copies)
+            if self._lacks_stock(unit) and not stocked:
+                return []
+        self.history.append("protection has changed")
+        view = self.view.guarded(self.shape.guards, self.view.aims)
+        return self._commit(view) + self._recover()
+
+    def _has_all(self, unit: Unit) -> bool:
+        assert self.view is not None
+        cohort, guard = self.view.cohort(unit), self.shape.stages[unit[0]].guard
+        return len(cohort.copies) >= guard.copies and len(cohort.standing) >= guard.standbys
+
     def _not_anew(self, unit: Unit) -> SiteLostError:
         assert self.view is not None
         names = partitions_of(self.view, [unit], self.shape)
-        level = self.shape.stages[unit[0]].level
+        level = self.shape.stages[unit[0]].guard.level
         return SiteLostError(
             f"{names} cannot be made anew: more than {level} stages in a row were lost within a "
             "short time, and with them what it needs",
@@ -607,6 +671,8 @@ class Controller:
             orders += [DrainFlow(s) for s in self.view.sequencers[:1] if s == site]
         if self._paused_flow:
             orders.append(PauseFlow(site, True))
+        if self.seen_by_all:
+            orders += [o for o in self._order_stock() if o.site == site]
         return orders
 
     # --- the end --------------------------------------------------------------------------------
@@ -639,13 +705,15 @@ class Controller:
         """How protected a unit is: see the glossary."""
         assert self.view is not None
         cohort, stage = self.view.cohort(unit), self.shape.stages[unit[0]]
-        if stage.wanted == 1 and not stage.level:
+        if self.view.aims and stage.guard != self.view.aims[unit[0]]:
+            return "changing"
+        if stage.guard.wanted == 1 and not stage.guard.level:
             return "not protected"
         if not cohort.copies:
             return "made anew"
         if cohort.joining:
             return "copying" if any(u == unit for u, _ in self._ordered) else "taken over"
-        if len(cohort.copies) < stage.copies or len(cohort.standing) < stage.standbys:
+        if not self._has_all(unit):
             return "taken over"
         return "replaying" if any(u == unit for u, _ in self.replaying) else "protected"
 

@@ -44,6 +44,7 @@ from holdfast.core.events import (
     PeerLost,
     RecordArrived,
     SiteEvent,
+    StockOrdered,
     UnitProcessed,
     ViewCommitted,
 )
@@ -84,6 +85,8 @@ class _Unit:
     """It has a checkpoint, and computes nothing."""
     given: dict[SiteId, Epoch] = field(default_factory=dict)
     """To whom that stands by it has given its state, and after which epoch that was."""
+    stock: Epoch | None = None
+    """What was let go before is not needed any more when nothing up to this epoch is."""
 
 
 class Dataflow:
@@ -133,6 +136,8 @@ class Dataflow:
                 return self._on_checkpoint_due(event)
             case CatchUpOrdered():
                 return self._on_catch_up_ordered(event)
+            case StockOrdered():
+                return self._on_stock_ordered(event)
             case CopyInstalled():
                 return self._on_copy_installed(event)
         assert_never(event)
@@ -143,7 +148,7 @@ class Dataflow:
         view = event.view
         if not view.replaces(self.view):
             return []
-        self.view = view
+        self.view, self.shape = view, self.shape.under(view)
         self._reported = False  # it is said for each view
         effects: list[SiteEffect] = []
         held = view.units_at(self.site)
@@ -155,7 +160,10 @@ class Dataflow:
                 cohort = view.cohort(key)
                 effects += self._open(key, installed=self.site in cohort.copies + cohort.standing)
         for unit in self.units.values():
+            unit.shape, unit.stock = self.shape.stages[unit.key[0]], None
             self._stand(unit)
+            if unit.installed:
+                self._guard(unit)
             effects += self._drop_handovers(unit)
         for producer in self.producers.values():
             self._count_takers(producer)
@@ -176,9 +184,28 @@ class Dataflow:
         """Compute from now on, or do not."""
         assert self.view is not None
         cohort = self.view.cohort(unit.key)
-        unit.stands = self.site in cohort.standing or (unit.stands and self.site in cohort.joining)
+        stood = unit.stands
+        unit.stands = self.site in cohort.standing or (stood and self.site in cohort.joining)
+        if stood and not unit.stands:
+            unit.replaying_to, unit.needs = max(self.recorded, unit.finished), None
         for exchange in unit.shape.inputs if unit.installed else ():
             self.consumers[exchange, unit.key[1]].stands = unit.stands
+
+    def _guard(self, unit: _Unit) -> None:
+        """Keep, and say, what the protection of the unit and of its neighbours takes."""
+        if not unit.shape.guard.level:
+            unit.needs = None
+        elif unit.needs is None:  # what its state comes from was not followed
+            unit.needs = Needs(unit.finished, NO_EPOCH)
+        for exchange in unit.shape.outputs:
+            producer = self.producers[exchange, unit.key[1]]
+            guard = self.shape.stages[self.shape.consumer_of[exchange]].guard
+            producer.level, producer.complete = guard.level, guard.anew
+            producer.alike = unit.shape.guard.comparable
+        for exchange in unit.shape.inputs:
+            consumer = self.consumers[exchange, unit.key[1]]
+            consumer.alike = self.shape.stages[self.shape.producer_of[exchange]].guard.alike
+            consumer.levels = partial(self._levels, unit)
 
     def _drop_handovers(self, unit: _Unit) -> list[SiteEffect]:
         """To those that are not wanted any more."""
@@ -200,7 +227,7 @@ class Dataflow:
         self.units[key] = _Unit(key, self.shape.stages[key[0]], installed, since, finished)
         self.units[key].stands = self.site in self.view.cohort(key).standing
         if installed:
-            self._add_ends(self.units[key], finished)
+            self._add_ends(self.units[key], finished, finished)
             cohort = self.view.cohort(key)
             alike = [s for s in cohort.standing if cohort.since_of(s) == since]
             self.units[key].given = dict.fromkeys(alike, finished)
@@ -214,27 +241,24 @@ class Dataflow:
             self.consumers.pop((exchange, key[1]), None)
         return [CloseUnit(key)]
 
-    def _add_ends(self, unit: _Unit, finished: Epoch, credit: int | None = None) -> None:
+    def _add_ends(
+        self, unit: _Unit, finished: Epoch, needs: Epoch, credit: int | None = None
+    ) -> None:
         cohort = unit.key[1]
-        if unit.shape.level:
-            unit.needs = Needs(finished)
+        unit.needs = Needs(finished, needs)
         for exchange in unit.shape.outputs:
-            level = self.shape.stages[self.shape.consumer_of[exchange]].level
-            self.producers[exchange, cohort] = Producer(
-                exchange, cohort, level, finished, credit, unit.shape.comparable
-            )
+            level = self.shape.stages[self.shape.consumer_of[exchange]].guard.level
+            self.producers[exchange, cohort] = Producer(exchange, cohort, level, finished, credit)
         for exchange in unit.shape.inputs:
             consumer = Consumer(exchange, cohort, self.window, finished, unit.since)
             consumer.stands = unit.stands
-            consumer.alike = self.shape.stages[self.shape.producer_of[exchange]].alike
-            if self.shape.levels:
-                consumer.levels = partial(self._levels, unit)
             self.consumers[exchange, cohort] = consumer
+        self._guard(unit)
 
     def _levels(self, unit: _Unit, received: Epoch) -> tuple[Epoch, ...]:
         """Up to which epochs a unit does not need its input any more. One that has other copies
         needs nothing that it has received."""
-        if unit.needs is None:
+        if unit.needs is None or unit.stands:
             return (received,) * self.shape.levels
         outputs = [self.producers[x, unit.key[1]] for x in unit.shape.outputs]
         reached = [min(p.reached(k) for p in outputs) for k in range(self.shape.levels)]
@@ -367,6 +391,7 @@ class Dataflow:
             effects += self._delivered(unit)
             effects += self._handovers(unit)
             effects += self._caught_up(unit)
+            effects += self._stocked(unit)
         self._trim_records()
         return effects + self._next(unit) + self._finish_site()
 
@@ -483,7 +508,7 @@ class Dataflow:
         if unit is None or (unit.installed and not unit.stands):
             return []
         if not unit.installed:
-            return self._install(unit, event.epoch, event.kept, event.let_go)
+            return self._install(unit, event.epoch, event.needs, event.kept, event.let_go)
         unit.finished = event.epoch
         for exchange in unit.shape.outputs:
             producer = self.producers[exchange, unit.key[1]]
@@ -496,6 +521,7 @@ class Dataflow:
         self,
         unit: _Unit,
         epoch: Epoch,
+        needs: Epoch,
         kept: Mapping[ExchangeId, Mapping[CohortId, list[Any]]],
         let_go: Mapping[ExchangeId, Mapping[CohortId, Epoch]],
         credit: int | None = None,
@@ -503,10 +529,10 @@ class Dataflow:
         """The unit's state is that after `epoch`: from now on it is a copy like any other."""
         assert self.view is not None
         unit.installed, unit.finished = True, epoch
-        enough = len(self.view.cohort(unit.key).copies) >= unit.shape.copies
-        unit.stands = enough and unit.shape.standbys > 0
+        enough = len(self.view.cohort(unit.key).copies) >= unit.shape.guard.copies
+        unit.stands = enough and unit.shape.guard.standbys > 0
         unit.replaying_to = None if unit.stands else max(self.recorded, epoch)
-        self._add_ends(unit, epoch, credit)
+        self._add_ends(unit, epoch, needs, credit)
         effects: list[SiteEffect] = []
         for exchange in unit.shape.outputs:
             producer = self.producers[exchange, unit.key[1]]
@@ -576,7 +602,27 @@ class Dataflow:
         if credit < 1:
             return [ReportCopy(unit.key, "impossible")]
         nothing: dict[ExchangeId, dict[CohortId, Any]] = {x: {} for x in unit.shape.outputs}
-        return self._install(unit, after, nothing, nothing, credit - 1)
+        return self._install(unit, after, after, nothing, nothing, credit - 1)
+
+    def _on_stock_ordered(self, event: StockOrdered) -> list[SiteEffect]:
+        """Producers have let go of nothing that a unit had not received by now."""
+        assert self.view is not None
+        effects: list[SiteEffect] = []
+        for unit in self.units.values() if event.number == self.view.number else ():
+            if unit.installed and unit.shape.guard.anew < unit.shape.guard.level:
+                inputs = [self.consumers[x, unit.key[1]] for x in unit.shape.inputs]
+                received = [e for c in inputs for e in c.received.values()]
+                unit.stock = max([*received, unit.finished])
+                effects += self._stocked(unit)
+        return effects
+
+    def _stocked(self, unit: _Unit) -> list[SiteEffect]:
+        if unit.stock is None or unit.stands:
+            return []
+        if self._levels(unit, unit.finished)[unit.shape.guard.level - 1] < unit.stock:
+            return []
+        unit.stock = None
+        return [ReportCopy(unit.key, "stocked")]
 
     @staticmethod
     def _caught_up(unit: _Unit) -> list[SiteEffect]:

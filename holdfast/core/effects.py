@@ -143,7 +143,7 @@ class ReportDelivered:
 
 @value
 class ReportCopy:
-    """Tell the controller how far the new copy of a unit is: `installed` or `caught_up`."""
+    """Tell the controller how far the copy of a unit is: see `CopyReported`."""
 
     unit: Unit
     phase: str
@@ -232,6 +232,14 @@ class OrderCatchUp:
 
 
 @value
+class OrderStock:
+    """Tell `site` that all members act on the view with this number: see `StockOrdered`."""
+
+    site: SiteId
+    number: int
+
+
+@value
 class DrainFlow:
     """Ask the sequencer at `site` to take no more rows."""
 
@@ -280,6 +288,7 @@ ControllerEffect = (
     CommitView
     | StartFlow
     | OrderCatchUp
+    | OrderStock
     | DrainFlow
     | PauseFlow
     | LaunchSite

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.core.ids import NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
-from holdfast.core.layout import Domain, View
+from holdfast.core.layout import Domain, Guard, View
 from holdfast.core.records import Block, EpochRecord
 from holdfast.core.values import value
 
@@ -136,6 +136,14 @@ class CatchUpOrdered:
 
 
 @value
+class StockOrdered:
+    """Every member of the view with this number keeps what it shall keep: say of each unit that
+    will be made anew from it when nothing older is needed any more."""
+
+    number: int
+
+
+@value
 class CopyInstalled:
     """The state that another copy had after `epoch` is in place here, and these are the bundles
     that it still kept: all of them, or those of later epochs than it had given before."""
@@ -147,6 +155,8 @@ class CopyInstalled:
     """Up to which epochs it kept none."""
     whole: bool = True
     """These are all, and not only those since the last time."""
+    needs: Epoch = NO_EPOCH
+    """After which epoch the input came that the state comes from, if that is known."""
 
 
 SiteEvent = (
@@ -161,6 +171,7 @@ SiteEvent = (
     | LogTold
     | CheckpointDue
     | CatchUpOrdered
+    | StockOrdered
     | CopyInstalled
 )
 
@@ -292,7 +303,8 @@ class SitesFailed:
 @value
 class CopyReported:
     """A joining site has a unit's state in place (`installed`), has caught up with what had been
-    recorded by then (`caught_up`), or could not (`failed`)."""
+    recorded by then (`caught_up`), or could not (`failed`). Or of a unit that is to be made anew
+    if it is lost, all is kept that this takes (`stocked`)."""
 
     site: SiteId
     unit: Unit
@@ -342,6 +354,14 @@ class WaitOver:
 
 
 @value
+class ProtectionWanted:
+    """The user wants stages to be protected so."""
+
+    guards: tuple[Guard, ...]
+    """By stage."""
+
+
+@value
 class StopRequested:
     """The user wants the flow to end: after what was taken is delivered, or at once."""
 
@@ -359,4 +379,5 @@ ControllerEvent = (
     | SiteFinished
     | WaitOver
     | StopRequested
+    | ProtectionWanted
 )

@@ -45,7 +45,7 @@ class _Taker:
         """What it has (level 0), or does not need any more."""
         if level == 0:
             return self.received
-        return self.levels[level - 1] if self.levels else NO_EPOCH
+        return self.levels[level - 1] if level <= len(self.levels) else NO_EPOCH
 
     since: int
     received: Epoch = NO_EPOCH
@@ -88,9 +88,11 @@ class Producer:
         if they are `alike`. If what comes here was made anew, only what they
         need at the level `credit` will be here at first."""
         self.exchange, self.cohort, self.level = exchange, cohort, level
+        self.complete = level
+        """At which level what is kept is complete."""
         self.lanes: dict[CohortId, _Lane] = {}
         self.made = self._base = made
-        self._alike = alike
+        self.alike = alike
         self._credit = level if credit is None else min(level, credit)
         self._part = 0
 
@@ -133,7 +135,7 @@ class Producer:
         taker = lane.takers[ack.site]
         self._verify(lane, ack)
         taker.received = max(taker.received, ack.received)
-        known = taker.levels or (NO_EPOCH,) * len(ack.levels)
+        known = taker.levels + (NO_EPOCH,) * (len(ack.levels) - len(taker.levels))
         taker.levels = tuple(map(max, known, ack.levels))
         lane.known = max(lane.known, taker.reached(self.level))
         taker.credit = max(taker.credit, ack.credit)
@@ -168,7 +170,8 @@ class Producer:
         """After which epoch all bundles for a consumer are here; and at which level that is all
         that it needs."""
         lane = self.lanes[consumer]
-        return lane.let_go, self._credit if lane.known < self._base else self.level
+        short = lane.known < self._base
+        return lane.let_go, min(self._credit, self.complete) if short else self.complete
 
     def _sendable(self, consumer: CohortId, lane: _Lane) -> list[SendBundle]:
         ready: list[SendBundle] = []
@@ -199,7 +202,7 @@ class Producer:
 
     def _verify(self, lane: _Lane, ack: AckArrived) -> None:
         """Two copies must make the same frames: compare what the other one sent with ours."""
-        if ack.take or ack.finished == NO_EPOCH or not self._alike:
+        if ack.take or ack.finished == NO_EPOCH or not self.alike:
             return
         if ack.finished > self.made:
             lane.claims[ack.finished] = ack.checksum

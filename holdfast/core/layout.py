@@ -14,6 +14,49 @@ from holdfast.errors import HostError
 
 
 @dataclass(frozen=True, slots=True)
+class Guard:
+    """How the units of a stage are protected."""
+
+    copies: int = 1
+    apart: str = "process"
+    """The failure domain that no two copies may share."""
+    standbys: int = 0
+    """How many more copies stand by: they get checkpoints, and compute nothing."""
+    every_ms: int = 0
+    """How often they get one."""
+    alike: bool = True
+    """Whether its copies make the same frames, row by row. If not, consumers take them from the
+    first copy, and the others withhold theirs."""
+    level: int = 0
+    """If not 0, the input is kept at this level: see `holdfast.core.upstream`."""
+    anew: int = 0
+    """If not 0, units that are lost are made anew from what is kept, which is complete at this
+    level. While protection changes it may be below the other one."""
+
+    @property
+    def comparable(self) -> bool:
+        """Whether what a copy makes is to be the same as what another one has made. A unit that is
+        made anew makes some of it wrong that nobody needs."""
+        return self.alike and not self.anew
+
+    @property
+    def wanted(self) -> int:
+        """How many sites shall have something of each partition."""
+        return self.copies + self.standbys
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return self.copies, self.standbys
+
+    def towards(self, aim: Guard) -> Guard:
+        """What comes before `aim`. What is kept now is kept until all that is wanted is in place;
+        and who is there now stays until enough is kept."""
+        if aim.level > self.level:
+            return replace(self, level=aim.level)
+        return replace(aim, level=self.level, anew=self.anew)
+
+
+@dataclass(frozen=True, slots=True)
 class StageShape:
     """A stage: its exchanges, how many partitions it has, and how it merges its inputs."""
 
@@ -24,27 +67,7 @@ class StageShape:
     inputs: tuple[ExchangeId, ...] = ()
     outputs: tuple[ExchangeId, ...] = ()
     ordered: bool = True
-    copies: int = 1
-    apart: str = "process"
-    """The failure domain that no two copies may share."""
-    level: int = 0
-    """If not 0, its units are made anew from their input: see `holdfast.core.upstream`."""
-    standbys: int = 0
-    """How many more copies stand by: they get checkpoints, and compute nothing."""
-    alike: bool = True
-    """Whether its copies make the same frames, row by row. If not, consumers take them from the
-    first copy, and the others withhold theirs."""
-
-    @property
-    def comparable(self) -> bool:
-        """Whether what a copy makes is to be the same as what another one has made. A unit that is
-        made anew makes some of it wrong that nobody needs."""
-        return self.alike and not self.level
-
-    @property
-    def wanted(self) -> int:
-        """How many sites shall have something of each partition."""
-        return self.copies + self.standbys
+    guard: Guard = Guard()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +83,20 @@ class Shape:
     @property
     def levels(self) -> int:
         """How many levels of acknowledgement there are."""
-        return max(s.level for s in self.stages)
+        return max(s.guard.level for s in self.stages)
+
+    @property
+    def guards(self) -> tuple[Guard, ...]:
+        """By stage."""
+        return tuple(s.guard for s in self.stages)
+
+    def under(self, view: View) -> Shape:
+        """With the protection that the view says."""
+        return self if view.guards in ((), self.guards) else self.guarded(view.guards)
+
+    def guarded(self, guards: tuple[Guard, ...]) -> Shape:
+        both = zip(self.stages, guards, strict=True)
+        return replace(self, stages=tuple(replace(s, guard=g) for s, g in both))
 
 
 GRANULARITIES = ("partition", "dataflow", "cluster")
@@ -138,6 +174,22 @@ class Cohort:
             since=tuple(pair for pair in self.since if pair[0] in left),
         )
 
+    def fitted(self, guard: Guard, number: int) -> Cohort:
+        """With as many copies as a stage shall have from the view with this number on, and as many
+        that stand by, as far as they are there. One that has computed and shall stand by gets its
+        state again: it is ahead of what it would be given."""
+        if not self.copies:
+            return self
+        more = max(0, guard.copies - len(self.copies))
+        copies, standing = self.copies + self.standing[:more], self.standing[more:]
+        surplus, standing = copies[guard.copies :], standing[: guard.standbys]
+        kept = {*copies[: guard.copies], *standing}
+        since = tuple(pair for pair in self.since if pair[0] in kept)
+        fitted = Cohort(self.first, self.end, copies[: guard.copies], (), since, standing)
+        for site in surplus[: guard.standbys - len(standing)]:
+            fitted = fitted.joined_by(site, number)
+        return fitted
+
     @property
     def donor(self) -> SiteId:
         """The copy that new ones are made from: the one that has least else to do."""
@@ -153,6 +205,10 @@ class View:
     members: tuple[SiteId, ...]
     cohorts: tuple[tuple[Cohort, ...], ...]
     """By stage."""
+    guards: tuple[Guard, ...] = ()
+    """How each is protected, if not as planned."""
+    aims: tuple[Guard, ...] = ()
+    """How each shall be, if that is not how it is."""
 
     def __str__(self) -> str:
         """``view 0.3 of 0 1 4: 01 | 01 1+4``: the copies of each cohort, stage by stage."""
@@ -198,7 +254,7 @@ class View:
         gone = set(gone)
         cohorts = tuple(tuple(c.without(gone) for c in stage) for stage in self.cohorts)
         members = tuple(s for s in self.members if s not in gone)
-        return View(self.term, self.number + 1, members, cohorts)
+        return replace(self, number=self.number + 1, members=members, cohorts=cohorts)
 
     def changed(self, cohorts: Mapping[Unit, Cohort], members: Iterable[SiteId] = ()) -> View:
         """The next view, with these cohorts replaced and these sites added."""
@@ -207,7 +263,19 @@ class View:
             stages[stage][number] = cohort
         added = tuple(sorted({s for s in members if s not in self.members}))
         placed = tuple(tuple(stage) for stage in stages)
-        return View(self.term, self.number + 1, self.members + added, placed)
+        members = self.members + added
+        return replace(self, number=self.number + 1, members=members, cohorts=placed)
+
+    def guarded(
+        self, before: tuple[Guard, ...], guards: tuple[Guard, ...], aims: tuple[Guard, ...] = ()
+    ) -> View:
+        """The next view, in which stages are protected otherwise than before."""
+        number = self.number + 1
+        fitted = tuple(
+            tuple(c.fitted(new, number) for c in stage) if old.counts != new.counts else stage
+            for stage, old, new in zip(self.cohorts, before, guards, strict=True)
+        )
+        return replace(self, number=self.number + 1, cohorts=fitted, guards=guards, aims=aims)
 
 
 def _sites(cohort: Cohort) -> str:
@@ -257,10 +325,11 @@ def place(shape: Shape, sites: Sequence[SiteId], domains: Mapping[SiteId, Domain
         for c in range(count):
             at = (turn + c) % len(ring)
             copies = [ring[at]]
-            while len(copies) < stage.wanted:
+            guard = stage.guard
+            while len(copies) < guard.wanted:
                 after = [ring[(at + k) % len(ring)] for k in range(1, len(ring))]
                 copies.append(_next_copy(stage, copies, after, domains))
-            both = (tuple(copies[: stage.copies]), tuple(copies[stage.copies :]))
+            both = (tuple(copies[: guard.copies]), tuple(copies[guard.copies :]))
             cohorts.append(Cohort(bounds[c], bounds[c + 1], both[0], standing=both[1]))
         if count < len(ring):
             turn += count
@@ -300,7 +369,7 @@ def may_join(
     """Whether a copy at `site` is apart from these, as the stage wants it."""
     return all(
         site != other
-        and getattr(domains[site], stage.apart) != getattr(domains[other], stage.apart)
+        and getattr(domains[site], stage.guard.apart) != getattr(domains[other], stage.guard.apart)
         for other in copies
     )
 
@@ -321,11 +390,12 @@ def _next_copy(
 ) -> SiteId:
     fit = [s for s in candidates if may_join(stage, copies, s, domains)]
     if not fit:
-        found = {getattr(domains[s], stage.apart) for s in [*copies, *candidates]}
+        apart = stage.guard.apart
+        found = {getattr(domains[s], apart) for s in [*copies, *candidates]}
         raise HostError(
-            f"stage {stage.name!r} wants {stage.wanted} copies of each partition, no two in one "
-            f"{stage.apart}, and the sites are in only {len(found)}: {', '.join(sorted(found))}",
-            hint=f"start more sites, spread them over more than one {stage.apart}, or allow copies "
+            f"stage {stage.name!r} wants {stage.guard.wanted} copies of each partition, no two in "
+            f"one {apart}, and the sites are in only {len(found)}: {', '.join(sorted(found))}",
+            hint=f"start more sites, spread them over more than one {apart}, or allow copies "
             f"to share it with pairs(apart=...), one of {', '.join(DOMAINS)}",
         )
     return min(fit, key=lambda s: closeness(copies, s, domains))  # of equals the next in the ring

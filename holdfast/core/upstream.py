@@ -28,8 +28,8 @@ Source = tuple[ExchangeId, CohortId, SiteId]
 class Needs:
     """Which input the state of a unit comes from, epoch by epoch."""
 
-    def __init__(self, begun: Epoch) -> None:
-        self._log: deque[tuple[Epoch, Epoch]] = deque([(begun, begun)])
+    def __init__(self, epoch: Epoch, needs: Epoch) -> None:
+        self._log: deque[tuple[Epoch, Epoch]] = deque([(epoch, needs)])
 
     def processed(self, epoch: Epoch, needs: Epoch) -> None:
         """The state after `epoch` comes from the input after the epoch `needs`."""

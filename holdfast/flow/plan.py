@@ -14,7 +14,7 @@ from typing import Literal
 import pyarrow as pa
 
 from holdfast.core.ids import ExchangeId, StageId
-from holdfast.core.layout import Shape, StageShape
+from holdfast.core.layout import Guard, Shape, StageShape
 from holdfast.errors import FlowError
 from holdfast.flow.batches import with_order
 from holdfast.flow.graph import (
@@ -137,11 +137,15 @@ def shape(plan: Plan, partitions: int) -> Shape:
                 tuple(ExchangeId(e.id) for e in stage.inputs),
                 tuple(ExchangeId(e.id) for e in stage.outputs),
                 stage.merge == "ordered",
-                protection.copies,
-                protection.apart,
-                levels[stage.id],
-                protection.standbys,
-                protection.alike,
+                Guard(
+                    protection.copies,
+                    protection.apart,
+                    protection.standbys,
+                    protection.every_ms,
+                    protection.alike,
+                    levels[stage.id],
+                    levels[stage.id],
+                ),
             )
         )
     wanted = {(s.protection or none()).granularity for s in plan.stages}
@@ -156,6 +160,30 @@ def shape(plan: Plan, partitions: int) -> Shape:
         tuple(StageId(e.consumer) for e in plan.exchanges),
         wanted.pop(),
     )
+
+
+def protected_otherwise(
+    flow: Flow, stage: str, protection: Protection, partitions: int
+) -> tuple[KeyedNode, tuple[Guard, ...]]:
+    """The keyed node behind a stage of `flow`; and how all stages are protected if this one is so."""
+    planner = _Planner(flow)
+    planned = planner.plan()
+    known = {s.name: s.kind for s in planned.stages}
+    if known.get(stage) != "keyed":
+        keyed = ", ".join(repr(name) for name, kind in known.items() if kind == "keyed")
+        raise FlowError(
+            f"flow {flow.name!r} has no keyed stage {stage!r}",
+            hint=f"it has {keyed}; sources and sinks stay as they are" if keyed else None,
+        )
+    nodes = {planner.stage_of(n).name: n for n in flow.nodes if isinstance(n, KeyedNode)}
+    node = nodes[stage]
+    if {protection.granularity, shape(planned, partitions).granularity} != {"partition"}:
+        raise FlowError(f"stage {stage!r}: only partition pairs can be changed while a flow runs")
+    before, node.protection = node.protection, protection
+    try:
+        return node, shape(plan(flow), partitions).guards
+    finally:
+        node.protection = before
 
 
 def _walk(stages: Iterable[Stage]) -> str:
@@ -187,6 +215,9 @@ class _Planner:
         self.exchanges: list[Exchange] = []
         self._stage_of: dict[int, Stage] = {}
         self._places: dict[tuple[int, str], list[tuple[Stage, str, Port]]] = {}
+
+    def stage_of(self, node: Node) -> Stage:
+        return self._stage_of[id(node)]
 
     def plan(self) -> Plan:
         nodes = topological(self.flow.nodes, self.flow.name)

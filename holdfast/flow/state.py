@@ -96,17 +96,22 @@ class StateTable:
         self._columns = {name: f.allocate(capacity) for name, f in self.fields.items()}
         self._null: dict[str, np.ndarray] = {}  # made for a column when it gets its first null
         if self._born is not None:
-            self.follow_births()
+            self._born = np.full(capacity, _UNBORN)
         if self._touched is not None:
-            self.follow_changes()
+            self._touched = np.full(capacity, -1)
 
-    def follow_births(self) -> None:
-        """Know from now on in which epoch each key's state began."""
-        self._born = np.full(self._capacity, _UNBORN)
-
-    def follow_changes(self) -> None:
-        """Know from now on in which epoch each key's state last changed, and which were removed."""
-        self._touched = np.full(self._capacity, -1)
+    def follow(self, *, births: bool, changes: bool) -> None:
+        """Know from now on in which epoch each key's state began (before all others, if it is there
+        now), and in which it last changed, and which were removed; or know it no longer."""
+        if births and self._born is None:
+            self._born = np.full(self._capacity, _UNBORN)
+            self._born[: self._index.size] = 0
+        elif not births:
+            self._born = None
+        if changes and self._touched is None:
+            self._touched = np.full(self._capacity, -1)
+        elif not changes:
+            self._touched, self._removed = None, []
 
     def oldest(self) -> int | None:
         """The epoch in which the oldest state began, if births are followed and there is any."""

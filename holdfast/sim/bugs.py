@@ -49,12 +49,15 @@ class Bug:
     """Which faults bring it out."""
     beyond: float = 0.1
     """In what share of all runs they are more than the protocol can bear."""
+    then: str | None = None
+    """How the first keyed stage is protected later on, if not in the same way all the time."""
     seeds: int = 60
     """It is caught within so many."""
 
     def case(self, seed: int) -> Case:
         """A run that may bring it out."""
-        return Case(seed, self.flow, self.protocol, kinds=self.kinds, beyond=self.beyond)
+        case = Case(seed, self.flow, self.protocol, kinds=self.kinds, beyond=self.beyond)
+        return replace(case, then=self.then)
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -344,8 +347,23 @@ def _before_it_is_in_place(right: Any) -> Any:
     return given
 
 
+def _stock_not_awaited(_: Any) -> Any:
+    def lacks_stock(self: Controller, unit: Any) -> bool:
+        return False
+
+    return lacks_stock
+
+
+def _whatever_comes_is_taken(_: Any) -> Any:
+    def is_awaited(self: Node, unit: Any) -> bool:
+        return unit in self.dataflow.units
+
+    return is_awaited
+
+
 _passive = partial(Bug, flow="times", protocol="passive", kinds=("crash", "crash of two"))
 _upstream = partial(Bug, flow="times", protocol="upstream", kinds=("crash", "crash of two"))
+_changes = partial(Bug, flow="times", kinds=("crash", "crash of two"))
 
 BUGS = [
     Bug("forgotten ack", "copies that do not send get no acks",
@@ -414,4 +432,8 @@ BUGS = [
         Search, "begins", _one_is_asked),
     _upstream("needs off by one", "the state is taken for that of an epoch later",
         Needs, "at", _needs_off_by_one),
+    _changes("stock not awaited", "copies go before all is kept that a unit is made anew from",
+        Controller, "_lacks_stock", _stock_not_awaited, protocol="pairs", then="upstream"),
+    _changes("late checkpoint", "who stood by and computes now still takes checkpoints",
+        Node, "_is_awaited", _whatever_comes_is_taken, protocol="passive", then="pairs"),
 ]  # fmt: skip

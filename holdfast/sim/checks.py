@@ -103,11 +103,12 @@ class Checks:
 
     def _apart(self, view: View) -> None:
         for unit in view.units():
-            stage, domains = self.world.shape.stages[unit[0]], self.world.controller.domains
+            shape, domains = self.world.shape.under(view), self.world.controller.domains
+            stage = shape.stages[unit[0]]
             copies = [s for s in view.cohort(unit).all if s in domains]
             pairs = [(copies[:n], s) for n, s in enumerate(copies)]
             if not all(may_join(stage, others, site, domains) for others, site in pairs):
-                raise Violation(f"unit {unit}: two copies in one {stage.apart}: {view}")
+                raise Violation(f"unit {unit}: two copies in one {stage.guard.apart}: {view}")
 
     def _nothing_lost(self, view: View) -> None:
         """Whatever a living copy lacks, a living copy of its producer holds, or will make."""

@@ -124,8 +124,10 @@ def replay(case: Case, out: Path, console: Console, bug: Bug | None = None) -> i
     return 0
 
 
-def cases_of(first: int, count: int, flow: str, protocol: str, bug: Bug | None) -> list[Case]:
-    seeds = range(first, first + count)
+def cases_of(
+    seeds: Sequence[int], what: tuple[str, str, str | None, str | None], bug: Bug | None
+) -> list[Case]:
+    """Of a flow, its protocol, and those of its first keyed stage at first and later on."""
     if bug is not None:
         return [bug.case(seed) for seed in seeds]
-    return [Case(seed, flow, protocol) for seed in seeds]
+    return [Case(seed, *what) for seed in seeds]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 
+from holdfast.core.controller import State
+from holdfast.core.layout import Guard
 from holdfast.core.sequencer import Budget
 from holdfast.errors import HoldfastError
 from holdfast.flow.graph import Flow, KeyedNode
 from holdfast.flow.options import Options
-from holdfast.flow.plan import plan
+from holdfast.flow.plan import plan, shape
 from holdfast.flow.protection import Protection, active, pairs, passive, rollback, upstream
 from holdfast.sim import flows
 from holdfast.sim.checks import Checks, Violation
-from holdfast.sim.faults import KINDS, Fault, Injector, phase_of, schedule
+from holdfast.sim.faults import KINDS, SPAN_S, Fault, Injector, phase_of, schedule
 from holdfast.sim.memory import Memory
 from holdfast.sim.timed import TimedWorld
 
@@ -22,6 +24,8 @@ PROTECTED_S_MAX = 3.0
 """So much virtual time (thirty leases) after the last fault everything is protected again."""
 GLANCE = 8
 """After so many steps it is looked whether everything is protected."""
+CHANGE_S = 0.012
+"""So long before the first fault protection changes at the earliest, if it does."""
 FREE = 0.8
 """What part of its rows a source gives before the flow has recovered from all faults."""
 
@@ -56,6 +60,8 @@ class Case:
     protocol: str = "pairs"
     first: str | None = None
     """How the first keyed stage is protected, if not like the others."""
+    then: str | None = None
+    """How it is protected later on, if not in the same way all the time."""
     sites: int = 0
     """0: three to five, as the seed says."""
     rows_in: int = flows.ROWS
@@ -75,12 +81,17 @@ class Case:
     def _world(self) -> tuple[str, str, str | None, int]:
         return self.flow, self.protocol, self.first, self.rows_in
 
-    def _flow(self, protection: Protection) -> Flow:
-        flow = flows.make(self.flow, protection, self.rows_in)
-        if self.first is not None:
+    def _flow(self, first: str | None) -> Flow:
+        flow = flows.make(self.flow, PROTOCOLS[self.protocol], self.rows_in)
+        if first is not None:
             keyed = next(node for node in flow.nodes if isinstance(node, KeyedNode))
-            keyed.protection = PROTOCOLS[self.first]
+            keyed.protection = PROTOCOLS[first]
         return flow
+
+    @property
+    def guards(self) -> tuple[Guard, ...]:
+        """How stages are protected later on."""
+        return shape(plan(self._flow(self.then)), self._options().partitions).guards
 
     def schedule(self) -> list[Fault]:
         if self.faults is not None:
@@ -95,20 +106,31 @@ class Case:
         return replace(options, kept_bytes_max=SCARCE_BYTES) if self.seed % 5 == 4 else options
 
     def world(self) -> TimedWorld:
-        protection = PROTOCOLS[self.protocol]
-        flow = self._flow(protection)
+        flow, ends = self._flow(self.first), PROTOCOLS[self.protocol].at_the_ends
         checkpoints = any(s.protection and s.protection.every_ms for s in plan(flow).stages)
         world = TimedWorld(
             flow,
-            sites=max(self.sites or 3 + self.seed % 3, protection.at_the_ends.copies),
+            sites=max(self.sites or 3 + self.seed % 3, ends.copies),
             seed=self.seed,
             options=self._options(),
             free_rows=int(self.rows_in * FREE) // flows.SPLITS.get(self.flow, 1),
-            # What has changed since a checkpoint is not remembered.
-            memory=None if checkpoints else _memory(*self._world),
+            # What has changed since a checkpoint, or since when it is there, is not remembered.
+            memory=None if checkpoints or self.then else _memory(*self._world),
         )
+        if self.then is not None:
+            first = min((fault.at for fault in self.schedule()), default=SPAN_S)
+            before = CHANGE_S * (self.seed % 8) / 8  # so that things go wrong while it changes
+            world.at(max(0.0, first - before), partial(_change, guards=self.guards))
         world.poisoned = self.flow in flows.POISONED
         return world
+
+
+def _change(world: TimedWorld, guards: tuple[Guard, ...]) -> None:
+    """Protect otherwise, as soon as that can be."""
+    if world.controller.state is State.RUNNING and not world.leaderless:
+        world.want(guards)
+    elif not world.ended:
+        world.at(world.time + CHANGE_S, partial(_change, guards=guards))
 
 
 @cache
@@ -130,6 +152,8 @@ class Outcome:
     seconds: float = 0.0
     log: list[str] = field(default_factory=list)
     trace: list[tuple[object, ...]] = field(default_factory=list)
+    guards: tuple[Guard, ...] = ()
+    """How the stages were protected in the end."""
 
 
 def run(case: Case, *, trace: bool = False) -> Outcome:
@@ -160,6 +184,7 @@ def run(case: Case, *, trace: bool = False) -> Outcome:
         world.time,
         world.log,
         world.trace or [],
+        world.controller.shape.guards,
     )
 
 

@@ -142,7 +142,7 @@ def phase_of(world: TimedWorld) -> str:
     if controller.replaying:
         return "replaying"
     seen = controller.seen_by_all
-    if any(len(c.all) < controller.shape.stages[u[0]].wanted for u, c in cohorts):
+    if any(len(c.all) < controller.shape.stages[u[0]].guard.wanted for u, c in cohorts):
         return "taken over" if seen else "taking over"
     if not seen:
         return "folding in"

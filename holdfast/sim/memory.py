@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from holdfast.core.effects import ProcessBundles
-from holdfast.core.ids import ExchangeId
+from holdfast.core.ids import NO_EPOCH, Epoch, ExchangeId
 from holdfast.flow.batches import Track, content_of, row_digests
 from holdfast.flow.operators.base import KeyedOperator
 from holdfast.site import wire
@@ -94,15 +94,15 @@ class _Remembering(UnitRunner):
         if self._is_behind and self._state is not None and self.stage.operator is not None:
             self._is_behind = False
             self.runner.operator = self.stage.operator.open(self.partitions)
-            self._opened()
+            self.protect(self.guard)
             self._state.put_into(self.runner.operator)
         return self.runner.operator
 
-    def came_from(self, epoch: int) -> int:
-        if not self._is_behind or self._state is None or not self._anew:
+    def came_from(self, epoch: int) -> Epoch:
+        if not self._is_behind or self._state is None or not self.guard.level:
             return super().came_from(epoch)
         born = [pc.min(t.column("__born")).as_py() for t in self._state.tables.values() if t]
-        return min([epoch, *(b - 1 for b in born)])
+        return Epoch(max(NO_EPOCH, min([epoch, *(b - 1 for b in born)])))
 
     def restore(self, extras: wire.Extras, held: list[tuple[int, pa.RecordBatch]]) -> None:
         super().restore(extras, held)

@@ -26,6 +26,7 @@ from holdfast.core.effects import (
     FenceSite,
     LaunchSite,
     OrderCatchUp,
+    OrderStock,
     PauseFlow,
     StartFlow,
     Wait,
@@ -35,6 +36,7 @@ from holdfast.core.events import (
     CopyBehind,
     CopyReported,
     FlowFailed,
+    ProtectionWanted,
     SiteFinished,
     SiteRegistered,
     SitesFailed,
@@ -43,7 +45,7 @@ from holdfast.core.events import (
     WaitOver,
 )
 from holdfast.core.ids import CohortId, SiteId, StageId
-from holdfast.core.layout import Domain, View
+from holdfast.core.layout import Domain, Guard, View
 from holdfast.core.records import EpochRecord
 from holdfast.errors import HoldfastError, InvariantError, ProtocolError
 from holdfast.flow.graph import Flow
@@ -359,7 +361,7 @@ class World:
         if view is None:
             return False
         living = set(self.nodes) - set(victims)
-        kept = [u for u in view.units() if not self.shape.stages[u[0]].level]
+        kept = [u for u in view.units() if not self.controller.shape.stages[u[0]].guard.anew]
         cohorts = [view.cohort(u) for u in kept]
         return all(living.intersection(c.copies + c.standing) for c in cohorts)
 
@@ -550,6 +552,10 @@ class World:
             case wire.Finished():
                 self._control(SiteFinished(site, message.number))
 
+    def want(self, guards: tuple[Guard, ...]) -> None:
+        """The user wants stages to be protected so."""
+        self._control(ProtectionWanted(guards))
+
     def _control(self, event: ControllerEvent) -> None:
         if not self.leaderless:
             for effect in self.controller.handle(event):
@@ -566,6 +572,8 @@ class World:
             case OrderCatchUp():
                 term = self.controller.term
                 self._send(effect.donor, wire.CatchUp(term, *effect.unit, effect.joiner))
+            case OrderStock():
+                self._send(effect.site, wire.Stock(effect.number))
             case DrainFlow():
                 self._note_committed()
                 self._send(effect.site, wire.Drain())

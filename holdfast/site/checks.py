@@ -97,7 +97,7 @@ class Checks:
         finished = ack.credit - self._window
         _require(NO_EPOCH <= finished <= ack.received <= ack.credit, "an ack that cannot be")
         _require(ack.finished in (NO_EPOCH, finished), "an ack that cannot be")
-        _require(len(ack.levels) == self._shape.levels, "an ack that cannot be")
+        _require(len(ack.levels) <= len(self._shape.stages), "an ack that cannot be")
         _require(all(level <= ack.received for level in ack.levels), "an ack that cannot be")
 
     def _ends(self, exchange: int, producer: int, consumer: int) -> tuple[StageShape, StageShape]:

@@ -148,7 +148,9 @@ class Incoming:
         for exchange, consumer, epoch in self.begin.let_go:
             let_go[ExchangeId(exchange)][CohortId(consumer)] = Epoch(epoch)
         whole = self.begin.after is None
-        return CopyInstalled(unit, Epoch(self.begin.epoch), self._kept, let_go, whole)
+        epoch = Epoch(self.begin.epoch)
+        needs = self._runner.came_from(epoch)
+        return CopyInstalled(unit, epoch, self._kept, let_go, whole, needs)
 
 
 class Checkpoint(Incoming):

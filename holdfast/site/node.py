@@ -62,6 +62,7 @@ from holdfast.core.events import (
     SiteEvent,
     SplitEnded,
     SplitIdle,
+    StockOrdered,
     SuccessorConnected,
     ViewCommitted,
 )
@@ -170,6 +171,7 @@ class Node:
                     self._fail_copy(unit, self.site, f"site {incoming.donor} died")
         self.stages.on_view(view)
         self._handle(ViewCommitted(view))
+        self.incoming = {u: i for u, i in self.incoming.items() if self._is_awaited(u)}
         self.stages.on_view(view)  # units that it opened
         self.serving.on_view(view, self.site, self._sinks)
         self._announce_anew()
@@ -294,6 +296,8 @@ class Node:
                 unit = (StageId(message.stage), CohortId(message.cohort))
                 if self.view is not None and message.term >= self.view.term:
                     self._handle(CatchUpOrdered(unit, SiteId(message.joiner)))
+            case wire.Stock():
+                self._handle(StockOrdered(message.number))
             case wire.HandOverBegin():
                 self._on_hand_over_begin(site, message)
             case wire.HandOverState() | wire.HandOverKept() | wire.HandOverHeld():
@@ -523,7 +527,7 @@ class Node:
         stand by. One that is still on its way is not overtaken by the next."""
         now = self._now()
         for unit, runner in self.stages.units.items():
-            every_ms = runner.checkpoint_ms
+            every_ms = runner.guard.every_ms
             standing = self.view.cohort(unit).standing if self.view is not None else ()
             if not every_ms or not standing or any((unit, s) in self.outgoing for s in standing):
                 continue
@@ -536,12 +540,16 @@ class Node:
         if outgoing is not None:
             outgoing.close()
 
+    def _is_awaited(self, unit: Unit) -> bool:
+        """Whether the unit's state may come from elsewhere: it joins, or stands by."""
+        held = self.dataflow.units.get(unit)
+        return held is not None and (held.stands or not held.installed)
+
     def _on_hand_over_begin(self, site: SiteId, message: wire.HandOverBegin) -> None:
         unit = (StageId(message.stage), CohortId(message.cohort))
-        held = self.dataflow.units.get(unit)
-        if self.view is None or held is None or (held.installed and not held.stands):
-            return  # it is not wanted here any more
-        if held.installed:
+        if self.view is None or not self._is_awaited(unit):
+            return
+        if self.dataflow.units[unit].installed:
             self.incoming[unit] = Checkpoint(message, site, self.stages.units[unit])
             return
         self.stages.shut(unit)

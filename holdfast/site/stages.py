@@ -11,14 +11,14 @@ import pyarrow as pa
 from holdfast.core.effects import IngestEpoch, ProcessBundles
 from holdfast.core.events import UnitProcessed
 from holdfast.core.ids import NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
-from holdfast.core.layout import Cohort, View
+from holdfast.core.layout import Cohort, Guard, View
 from holdfast.errors import ProtocolError
 from holdfast.flow.batches import Track
 from holdfast.flow.execute import StageRunner
 from holdfast.flow.operators.base import KeyedOperator, OperatorSnapshot
 from holdfast.flow.options import Options
 from holdfast.flow.past import SOURCES, WAITING, Folder, Past, store_state
-from holdfast.flow.plan import Plan, Stage
+from holdfast.flow.plan import Plan, Stage, shape
 from holdfast.flow.sources import SplitReader
 from holdfast.flow.state import StateTable
 from holdfast.flow.view import ViewWriter
@@ -56,10 +56,7 @@ class UnitRunner:
     ) -> None:
         self.stage, self.cohort, self.partitions = stage, cohort, options.partitions
         self.runner = StageRunner(plan, stage, options.partitions)
-        self._anew = bool(stage.protection and stage.protection.anew)
-        self.checkpoint_ms = stage.protection.every_ms if stage.protection else 0
-        """How often those that stand by get its state, if any do."""
-        self._opened()
+        self.guard = Guard()
         self.routers = routers
         self.ingress: Ingress | None = None
         self.egress: Egress | None = None
@@ -94,20 +91,18 @@ class UnitRunner:
         if self.keeper is not None:
             store_state(folder, stage, self.keeper.tables())
 
-    def _opened(self) -> None:
-        """The operator is new."""
-        tables = self.runner.operator.tables() if self.runner.operator is not None else {}
+    def protect(self, guard: Guard) -> None:
+        """Follow from now on what this protection has to know of the state."""
+        self.guard = guard
+        tables = self.operator.tables() if self.operator is not None else {}
         for table in tables.values():
-            if self._anew:
-                table.follow_births()
-            if self.checkpoint_ms:
-                table.follow_changes()
+            table.follow(births=guard.level > 0, changes=guard.every_ms > 0)
 
-    def came_from(self, epoch: int) -> int:
+    def came_from(self, epoch: int) -> Epoch:
         """After which epoch the rows came that the state after `epoch` comes from."""
-        if not self._anew or self.operator is None:
+        if not self.guard.level or self.operator is None:
             return NO_EPOCH
-        return self.operator.came_from(epoch)
+        return max(NO_EPOCH, Epoch(self.operator.came_from(epoch)))
 
     @property
     def operator(self) -> KeyedOperator | None:
@@ -234,6 +229,7 @@ class SiteStages:
         runner: type[UnitRunner] = UnitRunner,
     ) -> None:
         self.plan, self.site, self.options = plan, site, options
+        self._shape = shape(plan, options.partitions)
         self._incarnation = incarnation
         self.units: dict[Unit, UnitRunner] = {}
         self._runner = runner
@@ -253,6 +249,7 @@ class SiteStages:
         runner = self._runner(
             self.plan, stage, cohort, self.options, self._routers, self._incarnation
         )
+        runner.protect(self._shape.under(view).stages[unit[0]].guard)
         self.units[unit] = runner
         if self.plan.past is not None and begins:
             runner.begin(self.plan.past)
@@ -262,10 +259,14 @@ class SiteStages:
             reader.on_ready, reader.send = self.on_fed, self.send
 
     def on_view(self, view: View) -> None:
-        """Lead where a leader is gone; know the other copies of a fed source."""
+        """Lead where a leader is gone; know the other copies of a fed source; follow of the state
+        what protection takes."""
+        shaped = self._shape.under(view)
         for unit, runner in self.units.items():
             if unit not in view.units_at(self.site):
                 continue
+            if runner.guard != shaped.stages[unit[0]].guard:
+                runner.protect(shaped.stages[unit[0]].guard)
             cohort = view.cohort(unit)
             leads = cohort.led_by(self.site)
             if runner.egress is not None and leads:
@@ -312,7 +313,7 @@ class SiteStages:
         epoch = order.epoch if isinstance(order, ProcessBundles) else order.record.epoch
         unit = self.units[order.unit]
         outputs = unit.run(order)
-        return UnitProcessed(order.unit, epoch, last, outputs, Epoch(unit.came_from(epoch)))
+        return UnitProcessed(order.unit, epoch, last, outputs, unit.came_from(epoch))
 
     def egress(self, sink: StageId) -> Egress | None:
         runner = self.units.get((sink, CohortId(0)))

@@ -117,8 +117,15 @@ class CatchUp(Message, frozen=True):
     joiner: Number
 
 
+class Stock(Message, frozen=True):
+    """All members act on the view with this number: say of each unit that shall be made anew if it
+    is lost when all is kept that this takes."""
+
+    number: Number
+
+
 class CopyState(Message, frozen=True):
-    """How far the new copy of a unit at `site` is: installed, caught_up or failed. `number` is
+    """How far the copy of a unit at `site` is: see `CopyReported`. `number` is
     that of the view I act on: what is said of a copy that was given up since is void."""
 
     stage: Number
@@ -533,7 +540,7 @@ _decoder = msgspec.msgpack.Decoder(type=Union[tuple(Message.__subclasses__())]) 
 _greetings = msgspec.msgpack.Decoder(type=Challenge | Hello | Welcome)
 _encoder = msgspec.msgpack.Encoder()
 
-_CONTROLLERS_ONLY = (NewView, Start, CatchUp, Drain, Pause, Dismiss)
+_CONTROLLERS_ONLY = (NewView, Start, CatchUp, Stock, Drain, Pause, Dismiss)
 _FEEDERS_ONLY = (FeedOpen, FeedRows, FeedDone, FeedCommit, FeedEnd)
 READER = "reader"
 SERVER = "server"

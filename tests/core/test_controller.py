@@ -37,7 +37,7 @@ from holdfast.core.events import (
     WaitOver,
 )
 from holdfast.core.ids import CohortId, SiteId, StageId
-from holdfast.core.layout import Domain, Shape, StageShape, place, spans
+from holdfast.core.layout import Domain, Guard, Shape, StageShape, place, spans
 from holdfast.errors import HostError, InvariantError, SiteLostError
 
 SHAPE = Shape(
@@ -67,7 +67,7 @@ def reported(
 
 
 def protected(copies: int = 2, apart: str = "process") -> Shape:
-    stages = tuple(replace(s, copies=copies, apart=apart) for s in SHAPE.stages)
+    stages = tuple(replace(s, guard=Guard(copies, apart)) for s in SHAPE.stages)
     return replace(SHAPE, stages=stages)
 
 

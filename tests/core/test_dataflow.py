@@ -30,14 +30,14 @@ from holdfast.core.events import (
     ViewCommitted,
 )
 from holdfast.core.ids import NO_EPOCH
-from holdfast.core.layout import Cohort, Shape, StageShape, View
+from holdfast.core.layout import Cohort, Guard, Shape, StageShape, View
 from holdfast.core.records import EpochRecord
 
 SHAPE = Shape(
     (
-        StageShape(0, "packets", "source", 1, (), (0,), copies=2),
-        StageShape(1, "sessions", "keyed", 1, (0,), (1,), copies=2),
-        StageShape(2, "alerts", "sink", 1, (1,), (), copies=2),
+        StageShape(0, "packets", "source", 1, (), (0,), guard=Guard(copies=2)),
+        StageShape(1, "sessions", "keyed", 1, (0,), (1,), guard=Guard(copies=2)),
+        StageShape(2, "alerts", "sink", 1, (1,), (), guard=Guard(copies=2)),
     ),
     producer_of=(0, 1),
     consumer_of=(1, 2),

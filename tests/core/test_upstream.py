@@ -3,17 +3,17 @@
 from holdfast.core.effects import AskLog, ProcessBundles, ReportCopy, SendAck, SendBundle, TellLog
 from holdfast.core.events import AckArrived, LogAsked, LogTold, UnitProcessed, ViewCommitted
 from holdfast.core.exchange import Producer
-from holdfast.core.layout import Shape, StageShape
+from holdfast.core.layout import Guard, Shape, StageShape
 from holdfast.core.upstream import Needs, Search
 
 from .test_dataflow import Dataflow, Frames, PeerConnected, view
 
 SHAPE = Shape(
     (
-        StageShape(0, "source", "source", 1, (), (0,), copies=2),
-        StageShape(1, "first", "keyed", 1, (0,), (1,), level=2),
-        StageShape(2, "second", "keyed", 1, (1,), (2,), level=1),
-        StageShape(3, "sink", "sink", 1, (2,), (), copies=2),
+        StageShape(0, "source", "source", 1, (), (0,), guard=Guard(copies=2)),
+        StageShape(1, "first", "keyed", 1, (0,), (1,), guard=Guard(level=2, anew=2)),
+        StageShape(2, "second", "keyed", 1, (1,), (2,), guard=Guard(level=1, anew=1)),
+        StageShape(3, "sink", "sink", 1, (2,), (), guard=Guard(copies=2)),
     ),
     producer_of=(0, 1, 2),
     consumer_of=(1, 2, 3),
@@ -34,7 +34,7 @@ def ack(producer: Producer, received: int, *levels: int, site: int = 9) -> None:
 
 
 def test_what_the_state_comes_from_is_known_by_epoch() -> None:
-    needs = Needs(-1)
+    needs = Needs(-1, -1)
     assert needs.at(5) == -1
     for epoch, after in ((0, -1), (1, 0), (2, 0), (3, 2)):
         needs.processed(epoch, after)

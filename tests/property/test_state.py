@@ -203,6 +203,20 @@ def test_a_removed_key_starts_afresh() -> None:
     model.check()
 
 
+def test_what_was_there_before_births_were_followed_is_the_oldest() -> None:
+    table = StateTable({"x": Field(pa.int64())}, 4)
+    table.touch(table.slots(words_for([1, 2])), 7)
+    assert table.oldest() is None
+    table.follow(births=True, changes=False)
+    slots = table.slots(words_for([3]))
+    table.touch(slots, 9)
+    assert table.oldest() == 0
+    table.remove(table.find(words_for([1, 2])))
+    assert table.oldest() == 9
+    table.follow(births=False, changes=False)
+    assert table.oldest() is None
+
+
 def test_removing_twice_counts_once() -> None:
     table = StateTable({"n": Field(pa.int64())}, 4)
     slots = table.slots(words_for([1, 2, 3]))

@@ -94,6 +94,7 @@ MESSAGES: list[tuple[wire.Message, bytes]] = [
             wire.Seen(0, 1),
             wire.Start(),
             wire.CatchUp(0, 1, 0, 2),
+            wire.Stock(4),
             wire.CopyState(1, 0, 3, 4, "failed", "it broke"),
             wire.Behind(1, "slow"),
             wire.AskLog(0, 0, 0, 2),
@@ -361,7 +362,15 @@ def test_everybody_may_only_say_what_is_theirs_to_say(role: str) -> None:
             said.add(type(message))
         except ProtocolError:
             pass
-    control = {wire.NewView, wire.Start, wire.Dismiss, wire.Drain, wire.Pause, wire.CatchUp}
+    control = {
+        wire.NewView,
+        wire.Start,
+        wire.Dismiss,
+        wire.Drain,
+        wire.Pause,
+        wire.CatchUp,
+        wire.Stock,
+    }
     feed = {wire.FeedOpen, wire.FeedRows, wire.FeedDone, wire.FeedCommit, wire.FeedEnd}
     assert (wire.Fenced in said) == (role in ("site", "server"))
     assert bool(said & control) == (role == "server")

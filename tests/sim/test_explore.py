@@ -47,6 +47,16 @@ def test_neighbours_are_protected_in_different_ways(first: str, second: str) -> 
     assert any(outcome.done for outcome in outcomes)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"), list(itertools.permutations(sorted(PROTOCOLS.keys() - {"triples"}), 2))
+)
+def test_protection_changes_while_things_go_wrong(before: str, after: str) -> None:
+    cases = [Case(s, "times", o, before, after) for s, o in enumerate(("pairs", "upstream") * 2)]
+    outcomes = [run(case) for case in cases]
+    assert not [(o.case.seed, o.problem) for o in outcomes if o.problem is not None]
+    assert any(outcome.guards == outcome.case.guards for outcome in outcomes)
+
+
 JOINS_AT_THE_END = (
     Fault("crash", 0.056248, who=8),
     Fault("crash", 0.056248, "transferring", who=0),

@@ -32,7 +32,7 @@ from holdfast.core.records import EpochRecord, Range
 from holdfast.flow.graph import Stream
 from holdfast.flow.options import Options
 from holdfast.flow.past import Folder, Past, stored_state
-from holdfast.flow.plan import Plan, plan
+from holdfast.flow.plan import Plan, plan, shape
 from holdfast.flow.sources import Position, Source, SplitReader
 from holdfast.site import handover, wire
 from holdfast.site.bundles import Frames, Router
@@ -94,7 +94,9 @@ def runner(planned: Plan, stage: int, partitions: int) -> UnitRunner:
         for e in planned.exchanges
     }
     cohort = Cohort(0, partitions, (0,))
-    return UnitRunner(planned, planned.stages[stage], cohort, OPTIONS, routers)
+    made = UnitRunner(planned, planned.stages[stage], cohort, OPTIONS, routers)
+    made.protect(shape(planned, OPTIONS.partitions).stages[stage].guard)
+    return made
 
 
 def ingested(planned: Plan) -> list[dict[int, Frames]]:

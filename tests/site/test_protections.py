@@ -10,6 +10,7 @@ import pytest
 from holdfast import (
     Flow,
     FlowError,
+    HostError,
     active,
     col,
     count,
@@ -150,6 +151,40 @@ def test_a_summary_cuts_off_what_state_comes_from(kept) -> None:
     kept.append(plain)
     assert run.wait(PATIENCE_S) and plain.wait(PATIENCE_S)
     assert run.sink_report("out") == plain.sink_report("out") and run.status()["dead"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("pairs", "upstream"), ("upstream", "passive"), ("passive", "pairs"), ("pairs", "active")],
+)
+def test_protection_is_changed_while_the_flow_runs(kept, before: str, after: str) -> None:
+    """What is killed then has everything that the old protection would have needed."""
+    run = windows(pairs(apart="process"), ALL[before], rate=25_000).start(sites=4, partitions=8)
+    kept.append(run)
+    stage = "time window by (k)"
+    until_protected(run, 4)
+    until_rows(run, 20_000)
+    run.protect(stage, ALL[after])
+    until(lambda: run.protected, "it is protected otherwise")
+    found = [p for p in run.status()["partitions"] if p["stage"] == stage]
+    wanted = (ALL[after].copies, ALL[after].standbys)
+    assert {(len(p["copies"]), len(p["standing"])) for p in found} == {wanted}
+    kill(run, found[0]["copies"][0])
+    check(run, kept)
+
+
+def test_what_protection_cannot_be_changed_to_is_said(kept) -> None:
+    run = windows(pairs(apart="process"), rate=25_000).start(sites=2, partitions=4)
+    kept.append(run)
+    with pytest.raises(FlowError, match=r"no keyed stage 'out'.*\n.*'time window by \(k\)'"):
+        run.protect("out", none())
+    with pytest.raises(HostError, match=r"wants 3 copies of each partition"):
+        run.protect("time window by (k)", pairs(copies=3, apart="process"))
+    with pytest.raises(FlowError, match="only partition pairs"):
+        run.protect("time window by (k)", pairs(apart="process", granularity="cluster"))
+    run.stop()
+    with pytest.raises(HostError, match="the flow is done"):
+        run.protect("time window by (k)", none())
 
 
 def test_ways_of_different_length_are_named() -> None:

@@ -200,12 +200,13 @@ class _Side:
         self._fresh: list[tuple[int, pa.RecordBatch]] | None = None
         """By epoch: the rows since the last snapshot, if changes are followed."""
 
-    def follow_births(self) -> None:
-        """They are known anyway."""
-
-    def follow_changes(self) -> None:
-        """Know from now on which rows have come since the last snapshot."""
-        self._fresh = []
+    def follow(self, *, births: bool, changes: bool) -> None:
+        """Know from now on which rows have come since the last snapshot, or do not. When rows came
+        is known anyway."""
+        if not changes:
+            self._fresh = None
+        elif self._fresh is None:
+            self._fresh = []
 
     def oldest(self) -> int | None:
         """The first epoch of which a row may still be held."""
