@@ -235,7 +235,10 @@ class TimedSessions(Sessions):
     ) -> dict[str, pa.RecordBatch]:
         """Take starts and ends, of which each finds a watermark, and forget what is over."""
         words = self.words(batch)
-        groups = Groups(self.table.slots(words) if batch.num_rows else np.empty(0, np.int64))
+        slots = self._slots(words, over != Track.NEVER)
+        known = np.flatnonzero(slots >= 0)
+        batch, words, over, mark = take(batch, known), words.take(known), over[known], mark[known]
+        groups = Groups(slots[known])
         rows = _Ranked(groups, over, mark, self.table["__over"][groups.slots])
         try:
             out = self._emit(batch, groups, rows.closing())
@@ -252,6 +255,17 @@ class TimedSessions(Sessions):
         self._open(batch, words, groups.rows[last], rows.over[last], opening, epoch)
         self.table.remove(np.concatenate([groups.slots[~stays], idle]))
         return {"out": out, "expired": expired}
+
+    def _slots(self, words: KeyWords, starts: np.ndarray) -> np.ndarray:
+        """The slot of every row's key; -1 for an end that has nothing to end, so that it does not
+        bring its key into the table."""
+        slots = np.empty(starts.size, np.int64)
+        opening, ending = np.flatnonzero(starts), np.flatnonzero(~starts)
+        if opening.size:
+            slots[opening] = self.table.slots(words.take(opening))
+        if ending.size:
+            slots[ending] = self.table.find(words.take(ending))
+        return slots
 
     def _idle(self, but: np.ndarray, mark: int) -> np.ndarray:
         """The sessions that are over by `mark`, but for those of keys with rows of their own."""
