@@ -74,7 +74,9 @@ def _add_sim(commands: Any) -> None:
     sim.add_argument("--seed", type=int, help="just this run; with --seeds, the first one")
     sim.add_argument("--trace", action="store_true", help="show and draw the run of --seed")
     sim.add_argument(
-        "--flow", choices=("dmz", "splits", "windows", "times", "diamond", "poison"), default="dmz"
+        "--flow",
+        choices=("dmz", "splits", "windows", "times", "timeouts", "diamond", "poison"),
+        default="dmz",
     )
     protocols = ("pairs", "triples", "active", "passive", "upstream", "rollback")
     sim.add_argument("--protocol", choices=protocols, default="pairs")

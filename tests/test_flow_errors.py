@@ -25,6 +25,7 @@ from holdfast.flow.steps import conform
 from .property.harness import Input, Shape, rows_of, run, without_order
 
 SECONDS = datetime.timedelta(seconds=1)
+ENDS = col("x") > 3
 BATCH = pa.record_batch(
     {
         "k": pa.array([1, 2, 1, 3], pa.int64()),
@@ -251,6 +252,34 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
             .sessions(start=col("x") > 2, end=col("x") > 3, emit={"y": at_start("no")})
         ),
         ["sessions by (k)", "'y'", "no"],
+    ),
+    "sessions timeout without a time": (
+        lambda: source().key_by("k").sessions(start=col("x") > 2, end=ENDS, time="t", timeout=9),
+        ["sessions by (k)", "timeout=", "event_time"],
+    ),
+    "sessions timeout of nothing": (
+        lambda: (
+            source(event_time="t")
+            .key_by("k")
+            .sessions(start=col("x") > 2, end=ENDS, time="t", timeout=0)
+        ),
+        ["sessions by (k)", "timeout must be positive"],
+    ),
+    "sessions timeout in other units": (
+        lambda: (
+            source(event_time="t")
+            .key_by("k")
+            .sessions(start=col("x") > 2, end=ENDS, time="t", timeout=SECONDS)
+        ),
+        ["sessions by (k)", "int64", "whole numbers"],
+    ),
+    "sessions timeout as they come": (
+        lambda: (
+            source(event_time="t")
+            .key_by("k", merge="arrival")
+            .sessions(start=col("x") > 2, end=ENDS, time="t", timeout=9)
+        ),
+        ["sessions by (k)", "merge='ordered'"],
     ),
     "sessions reserved": (
         lambda: (
@@ -498,6 +527,26 @@ STEPS: dict[str, tuple[Callable[[Stream], Stream], set[int], str, str]] = {
             start=(col("k") // col("x")) >= 0, end=col("x") > 9, emit={"x": col("x")}
         ),
         X_ZERO,
+        "sessions",
+        "division by zero",
+    ),
+    "sessions with a time-out": (
+        lambda s: s.key_by("k").sessions(
+            start=(col("k") // col("x")) >= 0, end=col("x") > 9, emit={"x": col("x")}, timeout=2
+        ),
+        X_ZERO,
+        "sessions",
+        "division by zero",
+    ),
+    "what sessions emit": (
+        lambda s: (
+            s.key_by("k")
+            .sessions(
+                start=col("x") > 1, end=col("x") < 1, emit={"r": col("k") // col("x")}, timeout=12
+            )
+            .expired
+        ),
+        {4},
         "sessions",
         "division by zero",
     ),

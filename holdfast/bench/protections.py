@@ -2,7 +2,8 @@
 
 Three flows on four sites that are plain processes, under every protection in turn:
 
-- *events*: windows over event time, of a second each, of 100,000 keys; and windows of those;
+- *events*: network monitoring in event time: sessions of 100,000 connections, which time out after
+  a second, and windows of a second over those that ended;
 - *dmz*: the papers' network-monitoring flow, whose state comes from all rows of a key;
 - *stateless*: a filter and two maps that come together again, between source and sink.
 
@@ -35,6 +36,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyarrow as pa
 from rich.console import Console
 
 from holdfast.bench import dmz
@@ -42,7 +44,7 @@ from holdfast.bench.failover import settle, until
 from holdfast.bench.paced import Delivery, EpochLog, Paced, gap_ms, read_log, usual_ms
 from holdfast.bench.report import Figure, show
 from holdfast.errors import FlowError, InvariantError
-from holdfast.flow.expr import col, count, max_, sum_
+from holdfast.flow.expr import at_start, col, max_, mean
 from holdfast.flow.graph import Flow
 from holdfast.flow.plan import plan
 from holdfast.flow.protection import Protection, active, none, pairs, passive, rollback, upstream
@@ -54,6 +56,8 @@ SPLITS = 1
 CHECKPOINT_MS = 1_000
 RATE = 60_000.0
 """Rows a second while sites are killed: what every protection can bear on two cores."""
+SECOND = 1_000
+"""Of event time, which is in milliseconds."""
 DUE = Paced.DUE.name
 PROTECTIONS: dict[str, Protection] = {
     "none": none(),
@@ -69,15 +73,22 @@ PROTECTIONS: dict[str, Protection] = {
 
 
 def events(source: Paced, sink: EpochLog) -> Flow:
-    """`ts` numbers the rows: a second of event time is as many of them as come in a second."""
-    second = int(RATE)
+    """The papers' flow with what it knows bounded by a second: connections that have not ended by
+    then are given up, and a group's worst and typical are those of a second."""
     flow = Flow("events")
-    packets = flow.source("packets", source, event_time="ts")
-    windows = packets.key_by("src", "dst").window(time=second)
-    counts = windows.agg(n=count(), last=max_("ts"), due=max_(DUE))
-    groups = counts.select("window_start", "n", "last", "due", "src", app=col("dst") % dmz.APPS)
-    totals = groups.key_by("app", "src").window(time=second)
-    totals.agg(n=sum_("n"), last=max_("last"), due=max_("due")).sink("alerts", sink)
+    emit = {"app": col("dst") % dmz.APPS, "src": col("src"), "ts": col("ts"), DUE: col(DUE)}
+    sessions = (
+        flow.source("packets", source, event_time="ts")
+        .key_by("src", "dst")
+        .sessions(
+            start=col("kind") == 0,
+            end=col("kind") == 1,
+            emit=emit | {"dur": col("ts") - at_start("ts")},
+            timeout=SECOND,
+        )
+    )
+    stats = sessions.key_by("app", "src").window(time=SECOND)
+    stats.agg(worst=max_("dur"), typical=mean("dur"), due=max_(DUE)).sink("alerts", sink)
     return flow
 
 
@@ -108,8 +119,22 @@ def made(name: str, folder: str, rate: float, protection: Protection, head: int 
     return flow
 
 
+class Timed:
+    """The rows of the workload with the time in `ts`, as if they had come at `RATE`, instead of
+    their number: whatever the speed, a second of event time has as many rows."""
+
+    def __init__(self) -> None:
+        self.rows = dmz.DmzRows(splits=SPLITS, staggered=True)
+
+    def __call__(self, split: int, offset: int, count: int) -> pa.RecordBatch:
+        batch = self.rows(split, offset, count)
+        at = batch.schema.get_field_index("ts")
+        times = batch.column(at).to_numpy() * SECOND // int(RATE)
+        return batch.set_column(at, batch.schema.field(at), pa.array(times))
+
+
 def source(folder: str, rate: float, head: int = 0) -> Paced:
-    make = dmz.DmzRows(splits=SPLITS, staggered=True)
+    make = Timed()
     return Paced(folder, make, dmz.SCHEMA, rate, SPLITS, head)
 
 

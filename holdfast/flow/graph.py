@@ -20,7 +20,7 @@ from holdfast.flow.operators.custom import CustomOperator, KeyedFunction
 from holdfast.flow.operators.join import WindowJoin
 from holdfast.flow.operators.row_window import RowWindow
 from holdfast.flow.operators.running import RunningAggregate
-from holdfast.flow.operators.sessions import Sessions
+from holdfast.flow.operators.sessions import Sessions, TimedSessions
 from holdfast.flow.operators.time_window import TimeWindow
 from holdfast.flow.past import Past
 from holdfast.flow.protection import Protection, none
@@ -353,12 +353,18 @@ class KeyedStream:
         end: Expr,
         time: str | None = None,
         emit: Mapping[str, Expr] | None = None,
-    ) -> Stream:
+        timeout: Duration | None = None,
+    ) -> Any:
         """A row for each session: from a row where `start` holds to the next where `end` does.
 
         `emit` names the columns of the result: ``col("x")`` is taken from the end row,
         ``at_start("x")`` from the start row. With `time` instead, the result is the key, the
         values of that column at ``start`` and ``end``, and their difference ``dur``.
+
+        With `timeout`, a session that has not ended when the watermark reaches the event time of
+        its start plus `timeout` is over. ``.expired`` of the result then has the key, the event
+        time and the ``at_start`` columns of such sessions, and ``.late`` the starts that came too
+        late for one.
         """
         where = self._where("sessions")
         if (emit is None) == (time is None):
@@ -372,10 +378,18 @@ class KeyedStream:
                         f"{where}: the key {key!r} has the name of a result", hint="use emit="
                     )
             emit |= {"start": at_start(time), "end": col(time), "dur": col(time) - at_start(time)}
-        operator = Sessions(
-            self.keys, self.stream.port, start, end, {n: wrap(e) for n, e in emit.items()}, where
+        emit, port = {n: wrap(e) for n, e in emit.items()}, self.stream.port
+        if timeout is None:
+            return self._operate(Sessions(self.keys, port, start, end, emit, where)).out
+        on = port.event_time
+        if on is None:
+            raise FlowError(
+                f"{where}: timeout= needs an event time", hint='flow.source(..., event_time="ts")'
+            )
+        wait = _units(timeout, port.schema.field(on).type, where)
+        return _with_late(
+            self._operate(TimedSessions(self.keys, port, start, end, emit, on, wait, where))
         )
-        return self._operate(operator).out
 
     def join(
         self,
@@ -511,9 +525,11 @@ class Outputs:
 
 
 class TimeWindowed(Stream):
-    """Results of an operator in event time. `late` has the rows that came too late for it."""
+    """Results of an operator in event time. `late` has the rows that came too late for it, and
+    `expired`, where there is a time-out, what it ran out for."""
 
     late: Stream
+    expired: Stream
 
 
 def _with_late(outputs: Outputs) -> Stream:
@@ -522,6 +538,8 @@ def _with_late(outputs: Outputs) -> Stream:
         return out
     result = TimeWindowed(out.flow, out.node, out.out, out.port)
     result.late = outputs["late"]
+    if "expired" in outputs:
+        result.expired = outputs["expired"]
     return result
 
 

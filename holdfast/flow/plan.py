@@ -165,7 +165,7 @@ def shape(plan: Plan, partitions: int) -> Shape:
 def protected_otherwise(
     flow: Flow, stage: str, protection: Protection, partitions: int
 ) -> tuple[KeyedNode, tuple[Guard, ...]]:
-    """The keyed node behind a stage of `flow`; and how all stages are protected if this one is so."""
+    """The node behind a stage of `flow`; and how all stages are protected if this one is so."""
     planner = _Planner(flow)
     planned = planner.plan()
     known = {s.name: s.kind for s in planned.stages}
@@ -332,7 +332,7 @@ class _Planner:
                 f"stage {stage.name!r}: what a {node.operator.label} knows of a key comes from all "
                 "rows that the key ever had, so all of its input would have to be kept",
                 hint=f"write {wanted.name}(base_ms=1000), so that a summary of them is; or protect "
-                "it with pairs(), or use an event-time window",
+                "it with pairs(), or use an event-time window or a time-out",
             )
         return found
 

@@ -250,6 +250,13 @@ class StateTable:
         if self._touched is not None:
             self._touched[slots] = epoch
 
+    def renew(self, slots: np.ndarray, epoch: int) -> None:
+        """Like `touch`, where nothing that these slots have held counts any more: what they are
+        about to hold begins in `epoch`."""
+        self.touch(slots, epoch)
+        if self._born is not None:
+            self._born[slots] = epoch
+
     def _save(self, slots: np.ndarray) -> None:
         for snapshot in self._snapshots:
             snapshot.save(slots)

@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 import pyarrow as pa
 
-from holdfast.flow.expr import at_start, col, count, max_, mean, sum_
+from holdfast.flow.expr import at_start, col, count, lit, max_, mean, sum_
 from holdfast.flow.graph import Flow
 from holdfast.flow.protection import Protection, none
 from holdfast.flow.sinks import discard
@@ -72,6 +72,19 @@ def times(rows_in: int = ROWS) -> Flow:
     return flow
 
 
+def timeouts(rows_in: int = ROWS) -> Flow:
+    """Sessions of which some end and some time out, and windows of both."""
+    flow = Flow("timeouts")
+    source = flow.source("events", rows(_events(rows_in)), event_time="ts")
+    emit = {"g": col("k") % 3, "ts": at_start("ts"), "ended": lit(1)}
+    start, end = col("v") < 12, col("v") > 40
+    sessions = source.key_by("k").sessions(start=start, end=end, emit=emit, timeout=15)
+    expired = sessions.expired.select(g=col("k") % 3, ts=col("ts"), ended=lit(0))
+    groups = sessions.union(expired).key_by("g")
+    groups.window(time=30).agg(n=count(), ended=sum_("ended")).sink("out", discard())
+    return flow
+
+
 def diamond(rows_in: int = ROWS) -> Flow:
     """One stream goes two ways and comes together again."""
     flow = Flow("diamond")
@@ -102,6 +115,7 @@ FLOWS: dict[str, Callable[[int], Flow]] = {
     "splits": splits,
     "windows": windows,
     "times": times,
+    "timeouts": timeouts,
     "diamond": diamond,
     "poison": poison,
 }

@@ -163,6 +163,48 @@ def sessions(
     return out
 
 
+def timed_sessions(
+    rows: Rows,
+    keys: Sequence[str],
+    on: str,
+    wait: int,
+    start: Callable[[Row], Any],
+    end: Callable[[Row], Any],
+    emit: Callable[[Row, Row], Row],
+    marks: list[int],
+) -> tuple[Rows, Rows, Rows]:
+    """What ended; what timed out, with (row that moved the watermark, that watermark) as order and
+    the whole start rows; and the late starts."""
+    open_: dict[tuple, Row] = {}
+    out: Rows = []
+    expired: Rows = []
+    late: Rows = []
+
+    def expire(seq: int, mark: int) -> None:
+        for key, row in list(open_.items()):
+            if row[on] + wait <= mark:
+                expired.append(((seq, row[on] + wait), open_.pop(key)))
+
+    by_seq: dict[int, Rows] = {}
+    for order, row in rows:
+        by_seq.setdefault(order[0], []).append((order, row))
+    before = Track.NEVER
+    for seq, mark in enumerate(marks):
+        for order, row in sorted(by_seq.get(seq, []), key=lambda r: r[0]):
+            key = key_of(row, keys)
+            if start(row) is True:
+                if row[on] + wait <= before:
+                    late.append((order, row))
+                else:
+                    open_[key] = row
+            elif end(row) is True and key in open_:
+                out.append((order, emit(open_.pop(key), row)))
+        expire(seq, mark)
+        before = mark
+    expire(len(marks), Track.END)
+    return out, expired, late
+
+
 def join(
     left: Rows,
     right: Rows,

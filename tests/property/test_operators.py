@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -256,11 +257,8 @@ def test_time_window_over_timestamps(world: World) -> None:
     assert _closed(result.sinks["out"]) == sorted(models.expected(out, schema), key=repr)
 
 
-@examples(40)
-@given(worlds())
-def test_sessions(world: World) -> None:
-    flow = Flow("f")
-    emit = {k: col(k) for k in world.keys} | {
+def _emitted(keys: list[str]) -> dict[str, Any]:
+    return {k: col(k) for k in keys} | {
         "v0": at_start("v"),
         "v1": col("v"),
         "name0": at_start("name"),
@@ -269,29 +267,99 @@ def test_sessions(world: World) -> None:
         "took": col("ts") - at_start("ts"),
         "one": lit(1),
     }
+
+
+def _session(keys: list[str], a: models.Row, b: models.Row) -> models.Row:
+    return {k: b[k] for k in keys} | {
+        "v0": a["v"],
+        "v1": b["v"],
+        "name0": a["name"],
+        "u0": a["u"],
+        "at0": a["at"],
+        "took": b["ts"] - a["ts"],
+        "one": 1,
+    }
+
+
+def _starts(row: models.Row) -> bool:
+    return row["cmd"] == 1
+
+
+def _ends(row: models.Row) -> bool:
+    return row["cmd"] is not None and row["cmd"] > 1
+
+
+@examples(40)
+@given(worlds())
+def test_sessions(world: World) -> None:
+    flow = Flow("f")
     keyed = world.source(flow).key_by(*world.keys)
+    emit = _emitted(world.keys)
     keyed.sessions(start=col("cmd") == 1, end=col("cmd") > 1, emit=emit).sink("out", discard())
     result = check(flow, world.input, world.shape)
-
-    def made(a: models.Row, b: models.Row) -> models.Row:
-        return {k: b[k] for k in world.keys} | {
-            "v0": a["v"],
-            "v1": b["v"],
-            "name0": a["name"],
-            "u0": a["u"],
-            "at0": a["at"],
-            "took": b["ts"] - a["ts"],
-            "one": 1,
-        }
-
-    model = models.sessions(
-        models.stream(world.input, "s"),
-        world.keys,
-        lambda r: r["cmd"] == 1,
-        lambda r: r["cmd"] is not None and r["cmd"] > 1,
-        made,
-    )
+    made = partial(_session, world.keys)
+    model = models.sessions(models.stream(world.input, "s"), world.keys, _starts, _ends, made)
     expect(result, "out", model)
+
+
+@examples(80)
+@given(
+    worlds(),
+    st.sampled_from([1, 7, 25, 40, 90, 1000]),
+    st.booleans(),
+    st.sampled_from([1, 1, 3]),
+)
+def test_sessions_with_a_time_out(world: World, timeout: int, two: bool, coarse: int) -> None:
+    """Also where rows of another source move the watermark, or several rows stand at one place."""
+    flow = Flow("f")
+    given_ = world.input
+    if two:
+        other = world.batch.slice(world.batch.num_rows // 3).select(["ts", "n"])
+        given_ = Input.of(s=world.batch, t=other)
+        flow.source("t", rows(other), event_time="ts").sink("t", discard())
+    source = world.source(flow)
+    if coarse > 1:
+        source = source.flat_map(_thrice, source.schema)
+    sessions = source.key_by(*world.keys).sessions(
+        start=col("cmd") == 1, end=col("cmd") > 1, emit=_emitted(world.keys), timeout=timeout
+    )
+    sessions.sink("out", discard())
+    sessions.expired.sink("expired", discard())
+    sessions.late.sink("late", discard())
+    result = check(flow, given_, world.shape)
+    stream = models.stream(given_, "s")
+    if coarse > 1:
+        stream = [((*o, n), r | {"cmd": c}) for o, r in stream for n, c in enumerate(_cmds(r))]
+    out, expired, late = models.timed_sessions(
+        stream,
+        world.keys,
+        "ts",
+        timeout,
+        _starts,
+        _ends,
+        partial(_session, world.keys),
+        naive_marks(plan(flow), given_),
+    )
+    expect(result, "out", out)
+    expect(result, "late", late)
+    names = without_order(result.sinks["expired"]).schema
+    assert names.names == [*world.keys, "v", "u", "name", "ts", "at"]
+    assert _closed(result.sinks["expired"]) == sorted(models.expected(expired, names), key=repr)
+    assert result.late_rows == len(late)
+
+
+def _cmds(row: models.Row) -> list[int | None]:
+    """What becomes of a row's command: nothing, or it and two more at the same place."""
+    cmd = row["cmd"]
+    return [] if cmd is None else [cmd, (cmd + 1) % 4, 1]
+
+
+def _thrice(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, np.ndarray]:
+    cmds = [_cmds({"cmd": c}) for c in batch.column("cmd").to_pylist()]
+    origins = np.repeat(np.arange(len(cmds)), [len(c) for c in cmds])
+    flat = pa.array([c for some in cmds for c in some], pa.int8())
+    made = batch.take(pa.array(origins))
+    return made.set_column(made.schema.get_field_index("cmd"), "cmd", flat), origins
 
 
 @examples(40)
@@ -620,6 +688,38 @@ def test_windows_after_what_came_after_windows_lose_nothing(world: World) -> Non
     assert check(flow, world.input, world.shape).sinks["late"].num_rows == 0
 
 
+@examples(30)
+@given(worlds(), st.sampled_from([1, 25, 90]))
+def test_sessions_and_windows_in_a_row_lose_nothing(world: World, timeout: int) -> None:
+    """Whether a session ended or timed out, its start is late for nobody; nor is a window."""
+    flow = Flow("f")
+    sessions = (
+        world.source(flow)
+        .key_by(*world.keys)
+        .sessions(
+            start=col("cmd") == 1,
+            end=col("cmd") > 1,
+            emit={"tag": at_start("tag"), "begun": at_start("ts")},
+            timeout=timeout,
+        )
+    )
+    both = sessions.union(sessions.expired.select("tag", begun=col("ts")))
+    both.sink("both", discard())
+    windows = both.key_by("tag").window(time=10).agg(n=count())
+    windows.late.sink("late windows", discard())
+    windows.sink("windows", discard())
+    again = windows.key_by("tag").sessions(
+        start=col("n") > 1, end=col("n") == 1, time="window_start", timeout=timeout
+    )
+    again.late.sink("late sessions", discard())
+    again.sink("out", discard())
+    again.expired.sink("expired", discard())
+    result = check(flow, world.input, world.shape)
+    assert result.sinks["late windows"].num_rows == result.sinks["late sessions"].num_rows == 0
+    counted = sum(result.sinks["windows"].column("n").to_pylist())
+    assert counted == result.sinks["both"].num_rows
+
+
 @examples(20)
 @given(worlds())
 def test_join_after_windows(world: World) -> None:
@@ -648,6 +748,9 @@ def test_state_moves_half_way(fresh: bool, world: World, sites: int, after: int)
     keyed.window(rows=9).agg(**built(AGGS)).sink("rows", discard())
     keyed.window(time=60, every=20).agg(**built({**AGGS, **NULLABLE})).sink("time", discard())
     keyed.sessions(start=col("cmd") == 1, end=col("cmd") > 1, time="at").sink("open", discard())
+    timed = keyed.sessions(start=col("cmd") == 1, end=col("cmd") > 1, time="at", timeout=50)
+    timed.sink("timed", discard())
+    timed.expired.sink("expired", discard())
     keyed.apply(Changes()).sink("custom", discard())
     right = source.select(*world.keys, "ts", "n").key_by(*world.keys)
     keyed.join(right, within=30).sink("join", discard())

@@ -172,6 +172,14 @@ def _sessions(source: Stream, keyed: KeyedStream) -> Stream:
     return keyed.sessions(start=col("cmd") == 1, end=col("cmd") > 1, emit=kept | {"v1": col("v")})
 
 
+def _timed(source: Stream, keyed: KeyedStream) -> Stream:
+    kept = {f"{n}0": at_start(n) for n in ("v", "name", "u", "at")}
+    sessions = keyed.sessions(
+        start=col("cmd") == 1, end=col("cmd") > 1, emit=kept | {"v1": col("v")}, timeout=60
+    )
+    return sessions  # type: ignore[no-any-return]
+
+
 def _join(within: int) -> Build:
     def build(source: Stream, keyed: KeyedStream) -> Stream:
         other = source.filter(col("n") % 2 == 0).select(*keyed.keys, "ts", "n")
@@ -207,6 +215,7 @@ OPERATORS: dict[str, Build] = {
     "tumbling": lambda _, keyed: keyed.window(time=20).agg(**built({**AGGS, **NULLABLE})),
     "sliding": lambda _, keyed: keyed.window(time=60, every=20, lateness=9).agg(**built(AGGS)),
     "sessions": _sessions,
+    "timed sessions": _timed,
     "custom": lambda _, keyed: keyed.apply(Changes()),
     "join": _join(20),
     "wide join": _join(1000),  # runs with rows that are forgotten but still there

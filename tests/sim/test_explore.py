@@ -23,7 +23,8 @@ AT_ONCE = 20
 PARTS = [
     *((f, "pairs", at) for f in sorted(FLOWS) for at in range(0, SEEDS.get(f, 20), AT_ONCE)),
     *(("times", "upstream", at) for at in range(0, 40, AT_ONCE)),
-    *((f, "passive", 0) for f in ("windows", "times", "dmz")),
+    *(("timeouts", protocol, 0) for protocol in ("upstream", "rollback")),
+    *((f, "passive", 0) for f in ("windows", "times", "timeouts", "dmz")),
     ("windows", "active", 0),
     ("dmz", "upstream", 0),
 ]

@@ -11,6 +11,7 @@ import pytest
 from holdfast import (
     Flow,
     KeyedFunction,
+    at_start,
     col,
     count,
     discard,
@@ -74,12 +75,25 @@ class Changes(KeyedFunction):
         return groups.rows[order], {"change": (value - before)[order]}
 
 
+def timed(events: Stream, timeout: int = 60) -> Stream:
+    """Sessions that ended, and those that timed out."""
+    sessions = events.key_by("k").sessions(
+        start=col("v") > 0.5,
+        end=col("v") < -1,
+        emit={"k": col("k"), "s": at_start("s"), "ts": at_start("ts")},
+        timeout=timeout,
+    )
+    both: Stream = sessions.union(sessions.expired)
+    return both
+
+
 KINDS: dict[str, Callable[[Stream], Stream]] = {
     "running": lambda s: s.key_by("k").agg(t=sum_("v"), n=count(), f=first("s"), z=last("s")),
     "row window": lambda s: s.key_by("k").window(rows=4).agg(m=max_("v"), a=mean("v")),
     "time window": lambda s: s.key_by("k").window(time=30, every=10, lateness=5).agg(n=count()),
     "tumbling": lambda s: s.key_by("k").window(time=40, lateness=2).agg(t=sum_("v"), f=first("s")),
     "sessions": lambda s: s.key_by("k").sessions(start=col("v") > 0.5, end=col("v") < 0, time="ts"),
+    "timed sessions": timed,
     "join": lambda s: s.key_by("k").join(
         s.select("k", "ts", w=col("v")).key_by("k"), within=6, lateness=5
     ),
@@ -222,7 +236,7 @@ def test_a_standby_goes_on_from_its_last_checkpoint(kind: str, monkeypatch) -> N
     assert new.figures()["late_rows"] == old.figures()["late_rows"]
 
 
-@pytest.mark.parametrize("kind", ["time window", "tumbling", "join"])
+@pytest.mark.parametrize("kind", ["time window", "tumbling", "timed sessions", "join"])
 def test_what_an_operator_knows_comes_from_where_it_says(kind: str) -> None:
     """From there on, a fresh one gives the same after that epoch; and it is not the beginning."""
     flow = Flow("one", protect=upstream())
@@ -240,6 +254,24 @@ def test_what_an_operator_knows_comes_from_where_it_says(kind: str) -> None:
         again = {e: processed(new, e, sent[e]) for e in range(needs[epoch] + 1, EPOCHS)}
         for later in range(epoch + 1, EPOCHS):
             assert all(a.equals(b) for a, b in zip(made[later], again[later], strict=True)), later
+
+
+def test_of_sessions_only_those_are_held_that_are_open_and_only_as_of_their_last_start() -> None:
+    """In each epoch one key starts again, two others start, and two of the last epoch end."""
+    at = np.arange(EPOCHS * ROWS)
+    epoch_of, place = at // ROWS, at % ROWS
+    key = np.where(place == 0, -9, 2 * (epoch_of - (place > 2)) + place % 2)
+    columns = {"k": key, "v": np.where(place > 2, -2.0, 1.0), "s": ["s"] * at.size, "ts": at}
+    flow = Flow("one", protect=upstream())
+    source = flow.source("events", rows(pa.record_batch(columns)), event_time="ts")
+    timed(source, timeout=10 * at.size).sink("out", discard())
+    planned = plan(flow)
+    unit = runner(planned, 1, OPTIONS.partitions)
+    for epoch, frames in enumerate(ingested(planned)[:-1]):
+        ended, expired = processed(unit, epoch, frames)
+        assert unit.operator is not None and expired.num_rows == 0
+        assert ended.num_rows == (2 if epoch else 0)
+        assert (unit.operator.state_rows(), unit.came_from(epoch)) == (3, epoch - 1)
 
 
 def test_a_source_is_read_on_from_where_the_epochs_are() -> None:

@@ -12,6 +12,7 @@ from holdfast import (
     FlowError,
     HostError,
     active,
+    at_start,
     col,
     count,
     discard,
@@ -54,6 +55,26 @@ def windows(
     return made
 
 
+def sessions(flow: Protection | None = None, rate: int | None = 50_000) -> Flow:
+    """Sessions of which most end and some time out, and windows over both."""
+    made = Flow("sessions", protect=flow)
+    source = generator(events, events(0, 0, 0).schema, rows=ROWS, rate=rate)
+    ended = (
+        made.source("events", source, event_time="ts")
+        .key_by("k")
+        .sessions(
+            start=col("v") < 300,
+            end=col("v") > 600,
+            emit={"g": col("k") % 50, "ts": at_start("ts"), "v": at_start("v")},
+            timeout=40,
+        )
+    )
+    expired = ended.expired.select("ts", g=col("k") % 50, v=-col("v")).select("g", "ts", "v")
+    groups = ended.union(expired).key_by("g").window(time=500)
+    groups.agg(t=sum_("v"), n=count()).sink("out", discard())
+    return made
+
+
 def kill(run: Run, *victims: int) -> None:
     found, dead = pids(run), len(run.status()["dead"])
     for site in victims:
@@ -61,9 +82,9 @@ def kill(run: Run, *victims: int) -> None:
     until(lambda: len(run.status()["dead"]) >= dead + len(victims), "the deaths are known")
 
 
-def check(run: Run, kept: list[Run]) -> None:
+def check(run: Run, kept: list[Run], undisturbed: Flow | None = None) -> None:
     """It gives what one site gives that nobody disturbs."""
-    plain = windows(rate=None).start(sites=1)
+    plain = (undisturbed or windows(rate=None)).start(sites=1)
     kept.append(plain)
     assert run.wait(PATIENCE_S) and plain.wait(PATIENCE_S)
     assert run.sink_report("out") == plain.sink_report("out") and run.status()["dead"]
@@ -89,6 +110,15 @@ def test_sites_are_killed(kept, name: str) -> None:
         only = copies(run)["time window by (k)", 0][0]
         kill(run, only)
     check(run, kept)
+
+
+def test_sessions_with_a_time_out_are_made_anew(kept) -> None:
+    run = sessions(ALL["upstream"]).start(sites=4, partitions=8)
+    kept.append(run)
+    until_protected(run, 4)
+    until_rows(run, 30_000)
+    kill(run, copies(run)["sessions by (k)", 0][0])
+    check(run, kept, sessions(rate=None))
 
 
 def test_two_sites_are_killed_at_once_and_all_they_had_is_made_anew(kept) -> None:

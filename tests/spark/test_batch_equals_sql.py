@@ -187,6 +187,33 @@ def watermarked(df: DataFrame) -> DataFrame:
     return df.withColumn("mark", F.max("ts").over(before))
 
 
+def test_sessions_with_a_time_out(spark: SparkSession) -> None:
+    flow = Flow("timed")
+    emit = {"k": col("k"), "v": at_start("v"), "dur": col("ts") - at_start("ts")}
+    sessions = (
+        source(flow, event_time="ts")
+        .key_by("k")
+        .sessions(start=col("cmd") == 1, end=col("cmd") == 2, emit=emit, timeout=60)
+    )
+    sessions.sink("out", discard())
+    sessions.expired.sink("expired", discard())
+    sessions.late.sink("late", discard())
+    df = events(spark)
+    rated = watermarked(df).withColumn("over", F.expr("if(cmd = 1, ts + 60, null)"))
+    rated = rated.withColumn("late", F.expr("coalesce(over <= mark, false)"))
+    relevant = rated.where("cmd in (1, 2) and not late").select(
+        "*",
+        *[F.lag(c).over(in_order("k")).alias(f"last_{c}") for c in ("over", "ts", "v")],
+        F.lead("mark").over(in_order("k")).alias("next_mark"),
+    )
+    ended = relevant.where("cmd = 2 and last_over > mark")
+    expired = relevant.where("cmd = 1 and (next_mark is null or over <= next_mark)")
+    results = batch(flow, spark, {"events": df})
+    same(results["out"], ended.selectExpr("k", "last_v v", "ts - last_ts dur"))
+    same(results["expired"], expired.select("k", "ts", "v"))
+    same(results["late"], rated.where("late").select(*EVENTS.names))
+
+
 def test_tumbling_windows_and_late_rows(spark: SparkSession) -> None:
     flow = Flow("tumbling")
     window = source(flow, event_time="ts").key_by("k").window(time=50, lateness=15)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -233,20 +233,41 @@ def windows_flow() -> Flow:
     return flow
 
 
-def test_windows_close_in_buckets_without_rows_and_after_a_restart(
-    spark: SparkSession, files: Path, tmp_path: Path, unchecked: None, monkeypatch: Any
+def timed_flow() -> Flow:
+    """Sessions with a time-out, what timed out of them in windows, and which starts were late."""
+    flow = Flow("timed")
+    emit = {"i": col("i"), "t": at_start("ts")}
+    sessions = (
+        flow.source("events", ordered("i"), event_time="ts")
+        .key_by("k")
+        .sessions(start=col("cmd") == 1, end=col("cmd") == 2, emit=emit, timeout=60)
+    )
+    windows = sessions.expired.key_by("k").window(time=100).agg(i=count())
+    late = sessions.late.select("i", t=col("ts"))
+    sessions.union(late, windows.select("i", t=col("window_start"))).sink("out", discard())
+    return flow
+
+
+@pytest.mark.parametrize("flow", [windows_flow, timed_flow])
+def test_time_passes_in_buckets_without_rows_and_after_a_restart(
+    spark: SparkSession,
+    files: Path,
+    tmp_path: Path,
+    unchecked: None,
+    monkeypatch: Any,
+    flow: Callable[[], Flow],
 ) -> None:
     some = copied(files, tmp_path / "in", range(4))
-    written(streaming(windows_flow(), spark, some, 4), tmp_path)
+    written(streaming(flow(), spark, some, 4), tmp_path)
     final = events(spark).toArrow().slice(400, 3)
     times = pa.array([10, 9_000, 9_100])  # is late; closes all there is; the last window stays open
     pq.write_table(final.set_column(3, "ts", times), some / "4.parquet")
     # Other Python workers: no operator is alive in them.
     monkeypatch.setitem(spark.sparkContext.environment, "HOLDFAST_TEST_WORKERS", "fresh")
-    streamed = written(streaming(windows_flow(), spark, some, 4), tmp_path)
+    streamed = written(streaming(flow(), spark, some, 4), tmp_path)
     df = spark.read.parquet(str(some))
     records = recorded((400,), (3,))
-    agree(streamed, batch(windows_flow(), spark, {"events": df}, records=records))
+    agree(streamed, batch(flow(), spark, {"events": df}, records=records))
 
 
 def test_a_join_of_two_streams(spark: SparkSession, tmp_path: Path) -> None:
