@@ -1,1 +1,1 @@
-"""The experiments of the papers again: their simulations, and Holdfast under the same conditions."""
+"""The papers' experiments again: their simulations, and Holdfast under the same conditions."""

@@ -327,9 +327,7 @@ class System:
         for n in numbers:
             self._stand_by(n)
         client = self._host("client")
-        self._ends = [
-            Lane(self, client, s, len(path), NONE) for s, path in enumerate(layout.paths)
-        ]
+        self._ends = [Lane(self, client, s, len(path), NONE) for s, path in enumerate(layout.paths)]
         self._sources = [
             Output(self, self._host(f"source {s}"), s, 0) for s in range(len(layout.paths))
         ]
