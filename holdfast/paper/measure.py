@@ -7,7 +7,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from holdfast.paper.model import Approach, Layout, Parameters, System
+from holdfast.paper.layouts import Layout, Parameters
+from holdfast.paper.model import Approach, System
 
 WARM_S = 0.3
 AFTER_S = 0.12

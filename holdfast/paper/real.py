@@ -36,8 +36,8 @@ from holdfast.flow.options import Options
 from holdfast.flow.protection import Protection, active, none, pairs, passive, rollback, upstream
 from holdfast.flow.sinks import Authority, Sink, SinkWriter, discard
 from holdfast.flow.sources import Position, Source, SplitReader
+from holdfast.paper.layouts import Parameters
 from holdfast.paper.measure import Recovery, recovery_of
-from holdfast.paper.model import Parameters
 from holdfast.sim.timed import Pace, TimedWorld
 from holdfast.sim.world import CONTROLLER, Down, Link, World, _Port
 from holdfast.site import wire

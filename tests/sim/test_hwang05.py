@@ -10,8 +10,9 @@ from holdfast.cli import main
 from holdfast.paper import hwang05, real
 from holdfast.paper.figures import Series, Table, picture
 from holdfast.paper.hwang05 import every, formula
+from holdfast.paper.layouts import Layout, Parameters, grid, two_nodes
 from holdfast.paper.measure import bandwidth, mean, overhead, recovery
-from holdfast.paper.model import APPROACHES, Approach, Layout, Parameters, System, grid, two_nodes
+from holdfast.paper.model import APPROACHES, Approach, System
 from holdfast.paper.wires import Clock, Host, Wires
 
 
@@ -98,7 +99,7 @@ def test_no_tuple_is_lost_or_repeated_when_a_node_is(approach: Approach, layout:
 def test_a_model_that_releases_what_it_does_not_have_loses_tuples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("holdfast.paper.model.Lane.cause", lambda lane: lane.received + 20)
+    monkeypatch.setattr("holdfast.paper.lanes.Lane.cause", lambda lane: lane.received + 20)
     with pytest.raises(AssertionError):
         test_no_tuple_is_lost_or_repeated_when_a_node_is("upstream", two_nodes(9))
 
