@@ -1,4 +1,4 @@
-"""The command line: ``holdfast run``, ``demo``, ``bench`` and ``chaos``."""
+"""The command line: ``holdfast run``, ``demo``, ``bench``, ``sim``, ``paper`` and ``chaos``."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(command=_demo)
     _add_bench(commands)
     _add_sim(commands)
-
+    _add_paper(commands)
     _add_chaos(commands)
     return parser
 
@@ -87,6 +87,21 @@ def _add_sim(commands: Any) -> None:
     sim.add_argument("--exhaustive", action="store_true", help="every crash point of a small flow")
     sim.add_argument("--out", default=".", help="where drawings of failures go (.)")
     sim.set_defaults(command=_sim)
+
+
+def _add_paper(commands: Any) -> None:
+    paper = commands.add_parser(
+        "paper",
+        help="a paper's simulations again, beside Holdfast under the same conditions",
+        description="hwang05: A Comparison of Stream-Oriented High-Availability Algorithms, 2005. "
+        "Prints what passive standby, active standby and upstream backup cost and how long they "
+        "take to recover: in the paper, in a model of it, and in Holdfast.",
+    )
+    paper.add_argument("name", choices=("hwang05",), help="which one")
+    paper.add_argument("--out", metavar="FOLDER", help="draw the figures there, as SVG")
+    paper.add_argument("--json", metavar="FILE", help="write the figures to FILE")
+    paper.add_argument("--quick", action="store_true", help="shorter and fewer runs")
+    paper.set_defaults(command=_paper)
 
 
 def _add_run(commands: Any) -> None:
@@ -180,6 +195,16 @@ def _sim(options: argparse.Namespace, console: Console) -> int:
         return command.replay(case, out, console, bug)
     cases = command.cases_of(range(first, first + options.seeds), what, bug)
     return command.explore(cases, out, console, bug)
+
+
+def _paper(options: argparse.Namespace, console: Console) -> int:
+    from holdfast.paper import hwang05
+
+    out = Path(options.out) if options.out else None
+    figures = hwang05.run(out, options.quick, console)
+    if options.json:
+        write_json(options.json, figures)
+    return 0
 
 
 def _add_chaos(commands: Any) -> None:

@@ -20,6 +20,7 @@ LAYERS = [
     "dashboard",
     "web",
     "bench",
+    "paper",
     "demo",
     "cli",
 ]
@@ -36,6 +37,7 @@ MAY_IMPORT = {
     "apps": {"errors", "control", "flow"},
     "spark": {"errors", "core", "flow", "site"},
     "sim": {"errors", "core", "flow", "site"},
+    "paper": {"errors", "core", "flow", "site", "sim", "bench"},
     "dashboard": set(),
     "web": {"errors"},
 }

@@ -1,0 +1,1 @@
+"""The papers' experiments again: their simulations, and Holdfast under the same conditions."""
