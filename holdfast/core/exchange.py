@@ -17,7 +17,7 @@ wire. So the oldest epoch of the flow can always be moved on, whoever is slow an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -252,6 +252,11 @@ class Producer:
                 lane.kept.popleft()
                 lane.trimmed += 1
             self._trim(lane)  # acks may have come before
+
+    def kept(self) -> Iterator[Kept]:
+        """All that is kept, by consumer, the oldest first."""
+        for lane in self.lanes.values():
+            yield from lane.kept
 
     def held(self) -> int:
         """How many bundles wait for credit or for their ack."""

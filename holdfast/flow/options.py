@@ -27,6 +27,10 @@ class Options:
     """How fast a site hands state over to new copies."""
     kept_bytes_max: int = 256 << 20
     """A copy elsewhere for which a site must keep more than this is failed on purpose."""
+    log_bytes_max: int = 256 << 20
+    """Of what a site keeps for others so much stays in memory; the rest goes to disk."""
+    spill: str | None = None
+    """In which folder, if not where temporary files are."""
     store: str | None = None
     """Where the state goes when the flow is stopped."""
 
@@ -35,6 +39,8 @@ class Options:
             raise FlowError(f"partitions must be between 1 and 65,535, not {self.partitions}")
         if self.lease_s <= 0 or self.catch_up_mb_s <= 0 or self.kept_bytes_max <= 0:
             raise FlowError("lease_s, catch_up_mb_s and kept_bytes_max must be positive")
+        if self.log_bytes_max < 0:
+            raise FlowError(f"log_bytes_max must not be negative, as {self.log_bytes_max} is")
         if self.window < 1 or self.block_rows < 1 or self.read_ahead_rows < self.block_rows:
             raise FlowError(
                 "window and block_rows must be positive, and read_ahead_rows not smaller"

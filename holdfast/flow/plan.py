@@ -142,6 +142,7 @@ def shape(plan: Plan, partitions: int) -> Shape:
                     protection.apart,
                     protection.standbys,
                     protection.every_ms,
+                    protection.recovery_ms,
                     protection.alike,
                     levels[stage.id],
                     levels[stage.id],

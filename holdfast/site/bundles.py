@@ -37,6 +37,12 @@ class Frames:
 
     def __init__(self, batch: pa.RecordBatch, track: Track, digests: np.ndarray | None) -> None:
         self.batch, self.track, self.digests = batch, track, digests
+        self.spilled = False
+
+    def put_aside(self, rows: pa.RecordBatch) -> None:
+        """The same rows are elsewhere now, and not in memory."""
+        self.nbytes  # noqa: B018 (as it was)
+        self.batch, self.spilled = rows, True
 
     @cached_property
     def nbytes(self) -> int:

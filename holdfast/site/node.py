@@ -79,6 +79,7 @@ from holdfast.site.handover import Checkpoint, Incoming, Outgoing
 from holdfast.site.ingress import Split
 from holdfast.site.memory import fitting, limit_bytes
 from holdfast.site.serving import Serving
+from holdfast.site.spill import Spill
 from holdfast.site.stages import SiteStages, UnitRunner
 
 log = logging.getLogger("holdfast.site")
@@ -86,6 +87,12 @@ log = logging.getLogger("holdfast.site")
 Order = IngestEpoch | ProcessBundles
 
 EARLY_MAX = 1_000
+
+AGAIN = 0.5
+"""What part of the time in which a standby shall go on it may take to do again what was done since
+the last checkpoint. The rest is for finding its way."""
+CHECKPOINT_S_MAX = 60.0
+"""A standby gets a checkpoint so often at least, however little there is to do."""
 
 
 class Transport(Protocol):
@@ -121,9 +128,10 @@ class Node:
         codec: Codec | None = None,
         runner: type[UnitRunner] = UnitRunner,
         incarnation: str = "",
+        spill: Spill | None = None,
     ) -> None:
         self.plan, self.site, self.options = plan, site, options
-        self._transport, self._now = transport, now
+        self._transport, self._now, self._spill = transport, now, spill
         self._codec = codec or Codec()
         self.view: View | None = None
         self.stages = SiteStages(plan, site, options, incarnation, runner)
@@ -149,7 +157,8 @@ class Node:
         self._acks: dict[SiteId, dict[tuple[int, int, int], wire.Ack]] = {}
         self._working = self._hasty = False
         self._quiet_since: dict[tuple[int, int], float] = {}
-        self._checkpointed: dict[Unit, float] = {}
+        self._checkpointed: dict[Unit, tuple[float, float]] = {}
+        """When that was, and how long units had been at work by then."""
         self._waits_for_chain = False
         self._uncounted: set[Unit] = set()
         self._early: deque[SequencerEvent] = deque(maxlen=EARLY_MAX)
@@ -196,6 +205,12 @@ class Node:
             self._apply(effect)
         if not self.finished:
             self.stages.tend()
+
+    def make_room(self) -> None:
+        """Called every now and then: what is kept for others goes to disk if it is much."""
+        if self._spill is not None:
+            kept = [k for p in self.dataflow.producers.values() for k in p.kept()]
+            self._spill.make_room(k.bundle for k in sorted(kept, key=lambda k: k.epoch))
 
     def on_connected(self, site: SiteId) -> None:
         """There is a connection to another site. If there was one before, what was on it is lost:
@@ -356,7 +371,9 @@ class Node:
 
     def carry_out(self, order: Order) -> None:
         if order.unit in self.stages.units:
+            begun = self._now()
             processed = self.stages.carry_out(order)
+            self.stages.units[order.unit].busy_s += self._now() - begun
             self._working = True
             self._handle(processed)
             self._working = False
@@ -527,13 +544,26 @@ class Node:
         stand by. One that is still on its way is not overtaken by the next."""
         now = self._now()
         for unit, runner in self.stages.units.items():
-            every_ms = runner.guard.every_ms
             standing = self.view.cohort(unit).standing if self.view is not None else ()
-            if not every_ms or not standing or any((unit, s) in self.outgoing for s in standing):
+            if not standing or any((unit, s) in self.outgoing for s in standing):
                 continue
-            if now - self._checkpointed.get(unit, 0.0) >= every_ms / 1e3:
-                self._checkpointed[unit] = now
+            if self._is_time(unit, runner, now):
+                self._checkpointed[unit] = (now, self._busy_s())
+                runner.checkpoints += 1
                 self._handle(CheckpointDue(unit))
+
+    def _is_time(self, unit: Unit, runner: UnitRunner, now: float) -> bool:
+        """Whether the last checkpoint is as long ago as it may be; or as much work, all of which
+        others would have to do again if this site died."""
+        at, busy_s = self._checkpointed.setdefault(unit, (now, self._busy_s()))
+        if runner.guard.every_ms:
+            return now - at >= runner.guard.every_ms / 1e3
+        worked = self._busy_s() - busy_s
+        return worked >= AGAIN * runner.guard.recovery_ms / 1e3 or now - at >= CHECKPOINT_S_MAX
+
+    def _busy_s(self) -> float:
+        """How long units here have been at work that would go on elsewhere from checkpoints."""
+        return sum(r.busy_s for r in self.stages.units.values() if r.guard.recovery_ms)
 
     def _abandon(self, unit: Unit, joiner: SiteId) -> None:
         outgoing = self.outgoing.pop((unit, joiner), None)
@@ -778,6 +808,9 @@ class Node:
         return {
             "site": self.site,
             "held_bundles": sum(p.held() for p in self.dataflow.producers.values()),
+            "kept_bytes": self._spill.kept_bytes if self._spill else None,
+            "spilled_bytes": self._spill.spilled_bytes if self._spill else None,
+            "spill_error": self._spill.error if self._spill else None,
             "stages": self.stages.figures(),
             "latency_ms": _quantiles(list(self.latency_ms)),
             "output_gap_ms": self._gaps.longest_ms(self._now()),

@@ -42,6 +42,7 @@ from holdfast.site.feed import Feeds
 from holdfast.site.hearing import BEATS_PER_LEASE, Hearing
 from holdfast.site.memory import limit_bytes
 from holdfast.site.node import Node
+from holdfast.site.spill import Spill
 
 log = logging.getLogger("holdfast.site")
 
@@ -52,6 +53,8 @@ READS_PER_EPOCH = 2
 """How often a source is asked while rows that it gave wait for their epoch: each time costs about
 the same, however few rows come of it."""
 REDIAL_S = 0.05
+ROOM_S = 0.1
+"""How often it is looked whether too much is kept in memory."""
 HURRY_S = 1.0
 """A unit that has waited for so long tries another copy. Not sooner: what was on its way comes
 twice then, and when everything is slow that makes it slower."""
@@ -89,7 +92,8 @@ class Site:
         self.config = config
         self.id = SiteId(config.site)
         named = wire.incarnation(config.secret)
-        self.node = Node(plan(flow), self.id, config.options, self, incarnation=named)
+        spill = Spill(config.options.spill, config.options.log_bytes_max)
+        self.node = Node(plan(flow), self.id, config.options, self, incarnation=named, spill=spill)
         self._controllers: dict[tuple[str, int], wire.Connection] = {}
         self._server: asyncio.Server | None = None
         self._over: asyncio.Future[None] | None = None
@@ -131,6 +135,7 @@ class Site:
             self._keep_in_touch(),
             self._keep_reporting(),
             self._hurry(),
+            self._make_room(),
         )
         tasks = [loop.create_task(duty) for duty in duties]
         try:
@@ -542,6 +547,11 @@ class Site:
         while True:
             await asyncio.sleep(HURRY_S)
             self._guarded(self.node.hurry)
+
+    async def _make_room(self) -> None:
+        while True:
+            await asyncio.sleep(ROOM_S)
+            self._guarded(self.node.make_room)
 
     async def _report_status(self) -> None:
         while True:

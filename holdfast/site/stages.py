@@ -61,6 +61,7 @@ class UnitRunner:
         self.ingress: Ingress | None = None
         self.egress: Egress | None = None
         self.rows_in = self.rows_out = self.calls = 0
+        self.busy_s, self.checkpoints = 0.0, 0
         self.epoch = -1
         if stage.source is not None:
             numbers = range(cohort.first, cohort.end)
@@ -96,7 +97,7 @@ class UnitRunner:
         self.guard = guard
         tables = self.operator.tables() if self.operator is not None else {}
         for table in tables.values():
-            table.follow(births=guard.level > 0, changes=guard.every_ms > 0)
+            table.follow(births=guard.level > 0, changes=guard.standbys > 0)
 
     def came_from(self, epoch: int) -> Epoch:
         """After which epoch the rows came that the state after `epoch` comes from."""
@@ -209,6 +210,8 @@ class UnitRunner:
             "rows_in": self.rows_in,
             "rows_out": self.rows_out,
             "calls": self.calls,
+            "busy_s": self.busy_s,
+            "checkpoints": self.checkpoints,
             "keys": operator.state_rows() if operator else 0,
             "state_bytes": operator.state_bytes() if operator else 0,
             "late_rows": operator.late_rows if operator else 0,

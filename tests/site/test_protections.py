@@ -217,6 +217,25 @@ def test_what_protection_cannot_be_changed_to_is_said(kept) -> None:
         run.protect("time window by (k)", none())
 
 
+def test_checkpoints_are_as_seldom_as_recovery_allows(kept) -> None:
+    def checkpoints(recovery_ms: int) -> int:
+        flow = windows(passive(recovery_ms=recovery_ms, apart="process"), rate=100_000)
+        run = flow.start(sites=2, partitions=4)
+        kept.append(run)
+        assert run.wait(PATIENCE_S)
+        return sum(u["checkpoints"] for s in run.status()["sites"] for u in s["stages"])
+
+    often, seldom = checkpoints(10), checkpoints(5_000)
+    assert often > 4 and often > 2 * seldom
+
+
+def test_how_often_checkpoints_come_is_said_in_one_way() -> None:
+    with pytest.raises(FlowError, match="every_ms or recovery_ms, not both"):
+        passive(every_ms=5, recovery_ms=5)
+    with pytest.raises(FlowError, match="recovery_ms must be at least 1, not 0"):
+        passive(recovery_ms=0)
+
+
 def test_ways_of_different_length_are_named() -> None:
     flow = Flow("diamond", protect=rollback())
     source = flow.source("s", generator(events, events(0, 0, 0).schema, rows=9), event_time="ts")
