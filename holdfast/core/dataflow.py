@@ -22,6 +22,7 @@ from holdfast.core.effects import (
     AskLog,
     AskRecords,
     CloseUnit,
+    FollowEpoch,
     HandOver,
     IngestEpoch,
     OpenUnit,
@@ -43,6 +44,7 @@ from holdfast.core.events import (
     PeerConnected,
     PeerLost,
     RecordArrived,
+    SinkDurable,
     SiteEvent,
     StockOrdered,
     UnitProcessed,
@@ -85,6 +87,8 @@ class _Unit:
     """It has a checkpoint, and computes nothing."""
     given: dict[SiteId, Epoch] = field(default_factory=dict)
     """To whom that stands by it has given its state, and after which epoch that was."""
+    lazy: bool = False
+    """Another copy leads, and this one only follows: see `Guard.lazy`."""
     stock: Epoch | None = None
     """What was let go before is not needed any more when nothing up to this epoch is."""
 
@@ -132,6 +136,8 @@ class Dataflow:
                 return self._on_log_asked(event)
             case LogTold():
                 return self._on_log_told(event)
+            case SinkDurable():
+                return self._on_sink_durable(event)
             case CheckpointDue():
                 return self._on_checkpoint_due(event)
             case CatchUpOrdered():
@@ -188,8 +194,9 @@ class Dataflow:
         unit.stands = self.site in cohort.standing or (stood and self.site in cohort.joining)
         if stood and not unit.stands:
             unit.replaying_to, unit.needs = max(self.recorded, unit.finished), None
+        unit.lazy = unit.shape.guard.lazy and not cohort.led_by(self.site)
         for exchange in unit.shape.inputs if unit.installed else ():
-            self.consumers[exchange, unit.key[1]].stands = unit.stands
+            self.consumers[exchange, unit.key[1]].stands = unit.stands or unit.lazy
 
     def _guard(self, unit: _Unit) -> None:
         """Keep, and say, what the protection of the unit and of its neighbours takes."""
@@ -251,7 +258,7 @@ class Dataflow:
             self.producers[exchange, cohort] = Producer(exchange, cohort, level, finished, credit)
         for exchange in unit.shape.inputs:
             consumer = Consumer(exchange, cohort, self.window, finished, unit.since)
-            consumer.stands = unit.stands
+            consumer.stands = unit.stands or unit.lazy
             self.consumers[exchange, cohort] = consumer
         self._guard(unit)
 
@@ -281,10 +288,14 @@ class Dataflow:
             for i in range(len(cohorts))
             if self._is_current((stage, CohortId(i)), consumer)
         }
+        working = 1 if self.shape.stages[stage].guard.lazy else None
         return list(
             consumer.on_view(
-                {CohortId(i): c.copies for i, c in enumerate(cohorts)},
-                {CohortId(i): c.joining for i, c in enumerate(cohorts)},
+                {CohortId(i): c.copies[:working] for i, c in enumerate(cohorts)},
+                {
+                    CohortId(i): (c.copies[working:] if working else ()) + c.joining
+                    for i, c in enumerate(cohorts)
+                },
                 prefer,
                 self.connected,
             )
@@ -320,7 +331,7 @@ class Dataflow:
         lack from another copy, in case the one they take from is slow."""
         effects: list[SiteEffect] = []
         for unit in self.units.values():
-            working = unit.installed and not unit.stands
+            working = unit.installed and not unit.stands and not unit.lazy
             stuck = working and not unit.busy and unit.finished == unit.hurried
             if stuck and unit.finished < self.recorded:
                 for exchange in unit.shape.inputs:
@@ -362,7 +373,11 @@ class Dataflow:
             return []
         if counted > event.since:
             return []  # from a copy that was there before
-        return [*producer.on_ack(event), *self._finish_site()]
+        effects: list[SiteEffect] = list(producer.on_ack(event))
+        unit = self.units[self.shape.producer_of[event.exchange], event.producer]
+        if unit.lazy:
+            effects += self._next(unit)
+        return effects + self._finish_site()
 
     def _take_early(self) -> list[SiteEffect]:
         """What came for a view or a copy that is in place only now."""
@@ -410,6 +425,8 @@ class Dataflow:
         """What the unit can do now, if anything."""
         if unit.busy or not unit.installed or unit.stands:
             return []
+        if unit.lazy:
+            return self._follow(unit)
         epoch = Epoch(unit.finished + 1)
         if unit.shape.kind == "source":
             if epoch not in self.records:
@@ -430,6 +447,29 @@ class Dataflow:
         unit.busy = True
         return [ProcessBundles(unit.key, epoch, False, self._take(unit, waiting[0]))]
 
+    def _follow(self, unit: _Unit) -> list[SiteEffect]:
+        """Of a source: leave epochs out that nobody needs any more."""
+        if unit.shape.kind != "source":
+            return []
+        producers = [self.producers[x, unit.key[1]] for x in unit.shape.outputs]
+        effects: list[SiteEffect] = []
+        stable = min(p.stable for p in producers)
+        while unit.finished < stable and (record := self.records.get(Epoch(unit.finished + 1))):
+            unit.finished = record.epoch
+            for producer in producers:
+                producer.skip(record.epoch)
+            effects.append(FollowEpoch(unit.key, record))
+        return effects + self._handovers(unit)
+
+    def _on_sink_durable(self, event: SinkDurable) -> list[SiteEffect]:
+        unit = self.units.get(event.unit)
+        if unit is None or not unit.installed or not unit.lazy or event.epoch <= unit.finished:
+            return []
+        unit.finished = event.epoch
+        inputs = [self.consumers[x, unit.key[1]] for x in unit.shape.inputs]
+        acks = [ack for c in inputs for ack in c.stand_at(event.epoch, self.connected)]
+        return [*acks, *self._handovers(unit)]
+
     def _take(self, unit: _Unit, epoch: Epoch) -> dict[ExchangeId, list[Any]]:
         return {x: self.consumers[x, unit.key[1]].take(epoch) for x in unit.shape.inputs}
 
@@ -445,7 +485,7 @@ class Dataflow:
         if self._reported or self.last is None or self.view is None:
             return []
         working = [u for u in self.units.values() if not u.stands]
-        if any(not u.installed or u.finished < self.last for u in working):
+        if any(not u.installed or (u.finished < self.last and not u.lazy) for u in working):
             return []
         sending = [self.producers[x, u.key[1]] for u in working for x in u.shape.outputs]
         if any(self._is_owed(p, self.last) for p in sending):
@@ -454,13 +494,14 @@ class Dataflow:
         return [ReportFinished()]
 
     def _is_owed(self, producer: Producer, last: Epoch) -> bool:
-        """Whether some copy of a consumer does not have everything yet."""
+        """Whether some copy of a consumer that takes it does not have everything yet."""
         assert self.view is not None
-        cohorts = self.view.cohorts[self.shape.consumer_of[producer.exchange]]
+        stage = self.shape.consumer_of[producer.exchange]
+        taking = 1 if self.shape.stages[stage].guard.lazy else None
         return any(
             producer.received(CohortId(j), site) < last
-            for j, cohort in enumerate(cohorts)
-            for site in cohort.copies
+            for j, cohort in enumerate(self.view.cohorts[stage])
+            for site in cohort.copies[:taking]
         )
 
     # --- making a new copy ----------------------------------------------------------------------
@@ -531,7 +572,10 @@ class Dataflow:
         unit.installed, unit.finished = True, epoch
         enough = len(self.view.cohort(unit.key).copies) >= unit.shape.guard.copies
         unit.stands = enough and unit.shape.guard.standbys > 0
-        unit.replaying_to = None if unit.stands else max(self.recorded, epoch)
+        unit.lazy = unit.shape.guard.lazy
+        unit.replaying_to = epoch if unit.lazy else max(self.recorded, epoch)
+        if unit.stands:
+            unit.replaying_to = None
         self._add_ends(unit, epoch, needs, credit)
         effects: list[SiteEffect] = []
         for exchange in unit.shape.outputs:
@@ -637,9 +681,14 @@ class Dataflow:
         return max((f for f in found if f is not None), key=lambda f: f[1], default=None)
 
     def _standing(self, producer: Producer) -> dict[CohortId, tuple[SiteId, ...]]:
+        """Those that are meant to be behind."""
         assert self.view is not None
-        cohorts = self.view.cohorts[self.shape.consumer_of[producer.exchange]]
-        return {CohortId(j): c.standing for j, c in enumerate(cohorts)}
+        stage = self.shape.consumer_of[producer.exchange]
+        lazy = self.shape.stages[stage].guard.lazy
+        return {
+            CohortId(j): c.standing + (c.copies[1:] if lazy else ())
+            for j, c in enumerate(self.view.cohorts[stage])
+        }
 
     def check_invariants(self) -> None:
         for producer in self.producers.values():

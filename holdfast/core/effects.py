@@ -36,6 +36,14 @@ class IngestEpoch:
 
 
 @value
+class FollowEpoch:
+    """Be after an epoch of a source without having read it: all who need its rows have them."""
+
+    unit: Unit
+    record: EpochRecord
+
+
+@value
 class ProcessBundles:
     """Run the stage over these bundles (by exchange); answer `UnitProcessed`."""
 
@@ -158,6 +166,7 @@ SiteEffect = (
     OpenUnit
     | CloseUnit
     | IngestEpoch
+    | FollowEpoch
     | ProcessBundles
     | SendBundle
     | SendAck

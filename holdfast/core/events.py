@@ -128,6 +128,14 @@ class CheckpointDue:
 
 
 @value
+class SinkDurable:
+    """The sink's first copy has written everything up to this epoch for good."""
+
+    unit: Unit
+    epoch: Epoch
+
+
+@value
 class CatchUpOrdered:
     """Every member counts the joining copy: the donor may hand over to it."""
 
@@ -170,6 +178,7 @@ SiteEvent = (
     | LogAsked
     | LogTold
     | CheckpointDue
+    | SinkDurable
     | CatchUpOrdered
     | StockOrdered
     | CopyInstalled

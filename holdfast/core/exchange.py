@@ -161,6 +161,17 @@ class Producer:
     def _stable(self, lane: _Lane) -> Epoch:
         return min((t.reached(self.level) for t in lane.takers.values()), default=NO_EPOCH)
 
+    @property
+    def stable(self) -> Epoch:
+        """What no copy of any consumer will ask for."""
+        return min((self._stable(lane) for lane in self.lanes.values()), default=NO_EPOCH)
+
+    def skip(self, epoch: Epoch) -> None:
+        """An epoch is stable, and was not made here."""
+        self.made = epoch
+        for lane in self.lanes.values():
+            lane.let_go = max(lane.let_go, epoch)
+
     def reached(self, level: int) -> Epoch:
         """What all copies of all consumers have (level 0), or do not need any more."""
         takers = [t for lane in self.lanes.values() for t in lane.takers.values()]

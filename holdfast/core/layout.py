@@ -29,6 +29,9 @@ class Guard:
     alike: bool = True
     """Whether its copies make the same frames, row by row. If not, consumers take them from the
     first copy, and the others withhold theirs."""
+    lazy: bool = False
+    """Of sources and sinks: whether copies other than the first only follow it: they know which
+    epochs nobody needs from them any more, and do the others when they come to lead."""
     level: int = 0
     """If not 0, the input is kept at this level: see `holdfast.core.upstream`."""
     anew: int = 0

@@ -143,7 +143,8 @@ def shape(plan: Plan, partitions: int) -> Shape:
                     protection.standbys,
                     protection.every_ms,
                     protection.recovery_ms,
-                    protection.alike,
+                    protection.alike and not _is_lazy(stage),
+                    _is_lazy(stage),
                     levels[stage.id],
                     levels[stage.id],
                 ),
@@ -161,6 +162,16 @@ def shape(plan: Plan, partitions: int) -> Shape:
         tuple(StageId(e.consumer) for e in plan.exchanges),
         wanted.pop(),
     )
+
+
+def _is_lazy(stage: Stage) -> bool:
+    """Whether a copy can follow the one that leads without doing what it does: a source that can
+    be read again, or a sink that knows by itself what it has."""
+    if stage.protection is None or not stage.protection.lazy:
+        return False
+    if stage.source is not None:
+        return not stage.source.fed
+    return not (stage.sink is None or stage.sink.replicated or stage.sink.unread_bytes_max)
 
 
 def protected_otherwise(

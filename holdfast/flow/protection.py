@@ -27,6 +27,8 @@ class Protection:
     """Whether copies make the same frames, row by row, and are held to it."""
     anew: int = 0
     """If not 0, partitions are made anew from their input; so many of them in a row at most."""
+    lazy: bool = False
+    """Whether of sources and sinks only the first copy works, as long as it is there."""
     base_ms: int = 0
     """If not 0, where that input would be all there ever was, a standby gets the state so often."""
 
@@ -42,8 +44,10 @@ class Protection:
     @property
     def at_the_ends(self) -> Protection:
         """What it means for sources and sinks, which cannot be made anew from what flows."""
-        alone = self.anew or self.standbys or not self.alike
-        return Protection("pairs", 2, self.apart) if alone else self
+        alone = bool(self.anew or self.standbys)
+        if not alone and self.alike:
+            return self
+        return Protection("pairs", 2, self.apart, lazy=alone)
 
 
 def none() -> Protection:

@@ -314,7 +314,8 @@ class World:
             if self._started and not node.finished:
                 for unit, split in node.stages.splits():
                     room = split.rows_held < self.options.read_ahead_rows
-                    if room and not split.ended and node.dataflow.units[unit].installed:
+                    held = node.dataflow.units[unit]
+                    if room and not split.ended and held.installed and not held.lazy:
                         moves.append(lambda s=site, u=unit, p=split: self._read(s, u, p))  # type: ignore[misc]
             if node.outgoing:
                 moves.append(lambda s=site: self.hand_over(s))  # type: ignore[misc]

@@ -57,7 +57,7 @@ class Checks:
                 _require(self._has_split(message.source, message.split), "there is no such split")
                 for block in message.blocks:
                     _require(_is_sound(block), "a block that cannot be")
-            case wire.SplitState():
+            case wire.SplitState() | wire.SplitAt():
                 _require(self._has_split(message.source, message.split), "there is no such split")
             case wire.Delivered():
                 _require(message.sink in self._sinks, "there is no such sink")

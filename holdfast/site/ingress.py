@@ -56,6 +56,12 @@ class Split:
         self._next = offset + sum(b.num_rows for b in held)
         self._positions: deque[tuple[int, Position | None]] = deque()
         """Where the reader was before each batch that has rows in no epoch yet."""
+        self._astray = False
+        """Whether the reader is not at the next row, as others have given out those before."""
+        self._told: deque[tuple[int, Position]] = deque()
+        """By row: positions that the copy which gives them out has told."""
+        self._hint: Position | None = None
+        """A position at the next row or before it, of a reader that is astray."""
 
     @property
     def held(self) -> list[pa.RecordBatch]:
@@ -73,10 +79,33 @@ class Split:
     @property
     def position(self) -> Position | None:
         """What a reader needs to find the row `first`."""
+        if self._astray:
+            return self._hint
         return self._positions[0][1] if self._positions else self.reader.position()
+
+    def note(self, row: int, position: Position) -> None:
+        """The copy that reads was there when it was at this row."""
+        self._told.append((row, position))
+
+    def skip(self, end: int) -> None:
+        """Be at the row `end`: those before have been given out by another copy."""
+        if not self._astray:
+            self._hint = self.position
+        self._held.clear()
+        self._positions.clear()
+        self._first = self._next = end
+        self._astray = True
+        while self._told and self._told[0][0] <= end:
+            self._hint = self._told.popleft()[1]
 
     def read(self, rows_max: int, *, due: bool = False) -> Block | None:
         """Read some rows; None if there are none now, or (see `ended`) ever."""
+        if self._astray:
+            assert self.stage.source is not None
+            self.reader.close()
+            self.reader = self.stage.source.open(self.number, self._next, self._hint)
+            self._astray = False
+            self._told.clear()
         before = self.reader.position()
         batch = self.reader.read(rows_max, due=due)
         if batch is None:
@@ -174,6 +203,17 @@ class Ingress:
             seq += r.rows
         track = self._track(record, start, steps, seq)
         return (concat(batches) if batches else empty(self._schema)), track
+
+    def follow(self, record: EpochRecord) -> None:
+        """Be after an epoch whose rows another copy has given out."""
+        seq = record.base
+        for r in record.ranges:
+            seq += r.rows
+            if r.source == self.stage.id and r.split in self.splits:
+                self.splits[r.split].skip(r.end)
+            if self._mark is not None and r.time_max is not None:
+                self._mark.observe(r.source, r.time_max)
+        self._track(record, Track.NEVER, [], seq)
 
     def ready(self, record: EpochRecord, rows_max: int) -> bool:
         """Whether all of an epoch's rows are in hand; those another copy has had are read now."""

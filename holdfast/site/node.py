@@ -26,6 +26,7 @@ from holdfast.core.effects import (
     CloseUnit,
     ConfirmChain,
     CopySequencer,
+    FollowEpoch,
     HandOver,
     IngestEpoch,
     OpenUnit,
@@ -59,6 +60,7 @@ from holdfast.core.events import (
     RecordPassed,
     SequencerCopied,
     SequencerEvent,
+    SinkDurable,
     SiteEvent,
     SplitEnded,
     SplitIdle,
@@ -203,6 +205,7 @@ class Node:
         sinks are seen to."""
         for effect in self.dataflow.hurry():
             self._apply(effect)
+        self._tell_positions()
         if not self.finished:
             self.stages.tend()
 
@@ -301,6 +304,8 @@ class Node:
             case wire.SplitState():
                 kind = SplitEnded if message.ended else SplitIdle
                 self._sequence(kind(StageId(message.source), message.split))
+            case wire.SplitAt():
+                self._on_split_at(message)
             case wire.Delivered():
                 self._on_delivered(message)
             case wire.Drain():
@@ -417,6 +422,8 @@ class Node:
                     self.sequencer, self._waits_for_chain = None, False
                 self.orders = [o for o in self.orders if o[-1].unit != effect.unit]
                 heapq.heapify(self.orders)
+            case FollowEpoch():
+                self.stages.units[effect.unit].follow(effect.record)
             case IngestEpoch():
                 self._enqueue(effect.record.epoch, effect)
             case ProcessBundles():
@@ -719,6 +726,8 @@ class Node:
             self._gaps.delivered(self._now())
             if not egress.leads:
                 egress.let_go(message.durable)
+                unit = (StageId(message.sink), CohortId(0))
+                self._handle(SinkDurable(unit, Epoch(message.durable)))
         if self.sequencer is not None:
             self._note_latency(message)
             self._sequence(EpochDelivered(StageId(message.sink), Epoch(message.epoch)))
@@ -754,8 +763,9 @@ class Node:
         for reader in self.stages.fed().values():
             reader.pull()
         for unit, split in self.stages.splits():
+            held = self.dataflow.units[unit]
             wanted = self._leads(unit) or not only_leading
-            if wanted and self.dataflow.units[unit].installed:
+            if wanted and held.installed and not held.lazy:
                 self.read_split(unit, split, self.options.block_rows)
 
     def read_split(self, unit: Unit, split: Split, block_rows: int) -> None:
@@ -782,6 +792,23 @@ class Node:
         if since < now - self.options.idle_ms / 1e3:
             self._quiet_since[source, split.number] = float("inf")  # say it once
             self._to_sequencer(wire.SplitState(source, split.number, False))
+
+    def _tell_positions(self) -> None:
+        """Tell copies that only follow where the rows are that come next."""
+        for unit, split in self.stages.splits():
+            position = split.position if self._leads(unit) else None
+            if position is None or not self.stages.units[unit].guard.lazy:
+                continue
+            assert self.view is not None
+            for site in self.view.cohort(unit).copies[1:]:
+                said = wire.SplitAt(unit[0], split.number, split.first, position)
+                self._transport.send(site, said)
+
+    def _on_split_at(self, message: wire.SplitAt) -> None:
+        for unit, split in self.stages.splits():
+            meant = (unit[0], split.number) == (message.source, message.split)
+            if meant and self.dataflow.units[unit].lazy:
+                split.note(message.row, message.position)
 
     def _on_feed_portion(self, site: SiteId, message: wire.FeedPortion, body: memoryview) -> None:
         unit = (StageId(message.source), CohortId(0))

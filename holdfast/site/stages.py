@@ -12,6 +12,7 @@ from holdfast.core.effects import IngestEpoch, ProcessBundles
 from holdfast.core.events import UnitProcessed
 from holdfast.core.ids import NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
 from holdfast.core.layout import Cohort, Guard, View
+from holdfast.core.records import EpochRecord
 from holdfast.errors import ProtocolError
 from holdfast.flow.batches import Track
 from holdfast.flow.execute import StageRunner
@@ -136,6 +137,12 @@ class UnitRunner:
         self.rows_out += sum(f.batch.num_rows for out in outputs.values() for f in out.values())
         self.epoch = epoch
         return outputs
+
+    def follow(self, record: EpochRecord) -> None:
+        """Be after an epoch of a source that another copy has seen to."""
+        assert self.ingress is not None
+        self.ingress.follow(record)
+        self.epoch = record.epoch
 
     def ingest(self, batch: pa.RecordBatch, track: Track, epoch: int) -> Outputs:
         """A source's rows of an epoch, through its steps."""

@@ -273,6 +273,15 @@ class SplitState(Message, frozen=True):
     ended: bool
 
 
+class SplitAt(Message, frozen=True):
+    """Where the rows of a split are that come next, for a copy that would read on from there."""
+
+    source: Number
+    split: Number
+    row: Number
+    position: dict[str, Number]
+
+
 class Bundle(Message, frozen=True):
     """All frames from one cohort to another in one epoch of an exchange. The body is the track of
     the watermark (`track` bytes), then the digest of each of the consumer's partitions' frames
