@@ -2,6 +2,8 @@
 
 import os
 import signal
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -24,13 +26,15 @@ from holdfast import (
     sum_,
     upstream,
 )
+from holdfast.bench.paced import Paced
 from holdfast.flow.graph import KeyedNode
 from holdfast.flow.plan import plan
 from holdfast.flow.protection import Protection, none
+from holdfast.flow.sources import Source
 from holdfast.run import Run
 from tests.site.test_pairs import PATIENCE_S, copies, pids, until, until_protected, until_rows
 
-ROWS = 200_000
+RATE = 40_000
 
 
 def events(split: int, first: int, n: int) -> pa.RecordBatch:
@@ -40,12 +44,22 @@ def events(split: int, first: int, n: int) -> pa.RecordBatch:
     )
 
 
+def paced(folder: Path, rows: int | None = None) -> Paced:
+    """Rows for as long as they are wanted, however long that is; or so many, at once."""
+    if rows is None:
+        return Paced(str(folder), events, events(0, 0, 0).schema, RATE, 1)
+    plain = folder / "plain"
+    plain.mkdir()
+    source = Paced(str(plain), events, events(0, 0, 0).schema, 1.0, 1, head=rows)
+    source.end(0.0)
+    return source
+
+
 def windows(
-    flow: Protection | None = None, stage: Protection | None = None, rate: int | None = 50_000
+    source: Source, flow: Protection | None = None, stage: Protection | None = None
 ) -> Flow:
     """Windows of about 20,000 rows each, and windows over them."""
     made = Flow("windows", protect=flow)
-    source = generator(events, events(0, 0, 0).schema, rows=ROWS, rate=rate)
     keyed = made.source("events", source, event_time="ts").key_by("k")
     if stage is not None:
         keyed.protect(stage)
@@ -55,10 +69,9 @@ def windows(
     return made
 
 
-def sessions(flow: Protection | None = None, rate: int | None = 50_000) -> Flow:
+def sessions(source: Source, flow: Protection | None = None) -> Flow:
     """Sessions of which most end and some time out, and windows over both."""
     made = Flow("sessions", protect=flow)
-    source = generator(events, events(0, 0, 0).schema, rows=ROWS, rate=rate)
     ended = (
         made.source("events", source, event_time="ts")
         .key_by("k")
@@ -75,6 +88,15 @@ def sessions(flow: Protection | None = None, rate: int | None = 50_000) -> Flow:
     return made
 
 
+def totals(source: Source, flow: Protection | None = None) -> Flow:
+    """Windows, and what each of their keys has had from the beginning."""
+    made = Flow("totals", protect=flow)
+    keyed = made.source("events", source, event_time="ts").key_by("k")
+    sums = keyed.window(time=500, lateness=20).agg(t=sum_("v"))
+    sums.select("t", g=col("k") % 50).key_by("g").agg(t=sum_("t")).sink("out", discard())
+    return made
+
+
 def kill(run: Run, *victims: int) -> None:
     found, dead = pids(run), len(run.status()["dead"])
     for site in victims:
@@ -82,11 +104,15 @@ def kill(run: Run, *victims: int) -> None:
     until(lambda: len(run.status()["dead"]) >= dead + len(victims), "the deaths are known")
 
 
-def check(run: Run, kept: list[Run], undisturbed: Flow | None = None) -> None:
+def check(
+    run: Run, kept: list[Run], folder: Path, make: Callable[[Source], Flow] = windows
+) -> None:
     """It gives what one site gives that nobody disturbs."""
-    plain = (undisturbed or windows(rate=None)).start(sites=1)
+    rows = paced(folder).end(0.5)
+    assert run.wait(PATIENCE_S)
+    plain = make(paced(folder, rows)).start(sites=1)
     kept.append(plain)
-    assert run.wait(PATIENCE_S) and plain.wait(PATIENCE_S)
+    assert plain.wait(PATIENCE_S)
     assert run.sink_report("out") == plain.sink_report("out") and run.status()["dead"]
 
 
@@ -100,29 +126,29 @@ ALL = {
 
 
 @pytest.mark.parametrize("name", ["active", "passive", "upstream", "rollback"])
-def test_sites_are_killed(kept, name: str) -> None:
+def test_sites_are_killed(kept, tmp_path, name: str) -> None:
     """First one, then another: of the source and of the sink a copy must be left."""
-    run = windows(ALL[name]).start(sites=4, partitions=8)
+    run = windows(paced(tmp_path), ALL[name]).start(sites=4, partitions=8)
     kept.append(run)
     for _ in range(2):
         until_protected(run, 4)
         until_rows(run, 30_000)
         only = copies(run)["time window by (k)", 0][0]
         kill(run, only)
-    check(run, kept)
+    check(run, kept, tmp_path)
 
 
-def test_sessions_with_a_time_out_are_made_anew(kept) -> None:
-    run = sessions(ALL["upstream"]).start(sites=4, partitions=8)
+def test_sessions_with_a_time_out_are_made_anew(kept, tmp_path) -> None:
+    run = sessions(paced(tmp_path), ALL["upstream"]).start(sites=4, partitions=8)
     kept.append(run)
     until_protected(run, 4)
     until_rows(run, 30_000)
     kill(run, copies(run)["sessions by (k)", 0][0])
-    check(run, kept, sessions(rate=None))
+    check(run, kept, tmp_path, sessions)
 
 
-def test_two_sites_are_killed_at_once_and_all_they_had_is_made_anew(kept) -> None:
-    run = windows(ALL["upstream"]).start(sites=4, partitions=8)
+def test_two_sites_are_killed_at_once_and_all_they_had_is_made_anew(kept, tmp_path) -> None:
+    run = windows(paced(tmp_path), ALL["upstream"]).start(sites=4, partitions=8)
     kept.append(run)
     until_protected(run, 4)
     until_rows(run, 30_000)
@@ -130,23 +156,25 @@ def test_two_sites_are_killed_at_once_and_all_they_had_is_made_anew(kept) -> Non
     ends = [set(held[name, 0]) for name in ("events", "out")]
     couples = [(a, b) for a in pids(run) for b in pids(run) if a < b]
     kill(run, *next(c for c in couples if not any(end <= set(c) for end in ends)))
-    check(run, kept)
+    check(run, kept, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("first", "second"),
     [("pairs", "upstream"), ("upstream", "passive")],
 )
-def test_neighbours_are_protected_in_different_ways(kept, first: str, second: str) -> None:
+def test_neighbours_are_protected_in_different_ways(
+    kept, tmp_path, first: str, second: str
+) -> None:
     """A site is killed that has a partition of the first of two stages, and then one that has one
     of the second."""
-    run = windows(ALL[second], ALL[first]).start(sites=3, partitions=6)
+    run = windows(paced(tmp_path), ALL[second], ALL[first]).start(sites=3, partitions=6)
     kept.append(run)
     for stage in ("time window by (k)", "time window by (g)"):
         until_protected(run, 3)
         until_rows(run, 30_000)
         kill(run, copies(run)[stage, 0][0])
-    check(run, kept)
+    check(run, kept, tmp_path)
 
 
 def test_state_that_comes_from_everything_cannot_be_made_anew() -> None:
@@ -160,36 +188,25 @@ def test_state_that_comes_from_everything_cannot_be_made_anew() -> None:
     assert "upstream(base_ms=1000)" in str(said.value)
 
 
-def test_a_summary_cuts_off_what_state_comes_from(kept) -> None:
+def test_a_summary_cuts_off_what_state_comes_from(kept, tmp_path) -> None:
     """The first stage is made anew from its input, the second goes on from a summary."""
-
-    def totals(protection: Protection | None, rate: int | None) -> Flow:
-        flow = Flow("totals", protect=protection)
-        source = generator(events, events(0, 0, 0).schema, rows=ROWS, rate=rate)
-        keyed = flow.source("events", source, event_time="ts").key_by("k")
-        sums = keyed.window(time=500, lateness=20).agg(t=sum_("v"))
-        sums.select("t", g=col("k") % 50).key_by("g").agg(t=sum_("t")).sink("out", discard())
-        return flow
-
-    run = totals(upstream(base_ms=100, apart="process"), 25_000).start(sites=4, partitions=8)
+    base = upstream(base_ms=100, apart="process")
+    run = totals(paced(tmp_path), base).start(sites=4, partitions=8)
     kept.append(run)
     for stage in ("running aggregate by (g)", "time window by (k)"):
         until_protected(run, 4)
         until_rows(run, 30_000)
         kill(run, copies(run)[stage, 0][0])
-    plain = totals(None, None).start(sites=1)
-    kept.append(plain)
-    assert run.wait(PATIENCE_S) and plain.wait(PATIENCE_S)
-    assert run.sink_report("out") == plain.sink_report("out") and run.status()["dead"]
+    check(run, kept, tmp_path, totals)
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [("pairs", "upstream"), ("upstream", "passive"), ("passive", "pairs"), ("pairs", "active")],
 )
-def test_protection_is_changed_while_the_flow_runs(kept, before: str, after: str) -> None:
+def test_protection_is_changed_while_the_flow_runs(kept, tmp_path, before: str, after: str) -> None:
     """What is killed then has everything that the old protection would have needed."""
-    run = windows(pairs(apart="process"), ALL[before], rate=25_000).start(sites=4, partitions=8)
+    run = windows(paced(tmp_path), pairs(apart="process"), ALL[before]).start(sites=4, partitions=8)
     kept.append(run)
     stage = "time window by (k)"
     until_protected(run, 4)
@@ -200,11 +217,11 @@ def test_protection_is_changed_while_the_flow_runs(kept, before: str, after: str
     wanted = (ALL[after].copies, ALL[after].standbys)
     assert {(len(p["copies"]), len(p["standing"])) for p in found} == {wanted}
     kill(run, found[0]["copies"][0])
-    check(run, kept)
+    check(run, kept, tmp_path)
 
 
-def test_what_protection_cannot_be_changed_to_is_said(kept) -> None:
-    run = windows(pairs(apart="process"), rate=25_000).start(sites=2, partitions=4)
+def test_what_protection_cannot_be_changed_to_is_said(kept, tmp_path) -> None:
+    run = windows(paced(tmp_path), pairs(apart="process")).start(sites=2, partitions=4)
     kept.append(run)
     with pytest.raises(FlowError, match=r"no keyed stage 'out'.*\n.*'time window by \(k\)'"):
         run.protect("out", none())
@@ -217,11 +234,15 @@ def test_what_protection_cannot_be_changed_to_is_said(kept) -> None:
         run.protect("time window by (k)", none())
 
 
-def test_checkpoints_are_as_seldom_as_recovery_allows(kept) -> None:
+def test_checkpoints_are_as_seldom_as_recovery_allows(kept, tmp_path) -> None:
     def checkpoints(recovery_ms: int) -> int:
-        flow = windows(passive(recovery_ms=recovery_ms, apart="process"), rate=100_000)
-        run = flow.start(sites=2, partitions=4)
+        folder = tmp_path / str(recovery_ms)
+        folder.mkdir()
+        protection = passive(recovery_ms=recovery_ms, apart="process")
+        run = windows(paced(folder), protection).start(sites=2, partitions=4)
         kept.append(run)
+        until_rows(run, 100_000)
+        paced(folder).end(0.0)
         assert run.wait(PATIENCE_S)
         return sum(u["checkpoints"] for s in run.status()["sites"] for u in s["stages"])
 

@@ -13,7 +13,7 @@ from holdfast.flow.options import Options
 from holdfast.site.bundles import Frames
 from holdfast.site.spill import Spill
 from tests.site.test_pairs import copies, pids, until, until_protected, until_rows
-from tests.site.test_protections import check, windows
+from tests.site.test_protections import check, paced, windows
 
 
 def frames(first: int) -> Frames:
@@ -51,14 +51,14 @@ def test_what_cannot_be_written_stays_in_memory(tmp_path) -> None:
 
 def test_a_unit_is_made_anew_from_disk(kept, tmp_path) -> None:
     options = Options(partitions=8, log_bytes_max=0, spill=str(tmp_path))
-    run = windows(upstream(apart="process")).start(sites=4, options=options)
+    run = windows(paced(tmp_path), upstream(apart="process")).start(sites=4, options=options)
     kept.append(run)
     until_protected(run, 4)
     until_rows(run, 30_000)
     until(lambda: any(s["spilled_bytes"] for s in run.status()["sites"]), "some of it is on disk")
     os.kill(pids(run)[copies(run)["time window by (k)", 0][0]], signal.SIGKILL)
     until(lambda: run.status()["dead"], "the death is known")
-    check(run, kept)
+    check(run, kept, tmp_path)
 
 
 def test_a_bound_below_nothing_is_refused() -> None:
