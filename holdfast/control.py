@@ -884,7 +884,7 @@ def _apart(shaped: Shape, apps: int) -> Shape:
     if apps == 1:
         return shaped
     stages = tuple(
-        replace(s, apart="application") if 1 < s.copies <= apps else s for s in shaped.stages
+        replace(s, apart="application") if 1 < s.wanted <= apps else s for s in shaped.stages
     )
     return replace(shaped, stages=stages)
 
