@@ -259,7 +259,7 @@ class Chaos:
             losses = _losses(fault.kind, victims)
             if all(survivable(partitions, down | loss, self._anew) for loss in losses):
                 return [(fault.kind, victims, status)]
-        if fault.kind is TWO_KILLS and self._mended() and status["protected"]:
+        if fault.kind is TWO_KILLS and living and self._mended() and status["protected"]:
             return [(KILL, (sorted(living)[fault.rank % len(living)],), status)]
         return []
 
