@@ -211,9 +211,10 @@ def _add_chaos(commands: Any) -> None:
     chaos = commands.add_parser(
         "chaos",
         help="kill, stop and cut off sites of a flow under load, and check the result",
-        description="Runs a flow under load, protected by pairs on 4 sites, and kills and stops "
+        description="Runs a flow under load, protected as asked on 4 sites, and kills and stops "
         "its sites, breaks their connections and cuts their network, at moments that a seed "
-        "decides; never more than pairs promise to survive. On Spark also executors are killed, "
+        "decides; never more than the protection promises to survive. On Spark also executors "
+        "are killed, "
         "and then, with the flow in two applications, drivers; and their ZooKeeper is killed or "
         "stopped, and comes back. Prints what that did to the output. "
         "Exit status 1 if a row is lost, repeated or wrong, if the flow fails, or if it is not "
@@ -236,6 +237,18 @@ def _add_chaos(commands: Any) -> None:
         choices=(1, 2),
         default=1,
         help="with 2 only the faults to applications and their arbiter, on either host (1)",
+    )
+    chaos.add_argument(
+        "--protection",
+        choices=("pairs", "active", "passive", "upstream", "rollback"),
+        default="pairs",
+        help="how the flow is protected (pairs)",
+    )
+    chaos.add_argument(
+        "--flow",
+        choices=("dmz", "windows"),
+        help="the network-monitoring flow, or windows over event time (dmz, but windows under "
+        "upstream and rollback, which refuse state from all rows of a key)",
     )
     chaos.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     chaos.add_argument("--verbose", action="store_true", help="say what is done while it is done")
@@ -390,6 +403,8 @@ def _chaos(options: argparse.Namespace, console: Console) -> int:
         seed=random.randrange(1 << 16) if options.seed is None else options.seed,
         host=options.host,
         apps=options.apps,
+        protection=options.protection,
+        flow=options.flow,
         console=console,
         verbose=options.verbose,
     )

@@ -903,7 +903,7 @@ def _apart(shaped: Shape, apps: int) -> Shape:
     if apps == 1:
         return shaped
     stages = tuple(
-        replace(s, guard=replace(s.guard, apart="application")) if 1 < s.guard.copies <= apps else s
+        replace(s, guard=replace(s.guard, apart="application")) if 1 < s.guard.wanted <= apps else s
         for s in shaped.stages
     )
     return replace(shaped, stages=stages)

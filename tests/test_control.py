@@ -9,15 +9,15 @@ import msgspec
 import pyarrow as pa
 import pytest
 
-from holdfast import Flow, count, discard, generator, pairs
-from holdfast.control import ALONE_LEASES, JOIN_S_MAX, Committed, Control, Place
+from holdfast import Flow, count, discard, generator, pairs, passive
+from holdfast.control import ALONE_LEASES, JOIN_S_MAX, Committed, Control, Place, _apart
 from holdfast.core.events import SiteRegistered, SitesFailed
 from holdfast.core.ids import SiteId, Unit
 from holdfast.core.layout import Domain, place
 from holdfast.core.records import EpochRecord
 from holdfast.errors import FlowError
 from holdfast.flow.options import Options
-from holdfast.flow.plan import plan
+from holdfast.flow.plan import plan, shape
 from holdfast.site import wire
 
 SCHEMA = pa.schema([("k", pa.int64())])
@@ -207,6 +207,14 @@ def test_a_copy_that_gets_nothing_for_long_is_given_up(control: Control) -> None
     control._give_up_joins(begun + limit + 1)
     assert joins() == others, "these have got something"
     assert any("got nothing for more than" in line for line in controller.history)
+
+
+@pytest.mark.parametrize("protection", [pairs(apart="process"), passive(apart="process")])
+def test_copies_and_who_stands_by_are_in_different_applications(protection: Any) -> None:
+    flow = Flow("f", protect=protection)
+    source = flow.source("s", generator(lambda *_: None, SCHEMA))
+    source.key_by("k").agg(n=count()).sink("out", discard())
+    assert {s.apart for s in _apart(shape(plan(flow), 8), 2).stages} == {"application"}
 
 
 def test_a_lease_must_be_positive() -> None:

@@ -19,6 +19,7 @@ from holdfast.chaos import load, namespaces, zookeeper
 from holdfast.chaos.engine import PATIENCE_S, Chaos, Done
 from holdfast.chaos.faults import APPS_KINDS, KINDS, Kind, faults, in_turn
 from holdfast.chaos.hosts import ChaosHost, ChaosProcesses
+from holdfast.chaos.load import Load
 from holdfast.chaos.proxy import Proxy
 from holdfast.chaos.report import Outcome, gaps, show
 from holdfast.errors import HoldfastError, HostError
@@ -55,13 +56,15 @@ def chaos(
     seed: int = 0,
     host: str = "process",
     apps: int = 1,
+    protection: str = "pairs",
+    flow: str | None = None,
     console: Console | None = None,
     verbose: bool = False,
 ) -> Outcome:
     """Do `count` faults, or as many as `minutes` allow; the outcome is printed, too."""
     console = console or Console()
     folder = tempfile.mkdtemp(prefix="holdfast-chaos-")
-    outcome, limits = Outcome(seed, host), Limits(count, minutes)
+    outcome, limits = Outcome(seed, host, Load.of(protection, flow)), Limits(count, minutes)
     begun, listener = time.monotonic(), console if verbose else None
     try:
         if apps > 1:
@@ -100,7 +103,7 @@ def _on_spark(
     kinds = _kinds(KINDS, spark.MISSING, outcome)
     sites = load.SITES + STANDBYS
     with spark.session(sites) as session, _proxy(None) as proxy:
-        host = spark.ChaosSpark(session, load.flow(folder), sites, proxy)
+        host = spark.ChaosSpark(session, outcome.load.flow(folder), sites, proxy)
         _to_sites(outcome, folder, limits, kinds, host, proxy, None, console)
 
 
@@ -111,28 +114,29 @@ def _in_apps(outcome: Outcome, folder: str, limits: Limits, console: Console | N
     why = zookeeper.unavailable()
     kinds = _kinds(APPS_KINDS, {"zookeeper": why} if why else {}, outcome)
     chosen = in_turn(outcome.seed, kinds, len(outcome.done))
-    with _server(folder, why) as server, _apps(outcome.host, folder, server) as apps:
+    with _server(folder, why) as server, _apps(outcome, folder, server) as apps:
         works = AppsChaos(apps, server, folder, LEASE_S, console)
         try:
             works.run(islice(chosen, limits.count), limits.until)
         finally:
             outcome.done = outcome.done + works.done
             outcome.unexpected |= works.unexpected()
-        rows = load.source(folder).end()
+        rows = outcome.load.source(folder).end()
         if not apps.ended(PATIENCE_S):
             raise HostError(f"the flow has not drained within {PATIENCE_S:.0f} s: {apps.status()}")
         apps.wait()
     _judge(outcome, folder, rows, works.done, {})
 
 
-def _apps(host: str, folder: str, server: zookeeper.Server | None) -> Apps:
+def _apps(outcome: Outcome, folder: str, server: zookeeper.Server | None) -> Apps:
     file = Path(folder, "flow.py")
-    file.write_text(f"from holdfast.chaos import load\n\nflow = load.flow({folder!r})\n")
+    of_it = f"{outcome.load!r}.flow({folder!r})"
+    file.write_text(f"from holdfast.chaos.load import Load\n\nflow = {of_it}\n")
     return Apps(
         str(file),
         apps=2,
         sites=load.SITES,
-        host=host,
+        host=outcome.host,
         arbiter=server.url if server else None,
         options=Options(partitions=16, lease_s=LEASE_S),
     )
@@ -151,15 +155,16 @@ def _to_sites(
     """The faults that happen to sites of one run, and what came of them."""
     options = Options(lease_s=LEASE_S)
     start = {"sites": load.SITES, "standbys": STANDBYS, "partitions": 16, "options": options}
-    with load.flow(folder).start(host=host, route=proxy.route, **start) as run:
-        works = Chaos(run, LEASE_S, proxy, network, host.exits.at, console)
+    anew = outcome.load.made_anew()
+    with outcome.load.flow(folder).start(host=host, route=proxy.route, **start) as run:
+        works = Chaos(run, LEASE_S, proxy, network, host.exits.at, anew, console)
         outcome.done = works.done
         try:
             works.run(islice(faults(outcome.seed, kinds), limits.count), limits.until)
         finally:
             outcome.unexpected = works.unexpected()
             outcome.fenced, outcome.left = len(works.fenced()), len(works.gone_by_themselves())
-        rows = load.source(folder).end()
+        rows = outcome.load.source(folder).end()
         if not run.wait(PATIENCE_S):
             raise HostError(f"the flow has not drained within {PATIENCE_S:.0f} s: {run.status()}")
     _judge(outcome, folder, rows, works.done, host.exits.at)
@@ -176,7 +181,7 @@ def _judge(
         if site in d.dead and d.kind.lasts[1]
     ]
     outcome.rows_in += rows
-    outcome.verdicts.append(load.judge(lines, rows, absences))
+    outcome.verdicts.append(load.judge(lines, outcome.load.oracle(rows), absences))
     usual, found = gaps(lines, done)
     outcome.usual_ms = outcome.usual_ms or usual
     outcome.gaps_ms += found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,7 +90,8 @@ Heal = tuple[float, Done, Callable[[], None]]
 
 
 class Chaos:
-    """Faults to one run. `exits` has when sites' processes ended."""
+    """Faults to one run. `exits` has when sites' processes ended, and `anew` the stages that are
+    made anew if no copy is left."""
 
     def __init__(
         self,
@@ -99,12 +100,14 @@ class Chaos:
         proxy: Proxy,
         network: Network | None,
         exits: Mapping[int, float],
+        anew: Collection[str] = (),
         console: Console | None = None,
     ) -> None:
         self.done: list[Done] = []
         self.dead: dict[int, str] = {}
         self._run, self._lease_s, self._console = run, lease_s, console
         self._proxy, self._network, self._exits = proxy, network, exits
+        self._anew = anew
         self._heals: list[Heal] = []
         self._open: list[Done] = []
 
@@ -203,7 +206,7 @@ class Chaos:
         if late > SPARED_LEASES * self._lease_s:
             partitions = self._run.status()["partitions"]
             losses = _losses(done.kind, done.victims)
-            done.spared = not any(survivable(partitions, loss) for loss in losses)
+            done.spared = not any(survivable(partitions, loss, self._anew) for loss in losses)
         return done.spared
 
     def _heal(self, heal: Heal) -> None:
@@ -247,15 +250,16 @@ class Chaos:
         if status["state"] != "running":
             return []
         down = self._down()
-        members = {s for p in status["partitions"] for s in p["copies"]}
+        partitions = status["partitions"]
+        members = {s for p in partitions for s in (*p["copies"], *p["standing"])}
         living = [s for s in members if s in status["domains"] and s not in down]
         for victims in candidates(fault, living):
             if fault.kind is EXECUTOR:
                 victims = _beside(status, victims[0])
             losses = _losses(fault.kind, victims)
-            if all(survivable(status["partitions"], down | loss) for loss in losses):
+            if all(survivable(partitions, down | loss, self._anew) for loss in losses):
                 return [(fault.kind, victims, status)]
-        if fault.kind is TWO_KILLS and self._mended() and status["protected"]:
+        if fault.kind is TWO_KILLS and living and self._mended() and status["protected"]:
             return [(KILL, (sorted(living)[fault.rank % len(living)],), status)]
         return []
 
@@ -339,4 +343,6 @@ def _signal(pids: Iterable[int], number: int) -> None:
 def phases(status: Mapping[str, Any]) -> str:
     """What is not protected, if anything."""
     rows = [p for p in status.get("partitions", []) if p["phase"] != "protected"]
-    return "; ".join(f"{p['stage']} {p['copies']}+{p['joining']} {p['phase']}" for p in rows)
+    return "; ".join(
+        f"{p['stage']} {p['copies']}+{p['joining']}~{p['standing']} {p['phase']}" for p in rows
+    )

@@ -2,7 +2,8 @@
 
 A fault names its victims by their rank among the sites that live when it happens, since processes
 and numbers of sites are others in every run. Whether it may happen is asked of the flow's view:
-of every partition a copy that lives and is up to date must remain.
+of every partition a copy must remain that lives and is up to date, or stands by, or else it must be
+one that is made anew from its input.
 """
 
 from __future__ import annotations
@@ -136,15 +137,22 @@ def candidates(fault: Fault, living: Collection[int]) -> list[tuple[int, ...]]:
     return groups[first:] + groups[:first]
 
 
-def survivable(partitions: Sequence[Mapping[str, Any]], gone: Collection[int]) -> bool:
-    """Whether a copy of everything is left without these sites, and is up to date.
+def survivable(
+    partitions: Sequence[Mapping[str, Any]], gone: Collection[int], anew: Collection[str] = ()
+) -> bool:
+    """Whether a copy of everything is left without these sites, and can go on at once; but for the
+    stages that are made `anew`: what they need is kept by those before them, of which in the end
+    that is the source, and a copy of it is left.
 
     `partitions` is what ``run.status()`` says of them. A copy that is being made does not count,
     and neither does the last one of several that still replays.
     """
-    return all(set(up_to_date(p)) - set(gone) for p in partitions)
+    return all(set(able(p)) - set(gone) for p in partitions if p["stage"] not in anew)
 
 
-def up_to_date(partition: Mapping[str, Any]) -> list[int]:
+def able(partition: Mapping[str, Any]) -> list[int]:
+    """The sites that can go on with it: copies that are up to date, and those that stand by."""
     copies = list(partition["copies"])
-    return copies[:-1] if partition["phase"] == "replaying" and len(copies) > 1 else copies
+    if partition["phase"] == "replaying" and len(copies) > 1:
+        copies = copies[:-1]
+    return copies + list(partition["standing"])

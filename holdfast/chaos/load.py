@@ -1,7 +1,9 @@
-"""The flow that chaos is done to, and whether its answer is right.
+"""The flows that chaos is done to, and whether their answers are right.
 
-It is the network-monitoring flow of the benchmarks: two keyed stages between ingress and egress.
-Its rows depend on the offset alone, and its sink adds a line to a file for every epoch.
+*dmz* is the network-monitoring flow of the benchmarks: two keyed stages between ingress and egress,
+whose state comes from all rows of a key. *windows* is one over event time, as `upstream` and
+`rollback` demand it. Their rows depend on the offset alone, and their sink adds a line to a file
+for every epoch.
 
 A site that was stopped while it wrote may add a line when it wakes up, long after another has
 written that epoch. That is what `EpochLog` cannot prevent, and whoever reads it has to drop: it is
@@ -11,33 +13,71 @@ the same. Every other line that comes twice is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from holdfast.bench import dmz
 from holdfast.bench.paced import Delivery, EpochLog, Paced
+from holdfast.chaos import windows
 from holdfast.flow.graph import Flow
-from holdfast.flow.protection import pairs
+from holdfast.flow.plan import plan
+from holdfast.flow.protection import Protection, active, pairs, passive, rollback, upstream
 
 SITES = 4
 KEYS = 20_000
 RATE = 20_000.0
-
-
-def source(folder: str, rate: float = RATE) -> Paced:
-    make = dmz.DmzRows(KEYS, splits=SITES, staggered=True)
-    return Paced(folder, make, dmz.SCHEMA, rate, SITES)
+FLOWS = ("dmz", "windows")
+PROTECTIONS: dict[str, Protection] = {
+    "pairs": pairs(apart="process"),
+    "active": active(apart="process"),
+    "passive": passive(every_ms=200, apart="process"),
+    "upstream": upstream(apart="process"),
+    "rollback": rollback(apart="process"),
+}
 
 
 def log_path(folder: str) -> str:
     return f"{folder}/epochs"
 
 
-def flow(folder: str, rate: float = RATE) -> Flow:
-    """Source and sink meet in `folder`."""
-    made = dmz.dmz_flow(source(folder, rate), EpochLog(log_path(folder)), clock=Paced.DUE.name)
-    made.protection = pairs(apart="process")
-    return made
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A flow, and how it is protected. Source and sink meet in a folder."""
+
+    protection: str = "pairs"
+    name: str = "dmz"
+
+    @classmethod
+    def of(cls, protection: str, name: str | None = None) -> Load:
+        """With the flow that says most of those that can be protected so."""
+        return cls(protection, name or ("windows" if PROTECTIONS[protection].anew else "dmz"))
+
+    def source(self, folder: str) -> Paced:
+        if self.name == "windows":
+            return Paced(folder, windows.ROWS, dmz.SCHEMA, RATE, 1)
+        make = dmz.DmzRows(KEYS, splits=SITES, staggered=True)
+        return Paced(folder, make, dmz.SCHEMA, RATE, SITES)
+
+    def flow(self, folder: str) -> Flow:
+        source, sink = self.source(folder), EpochLog(log_path(folder))
+        if self.name == "windows":
+            made = windows.windows_flow(source, sink)
+        else:
+            made = dmz.dmz_flow(source, sink, clock=Paced.DUE.name)
+        made.protection = PROTECTIONS[self.protection]
+        return made
+
+    def oracle(self, rows: int) -> dict[str, Any]:
+        """What the rows that went in must give."""
+        if self.name == "windows":
+            return windows.oracle(rows)
+        return dmz.oracle(rows, KEYS, splits=SITES, staggered=True)
+
+    def made_anew(self) -> set[str]:
+        """The stages of which no copy need be left, as all that they need is kept elsewhere."""
+        stages = plan(self.flow("")).stages
+        return {s.name for s in stages if s.protection is not None and s.protection.anew}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +99,7 @@ class Absence:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the log has, against the answer of the batch job."""
+    """What the log has, against the right answer."""
 
     expected_rows: int
     lost_rows: int
@@ -74,9 +114,10 @@ class Verdict:
         return not (self.lost_rows or self.repeated_rows or self.wrong)
 
 
-def judge(lines: Sequence[Delivery], rows: int, absences: Iterable[Absence]) -> Verdict:
-    """Compare a log with what the rows that went in must give."""
-    expected = dmz.oracle(rows, KEYS, splits=SITES, staggered=True)
+def judge(
+    lines: Sequence[Delivery], expected: Mapping[str, Any], absences: Iterable[Absence]
+) -> Verdict:
+    """Compare a log with what an oracle says."""
     kept, late, repeated, differing = _once(lines, list(absences))
     surplus = sum(line.rows for line in kept) - int(expected["rows"])
     missing = sorted(set(range(max((k.epoch for k in kept), default=-1))) - {k.epoch for k in kept})

@@ -26,6 +26,8 @@ class Network:
         self._lock = threading.Lock()
         _ip("link", "add", self._bridge, "type", "bridge")
         try:
+            # A bridge without one changes its address as sites come and go.
+            _ip("link", "set", self._bridge, "address", _mac(1))
             _ip("addr", "add", f"{self.address}/24", "dev", self._bridge)
             _ip("link", "set", self._bridge, "up")
         except OSError:
@@ -41,8 +43,7 @@ class Network:
             self._next = self._next % 253 + 2
         space, out, address = self._space(site), self._link(site), f"{self._prefix}.{slot}"
         _ip("netns", "add", space)
-        mac = f"02:68:66:00:00:{slot:02x}"  # nobody remembers another one for this address
-        peer = ("peer", "name", "site", "address", mac, "netns", space)
+        peer = ("peer", "name", "site", "address", _mac(slot), "netns", space)
         _ip("link", "add", out, "type", "veth", *peer)
         _ip("-n", space, "addr", "add", f"{address}/24", "dev", "site")
         _ip("-n", space, "link", "set", "lo", "up")
@@ -51,6 +52,11 @@ class Network:
         _ip("-n", space, "rule", "add", "pref", "10", "lookup", "local")
         _ip("-n", space, "rule", "del", "pref", "0")
         _ip("link", "set", out, "master", self._bridge, "up")
+        # Nobody has to ask for the other's address: a question that is lost in a short cut is
+        # repeated only after a second, by which the cut would be longer.
+        known = ("nud", "permanent", "lladdr")
+        _ip("neigh", "replace", address, *known, _mac(slot), "dev", self._bridge)
+        _ip("-n", space, "neigh", "replace", self.address, *known, _mac(1), "dev", "site")
         return address
 
     def _space(self, site: int) -> str:
@@ -120,6 +126,11 @@ def unavailable() -> str | None:
     except OSError as error:
         return f"the kernel refuses network namespaces: {error}"
     return None
+
+
+def _mac(slot: int) -> str:
+    """The same one for the same address, whoever has it."""
+    return f"02:68:66:00:00:{slot:02x}"
 
 
 def _ip(*arguments: str) -> None:

@@ -100,10 +100,13 @@ class _Route:
         self.address: Address = (host, self._socket.getsockname()[1])
         self.to, self.held, self.closed = to, False, False
         self.ends: set[_End] = set()
+        self._server: asyncio.Server | None = None
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: _End(self), sock=self._socket)
+        if self.closed:  # the site was gone before its port was open
+            self._server.close()
 
     def reset(self) -> int:
         dialled = [end for end in self.ends if end.dialled]
@@ -123,7 +126,8 @@ class _Route:
 
     def close(self) -> None:
         self.closed = True
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
         self.reset()
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from holdfast.bench.paced import Delivery
 from holdfast.chaos.engine import Done
-from holdfast.chaos.load import Verdict
+from holdfast.chaos.load import Load, Verdict
 
 
 @dataclass(slots=True)
@@ -22,6 +22,7 @@ class Outcome:
 
     seed: int
     host: str
+    load: Load = field(default_factory=Load)
     seconds: float = 0.0
     rows_in: int = 0
     done: list[Done] = field(default_factory=list)
@@ -61,6 +62,8 @@ class Outcome:
         return {
             "seed": self.seed,
             "host": self.host,
+            "protection": self.load.protection,
+            "flow": self.load.name,
             "seconds": self.seconds,
             "rows_in": self.rows_in,
             "faults": len(self.done),
@@ -105,7 +108,7 @@ def _median_max(values: Sequence[float]) -> dict[str, float] | None:
 def gaps(lines: Sequence[Delivery], done: Sequence[Done]) -> tuple[float, list[float]]:
     """The usual latency of an epoch's slowest row, and for every fault by how much it was exceeded
     by the slowest row that was under way or due between it and the next."""
-    usual = statistics.median([line.largest_ms for line in lines]) if lines else 0.0
+    usual = statistics.median([line.largest_ms for line in lines if line.rows] or [0.0])
     found = [0.0] * len(done)
     begun = [d.at - usual / 1e3 for d in done]
     for line in lines:
@@ -157,7 +160,8 @@ def _cells(figures: Mapping[str, float] | None, form: str) -> tuple[str, str]:
 
 def _verdict_table(outcome: Outcome) -> Table:
     said = outcome.to_dict()
-    table = Table(title=f"4 sites under pairs, host {outcome.host}", title_justify="left")
+    title = f"{outcome.load.name} on 4 sites under {outcome.load.protection}, host {outcome.host}"
+    table = Table(title=title, title_justify="left")
     table.add_column("what")
     table.add_column("", justify="right")
     rows = {

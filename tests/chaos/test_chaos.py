@@ -1,13 +1,18 @@
-"""A quick ``holdfast chaos`` on real processes: 50 faults of every kind that can be done here."""
+"""A quick ``holdfast chaos`` on real processes: 50 faults of every kind that can be done here, and
+a few under each protection."""
 
 import json
 from pathlib import Path
+
+import pytest
 
 from holdfast.chaos.faults import DISK, EXECUTOR, KINDS, TWO_KILLS
 from holdfast.chaos.namespaces import unavailable
 from holdfast.cli import main
 
 SEED = 2
+KILLS_AND_STOPS = 288
+"""A seed whose first four faults have kills of one and of two, and a stop, wherever it is run."""
 
 
 def test_fifty_faults_lose_and_repeat_nothing(tmp_path: Path) -> None:
@@ -29,3 +34,14 @@ def test_fifty_faults_lose_and_repeat_nothing(tmp_path: Path) -> None:
             replaced = kind is TWO_KILLS and said["one_killed_instead_of_two"] > 0
             assert (kind.name in done or replaced) and kind.name not in left_out
     assert sum(row["during_recovery"] for row in done.values()) > 0
+
+
+@pytest.mark.parametrize("protection", ["active", "passive", "upstream", "rollback"])
+def test_a_few_faults_lose_and_repeat_nothing(tmp_path: Path, protection: str) -> None:
+    file = tmp_path / "chaos.json"
+    command = ["chaos", "--protection", protection, "--seed", str(KILLS_AND_STOPS)]
+    status = main([*command, "--faults", "4", "--json", str(file)])
+    said = json.loads(file.read_text())
+    assert status == 0, said["failures"]
+    assert (said["protection"], said["faults"]) == (protection, 4) and said["rows_out"] > 0
+    assert (said["lost_rows"], said["repeated_rows"]) == (0, 0)

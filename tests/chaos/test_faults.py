@@ -1,19 +1,24 @@
-"""Choosing faults: a function of the seed, and never more than pairs promise to survive."""
+"""Choosing faults: a function of the seed, and never more than a protection promises to survive."""
 
 from collections import Counter
 from itertools import islice
 
+import pytest
+
 from holdfast.bench.paced import Delivery
 from holdfast.chaos.faults import KILL, KINDS, NAP, TWO_KILLS, Fault, candidates, faults, survivable
-from holdfast.chaos.load import Absence, _once
+from holdfast.chaos.load import PROTECTIONS, Absence, Load, _once
+from holdfast.flow.plan import plan
 
 
 def fault(kind, rank: int) -> Fault:
     return Fault(0, kind, rank, 0.0, 0.0, False)
 
 
-def partition(*copies: int, phase: str = "protected") -> dict:
-    return {"copies": list(copies), "phase": phase}
+def partition(
+    *copies: int, phase: str = "protected", standing: tuple[int, ...] = (), stage: str = "s"
+) -> dict:
+    return {"stage": stage, "copies": list(copies), "standing": list(standing), "phase": phase}
 
 
 def test_the_same_seed_gives_the_same_faults() -> None:
@@ -45,6 +50,30 @@ def test_a_copy_of_everything_must_be_left_and_be_up_to_date() -> None:
     replaying = partition(0, 4, phase="replaying")
     assert survivable([replaying], {4})
     assert not survivable([replaying], {0}), "4 is not up to date yet"
+
+
+def test_who_stands_by_can_go_on() -> None:
+    ring = [partition(0, standing=(1,)), partition(1, standing=(2,))]
+    assert survivable(ring, {0}) and survivable(ring, {1})
+    assert not survivable(ring, {0, 1})
+
+
+def test_what_is_made_anew_needs_no_copy_but_the_ends_do() -> None:
+    flow = [
+        partition(0, 1, stage="in"),
+        partition(2, stage="windows"),
+        partition(3, 2, stage="out"),
+    ]
+    assert survivable(flow, {2}, {"windows"}) and survivable(flow, {0, 2}, {"windows"})
+    assert not survivable(flow, {2, 3}, {"windows"})
+    assert not survivable(flow, {2})
+
+
+@pytest.mark.parametrize("protection", PROTECTIONS)
+def test_every_protection_has_a_flow(protection: str) -> None:
+    load = Load.of(protection)
+    anew = PROTECTIONS[protection].anew > 0
+    assert plan(load.flow("")).sinks and bool(load.made_anew()) == anew == (load.name == "windows")
 
 
 # --- what is a repeated row ---------------------------------------------------------------------
