@@ -214,7 +214,7 @@ def test_copies_and_who_stands_by_are_in_different_applications(protection: Any)
     flow = Flow("f", protect=protection)
     source = flow.source("s", generator(lambda *_: None, SCHEMA))
     source.key_by("k").agg(n=count()).sink("out", discard())
-    assert {s.apart for s in _apart(shape(plan(flow), 8), 2).stages} == {"application"}
+    assert {s.guard.apart for s in _apart(shape(plan(flow), 8), 2).stages} == {"application"}
 
 
 def test_a_lease_must_be_positive() -> None:
