@@ -29,12 +29,19 @@ class Options:
     """A copy elsewhere for which a site must keep more than this is failed on purpose."""
     store: str | None = None
     """Where the state goes when the flow is stopped."""
+    store_every_ms: int = 0
+    """How often it goes there while the flow runs; 0: never."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.partitions <= 65_535:
             raise FlowError(f"partitions must be between 1 and 65,535, not {self.partitions}")
         if self.lease_s <= 0 or self.catch_up_mb_s <= 0 or self.kept_bytes_max <= 0:
             raise FlowError("lease_s, catch_up_mb_s and kept_bytes_max must be positive")
+        if self.store_every_ms < 0 or (self.store_every_ms and self.store is None):
+            raise FlowError(
+                f"store_every_ms={self.store_every_ms}: how often the state is written, in "
+                "milliseconds; it needs store=, a folder to write it to"
+            )
         if self.window < 1 or self.block_rows < 1 or self.read_ahead_rows < self.block_rows:
             raise FlowError(
                 "window and block_rows must be positive, and read_ahead_rows not smaller"

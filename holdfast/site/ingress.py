@@ -149,7 +149,7 @@ class Ingress:
         if saved is not None:
             known = msgspec.msgpack.decode(saved, type=wire.IngressExtras)
             self.restore(known, past.waiting_of(self.stage.id))
-        elif self._mark is not None:
+        elif self._mark is not None and past.mark:
             self._mark.restore(past.mark)
 
     def epoch(self, record: EpochRecord) -> tuple[pa.RecordBatch, Track]:

@@ -28,6 +28,9 @@ from holdfast.site.egress import Egress
 from holdfast.site.feed import FedReader
 from holdfast.site.ingress import Ingress, Split
 
+KEPT = "store"
+"""Who follows the changes of tables that are stored while the flow runs."""
+
 Outputs = dict[ExchangeId, dict[CohortId, Frames]]
 """What an order gives: a bundle for every consumer cohort of every exchange."""
 
@@ -37,7 +40,7 @@ class Keeper(Protocol):
 
     def tables(self) -> dict[str, StateTable]: ...
 
-    def snapshot(self, after: int | None = None) -> OperatorSnapshot: ...
+    def snapshot(self, after: int | None = None, *, whose: str = ...) -> OperatorSnapshot: ...
 
     def install(self, state: dict[str, pa.RecordBatch]) -> None: ...
 
@@ -59,6 +62,7 @@ class UnitRunner:
         self._anew = bool(stage.protection and stage.protection.anew)
         self.checkpoint_ms = stage.protection.every_ms if stage.protection else 0
         """How often those that stand by get its state, if any do."""
+        self._stored = options.store_every_ms > 0
         self._opened()
         self.routers = routers
         self.ingress: Ingress | None = None
@@ -71,16 +75,30 @@ class UnitRunner:
             self.ingress = Ingress(plan, stage, splits)
         if stage.sink is not None:
             self.egress = Egress(plan.flow, stage, incarnation, plan.past)
+        if self._stored and self.keeper is not None:
+            for table in self.keeper.tables().values():
+                table.follow_changes(KEPT)
 
     def begin(self, past: Past) -> None:
         """Be as the flow's past has left this unit."""
         self.epoch = past.epochs - 1
         if self.ingress is not None:
             self.ingress.begin(past)
+        if self.egress is not None:
+            self.egress.recover(past)
         if self.keeper is not None:
-            state = past.state_of(self.stage.id, self.cohort.first, self.cohort.end)
-            for table, batch in state:
-                self.keeper.install({table: batch})
+            self._install(past, self.keeper)
+
+    def _install(self, past: Past, keeper: Keeper) -> None:
+        first, end = self.cohort.first, self.cohort.end
+        for layer, batch in past.state_of(self.stage.id, first, end):
+            table = keeper.tables()[layer.table]
+            if layer.gone:
+                table.take_out(batch)
+            elif first <= layer.first and layer.end <= end:
+                keeper.install({layer.table: batch})
+            else:
+                keeper.install({layer.table: table.within(batch, first, end)})
 
     def store(self, folder: Folder) -> None:
         """Write down where this unit is, for a flow that goes on from there."""
@@ -238,6 +256,10 @@ class SiteStages:
         self.units: dict[Unit, UnitRunner] = {}
         self._runner = runner
         self._routers: dict[ExchangeId, Router] = {}
+        self.recorded: int | None = None
+        """Sinks wait until the records of their epochs are durable up to here, if it is known."""
+        if options.store_every_ms:
+            self.recorded = NO_EPOCH
         self.on_fed: Callable[[], None] = lambda: None
         self.send: Callable[[SiteId, wire.Message, list[Any]], None] = lambda *_: None
 
@@ -301,7 +323,9 @@ class SiteStages:
         no room."""
         runner = self.units.get(order.unit)
         if runner is not None and runner.egress is not None:
-            return runner.egress.ready
+            assert isinstance(order, ProcessBundles)
+            may = self.recorded is None or order.epoch <= self.recorded
+            return may and runner.egress.ready
         if runner is None or runner.ingress is None or not isinstance(order, IngestEpoch):
             return True
         return runner.ingress.ready(order.record, self.options.block_rows)

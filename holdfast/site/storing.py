@@ -1,0 +1,158 @@
+"""Storing units while the flow runs: the site's part in its checkpoints.
+
+A unit's tables are frozen between two epochs, and given out a part at a time between the site's
+orders, as for a new copy. A thread writes the parts to files, and says so when they are there; the
+site never waits for a disk. Who writes what, and whether it all counts, is for the controller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pyarrow as pa
+
+from holdfast.core.effects import StoreState
+from holdfast.errors import HoldfastError
+from holdfast.flow.past import CHECKPOINTS, Folder, Growing
+from holdfast.site import wire
+from holdfast.site.stages import KEPT, UnitRunner
+
+PART_BYTES = 1 << 20
+QUEUED_BYTES_MAX = 16 << 20
+"""So much may wait for the disk."""
+
+
+class Shelf:
+    """Writes a site's units to the folder of a flow, in its `life`; `tell` gets what is to be said
+    of them, in the writing thread."""
+
+    def __init__(self, place: str, life: int, tell: Callable[[wire.Message], None]) -> None:
+        self.life, self._tell = life, tell
+        self._folder = Folder(place)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-store")
+        self._given = self._written = 0  # bytes; each is counted by one thread
+
+    @property
+    def room(self) -> bool:
+        return self._given - self._written < QUEUED_BYTES_MAX
+
+    def add(self, files: UnitFiles, name: str, batch: pa.RecordBatch) -> None:
+        self._given += int(batch.nbytes)
+        self._thread.submit(self._add, files, name, batch)
+
+    def _add(self, files: UnitFiles, name: str, batch: pa.RecordBatch) -> None:
+        files.add(self._folder, name, batch)
+        self._written += int(batch.nbytes)
+
+    def finish(self, files: UnitFiles, message: wire.UnitFiles) -> None:
+        self._thread.submit(self._finish, files, message)
+
+    def _finish(self, files: UnitFiles, message: wire.UnitFiles) -> None:
+        files.close()
+        unit = (message.stage, message.cohort)
+        if files.error is not None:
+            self._tell(wire.NotStored(*unit, message.epoch, files.error, False))
+        else:
+            self._tell(message)
+
+    def drop(self, files: UnitFiles) -> None:
+        self._thread.submit(files.abandon)
+
+    def close(self) -> None:
+        """Do not wait for what is under way: it is of no use."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+class UnitFiles:
+    """The files of one unit. What goes wrong is kept, and nothing is written after it."""
+
+    def __init__(self) -> None:
+        self.error: str | None = None
+        self._growing: dict[str, Growing] = {}
+
+    def add(self, folder: Folder, name: str, batch: pa.RecordBatch) -> None:
+        if self.error is None:
+            try:
+                if name not in self._growing:
+                    self._growing[name] = folder.growing(name, batch.schema, sync=True)
+                self._growing[name].add(batch)
+            except (OSError, pa.ArrowException, HoldfastError) as error:
+                self._fail(error)
+
+    def close(self) -> None:
+        try:
+            for file in self._growing.values() if self.error is None else ():
+                file.close()
+        except (OSError, pa.ArrowException) as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self.abandon()
+        self.error = str(error) or type(error).__name__
+
+    def abandon(self) -> None:
+        self.error = "given up"
+        for file in self._growing.values():
+            file.abandon()
+        self._growing = {}
+
+
+class Storing:
+    """A unit on its way to the shelf; `next` brings it a part further."""
+
+    def __init__(self, order: StoreState, runner: UnitRunner, shelf: Shelf) -> None:
+        self._order, self._shelf = order, shelf
+        keeper = runner.keeper
+        self._snapshot = keeper.snapshot(order.after, whose=KEPT) if keeper else None
+        self._extras = runner.extras()
+        self._held = [(epoch, rows) for epoch, rows in runner.held() if rows.num_rows]
+        self._files = UnitFiles()
+        self._named: dict[str, tuple[str, str, bool]] = {}
+        if self._snapshot is not None:
+            for table, gone in self._snapshot.gone.items():
+                if gone.num_rows:
+                    self._add(table, gone, gone=True)
+            width = self._snapshot.nbytes_left // max(1, self._snapshot.rows_left)
+            self._rows = max(1_024, PART_BYTES // max(1, width))
+
+    def next(self) -> int | None:
+        """Hand the next part over; how many bytes it had, None after the last."""
+        if not self._shelf.room:
+            return 0
+        part = self._snapshot.next(self._rows) if self._snapshot is not None else None
+        if part is not None:
+            self._add(*part)
+            return int(part[1].nbytes)
+        self._finish()
+        return None
+
+    def _add(self, table: str, batch: pa.RecordBatch, gone: bool = False) -> None:
+        name = self._name(f"{table}-gone" if gone else table)
+        self._named[name] = (table, name, gone)
+        self._shelf.add(self._files, name, batch)
+
+    def _name(self, what: str) -> str:
+        epoch, unit = self._order.epoch, self._order.unit
+        folder = f"{CHECKPOINTS}/{epoch:012d}-{self._shelf.life}"
+        return f"{folder}/{unit[0]}-{unit[1]}-{what}.arrow"
+
+    def _finish(self) -> None:
+        for _, rows in self._held:
+            self._shelf.add(self._files, self._name("held"), rows)
+        message = wire.UnitFiles(
+            *self._order.unit,
+            self._order.epoch,
+            self._order.after,
+            list(self._named.values()),
+            self._extras,
+            [(epoch, rows.num_rows) for epoch, rows in self._held],
+            self._name("held") if self._held else "",
+        )
+        self._shelf.finish(self._files, message)
+
+    def close(self) -> None:
+        """Nobody wants it any more."""
+        if self._snapshot is not None:
+            self._snapshot.close()
+        self._shelf.drop(self._files)
