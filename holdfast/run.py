@@ -100,16 +100,15 @@ def start(
     if history is not None and resume is not None:
         raise errors.FlowError("a flow begins with a history, or goes on with resume=, not both")
     flow = _settled(flow, place or Place(), secret, options, history, partitions, history_at)
-    every_ms = store_every_ms or 0
-    if every_ms:
-        _refuse_to_store(flow, store, place or Place())
-    if resume is not None:
-        _refuse_elsewhere(resume, store)
-        flow = resumed(flow, resume, partitions)
-    if flow.past is not None and flow.past.lost:
-        store, every_ms = resume, every_ms or flow.past.every_ms
+    lost = Past.load(resume) if resume is not None else None
+    if lost is not None and lost.lost:
+        store, store_every_ms = _same_folder(lost, store), store_every_ms or lost.every_ms
     else:
         store = _new_folder(store)
+    if store_every_ms is not None:
+        _refuse_to_store(flow, store, place or Place())
+    if resume is not None:
+        flow = resumed(flow, resume, partitions)
     planned = plan(flow)
     if host is None and spark is not None:
         from holdfast.spark.host import SparkHost
@@ -121,7 +120,9 @@ def start(
         host.listen_host = listen
         if not wire.is_wildcard(listen):
             host.advertise_host = listen
-    options = replace(options, partitions=partitions, store=store, store_every_ms=every_ms)
+    options = replace(
+        options, partitions=partitions, store=store, store_every_ms=store_every_ms or 0
+    )
     control = Control(
         flow,
         planned,
@@ -199,13 +200,14 @@ def _refuse_to_store(flow: Flow, store: str | None, place: Place) -> None:
             )
 
 
-def _refuse_elsewhere(resume: str, store: str | None) -> None:
+def _same_folder(lost: Past, store: str | None) -> str:
     """A flow that was lost goes on in its own folder: at any moment there is one to resume from."""
-    if store is not None and store != resume and Past.load(resume).lost:
+    if store is not None and store.rstrip("/") != lost.place.rstrip("/"):
         raise errors.FlowError(
-            f"the flow in {resume} was lost while it ran, and goes on being stored there",
-            hint=f"leave out store={store!r}; stop the flow to go on from elsewhere",
+            f"the flow in {lost.place} was lost while it ran, and goes on being stored there",
+            hint=f"leave out store={store!r}; to go on from elsewhere, stop it first",
         )
+    return lost.place
 
 
 class Run:

@@ -1,4 +1,4 @@
-"""A flow is stored while it runs, and goes on after everything was killed, as if nothing had been."""
+"""A flow is stored while it runs, and goes on after everything was killed as if nothing were."""
 
 import os
 import random
@@ -13,7 +13,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from holdfast import Flow, col, count, max_, pairs, parquet, sum_, view
+from holdfast import (
+    Flow,
+    FlowError,
+    col,
+    count,
+    discard,
+    max_,
+    outlet,
+    pairs,
+    parquet,
+    passive,
+    sum_,
+    view,
+)
+from holdfast import durable as durable_module
 from holdfast.flow.past import Past
 from holdfast.flow.protection import Protection
 from holdfast.flow.sources import Source, generator
@@ -131,3 +145,194 @@ def test_driver_and_sites_are_killed_again_and_again(
     for name, table in undisturbed.items():
         assert found[name].equals(table), name
     assert Past.load(store).life >= 2
+
+
+# --- in one process: one that is stopped without draining is as good as lost ---------------------
+
+
+def until_stored(run: Run, more: int = 1) -> None:
+    """Some more checkpoints are complete."""
+    for _ in range(more):
+        before = run.status()["store"]["epoch"]
+
+        def stored(before: int | None = before) -> bool:
+            assert not run.ended(0), run.error
+            return run.status()["store"]["epoch"] not in (None, before)
+
+        until(stored, "a checkpoint is complete")
+
+
+def start(kept: list[Run], flow: Flow, **more: object) -> Run:
+    kept.append(flow.start(**({"sites": 2, "partitions": 6} | more)))
+    return kept[-1]
+
+
+def lose(run: Run) -> None:
+    run.stop(drain=False)
+
+
+def test_it_goes_on_with_other_sites_partitions_elsewhere_and_another_protection(
+    kept: list[Run], undisturbed: dict[str, pa.Table], tmp_path: Path
+) -> None:
+    out, store = tmp_path / "out", str(tmp_path / "store")
+    flow = mixed(made(RATE // 4), out, pairs(apart="process"))
+    first = start(kept, flow, sites=3, store=store, store_every_ms=100)
+    until_protected(first, 3)
+    until_stored(first, 2)
+    # It is the leader of some units, and perhaps of a checkpoint that is under way.
+    for victim in ("running aggregate by (k)", "near"):
+        kill(first, copies(first)[victim, 0][0])
+        until_stored(first, 2)
+        until_protected(first, 3)
+    lose(first)
+    past = Past.load(store)
+    assert past.lost and 0 < past.rows < ROWS
+
+    flow = mixed(made(RATE // 4), out, passive(every_ms=50, apart="process"))
+    second = start(kept, flow, resume=store)
+    assert second.options.store == store and second.options.store_every_ms == 100
+    until_stored(second, 12)
+    assert any(layer.gone for layers in Past.load(store).layers.values() for layer in layers)
+    lose(second)
+
+    third = start(kept, mixed(made(RATE), out), sites=1, resume=store)
+    until_stored(third)
+    total = sum(row["n"] for row in third.view("latest").table().to_pylist())
+    assert total > Past.load(store).rows - 1, "the view has what was before"
+    third.stop(timeout=PATIENCE_S)
+    past = Past.load(store)
+    assert not past.lost, "it was stopped"
+    assert sorted(f.name for f in Path(store).iterdir()) == [
+        "manifest.arrow",
+        "owner.arrow",
+        "sources",
+        "state",
+    ]
+    fourth = start(kept, mixed(made(None), out), resume=store)
+    assert fourth.wait(PATIENCE_S)
+    found = results(out)
+    for name, table in undisturbed.items():
+        assert found[name].equals(table), name
+
+
+def test_it_is_lost_before_its_first_checkpoint_and_while_it_goes_on(
+    kept: list[Run], undisturbed: dict[str, pa.Table], tmp_path: Path
+) -> None:
+    """And its old driver is not dead at all, but finds out that another goes on."""
+    out, store = tmp_path / "out", str(tmp_path / "store")
+    first = start(kept, mixed(made(RATE), out), store=store, store_every_ms=60_000)
+    until(lambda: size(out / "running"), "rows come out")
+    second = start(kept, mixed(made(RATE), out), resume=store, store_every_ms=200)
+    with pytest.raises(FlowError, match="another flow goes on from"):
+        first.wait(PATIENCE_S)
+    assert second.wait(PATIENCE_S)
+    assert second.records()[0].epoch == 0, "what was known came again"
+    found = results(out)
+    for name, table in undisturbed.items():
+        assert found[name].equals(table), name
+    again = start(kept, mixed(made(None), out), resume=store)
+    assert again.wait(PATIENCE_S), "it had ended, and does so again"
+    assert results(out)["running"].num_rows == ROWS
+
+
+def test_what_goes_wrong_with_the_folder(
+    kept: list[Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "store"
+    monkeypatch.setattr(durable_module, "RETRY_S", (0.01, 0.1))
+    run = start(kept, mixed(made(RATE), tmp_path / "out"), store=str(store), store_every_ms=100)
+    until_stored(run)
+    (store / "checkpoints").rename(store / "away")
+    (store / "checkpoints").touch()  # no folder can be made there
+    until(lambda: run.status()["store"]["failure"], "it is noticed")
+    until_rows(run)
+    (store / "checkpoints").unlink()
+    (store / "away").rename(store / "checkpoints")
+    until_stored(run, 2)
+    assert run.status()["store"]["failure"] is None
+    (store / "records").rename(store / "away")
+    (store / "records").touch()
+    with pytest.raises(FlowError, match="cannot be written to"):
+        run.wait(PATIENCE_S)
+    (store / "records").unlink()
+    (store / "away").rename(store / "records")
+    lose(start(kept, mixed(made(RATE), tmp_path / "out"), resume=str(store)))
+
+
+def test_what_cannot_be_gone_on_from_is_refused(kept: list[Run], tmp_path: Path) -> None:
+    out, store = tmp_path / "out", tmp_path / "store"
+    with pytest.raises(FlowError, match="needs store="):
+        mixed(made(None), out).start(store_every_ms=100)
+    read = Flow("read")
+    read.source("events", made(None)).sink("out", outlet())
+    with pytest.raises(FlowError, match="the outlet 'out' is in memory alone"):
+        read.start(store=str(store), store_every_ms=100)
+    arrival = Flow("arrival")
+    keyed = arrival.source("events", made(None)).key_by("k", merge="arrival")
+    keyed.agg(n=count()).sink("out", discard())
+    with pytest.raises(FlowError, match="takes rows as they arrive"):
+        arrival.start(store=str(store), store_every_ms=100)
+
+    run = start(kept, mixed(made(RATE), out), store=str(store), store_every_ms=100)
+    until_stored(run, 2)
+    lose(run)
+
+    def go_on(match: str, flow: Flow | None = None, **more: object) -> None:
+        with pytest.raises(FlowError, match=match):
+            start(kept, flow or mixed(made(RATE), out), resume=str(store), **more)
+
+    go_on("goes on being stored there", store=str(tmp_path / "elsewhere"))
+    go_on("4 partitions a stage, not 6", partitions=4)
+    other = mixed(made(None), out)
+    other.name = "other"
+    go_on("the other is called 'mixed'", other)
+    records = sorted((store / "records").iterdir())
+    if len(records) > 2:
+        data = records[1].read_bytes()
+        records[1].unlink()
+        go_on("some records are missing")
+        records[1].write_bytes(data)
+    layer = next(f for f in store.rglob("*-windows.arrow"))
+    layer.rename(tmp_path / "moved")
+    go_on(f"{layer.name} is missing")
+    layer.write_bytes(b"nothing of ours")
+    go_on("is damaged, or nothing that Holdfast has written")
+    (tmp_path / "moved").rename(layer)
+    manifest = (store / "manifest.arrow").read_bytes()
+    (store / "manifest.arrow").write_bytes(manifest[:200])
+    go_on("manifest.arrow at .* is damaged")
+    (store / "manifest.arrow").write_bytes(manifest)
+    lose(start(kept, mixed(made(RATE), out), resume=str(store)))
+
+
+def split(number: int, first: int, n: int) -> pa.RecordBatch:
+    """Keys that are in one split alone."""
+    rows = events(number, first, n)
+    keys = pa.array(rows["k"].to_numpy() * 3 + number)
+    return rows.set_column(0, "k", keys)
+
+
+def test_several_splits_go_on_each_from_its_own_offset(kept: list[Run], tmp_path: Path) -> None:
+    def flow(rate: int | None, out: str) -> Flow:
+        flow = Flow("splits", protect=pairs(apart="process"))
+        source = generator(split, SCHEMA, rows=60_000, rate=rate, splits=3)
+        totals = flow.source("events", source).key_by("k").agg(t=sum_("v"), n=count())
+        totals.sink("out", parquet(tmp_path / out, roll_s=0.1))
+        totals.sink("count", discard())
+        return flow
+
+    store = str(tmp_path / "store")
+    run = start(kept, flow(RATE, "out"), sites=3, store=store, store_every_ms=100)
+    until_stored(run, 3)
+    lose(run)
+    run = start(kept, flow(None, "out"), resume=store)
+    assert run.wait(PATIENCE_S)
+    assert run.sink_report("count")["rows"] == 60_000, "those before it are counted"
+    with flow(None, "alone").start(sites=2, partitions=6) as alone:
+        assert alone.wait(PATIENCE_S)
+    found, wanted = (
+        pq.read_table(tmp_path / name).sort_by([("k", "ascending"), ("n", "ascending")])
+        for name in ("out", "alone")
+    )
+    assert found.equals(wanted) and found.num_rows == 60_000
+    assert run.sink_report("count")["digest"] == alone.sink_report("count")["digest"]
