@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import TypeVar
 
 import msgspec
 import pyarrow as pa
@@ -45,6 +46,7 @@ from holdfast.flow.options import Options
 from holdfast.flow.past import (
     CHECKPOINTS,
     MANIFEST,
+    PORTIONS,
     RECORDS,
     SOURCES,
     STATE,
@@ -58,6 +60,9 @@ from holdfast.flow.plan import Plan
 from holdfast.site import wire
 
 log = logging.getLogger("holdfast.durable")
+
+K = TypeVar("K", int, tuple[int, int])
+V = TypeVar("V")
 
 OWNER = "owner.arrow"
 AHEAD_S = 0.1
@@ -90,8 +95,9 @@ def claimed(place: str) -> Past:
     owner = claim(folder, folder.get(OWNER, Owner).life + 1)
     past = Past.load(place)  # which the owner before may have written until now
     past.check()
-    records = known_records(folder, past)
-    return msgspec.structs.replace(past, records=records, life=owner.life, owner=owner.name)
+    now = {"life": owner.life, "owner": owner.name}
+    records, portions = known_records(folder, past), known_portions(folder, past)
+    return msgspec.structs.replace(past, records=records, portions=portions, **now)
 
 
 def known_records(folder: Folder, past: Past) -> list[EpochRecord]:
@@ -106,10 +112,7 @@ def known_records(folder: Folder, past: Past) -> list[EpochRecord]:
                 for data in batch.column("data").to_pylist():
                     record = msgspec.msgpack.decode(data, type=EpochRecord)
                     records[record.epoch] = record
-    known: dict[int, EpochRecord] = {}
-    for life in sorted(found):
-        begun = min(found[life])
-        known = {e: r for e, r in known.items() if e < begun} | found[life]
+    known = _not_void(found)
     epochs = [e for e in sorted(known) if e >= past.epochs]
     if epochs != list(range(past.epochs, past.epochs + len(epochs))):
         raise FlowError(
@@ -118,6 +121,46 @@ def known_records(folder: Folder, past: Past) -> list[EpochRecord]:
             hint=f"were files removed from {RECORDS!r} in its folder?",
         )
     return [replace(known[e], last=known[e].ended) for e in epochs]
+
+
+def known_portions(folder: Folder, past: Past) -> dict[int, list[str]]:
+    """Where to find what has come in of fed sources after a checkpoint."""
+    found: dict[int, dict[tuple[int, int], dict[int, str]]] = {}
+    for file in folder.list(PORTIONS):
+        _, source, name = file.split("/")
+        number, life, rank = (int(n) for n in name.removesuffix(".arrow").split("-"))
+        found.setdefault(int(source), {}).setdefault((life, rank), {})[number] = file
+    portions: dict[int, list[str]] = {}
+    for stage, by_leader in found.items():
+        taken, rank = _fed_up_to(past, stage)
+        valid = {at: files for at, files in by_leader.items() if at >= (past.life, rank)}
+        known = {n: file for n, file in _not_void(valid).items() if n > taken}
+        if sorted(known) != list(range(taken + 1, taken + 1 + len(known))):
+            raise FlowError(
+                f"of what came in of source {past.stages[stage]!r} after the last checkpoint some "
+                "is missing",
+                hint=f"were files removed from {PORTIONS!r} in its folder?",
+            )
+        portions[stage] = [known[n] for n in sorted(known)]
+    return portions
+
+
+def _fed_up_to(past: Past, source: int) -> tuple[int, int]:
+    """How many portions of a fed source the checkpoint has, and who had taken them."""
+    if source not in past.sources:
+        return 0, 0
+    saved = msgspec.msgpack.decode(past.sources[source], type=wire.IngressExtras)
+    return (saved["feeds"][0]["taken"], saved["feeds"][0]["rank"]) if saved["feeds"] else (0, 0)
+
+
+def _not_void(found: dict[K, dict[int, V]]) -> dict[int, V]:
+    """What was added by one after another. When a later one begins, what those before it have
+    added beyond that is void, if only because it does not know of it."""
+    known: dict[int, V] = {}
+    for by in sorted(found):
+        begun = min(found[by])
+        known = {n: what for n, what in known.items() if n < begun} | found[by]
+    return known
 
 
 class Durable:
@@ -202,7 +245,7 @@ class Durable:
 
     def clean(self) -> None:
         """The flow was stopped, and has left another manifest."""
-        for name in (CHECKPOINTS, RECORDS):
+        for name in (CHECKPOINTS, RECORDS, PORTIONS):
             self._folder.remove(name)
 
     def figures(self) -> dict[str, object]:
@@ -401,4 +444,8 @@ class Durable:
                 self._folder.remove(folder)
         for file in self._folder.list(RECORDS):
             if int(file.split("/")[1].split("-")[1]) < past.epochs:
+                self._folder.remove(file)
+        for file in self._folder.list(PORTIONS):
+            _, source, name = file.split("/")
+            if int(name.split("-")[0]) <= _fed_up_to(past, int(source))[0]:
                 self._folder.remove(file)

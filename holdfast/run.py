@@ -179,12 +179,11 @@ def _refuse_to_store(flow: Flow, store: str | None, place: Place) -> None:
     if place.apps > 1:
         raise errors.FlowError("store_every_ms is for a flow in one application")
     for stage in plan(flow).stages:
-        if stage.source is not None and stage.source.fed:
+        if stage.source is not None and stage.source.fed and not stage.source.resumable:
             raise errors.FlowError(
-                f"store_every_ms: source {stage.name!r} is one whose rows come once, and those "
-                "that came since the last checkpoint would be lost with the flow",
-                hint="read them from where they can be read again, such as kafka_source; or leave "
-                "store_every_ms out: the state is stored when the flow is stopped",
+                f"store_every_ms: without a checkpoint location the query that feeds source "
+                f"{stage.name!r} would begin anew when the flow goes on",
+                hint="write spark_stream(df, checkpoint=...)",
             )
         if stage.sink is not None and stage.sink.unread_bytes_max is not None:
             raise errors.FlowError(

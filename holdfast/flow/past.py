@@ -30,7 +30,7 @@ from holdfast.errors import FlowError
 from holdfast.flow.state import StateTable
 
 STATE, RESULTS, SOURCES, WAITING = "state", "results", "sources", "waiting"
-CHECKPOINTS, RECORDS = "checkpoints", "records"
+CHECKPOINTS, RECORDS, PORTIONS = "checkpoints", "records", "portions"
 MANIFEST = "manifest.arrow"
 PART_ROWS = 50_000
 """So many rows of state are put in at once."""
@@ -85,6 +85,8 @@ class Past(msgspec.Struct, frozen=True):
     sinks: dict[int, Stored] = {}
     records: list[EpochRecord] = []
     """Of the epochs after these, as far as any are known."""
+    portions: dict[int, list[str]] = {}
+    """Of every source that was fed: what has come in since, in files, in order."""
     settled: dict[str, Any] = {}
     """What was found out about the sources before the flow was started first."""
     flow: str = ""
@@ -113,6 +115,13 @@ class Past(msgspec.Struct, frozen=True):
         """The rows of a fed source that are in no epoch."""
         folder = Folder(self.place)
         return [batch for file in self.waiting.get(source, []) for batch in folder.read(file)]
+
+    def portions_of(self, source: int) -> Iterator[tuple[bytes, list[bytes]]]:
+        """What came in of a fed source since the checkpoint: a header, and rows as Arrow IPC."""
+        folder = Folder(self.place)
+        for file in self.portions.get(source, []):
+            header, *bodies = [d for b in folder.read(file) for d in b.column("data").to_pylist()]
+            yield header, bodies
 
     def save(self) -> None:
         """So that `load` finds it: the last thing that is written."""
@@ -216,9 +225,19 @@ class Folder:
             for batch in batches:
                 for start in range(0, batch.num_rows, PART_ROWS):
                     out.add(batch.slice(start, PART_ROWS))
+        if sync:
+            self.sync(name)
+
+    def sync(self, name: str) -> None:
+        """The names of files like this one outlive a loss of power, too."""
+        if self._is_local:
+            folder = os.path.dirname(f"{self._root}/{name}")
+            _sync(folder)
+            _sync(os.path.dirname(folder))  # it may be new
 
     def growing(self, name: str, schema: pa.Schema, *, sync: bool = False) -> Growing:
-        """A file that is written a part at a time."""
+        """A file that is written a part at a time. With `sync` what is in it outlives a loss of
+        power; `Folder.sync` is for its name."""
         return Growing(self._files, f"{self._root}/{name}", schema, sync and self._is_local)
 
     def put(self, name: str, value: msgspec.Struct) -> None:
@@ -301,10 +320,6 @@ class Growing:
         if self._sync:
             _sync(self._hidden)
         self._files.move(self._hidden, self._path)
-        if self._sync:
-            folder = os.path.dirname(self._path)
-            _sync(folder)
-            _sync(os.path.dirname(folder))  # it may be new, too
 
     def abandon(self) -> None:
         """Leave nothing behind."""

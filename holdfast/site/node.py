@@ -132,7 +132,7 @@ class Node:
         self.storing: dict[Unit, Storing] = {}
         self._codec = codec or Codec()
         self.view: View | None = None
-        self.stages = SiteStages(plan, site, options, incarnation, runner)
+        self.stages = SiteStages(plan, site, options, incarnation, runner, shelf)
         self.stages.send = transport.send
         shaped = shape(plan, options.partitions)
         self._sinks = [StageId(s.id) for s in plan.sinks]

@@ -95,7 +95,7 @@ class Site:
         self._shelf: Shelf | None = None
         if config.options.store is not None and config.options.store_every_ms:
             life = planned.past.life if planned.past else 0
-            self._shelf = Shelf(config.options.store, life, self._tell_soon)
+            self._shelf = Shelf(config.options.store, life, self._tell_soon, self._soon)
         self.node = Node(
             planned, self.id, config.options, self, incarnation=named, shelf=self._shelf
         )
@@ -283,6 +283,11 @@ class Site:
         """Say something to the controller, from another thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self.tell, message)
+
+    def _soon(self, action: Callable[[], None]) -> None:
+        """Do something that another thread has come upon."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._guarded, action)
 
     # --- connections ----------------------------------------------------------------------------
 

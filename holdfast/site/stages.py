@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -10,14 +11,14 @@ import pyarrow as pa
 
 from holdfast.core.effects import IngestEpoch, ProcessBundles
 from holdfast.core.events import UnitProcessed
-from holdfast.core.ids import NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
+from holdfast.core.ids import NO_EPOCH, STORE, CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
 from holdfast.core.layout import Cohort, View
 from holdfast.errors import ProtocolError
 from holdfast.flow.batches import Track
 from holdfast.flow.execute import StageRunner
 from holdfast.flow.operators.base import KeyedOperator, OperatorSnapshot
 from holdfast.flow.options import Options
-from holdfast.flow.past import SOURCES, WAITING, Folder, Past, store_state
+from holdfast.flow.past import PORTIONS, SOURCES, WAITING, Folder, Past, store_state
 from holdfast.flow.plan import Plan, Stage
 from holdfast.flow.sources import SplitReader
 from holdfast.flow.state import StateTable
@@ -240,6 +241,14 @@ class UnitRunner:
         }
 
 
+class Shelf(Protocol):
+    """Writes files for a flow that is stored while it runs: see `holdfast.site.storing`."""
+
+    life: int
+
+    def write(self, name: str, batches: list[pa.RecordBatch], done: Callable[[], None]) -> None: ...
+
+
 class SiteStages:
     """All units of which this site holds a copy."""
 
@@ -250,8 +259,10 @@ class SiteStages:
         options: Options,
         incarnation: str = "",
         runner: type[UnitRunner] = UnitRunner,
+        shelf: Shelf | None = None,
     ) -> None:
         self.plan, self.site, self.options = plan, site, options
+        self.shelf = shelf
         self._incarnation = incarnation
         self.units: dict[Unit, UnitRunner] = {}
         self._runner = runner
@@ -282,6 +293,22 @@ class SiteStages:
             runner.egress.begin(view.rank)
         for reader in self.fed().values():
             reader.on_ready, reader.send = self.on_fed, self.send
+            if self.shelf is not None:
+                reader.keep = partial(self._keep, self.shelf, reader)
+
+    @staticmethod
+    def _keep(
+        shelf: Shelf,
+        reader: FedReader,
+        rank: int,
+        number: int,
+        portion: wire.FeedPortion,
+        rows: Any,
+    ) -> None:
+        name = f"{PORTIONS}/{portion.source}/{number:012d}-{shelf.life}-{rank}.arrow"
+        data = [msgspec.msgpack.encode(portion), *(memoryview(b).tobytes() for b in rows)]
+        batches = [pa.record_batch({"data": [d]}) for d in data]
+        shelf.write(name, batches, partial(reader.on_has, STORE, number, False))
 
     def on_view(self, view: View) -> None:
         """Lead where a leader is gone; know the other copies of a fed source."""
@@ -295,7 +322,7 @@ class SiteStages:
             reader = runner.fed
             if reader is not None:
                 others = [s for s in cohort.copies if s != self.site]
-                reader.on_copies(leads, others, cohort.joining)
+                reader.on_copies(leads, others, cohort.joining, view.rank)
 
     def shut(self, unit: Unit) -> None:
         """Forget a unit that is held here no more."""

@@ -7,29 +7,40 @@ site never waits for a disk. Who writes what, and whether it all counts, is for 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pyarrow as pa
 
 from holdfast.core.effects import StoreState
-from holdfast.errors import HoldfastError
+from holdfast.errors import FlowError, HoldfastError
 from holdfast.flow.past import CHECKPOINTS, Folder, Growing
 from holdfast.site import wire
 from holdfast.site.stages import KEPT, UnitRunner
 
+RETRY_S = (0.1, 0.5, 1.0, 2.0)
+"""How long to wait before rows are written again that could not be; then the flow ends."""
 PART_BYTES = 1 << 20
 QUEUED_BYTES_MAX = 16 << 20
 """So much may wait for the disk."""
 
 
 class Shelf:
-    """Writes a site's units to the folder of a flow, in its `life`; `tell` gets what is to be said
-    of them, in the writing thread."""
+    """Writes to the folder of a flow, in its `life`. `tell` gets what is to be said of units that
+    are there, and `soon` what is to be done then; both call back in the site's own thread."""
 
-    def __init__(self, place: str, life: int, tell: Callable[[wire.Message], None]) -> None:
-        self.life, self._tell = life, tell
-        self._folder = Folder(place)
+    def __init__(
+        self,
+        place: str,
+        life: int,
+        tell: Callable[[wire.Message], None],
+        soon: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self.life, self._tell, self._soon = life, tell, soon
+        self._place, self._folder = place, Folder(place)
+        self._rows = ThreadPoolExecutor(1, thread_name_prefix="holdfast-portions")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-store")
         self._given = self._written = 0  # bytes; each is counted by one thread
 
@@ -49,7 +60,7 @@ class Shelf:
         self._thread.submit(self._finish, files, message)
 
     def _finish(self, files: UnitFiles, message: wire.UnitFiles) -> None:
-        files.close()
+        files.close(self._folder)
         unit = (message.stage, message.cohort)
         if files.error is not None:
             self._tell(wire.NotStored(*unit, message.epoch, files.error, False))
@@ -59,9 +70,34 @@ class Shelf:
     def drop(self, files: UnitFiles) -> None:
         self._thread.submit(files.abandon)
 
+    def write(self, name: str, batches: list[pa.RecordBatch], done: Callable[[], None]) -> None:
+        """Add a file of rows that nobody else keeps, and say when it is there. It does not wait for
+        units that are being stored."""
+        self._rows.submit(self._write, name, batches, done)
+
+    def _write(self, name: str, batches: list[pa.RecordBatch], done: Callable[[], None]) -> None:
+        for pause in (*RETRY_S, None):
+            try:
+                self._folder.write(name, batches, sync=True)
+                self._soon(done)
+                return
+            except (OSError, pa.ArrowException) as error:
+                if pause is None:
+                    self._soon(partial(self._fail, error))
+                else:
+                    time.sleep(pause)
+
+    def _fail(self, error: Exception) -> None:
+        raise FlowError(
+            f"rows that came in cannot be written to {self._place}, and could not be read again: "
+            f"{error}",
+            hint="when there is room again, go on with resume=",
+        )
+
     def close(self) -> None:
         """Do not wait for what is under way: it is of no use."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._thread, self._rows):
+            thread.shutdown(wait=False, cancel_futures=True)
 
 
 class UnitFiles:
@@ -80,10 +116,12 @@ class UnitFiles:
             except (OSError, pa.ArrowException, HoldfastError) as error:
                 self._fail(error)
 
-    def close(self) -> None:
+    def close(self, folder: Folder) -> None:
         try:
             for file in self._growing.values() if self.error is None else ():
                 file.close()
+            for name in list(self._growing)[:1]:
+                folder.sync(name)
         except (OSError, pa.ArrowException) as error:
             self._fail(error)
 
@@ -107,6 +145,8 @@ class Storing:
         self._snapshot = keeper.snapshot(order.after, whose=KEPT) if keeper else None
         self._extras = runner.extras()
         self._held = [(epoch, rows) for epoch, rows in runner.held() if rows.num_rows]
+        self._fed = runner.fed
+        self._submitted = self._fed.submitted if self._fed is not None else 0
         self._files = UnitFiles()
         self._named: dict[str, tuple[str, str, bool]] = {}
         if self._snapshot is not None:
@@ -120,6 +160,8 @@ class Storing:
         """Hand the next part over; how many bytes it had, None after the last."""
         if not self._shelf.room:
             return 0
+        if self._fed is not None and not self._fed.is_kept(self._submitted):
+            return 0  # what the extras say was read must not be lost
         part = self._snapshot.next(self._rows) if self._snapshot is not None else None
         if part is not None:
             self._add(*part)

@@ -19,6 +19,7 @@ from holdfast import (
     col,
     count,
     discard,
+    follow,
     max_,
     outlet,
     pairs,
@@ -160,6 +161,10 @@ def until_stored(run: Run, more: int = 1) -> None:
             return run.status()["store"]["epoch"] not in (None, before)
 
         until(stored, "a checkpoint is complete")
+
+
+def until_taken(run: Run, rows: int) -> None:
+    until(lambda: run.status()["rows_in"] >= rows, f"{rows} rows are taken")
 
 
 def start(kept: list[Run], flow: Flow, **more: object) -> Run:
@@ -336,3 +341,45 @@ def test_several_splits_go_on_each_from_its_own_offset(kept: list[Run], tmp_path
     )
     assert found.equals(wanted) and found.num_rows == 60_000
     assert run.sink_report("count")["digest"] == alone.sink_report("count")["digest"]
+
+
+def test_rows_that_come_once_are_stored_before_anything_comes_of_them(
+    kept: list[Run], tmp_path: Path
+) -> None:
+    """Files come in an order that nobody could tell afterwards."""
+    folder, out, store = tmp_path / "in", tmp_path / "out", str(tmp_path / "store")
+    folder.mkdir()
+
+    def add(number: int, age: int) -> None:
+        rows = pa.Table.from_batches([events(0, number * 500, 500)])
+        pq.write_table(rows, folder / ".new")
+        os.utime(folder / ".new", ns=(1, age))
+        (folder / ".new").rename(folder / f"{number:03d}.parquet")
+
+    def flow(protect: Protection | None = None) -> Flow:
+        flow = Flow("files", protect=protect)
+        source = follow(folder, SCHEMA, until="_END", every_s=0.02)
+        totals = flow.source("events", source).key_by("k").agg(t=sum_("v"), n=count())
+        totals.sink("out", parquet(out, with_order=True, roll_s=0.1))
+        return flow
+
+    run = start(kept, flow(pairs(apart="process")), store=store, store_every_ms=100)
+    for number in range(60):
+        add(number, 10**9 - number)  # later ones look older
+        if number in (20, 40):
+            until_stored(run, number // 20)
+            until_taken(run, 500 * number)
+            add(60 + number, 10**8)
+            lose(run)
+            run = start(kept, flow(), resume=store)
+    (folder / "_END").touch()
+    assert run.wait(PATIENCE_S)
+    found = pq.read_table(out).sort_by("__o0")
+    assert found["__o0"].to_pylist() == list(range(31_000))
+    sums: dict[int, tuple[float, int]] = {}
+    for k, t, n in zip(*(found[name].to_pylist() for name in ("k", "t", "n")), strict=True):
+        assert n == sums.get(k, (0.0, 0))[1] + 1 and t >= sums.get(k, (0.0, 0))[0]
+        sums[k] = (t, n)
+    every = [events(0, n * 500, 500) for n in [*range(60), 80, 100]]
+    total = sum(float(sum(b["v"].to_pylist())) for b in every)
+    assert sum(t for t, _ in sums.values()) == total, "each row once"
