@@ -171,8 +171,10 @@ class Durable:
         assert options.store is not None
         self._place, self._folder = options.store, Folder(options.store)
         past = flow.past
-        self._goes_on = past is not None and past.lost
-        self._plan = plan
+        lost = past if past is not None and past.lost else None
+        self._goes_on = lost is not None
+        if lost is not None and not lost.untouched:
+            incarnation = lost.incarnation
         self._common = Past(
             self._place,
             0,
@@ -184,10 +186,10 @@ class Durable:
             partitions=options.partitions,
             settled=flow.settled,
             flow=flow.name,
-            incarnation=past.incarnation if past is not None and past.lost else incarnation,
-            life=past.life if past is not None and past.lost else 0,
+            incarnation=incarnation,
+            life=lost.life if lost is not None else 0,
             every_ms=options.store_every_ms,
-            owner=past.owner if past is not None and past.lost else "",
+            owner=lost.owner if lost is not None else "",
         )
         self._past = past
         begun = past.epochs - 1 + len(past.records) if past is not None else -1
@@ -217,15 +219,22 @@ class Durable:
         if self._goes_on:
             for name in (STATE, SOURCES, WAITING):  # it was about to stop
                 self._folder.remove(name)
-            return
-        owner = claim(self._folder, 0)
-        self._common = msgspec.structs.replace(self._common, owner=owner.name)
-        first = self._common
-        if self._past is not None:
-            names = ("settled", "flow", "incarnation", "life", "every_ms", "owner", "stages")
-            same = {name: getattr(first, name) for name in (*names, "partitions")}
-            first = msgspec.structs.replace(self._past, elsewhere=True, **same)
-        self._folder.put(MANIFEST, first)
+        else:
+            owner = claim(self._folder, 0)
+            self._common = msgspec.structs.replace(self._common, owner=owner.name)
+        if self._past is None or not self._goes_on or self._past.untouched:
+            self._folder.put(MANIFEST, self._first())
+
+    def _first(self) -> Past:
+        """What there is to go on from before anything has happened."""
+        # What earlier lives have taken in counts, as there is nothing else that has it.
+        common, past = msgspec.structs.replace(self._common, fresh=True, life=0), self._past
+        if past is None:
+            return common
+        names = ("stages", "partitions", "settled", "flow", "incarnation", "life", "every_ms")
+        same = {name: getattr(common, name) for name in (*names, "owner", "fresh")}
+        elsewhere = past.elsewhere or past.place != common.place
+        return msgspec.structs.replace(past, elsewhere=elsewhere, portions={}, **same)
 
     def start(self) -> None:
         """The flow runs."""

@@ -98,6 +98,8 @@ class Past(msgspec.Struct, frozen=True):
     """How often it is written anew; 0 if the flow has ended."""
     owner: str = ""
     """Who writes it: see `holdfast.durable`."""
+    fresh: bool = False
+    """Whether it was written before the flow was started."""
     elsewhere: bool = False
     """Whether its files are at `place`, and not beside the manifest."""
 
@@ -110,6 +112,11 @@ class Past(msgspec.Struct, frozen=True):
     def lost(self) -> bool:
         """Whether it is that of a flow that has not come to an end."""
         return self.every_ms > 0
+
+    @property
+    def untouched(self) -> bool:
+        """Whether no sink can have got anything of the flow that was lost."""
+        return self.fresh and not self.records
 
     def waiting_of(self, source: int) -> list[pa.RecordBatch]:
         """The rows of a fed source that are in no epoch."""

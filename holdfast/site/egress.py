@@ -38,7 +38,8 @@ class Egress:
         """Of the epochs that are stored, those before this one were taken."""
         self._later: list[tuple[int, pa.RecordBatch]] = []
         """Epochs that were taken and go on when all that are stored have been."""
-        lost = past if past is not None and past.lost else None
+        lost = past if past is not None and past.lost and not past.untouched else None
+        self._lost = lost is not None
         self._sink = stage.sink
         self._whose = Authority(flow, stage.name, lost.incarnation if lost else incarnation)
         self._life = lost.life if lost else 0
@@ -69,7 +70,7 @@ class Egress:
 
     def begin(self, term: int = 0) -> None:
         """Lead from the first epoch on."""
-        if self._past is not None and self._past.lost:
+        if self._lost:
             self.lead(term)  # in place of the one that was lost
             return
         self.leads = True
