@@ -225,6 +225,8 @@ class Folder:
             raise FlowError(f"cannot get to {place}: {error}") from error
         self._root = self._root.rstrip("/")
         self._is_local = isinstance(self._files, pafs.LocalFileSystem)
+        self._known: set[str] = set()
+        """Folders whose own names are on the disk."""
 
     def write(self, name: str, batches: Sequence[pa.RecordBatch], *, sync: bool = False) -> None:
         """Add a file; it is there when it is whole. With `sync` it outlives a loss of power."""
@@ -240,7 +242,9 @@ class Folder:
         if self._is_local:
             folder = os.path.dirname(f"{self._root}/{name}")
             _sync(folder)
-            _sync(os.path.dirname(folder))  # it may be new
+            if folder not in self._known:  # it may be new
+                _sync(os.path.dirname(folder))
+                self._known.add(folder)
 
     def growing(self, name: str, schema: pa.Schema, *, sync: bool = False) -> Growing:
         """A file that is written a part at a time. With `sync` what is in it outlives a loss of
@@ -301,6 +305,7 @@ class Folder:
     def remove(self, name: str = "") -> None:
         """Remove everything, or a folder or file of this one, if it is there."""
         path = f"{self._root}/{name}" if name else self._root
+        self._known.discard(path)
         info = self._files.get_file_info(path)
         if info.type == pafs.FileType.Directory:
             self._files.delete_dir(path)

@@ -11,14 +11,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import pyarrow as pa
 
 from holdfast.core.effects import StoreState
 from holdfast.errors import FlowError, HoldfastError
+from holdfast.flow.operators.base import OperatorSnapshot
 from holdfast.flow.past import CHECKPOINTS, Folder, Growing
 from holdfast.site import wire
-from holdfast.site.stages import KEPT, UnitRunner
+from holdfast.site.stages import KEPT, Keeper, UnitRunner
 
 RETRY_S = (0.1, 0.5, 1.0, 2.0)
 """How long to wait before rows are written again that could not be; then the flow ends."""
@@ -42,6 +44,7 @@ class Shelf:
         self._place, self._folder = place, Folder(place)
         self._rows = ThreadPoolExecutor(1, thread_name_prefix="holdfast-portions")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-store")
+        self._closed = False
         self._given = self._written = 0  # bytes; each is counted by one thread
 
     @property
@@ -50,14 +53,14 @@ class Shelf:
 
     def add(self, files: UnitFiles, name: str, batch: pa.RecordBatch) -> None:
         self._given += int(batch.nbytes)
-        self._thread.submit(self._add, files, name, batch)
+        self._submit(self._add, files, name, batch)
 
     def _add(self, files: UnitFiles, name: str, batch: pa.RecordBatch) -> None:
         files.add(self._folder, name, batch)
         self._written += int(batch.nbytes)
 
     def finish(self, files: UnitFiles, message: wire.UnitFiles) -> None:
-        self._thread.submit(self._finish, files, message)
+        self._submit(self._finish, files, message)
 
     def _finish(self, files: UnitFiles, message: wire.UnitFiles) -> None:
         files.close(self._folder)
@@ -68,12 +71,17 @@ class Shelf:
             self._tell(message)
 
     def drop(self, files: UnitFiles) -> None:
-        self._thread.submit(files.abandon)
+        self._submit(files.abandon)
+
+    def _submit(self, call: Callable[..., None], *arguments: Any) -> None:
+        if not self._closed:
+            self._thread.submit(call, *arguments)
 
     def write(self, name: str, batches: list[pa.RecordBatch], done: Callable[[], None]) -> None:
         """Add a file of rows that nobody else keeps, and say when it is there. It does not wait for
         units that are being stored."""
-        self._rows.submit(self._write, name, batches, done)
+        if not self._closed:
+            self._rows.submit(self._write, name, batches, done)
 
     def _write(self, name: str, batches: list[pa.RecordBatch], done: Callable[[], None]) -> None:
         for pause in (*RETRY_S, None):
@@ -96,6 +104,7 @@ class Shelf:
 
     def close(self) -> None:
         """Do not wait for what is under way: it is of no use."""
+        self._closed = True
         for thread in (self._thread, self._rows):
             thread.shutdown(wait=False, cancel_futures=True)
 
@@ -141,8 +150,7 @@ class Storing:
 
     def __init__(self, order: StoreState, runner: UnitRunner, shelf: Shelf) -> None:
         self._order, self._shelf = order, shelf
-        keeper = runner.keeper
-        self._snapshot = keeper.snapshot(order.after, whose=KEPT) if keeper else None
+        self._after, self._snapshot = _frozen(runner.keeper, order.after)
         self._extras = runner.extras()
         self._held = [(epoch, rows) for epoch, rows in runner.held() if rows.num_rows]
         self._fed = runner.fed
@@ -185,7 +193,7 @@ class Storing:
         message = wire.UnitFiles(
             *self._order.unit,
             self._order.epoch,
-            self._order.after,
+            self._after,
             list(self._named.values()),
             self._extras,
             [(epoch, rows.num_rows) for epoch, rows in self._held],
@@ -198,3 +206,16 @@ class Storing:
         if self._snapshot is not None:
             self._snapshot.close()
         self._shelf.drop(self._files)
+
+
+def _frozen(keeper: Keeper | None, after: int | None) -> tuple[int | None, OperatorSnapshot | None]:
+    """What has changed after an epoch, or everything if most of it has: then nobody needs to keep
+    what was stored before."""
+    if keeper is None:
+        return after, None
+    snapshot = keeper.snapshot(after, whose=KEPT)
+    rows = sum(table.size for table in keeper.tables().values())
+    if after is None or 2 * snapshot.rows_left <= rows:
+        return after, snapshot
+    snapshot.close()
+    return None, keeper.snapshot(whose=KEPT)
