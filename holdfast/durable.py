@@ -243,6 +243,14 @@ class Durable:
         if not self._tasks:
             duties = (self._keep_records(), self._keep_checkpoints())
             self._tasks = [loop.create_task(duty) for duty in duties]
+            for task in self._tasks:
+                task.add_done_callback(self._on_done)
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        """Without them sinks would wait for ever."""
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            self.fail(error)
 
     def close(self) -> None:
         """The flow is over: when this returns nothing more is written."""
@@ -393,7 +401,7 @@ class Durable:
             await loop.run_in_executor(self._keeper, self._save, past)
             self._layers, self._stored_at = layers, time.monotonic()
             self._records = {e: r for e, r in self._records.items() if e > effect.epoch}
-        except (FlowError, OSError, pa.ArrowException) as failed:
+        except Exception as failed:  # it is said, and tried again
             error = str(failed) or type(failed).__name__
         self._handle(ManifestWritten(effect.epoch, error))
 

@@ -100,9 +100,8 @@ def start(
     if history is not None and resume is not None:
         raise errors.FlowError("a flow begins with a history, or goes on with resume=, not both")
     flow = _settled(flow, place or Place(), secret, options, history, partitions, history_at)
-    lost = Past.load(resume) if resume is not None else None
-    if lost is not None and lost.lost:
-        store, store_every_ms = _same_folder(lost, store), store_every_ms or lost.every_ms
+    if resume is not None and (past := Past.load(resume)).lost:
+        store, store_every_ms = _same_folder(resume, store), store_every_ms or past.every_ms
     else:
         store = _new_folder(store)
     if store_every_ms is not None:
@@ -199,14 +198,14 @@ def _refuse_to_store(flow: Flow, store: str | None, place: Place) -> None:
             )
 
 
-def _same_folder(lost: Past, store: str | None) -> str:
+def _same_folder(resume: str, store: str | None) -> str:
     """A flow that was lost goes on in its own folder: at any moment there is one to resume from."""
-    if store is not None and store.rstrip("/") != lost.place.rstrip("/"):
+    if store is not None and store.rstrip("/") != resume.rstrip("/"):
         raise errors.FlowError(
-            f"the flow in {lost.place} was lost while it ran, and goes on being stored there",
+            f"the flow in {resume} was lost while it ran, and goes on being stored there",
             hint=f"leave out store={store!r}; to go on from elsewhere, stop it first",
         )
-    return lost.place
+    return resume
 
 
 class Run:

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from holdfast.core.effects import StoreState
-from holdfast.errors import FlowError, HoldfastError
+from holdfast.errors import FlowError
 from holdfast.flow.operators.base import OperatorSnapshot
 from holdfast.flow.past import CHECKPOINTS, Folder, Growing
 from holdfast.site import wire
@@ -122,7 +122,7 @@ class UnitFiles:
                 if name not in self._growing:
                     self._growing[name] = folder.growing(name, batch.schema, sync=True)
                 self._growing[name].add(batch)
-            except (OSError, pa.ArrowException, HoldfastError) as error:
+            except Exception as error:  # whatever it is, the checkpoint is not to wait for it
                 self._fail(error)
 
     def close(self, folder: Folder) -> None:
@@ -131,7 +131,7 @@ class UnitFiles:
                 file.close()
             for name in list(self._growing)[:1]:
                 folder.sync(name)
-        except (OSError, pa.ArrowException) as error:
+        except Exception as error:
             self._fail(error)
 
     def _fail(self, error: Exception) -> None:

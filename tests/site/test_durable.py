@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -196,8 +197,7 @@ def test_it_goes_on_with_other_sites_partitions_elsewhere_and_another_protection
     flow = mixed(made(RATE // 4), out, passive(every_ms=50, apart="process"))
     second = start(kept, flow, resume=store)
     assert second.options.store == store and second.options.store_every_ms == 100
-    until_stored(second, 12)
-    assert any(layer.gone for layers in Past.load(store).layers.values() for layer in layers)
+    until_stored(second, 4)
     lose(second)
 
     third = start(kept, mixed(made(RATE), out), sites=1, resume=store)
@@ -213,8 +213,14 @@ def test_it_goes_on_with_other_sites_partitions_elsewhere_and_another_protection
         "sources",
         "state",
     ]
-    fourth = start(kept, mixed(made(None), out), resume=store)
-    assert fourth.wait(PATIENCE_S)
+    # What it begins with is elsewhere until there is a checkpoint.
+    again = {"store": str(tmp_path / "other"), "store_every_ms": 60_000}
+    fourth = start(kept, mixed(made(RATE), out), resume=store, **again)
+    until_taken(fourth, past.rows + 1_000)
+    lose(fourth)
+    fifth = start(kept, mixed(made(None), out), resume=str(tmp_path / "other"))
+    assert fifth.records()[0].epoch == past.epochs
+    assert fifth.wait(PATIENCE_S)
     found = results(out)
     for name, table in undisturbed.items():
         assert found[name].equals(table), name
@@ -383,3 +389,46 @@ def test_rows_that_come_once_are_stored_before_anything_comes_of_them(
     every = [events(0, n * 500, 500) for n in [*range(60), 80, 100]]
     total = sum(float(sum(b["v"].to_pylist())) for b in every)
     assert sum(t for t, _ in sums.values()) == total, "each row once"
+
+
+def many(split: int, first: int, n: int) -> pa.RecordBatch:
+    """Of each key there are few rows, and far between."""
+    at = np.arange(first, first + n)
+    return pa.record_batch({"k": at * 7919 % 30_000, "v": at % 997 * 1.0, "ts": at // 2})
+
+
+def test_what_has_changed_is_added_to_what_was_stored_before(
+    kept: list[Run], tmp_path: Path
+) -> None:
+    rows = 60_000
+
+    def flow(rate: int | None, out: str) -> Flow:
+        flow = Flow("many")
+        source = generator(many, SCHEMA, rows=rows, rate=rate)
+        keyed = flow.source("events", source, event_time="ts").key_by("k")
+        sink = parquet(tmp_path / out / "windows", with_order=True, roll_s=0.1)
+        keyed.window(time=4_000, every=1_000).agg(t=sum_("v")).sink("windows", sink)
+        sink = parquet(tmp_path / out / "running", with_order=True, roll_s=0.1)
+        keyed.agg(t=sum_("v"), n=count()).sink("running", sink)
+        return flow
+
+    store = str(tmp_path / "store")
+    run = start(kept, flow(1_000, "out"), sites=2, store=store, store_every_ms=50)
+
+    def is_layered() -> bool:
+        """Keys are gone from one of the layers, and another is on top of it."""
+        assert not run.ended(0), "too slow to see it"
+        for layers in Past.load(store).layers.values():
+            gone = [at for at, layer in enumerate(layers) if layer.gone]
+            if gone and any(not layer.gone for layer in layers[gone[0] + 2 :]):
+                return True
+        return False
+
+    until(is_layered, "a checkpoint of several layers")
+    lose(run)
+    assert start(kept, flow(None, "out"), sites=1, resume=store).wait(PATIENCE_S)
+    assert start(kept, flow(None, "alone"), sites=1).wait(PATIENCE_S)
+    for name in ("windows", "running"):
+        found, wanted = (pq.read_table(tmp_path / out / name) for out in ("out", "alone"))
+        order = [(n, "ascending") for n in wanted.column_names if n.startswith("__o")]
+        assert found.sort_by(order).equals(wanted.sort_by(order)), name
