@@ -154,6 +154,12 @@ def _add_run(commands: Any) -> None:
         "PORT on",
     )
     run.add_argument("--store", metavar="FOLDER", help="write the state there when it is stopped")
+    run.add_argument(
+        "--store-every",
+        metavar="SECONDS",
+        type=float,
+        help="and so often while it runs, so that it can be resumed if everything is lost",
+    )
     run.add_argument("--resume", metavar="FOLDER", help="go on from what --store has written")
     run.add_argument("--quiet", action="store_true", help="no live table")
     run.add_argument("--json", metavar="FILE", help="write the final status to FILE")
@@ -273,6 +279,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
             secret=_secret(options),
             http=options.http,
             store=options.store,
+            store_every_ms=_store_every_ms(options),
             resume=options.resume,
         )
         with run:
@@ -283,7 +290,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
                     until = time.monotonic() + (options.seconds or float("inf"))
                     watch(run, console, lambda: time.monotonic() >= until)
             except KeyboardInterrupt:
-                if options.store is None:
+                if run.options.store is None:
                     raise
                 console.print("stopping; press Ctrl-C again to give up what was taken")
                 run.stop()
@@ -328,6 +335,14 @@ def _run_apps(options: argparse.Namespace, console: Console) -> int:
         if options.json:
             write_json(options.json, apps.status())
     return 0
+
+
+def _store_every_ms(options: argparse.Namespace) -> int | None:
+    if options.store_every is None:
+        return None
+    if options.store_every <= 0:
+        raise FlowError(f"--store-every {options.store_every}: it is a number of seconds above 0")
+    return max(1, round(1e3 * options.store_every))
 
 
 def _place(options: argparse.Namespace) -> Place | None:

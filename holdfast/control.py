@@ -53,6 +53,7 @@ from holdfast.core.events import (
 from holdfast.core.ids import CohortId, SiteId, StageId, Unit
 from holdfast.core.layout import Domain, Guard, Shape, View, place
 from holdfast.core.records import EpochRecord
+from holdfast.durable import Durable
 from holdfast.errors import ArbiterAway, Superseded
 from holdfast.flow.batches import user_names
 from holdfast.flow.graph import Flow
@@ -205,6 +206,13 @@ class Control:
         self._started = False
         self._asked: StopRequested | None = None
         self._feeders: list[Feeder] = []
+        self.durable: Durable | None = None
+        """Who sees to it that the flow can be gone on from if it is lost."""
+        if options.store_every_ms:
+            self.durable = Durable(flow, plan, options, wire.incarnation(secret))
+            self.durable.view = lambda: self.controller.view if self.controller else None
+            self.durable.tell = self._send_all
+            self.durable.fail = lambda error: self._handle(FlowFailed(SiteId(-1), error))
 
     # --- life -----------------------------------------------------------------------------------
 
@@ -224,6 +232,8 @@ class Control:
                     connection.send(wire.Dismiss())
                     connection.close()
                 self._say_ended()
+            if self.durable is not None:
+                self.durable.close()
             self._stop_feeders()
             self._server.close()
             await asyncio.sleep(0.05)
@@ -435,6 +445,8 @@ class Control:
         self.records[record.epoch] = record
         while len(self.records) > RECORDS_MAX:
             del self.records[next(iter(self.records))]
+        if self.durable is not None:
+            self.durable.note(record)
 
     # --- launching sites ------------------------------------------------------------------------
 
@@ -531,6 +543,9 @@ class Control:
                     self.status[site] = msgspec.json.decode(message.figures)
             case wire.Cut():
                 self._note_record(message.record)
+            case wire.UnitFiles() | wire.NotStored():
+                if self.durable is not None:
+                    self.durable.on_message(message)
             case wire.Failed():
                 self._handle(FlowFailed(site, _rebuilt(message)))
             case wire.Finished():
@@ -563,6 +578,8 @@ class Control:
         if connection.role == "site" and self._connections.get(site) is connection:
             del self._connections[site]
             self._registered.pop(site, None)
+            if self.durable is not None:
+                self.durable.on_lost(site)
             self._suspect(site, None)
 
     # --- who is dead ----------------------------------------------------------------------------
@@ -703,6 +720,8 @@ class Control:
                 for site in self._connections:
                     self._send(site, wire.Start())
                 self._start_feeders()
+                if self.durable is not None:
+                    self.durable.start()
                 self._commit_again()
                 self.on_running()
             case OrderCatchUp():
@@ -788,6 +807,8 @@ class Control:
         self._to_fence.clear()
         if effect is not None:
             log.info("%s", effect.view)
+            if self.durable is not None:
+                self.durable.on_view(effect.view)
             for site in effect.view.members:
                 self._give_view(site)
 
@@ -824,8 +845,14 @@ class Control:
             others = [s for s in view.members if s in known]
             addresses = {int(s): self.route(site, s, known[s]) for s in others}
             self._send(site, wire.NewView(view, addresses))
+        if self.durable is not None:
+            self._send(site, wire.Recorded(self.durable.recorded))
         if self._started:
             self._send(site, wire.Start())
+
+    def _send_all(self, message: wire.Message) -> None:
+        for site in list(self._connections):
+            self._send(site, message)
 
     def _send(self, site: SiteId, message: wire.Message) -> None:
         connection = self._connections.get(site)

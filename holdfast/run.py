@@ -24,7 +24,7 @@ from holdfast.core.controller import Controller
 from holdfast.core.records import EpochRecord
 from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
-from holdfast.flow.past import Folder
+from holdfast.flow.past import Folder, Past
 from holdfast.flow.plan import plan, protected_otherwise
 from holdfast.flow.protection import Protection
 from holdfast.settle import settled
@@ -70,6 +70,7 @@ def start(
     history: Any = None,
     history_at: str | None = None,
     store: str | None = None,
+    store_every_ms: int | None = None,
     resume: str | None = None,
 ) -> Run:
     """Run `flow` on `sites` sites, and return as soon as its rows flow.
@@ -88,7 +89,10 @@ def start(
     `history_at` is a folder that driver and executors reach, for what is between the two.
 
     With `store`, a folder or URL, the flow's state is written there when it is stopped. With
-    `resume` a flow of the same stages goes on from there, where all sources and sinks were.
+    `store_every_ms` it is also written while the flow runs, that often, and so are the epochs'
+    records: then the flow can be gone on from if it is lost with everything. With `resume` a flow
+    of the same stages goes on from there, where all sources and sinks were; one that was lost is
+    stored in the same folder, and as often, from then on.
     """
     if sites < 1 or standbys < 0:
         raise errors.FlowError(
@@ -98,6 +102,12 @@ def start(
     if history is not None and resume is not None:
         raise errors.FlowError("a flow begins with a history, or goes on with resume=, not both")
     flow = _settled(flow, place or Place(), secret, options, history, partitions, history_at)
+    if resume is not None and (past := Past.load(resume)).lost:
+        store, store_every_ms = _same_folder(resume, store), store_every_ms or past.every_ms
+    else:
+        store = _new_folder(store)
+    if store_every_ms is not None:
+        _refuse_to_store(flow, store, place or Place())
     if resume is not None:
         flow = resumed(flow, resume, partitions)
     planned = plan(flow)
@@ -111,7 +121,9 @@ def start(
         host.listen_host = listen
         if not wire.is_wildcard(listen):
             host.advertise_host = listen
-    options = replace(options, partitions=partitions, store=_new_folder(store))
+    options = replace(
+        options, partitions=partitions, store=store, store_every_ms=store_every_ms or 0
+    )
     control = Control(
         flow,
         planned,
@@ -123,6 +135,8 @@ def start(
         place or Place(),
     )
     control.route = route
+    if control.durable is not None:
+        control.durable.prepare()
     run = Run(control, host)
     if http is not None:
         from holdfast.web import Web
@@ -157,6 +171,43 @@ def _new_folder(store: str | None) -> str | None:
     if store is not None and Folder(store).list("."):
         raise errors.FlowError(f"store={store!r} is not empty", hint="give each run one of its own")
     return store
+
+
+def _refuse_to_store(flow: Flow, store: str | None, place: Place) -> None:
+    """What could not be gone on from, if it were lost while it runs."""
+    if store is None:
+        raise errors.FlowError("store_every_ms needs store=, a folder to write to")
+    if place.apps > 1:
+        raise errors.FlowError("store_every_ms is for a flow in one application")
+    for stage in plan(flow).stages:
+        if stage.source is not None and stage.source.fed and not stage.source.resumable:
+            raise errors.FlowError(
+                f"store_every_ms: without a checkpoint location the query that feeds source "
+                f"{stage.name!r} would begin anew when the flow goes on",
+                hint="write spark_stream(df, checkpoint=...)",
+            )
+        if stage.sink is not None and stage.sink.unread_bytes_max is not None:
+            raise errors.FlowError(
+                f"store_every_ms: what is in the outlet {stage.name!r} is in memory alone, and its "
+                "readers could not go on with a flow that was lost",
+                hint="write to a sink that others read, such as kafka_sink",
+            )
+        if stage.merge == "arrival":
+            raise errors.FlowError(
+                f"store_every_ms: stage {stage.name!r} takes rows as they arrive, so there is no "
+                "state after an epoch",
+                hint='leave out merge="arrival"',
+            )
+
+
+def _same_folder(resume: str, store: str | None) -> str:
+    """A flow that was lost goes on in its own folder: at any moment there is one to resume from."""
+    if store is not None and store.rstrip("/") != resume.rstrip("/"):
+        raise errors.FlowError(
+            f"the flow in {resume} was lost while it ran, and goes on being stored there",
+            hint=f"leave out store={store!r}; to go on from elsewhere, stop it first",
+        )
+    return resume
 
 
 class Run:
@@ -261,6 +312,7 @@ class Run:
             "domains": {int(s): d for s, d in controller.domains.items()} if controller else {},
             **UNKNOWN,
             **self._described(),
+            "store": self._control.durable.figures() if self._control.durable else None,
             "error": str(self.error) if self.error else None,
         }
 
@@ -393,6 +445,8 @@ class Run:
         if self.options.store is not None and last is not None and last.last and not last.ended:
             try:
                 write_manifest(self.options.store, self.plan, self.options.partitions, last)
+                if self._control.durable is not None:
+                    self._control.durable.clean()
             except (errors.HoldfastError, OSError) as error:
                 self._control.error = errors.FlowError(
                     f"the state of flow {self.flow.name!r} could not be stored: {error}"

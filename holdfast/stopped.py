@@ -1,7 +1,8 @@
 """A flow that was stopped, and goes on later: elsewhere, on other sites, with newer code.
 
 When the last epoch is through, every unit writes down where it is, in the folder that the flow was
-started with. Then whoever has stopped it adds a manifest, which makes a `Past` of it.
+started with. Then whoever has stopped it adds a manifest, which makes a `Past` of it. Of one that
+was lost before it could be stopped there may be a checkpoint: see `holdfast.durable`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import copy
 import msgspec
 
 from holdfast.core.records import EpochRecord
+from holdfast.durable import claimed
 from holdfast.errors import FlowError
 from holdfast.flow.graph import Flow
 from holdfast.flow.past import SOURCES, WAITING, Folder, Past, stored_state
@@ -52,7 +54,7 @@ def _sources(folder: Folder) -> dict[int, wire.IngressExtras]:
 
 
 def resumed(flow: Flow, place: str, partitions: int) -> Flow:
-    """`flow`, to go on from where the one in this folder was stopped."""
+    """`flow`, to go on from where the one in this folder was stopped, or lost."""
     past, planned = Past.load(place), plan(flow)
     where = f"flow {flow.name!r} cannot go on from {place}"
     names = [stage.name for stage in planned.stages]
@@ -66,6 +68,15 @@ def resumed(flow: Flow, place: str, partitions: int) -> Flow:
             f"{where}: stage {anew[0]!r} is one that is made anew from its input alone",
             hint="protect it with pairs(), active() or passive()",
         )
+    if past.lost and past.flow != flow.name:
+        raise FlowError(
+            f"{where}: the other is called {past.flow!r}, and its sinks know it by its name"
+        )
     flow = copy.copy(flow)
-    flow.past = msgspec.structs.replace(past, place=place)
+    flow.past = past
+    if past.lost:
+        flow.past = claimed(place)
+        flow.settled = past.settled
+    else:
+        past.check()
     return flow

@@ -30,7 +30,9 @@ from holdfast.core.effects import (
     ReportCopy,
     ReportDelivered,
     ReportFinished,
+    ReportMissed,
     SiteEffect,
+    StoreState,
     TellLog,
 )
 from holdfast.core.events import (
@@ -47,11 +49,12 @@ from holdfast.core.events import (
     SinkDurable,
     SiteEvent,
     StockOrdered,
+    StoreOrdered,
     UnitProcessed,
     ViewCommitted,
 )
 from holdfast.core.exchange import Consumer, Producer
-from holdfast.core.ids import NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId, Unit
+from holdfast.core.ids import NO_EPOCH, STORE, CohortId, Epoch, ExchangeId, SiteId, Unit
 from holdfast.core.layout import Shape, StageShape, View
 from holdfast.core.records import EpochRecord
 from holdfast.core.upstream import Needs, Search, Source
@@ -74,7 +77,7 @@ class _Unit:
     replaying_to: Epoch | None = None
     """A new copy has caught up when it has finished this epoch."""
     handovers: dict[SiteId, Epoch] = field(default_factory=dict)
-    """To whom its state goes, once it has finished this epoch."""
+    """To whom its state goes, once it has finished this epoch; to the `STORE` after no other."""
     handed: dict[SiteId, int] = field(default_factory=dict)
     """To whom its state has been given out, and since which view that copy joins."""
     hurried: Epoch = NO_EPOCH
@@ -115,6 +118,8 @@ class Dataflow:
         self.ended = False
         """Whether that is because the sources have ended: there is nothing to go on with."""
         self._reported = False
+        self._stored: Epoch | None = None
+        """The epoch of the last checkpoint that counts, as far as it is known here."""
 
     def handle(self, event: SiteEvent) -> list[SiteEffect]:
         match event:
@@ -140,6 +145,8 @@ class Dataflow:
                 return self._on_sink_durable(event)
             case CheckpointDue():
                 return self._on_checkpoint_due(event)
+            case StoreOrdered():
+                return self._on_store_ordered(event)
             case CatchUpOrdered():
                 return self._on_catch_up_ordered(event)
             case StockOrdered():
@@ -219,6 +226,7 @@ class Dataflow:
         assert self.view is not None
         cohort = self.view.cohort(unit.key)
         wanted = cohort.joining + cohort.standing
+        wanted += (STORE,) if cohort.led_by(self.site) else ()
         unit.handovers = {s: e for s, e in unit.handovers.items() if s in wanted}
         unit.given = {s: e for s, e in unit.given.items() if s in wanted}
         gone = [s for s, n in unit.handed.items() if s not in wanted or cohort.since_of(s) != n]
@@ -524,6 +532,9 @@ class Dataflow:
         effects: list[SiteEffect] = []
         for joiner in [s for s, due in unit.handovers.items() if unit.finished >= due]:
             del unit.handovers[joiner]
+            if joiner == STORE:
+                effects.append(self._store(unit))
+                continue
             unit.handed[joiner] = self.view.cohort(unit.key).since_of(joiner)
             after = unit.given.get(joiner)
             unit.given[joiner] = unit.finished
@@ -532,6 +543,30 @@ class Dataflow:
             let_go = {x: p.let_go() for x, p in producers.items()}
             effects.append(HandOver(unit.key, joiner, unit.finished, kept, let_go, after))
         return effects
+
+    def _on_store_ordered(self, event: StoreOrdered) -> list[SiteEffect]:
+        """Every unit as it is after this epoch and no other: what some have of later epochs others
+        would not know of."""
+        assert self.view is not None
+        self._stored = event.after
+        effects: list[SiteEffect] = []
+        for unit in self.units.values():
+            if not self.view.cohort(unit.key).led_by(self.site):
+                continue
+            unit.handovers[STORE] = event.epoch
+            if unit.finished + unit.busy > event.epoch:
+                del unit.handovers[STORE]
+                effects.append(ReportMissed(unit.key, event.epoch))
+            elif not unit.busy:
+                effects += self._handovers(unit)
+        return effects
+
+    def _store(self, unit: _Unit) -> StoreState:
+        """What was given before may not have become part of a checkpoint."""
+        known = unit.given.get(STORE)
+        unit.given[STORE] = unit.finished
+        after = known if known is not None and known == self._stored else None
+        return StoreState(unit.key, unit.finished, after)
 
     def _on_checkpoint_due(self, event: CheckpointDue) -> list[SiteEffect]:
         """To all that stand by, unless nothing has happened since the last one."""

@@ -134,6 +134,25 @@ class HandOver:
 
 
 @value
+class StoreState:
+    """Freeze the unit's state, which is that after `epoch`, and store it, a little at a time; with
+    `after`, what has changed after that epoch. The unit goes on meanwhile."""
+
+    unit: Unit
+    epoch: Epoch
+    after: Epoch | None = None
+
+
+@value
+class ReportMissed:
+    """Tell the controller that the unit was past the epoch when it heard that it is to be stored
+    after it."""
+
+    unit: Unit
+    epoch: Epoch
+
+
+@value
 class AbandonHandOver:
     """The copy at `joiner` is not wanted any more."""
 
@@ -174,6 +193,8 @@ SiteEffect = (
     | TellLog
     | AskRecords
     | HandOver
+    | StoreState
+    | ReportMissed
     | AbandonHandOver
     | ReportDelivered
     | ReportCopy
@@ -305,3 +326,25 @@ ControllerEffect = (
     | Wait
     | EndFlow
 )
+
+# --- of the checkpoints of a flow that runs -----------------------------------------------------
+
+
+@value
+class OrderStore:
+    """Tell all sites: see `StoreOrdered`."""
+
+    epoch: Epoch
+    after: Epoch | None
+
+
+@value
+class WriteManifest:
+    """All units are stored after `epoch`: see to it that this is known. Answer
+    `ManifestWritten`."""
+
+    epoch: Epoch
+    stored: dict[Unit, Any]
+
+
+StoreEffect = OrderStore | WriteManifest

@@ -136,6 +136,15 @@ class SinkDurable:
 
 
 @value
+class StoreOrdered:
+    """Units that are led here are to be stored as they are after `epoch`: what has changed after
+    the epoch `after`, if that is when they were stored last, and all of it otherwise."""
+
+    epoch: Epoch
+    after: Epoch | None
+
+
+@value
 class CatchUpOrdered:
     """Every member counts the joining copy: the donor may hand over to it."""
 
@@ -179,6 +188,7 @@ SiteEvent = (
     | LogTold
     | CheckpointDue
     | SinkDurable
+    | StoreOrdered
     | CatchUpOrdered
     | StockOrdered
     | CopyInstalled
@@ -376,6 +386,48 @@ class StopRequested:
 
     drain: bool
 
+
+# --- of the checkpoints of a flow that runs -----------------------------------------------------
+
+
+@value
+class StoreDue:
+    """It is time for another checkpoint, of an epoch that no unit has come to before it hears of
+    it: probably the one that is `ahead` of the last record."""
+
+    view: View
+    ahead: int
+
+
+@value
+class UnitStored:
+    """A unit is stored as it was after `epoch`; `what` says where."""
+
+    unit: Unit
+    epoch: Epoch
+    what: Any
+
+
+@value
+class StoreFailed:
+    """A unit could not be stored; `missed`: it was past the epoch already."""
+
+    epoch: Epoch
+    reason: str
+    missed: bool
+
+
+@value
+class ManifestWritten:
+    """The checkpoint counts; with an error it could not be written."""
+
+    epoch: Epoch
+    error: str
+
+
+StoreEvent = (
+    RecordArrived | ViewCommitted | PeerLost | StoreDue | UnitStored | StoreFailed | ManifestWritten
+)
 
 ControllerEvent = (
     SiteRegistered

@@ -17,5 +17,8 @@ Unit = tuple[StageId, CohortId]
 FIRST: Unit = (StageId(0), CohortId(0))
 """The first cohort of the first source, which the sequencer lives with."""
 
+STORE = SiteId(-1)
+"""No site: to it goes what is to outlive all of them."""
+
 NO_EPOCH = Epoch(-1)
 """Before the first epoch, which is 0."""

@@ -87,11 +87,19 @@ class _Split:
         self.rows_waiting += block.rows
         self.idle = False
 
+    def trim(self) -> None:
+        """Of what was announced, keep what is in no epoch."""
+        waiting, self.blocks, self.next_offset = self.blocks, deque(), self.cut
+        self.rows_waiting = 0
+        for block in waiting:
+            self.add(block)
+
 
 class Sequencer:
     """The machine. `splits` are all (source, split) pairs, `sinks` all sink stages; the flow begins
     after the epoch `begun`, in which rows had the numbers before `seq`, and splits had come to the
-    offsets `cuts`.
+    offsets `cuts`. `known` are the records of the epochs after it that were cut before the flow was
+    lost: somebody may have acted on them, so they come first, as they were.
 
     It begins as a follower that knows nothing, unless the first view has it in the chain.
     """
@@ -105,6 +113,7 @@ class Sequencer:
         begun: Epoch = NO_EPOCH,
         seq: int = 0,
         cuts: Mapping[tuple[StageId, int], int] | None = None,
+        known: Iterable[EpochRecord] = (),
     ) -> None:
         self.site, self.budget = site, budget
         self.splits = {key: _Split() for key in sorted(splits)}
@@ -122,6 +131,7 @@ class Sequencer:
         self._joining: tuple[SiteId, ...] = ()
         self._in_flight: dict[Epoch, int] = {}
         self._turn = 0
+        self._known = deque(known)
 
     def handle(self, event: SequencerEvent) -> list[SequencerEffect]:
         match event:
@@ -180,10 +190,7 @@ class Sequencer:
         everywhere = min(self.delivered.values(), default=NO_EPOCH)
         self._in_flight = {r.epoch: 0 for r in self.history if r.epoch > everywhere}
         for split in self.splits.values():
-            waiting, split.blocks, split.next_offset = split.blocks, deque(), split.cut
-            split.rows_waiting = 0
-            for block in waiting:
-                split.add(block)
+            split.trim()
 
     def _on_chain_joined(self, event: ChainJoined) -> list[SequencerEffect]:
         if event.site not in self._joining:
@@ -219,6 +226,11 @@ class Sequencer:
             split = self.splits[r.source, r.split]
             split.cut = r.end
             split.next_offset = max(split.next_offset, r.end)
+        self._forget_known()
+
+    def _forget_known(self) -> None:
+        while self._known and self._known[0].epoch < self.next_epoch:
+            self._known.popleft()
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -236,6 +248,7 @@ class Sequencer:
         for split, cut in zip(self.splits.values(), state["cuts"], strict=True):
             split.cut = split.next_offset = cut
         self.history = deque(state["history"], maxlen=RESENT)
+        self._forget_known()
 
     # --- cutting --------------------------------------------------------------------------------
 
@@ -277,7 +290,9 @@ class Sequencer:
     def _cut(self) -> EpochRecord | None:
         if not self.leads or self._paused or self.finished:
             return None
-        if not self._has_room() or self._better_wait():
+        if self._known and self._has_room():
+            return self._cut_again(self._known[0])
+        if self._known or not self._has_room() or self._better_wait():
             return None
         ranges, nbytes = ([], 0) if self._draining else self._take_blocks()
         exhausted = all(s.ended and not s.blocks for s in self.splits.values())
@@ -293,6 +308,14 @@ class Sequencer:
         )
         self._in_flight[record.epoch] = nbytes
         self._note(record)
+        return record
+
+    def _cut_again(self, record: EpochRecord) -> EpochRecord:
+        """Ingresses have announced rows of it anew, or will, which then are cut already."""
+        self._in_flight[record.epoch] = 0
+        self._note(record)
+        for split in self.splits.values():
+            split.trim()
         return record
 
     def _has_room(self) -> bool:

@@ -33,6 +33,8 @@ class Options:
     """In which folder, if not where temporary files are."""
     store: str | None = None
     """Where the state goes when the flow is stopped."""
+    store_every_ms: int = 0
+    """How often it goes there while the flow runs; 0: never."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.partitions <= 65_535:
@@ -41,6 +43,11 @@ class Options:
             raise FlowError("lease_s, catch_up_mb_s and kept_bytes_max must be positive")
         if self.log_bytes_max < 0:
             raise FlowError(f"log_bytes_max must not be negative, as {self.log_bytes_max} is")
+        if self.store_every_ms < 0 or (self.store_every_ms and self.store is None):
+            raise FlowError(
+                f"store_every_ms={self.store_every_ms}: how often the state is written, in "
+                "milliseconds; it needs store=, a folder to write it to"
+            )
         if self.window < 1 or self.block_rows < 1 or self.read_ahead_rows < self.block_rows:
             raise FlowError(
                 "window and block_rows must be positive, and read_ahead_rows not smaller"

@@ -141,6 +141,7 @@ class Parquet(Sink):
 
     def resume(self, whose: Authority, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
         self.path.mkdir(parents=True, exist_ok=True)
+        (self.path / "_SUCCESS").unlink(missing_ok=True)
         while (last := self.last_epoch(durable + 1)) is not None:
             durable = last
         return _ParquetWriter(self, schema, durable), durable

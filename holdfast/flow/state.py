@@ -11,7 +11,7 @@ moment while the table goes on: what is about to change is saved for it, row by 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,8 @@ CHUNK_BITS = 10
 _SCANNED = 1 << 16
 _UNBORN = np.iinfo(np.int64).max
 _NULL = "__null."
+STANDBY = "standby"
+"""Who follows a table's changes, if nobody else is named: whoever stands by."""
 
 _Rows = dict[str, np.ndarray]
 """Some rows of a table, or all: columns, identities, and the null masks of columns with nulls."""
@@ -80,7 +82,7 @@ class StateTable:
         self.partitions = partitions
         self._born: np.ndarray | None = None
         self._touched: np.ndarray | None = None
-        self._removed: list[pa.RecordBatch] = []
+        self._removed: dict[str, list[pa.RecordBatch]] = {}
         self._reset(512)
 
     def _reset(self, capacity: int) -> None:
@@ -100,9 +102,10 @@ class StateTable:
         if self._touched is not None:
             self._touched = np.full(capacity, -1)
 
-    def follow(self, *, births: bool, changes: bool) -> None:
+    def follow(self, *, births: bool, changes: Collection[str] = ()) -> None:
         """Know from now on in which epoch each key's state began (before all others, if it is there
-        now), and in which it last changed, and which were removed; or know it no longer."""
+        now); and for these followers, in which it last changed, and which were removed since the
+        last snapshot of each; or know it no longer."""
         if births and self._born is None:
             self._born = np.full(self._capacity, _UNBORN)
             self._born[: self._index.size] = 0
@@ -111,7 +114,8 @@ class StateTable:
         if changes and self._touched is None:
             self._touched = np.full(self._capacity, -1)
         elif not changes:
-            self._touched, self._removed = None, []
+            self._touched = None
+        self._removed = {whose: self._removed.get(whose, []) for whose in changes}
 
     def oldest(self) -> int | None:
         """The epoch in which the oldest state began, if births are followed and there is any."""
@@ -262,20 +266,25 @@ class StateTable:
             snapshot.save(slots)
 
     def snapshot(
-        self, partitions: Iterable[int] | None = None, after: int | None = None
+        self,
+        partitions: Iterable[int] | None = None,
+        after: int | None = None,
+        whose: str = STANDBY,
     ) -> Snapshot:
         """Freeze the state of some partitions (all, by default) as it is now; with `after`, what
-        has changed after this epoch, which is that of the last snapshot, if changes are followed.
-        """
+        has changed after this epoch, which is that of the follower's last snapshot, if changes are
+        followed."""
         snapshot = Snapshot(self, partitions, after)
         self._snapshots.append(snapshot)
-        self._removed = []
+        if whose in self._removed:
+            self._removed[whose] = []
         return snapshot
 
-    def removed(self) -> pa.RecordBatch:
-        """The keys that were removed since the last snapshot. Some may have come again."""
+    def removed(self, whose: str = STANDBY) -> pa.RecordBatch:
+        """The keys that were removed since the follower's last snapshot. Some may have come
+        again."""
         keys = pa.schema([("__low", pa.int64()), ("__high", pa.int64())])
-        table = pa.Table.from_batches(self._removed, keys).combine_chunks()
+        table = pa.Table.from_batches(self._removed.get(whose, []), keys).combine_chunks()
         (batch,) = table.to_batches() or [pa.RecordBatch.from_pylist([], keys)]
         return batch
 
@@ -293,8 +302,9 @@ class StateTable:
         slots = distinct(slots)
         slots = slots[~self._dead[slots]]
         if self._touched is not None and slots.size:
-            gone = {"__low": self._low[slots], "__high": self._high[slots]}
-            self._removed.append(pa.record_batch(gone))
+            gone = pa.record_batch({"__low": self._low[slots], "__high": self._high[slots]})
+            for removed in self._removed.values():
+                removed.append(gone)
         self._dead[slots] = True
         self._dead_count += slots.size
         if 2 * self._dead_count > max(self._index.size, 1024):
@@ -311,6 +321,11 @@ class StateTable:
         if since is not None:
             slots = slots[self._changed[slots >> CHUNK_BITS] > since]
         return _batch(self.fields, _rows(self._arrays(), self._changed, slots))
+
+    def within(self, state: pa.RecordBatch, first: int, end: int) -> pa.RecordBatch:
+        """Of what `extract` gave, the rows of the partitions ``[first, end)``."""
+        part = state.column("__part").to_numpy()
+        return state.filter(pa.array((first <= part) & (part < end)))
 
     def _in(self, partitions: Iterable[int], part: np.ndarray) -> np.ndarray:
         wanted = np.zeros(self.partitions, bool)

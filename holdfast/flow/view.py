@@ -18,7 +18,7 @@ from holdfast.flow.batches import empty
 from holdfast.flow.keys import key_words
 from holdfast.flow.operators.base import OperatorSnapshot
 from holdfast.flow.sinks import Authority, Sink, SinkWriter
-from holdfast.flow.state import Field, Snapshot, StateTable
+from holdfast.flow.state import STANDBY, Field, Snapshot, StateTable
 
 PART_ROWS = 50_000
 SCANS_MAX = 8
@@ -62,8 +62,8 @@ class ViewWriter(SinkWriter):
         """The rows, for whoever makes another copy."""
         return {"rows": self._table}
 
-    def snapshot(self, after: int | None = None) -> OperatorSnapshot:
-        return OperatorSnapshot(self.tables(), {}, after)
+    def snapshot(self, after: int | None = None, *, whose: str = STANDBY) -> OperatorSnapshot:
+        return OperatorSnapshot(self.tables(), {}, after, whose=whose)
 
     def install(self, state: dict[str, pa.RecordBatch]) -> None:
         self._table.install(state["rows"])

@@ -309,7 +309,7 @@ def _half_a_checkpoint(_: Any) -> Any:
 
 
 def _nothing_removed(right: Any) -> Any:
-    def removed(self: StateTable) -> Any:
+    def removed(self: StateTable, whose: str) -> Any:
         return right(self).slice(0, 0)
 
     return removed

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 
 from holdfast.errors import ProtocolError
@@ -20,6 +21,9 @@ from holdfast.flow.past import Past
 from holdfast.flow.plan import Stage
 from holdfast.flow.sinks import Authority, SinkWriter
 from holdfast.site import wire
+
+LIFE_BITS = 48
+"""A flow that goes on after it was lost has higher terms than it had before."""
 
 
 class Egress:
@@ -34,7 +38,11 @@ class Egress:
         """Of the epochs that are stored, those before this one were taken."""
         self._later: list[tuple[int, pa.RecordBatch]] = []
         """Epochs that were taken and go on when all that are stored have been."""
-        self._sink, self._whose = stage.sink, Authority(flow, stage.name, incarnation)
+        lost = past if past is not None and past.lost and not past.untouched else None
+        self._lost = lost is not None
+        self._sink = stage.sink
+        self._whose = Authority(flow, stage.name, lost.incarnation if lost else incarnation)
+        self._life = lost.life if lost else 0
         schema = stage.inputs[0].schema
         self.columns = schema.names if stage.sink.with_order else user_names(schema)
         self._schema = pa.schema([schema.field(n) for n in self.columns])
@@ -45,6 +53,16 @@ class Egress:
         if stage.sink.replicated:
             self.writer = stage.sink.open(self._whose, self._schema)
 
+    def recover(self, past: Past) -> None:
+        """Be as the egress was of a flow that was lost: what it held may be durable or not."""
+        stored = past.sinks.get(self._stage)
+        if stored is not None:
+            saved = msgspec.msgpack.decode(stored.saved, type=wire.EgressExtras)
+            self.restore(saved, past.held_by(self._stage))
+
+    def _in_term(self, term: int) -> Authority:
+        return replace(self._whose, term=(self._life << LIFE_BITS) + term)
+
     @property
     def held(self) -> list[tuple[int, pa.RecordBatch]]:
         """The epochs that are not known to be durable."""
@@ -52,8 +70,11 @@ class Egress:
 
     def begin(self, term: int = 0) -> None:
         """Lead from the first epoch on."""
+        if self._lost:
+            self.lead(term)  # in place of the one that was lost
+            return
         self.leads = True
-        whose = replace(self._whose, term=term)
+        whose = self._in_term(term)
         if self.writer is None and self._past is not None and self._past.stopped:
             self.writer = self._sink.go_on(whose, self._schema, self.durable)
         elif self.writer is None:
@@ -65,7 +86,7 @@ class Egress:
             return
         self.leads = True
         if self.writer is None:
-            whose = replace(self._whose, term=term)
+            whose = self._in_term(term)
             self.writer, self.durable = self._sink.resume(whose, self._schema, self.durable)
             self.let_go(self.durable)
             self._recalled = self.durable + 1
@@ -116,7 +137,7 @@ class Egress:
             self.let_go(self.writer.commit(self.taken))
 
     def take(self, epoch: int, batch: pa.RecordBatch) -> None:
-        self.taken = epoch
+        self.taken = max(self.taken, epoch)
         if epoch > self.durable:
             self._held.append((epoch, batch))
         # A leader before this one may have got further than this copy has.

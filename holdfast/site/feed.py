@@ -14,6 +14,9 @@ What is pushed cannot be read again, so the leading copy of the ingress gives wh
 numbered *portions*, to the other copies first. Only when all of them have a portion do its rows
 enter the flow, and only then is the feeder told that they were taken. A new leader goes on from
 the last portion it has: it knows which batches, or how many rows of which partition, those were.
+
+Of a flow that is stored while it runs the store is one more copy: it has a portion before anything
+comes of it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from holdfast.core.ids import SiteId
+from holdfast.core.ids import STORE, SiteId
 from holdfast.errors import ProtocolError
 from holdfast.flow.batches import empty, to_ipc
 from holdfast.flow.sources import SplitReader, Tap
@@ -33,6 +36,9 @@ from holdfast.site import wire
 from holdfast.site.bundles import rows_of
 
 Reply = Callable[[bool, str], None]
+Keep = Callable[[int, int, wire.FeedPortion, list[Any]], None]
+"""Stores a portion, given the reader's rank and the portion's number; `FedReader.on_has` is to be
+called when it is there."""
 
 HELD_BYTES_MAX = 32 << 20
 PULLED_MAX = 16
@@ -77,6 +83,8 @@ class FedReader(SplitReader):
         self.leads = False
         self.send: Callable[[SiteId, wire.Message, list[Any]], None] = lambda *_: None
         self.on_ready: Callable[[], None] = lambda: None
+        self.keep: Keep | None = None
+        self._rank = 0  # of the view in which it came to lead
         self._ready: deque[pa.RecordBatch] = deque()
         self._ready_bytes = 0
         self._staged: dict[tuple[int, int], _Partition] = {}
@@ -249,7 +257,10 @@ class FedReader(SplitReader):
         bodies = [to_ipc(b) for b in portion.rows]
         sizes = [b.size for b in bodies]
         message = wire.FeedPortion(self.source, portion.number, portion.marks, sizes, portion.tap)
-        self.send(site, message, list(bodies))
+        if site != STORE:
+            self.send(site, message, list(bodies))
+        elif self.keep is not None:
+            self.keep(self._rank, portion.number, message, list(bodies))
 
     def _enter(self) -> None:
         """Take what all copies that count have, and forget what all have."""
@@ -275,13 +286,22 @@ class FedReader(SplitReader):
                 portion.taken(True, "")
         self.on_ready()
 
-    def on_copies(self, leads: bool, others: Iterable[SiteId], joining: Iterable[SiteId]) -> None:
-        """Who the other copies are has changed."""
-        if leads and not self.leads:
-            self._submitted = self._taken
+    def on_copies(
+        self, leads: bool, others: Iterable[SiteId], joining: Iterable[SiteId], rank: int = 0
+    ) -> None:
+        """Who the other copies are has changed, in a view of this rank."""
+        comes_to_lead = leads and not self.leads
+        if comes_to_lead:
+            self._submitted, self._rank = self._taken, rank
         self.leads = leads
         others, joining = set(others), set(joining)
+        if self.keep is not None:
+            others.add(STORE)
         self._counted = others | (self._counted & joining)
+        if comes_to_lead and self.keep is not None:
+            self._has[STORE] = self._portions[0].number - 1 if self._portions else self._taken
+            for portion in self._portions:
+                self._give(STORE, portion)
         if leads:
             self._has = {s: self._has.get(s, 0) for s in others | joining}
             self._enter()
@@ -296,17 +316,28 @@ class FedReader(SplitReader):
         for size in message.sizes:
             rows.append(rows_of(body[at : at + size]))
             at += size
-        self._at(message.marks)
-        if self._tap is not None and message.tap:
-            try:
-                self._tap.note(message.tap)
-            except (ValueError, KeyError, TypeError) as error:
-                raise ProtocolError(f"a mark that is none: {error!r}") from error
+        portion = _Portion(message.number, rows, message.marks, None, message.tap)
+        self._note(portion)
         # Kept in case this copy comes to lead while another one lacks it.
-        self._portions.append(_Portion(message.number, rows, message.marks, None, message.tap))
+        self._portions.append(portion)
         while self._portions[0].number <= message.marks["everywhere"]:
             self._portions.popleft()
-        self._take(self._portions[-1])
+        self._take(portion)
+
+    def _note(self, portion: _Portion) -> None:
+        self._at(portion.marks)
+        if self._tap is not None and portion.tap:
+            try:
+                self._tap.note(portion.tap)
+            except (ValueError, KeyError, TypeError) as error:
+                raise ProtocolError(f"a mark that is none: {error!r}") from error
+
+    def recover(self, message: wire.FeedPortion, rows: list[pa.RecordBatch]) -> None:
+        """Of a flow that was lost: all copies have this portion, as it is stored."""
+        portion = _Portion(message.number, rows, message.marks, None, message.tap)
+        self._note(portion)
+        self._take(portion)
+        self._submitted = self._taken
 
     def _at(self, marks: Mapping[str, int]) -> None:
         """Stand where another copy of the feed stood."""
@@ -331,6 +362,16 @@ class FedReader(SplitReader):
         self._enter()
 
     @property
+    def submitted(self) -> int:
+        """How many portions there are, also of those that have not entered. What `save` gives is
+        after all of them."""
+        return self._submitted
+
+    def is_kept(self, number: int) -> bool:
+        """Whether all portions up to this one are stored."""
+        return self._has.get(STORE, 0) >= number
+
+    @property
     def has(self) -> int:
         """How many portions this copy has."""
         return self._taken
@@ -346,6 +387,7 @@ class FedReader(SplitReader):
             "passed": self._passed,
             "ended": int(self._ended),
             "taken": self._taken,
+            "rank": self._rank,
         }
 
     def save_tap(self) -> str:

@@ -18,6 +18,7 @@ from holdfast.flow.sources import FLAW, Position, Source, SplitReader
 from holdfast.flow.steps import conform
 from holdfast.flow.watermark import Steps, Watermark, source_times, track_of
 from holdfast.site import wire
+from holdfast.site.bundles import rows_of
 from holdfast.site.feed import FedReader
 
 
@@ -113,11 +114,15 @@ class Split:
             return None
         if batch.num_rows == 0:
             return None
-        batch = conform(batch, self._schema, self.stage.name).select(self._columns)
+        batch = self.conformed(batch)
         self._held.append(batch)
         self._positions.append((self._next + batch.num_rows, before))
         start, self._next = self._next, self._next + batch.num_rows
         return self._block(start, batch)
+
+    def conformed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """What goes on from here of rows as the reader gives them."""
+        return conform(batch, self._schema, self.stage.name).select(self._columns)
 
     def read_to(self, end: int, rows_max: int) -> bool:
         """Have the rows before `end`, which another copy has had; False if not all are there."""
@@ -178,8 +183,13 @@ class Ingress:
         if saved is not None:
             known = msgspec.msgpack.decode(saved, type=wire.IngressExtras)
             self.restore(known, past.waiting_of(self.stage.id))
-        elif self._mark is not None:
+        elif self._mark is not None and past.mark:
             self._mark.restore(past.mark)
+        for split in self.splits.values():
+            if isinstance(split.reader, FedReader):
+                for header, bodies in past.portions_of(self.stage.id):
+                    message = msgspec.msgpack.decode(header, type=wire.FeedPortion)
+                    split.reader.recover(message, [rows_of(memoryview(b)) for b in bodies])
 
     def epoch(self, record: EpochRecord) -> tuple[pa.RecordBatch, Track]:
         """This site's rows of an epoch, in order, and the steps the watermark takes at them."""
@@ -224,7 +234,7 @@ class Ingress:
         """Of a fed source: all rows that are in no epoch yet."""
         (split,) = self.splits.values()
         assert isinstance(split.reader, FedReader)
-        return [*split.held, *split.reader.unread()]
+        return [*split.held, *map(split.conformed, split.reader.unread())]
 
     def save(self) -> wire.IngressExtras:
         """What a new copy needs besides the source itself."""

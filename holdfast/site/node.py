@@ -36,10 +36,12 @@ from holdfast.core.effects import (
     ReportCopy,
     ReportDelivered,
     ReportFinished,
+    ReportMissed,
     SendAck,
     SendBundle,
     SequencerEffect,
     SiteEffect,
+    StoreState,
     TellLog,
 )
 from holdfast.core.events import (
@@ -65,6 +67,7 @@ from holdfast.core.events import (
     SplitEnded,
     SplitIdle,
     StockOrdered,
+    StoreOrdered,
     SuccessorConnected,
     ViewCommitted,
 )
@@ -83,6 +86,7 @@ from holdfast.site.memory import fitting, limit_bytes
 from holdfast.site.serving import Serving
 from holdfast.site.spill import Spill
 from holdfast.site.stages import SiteStages, UnitRunner
+from holdfast.site.storing import Shelf, Storing
 
 log = logging.getLogger("holdfast.site")
 
@@ -131,12 +135,15 @@ class Node:
         runner: type[UnitRunner] = UnitRunner,
         incarnation: str = "",
         spill: Spill | None = None,
+        shelf: Shelf | None = None,
     ) -> None:
         self.plan, self.site, self.options = plan, site, options
         self._transport, self._now, self._spill = transport, now, spill
+        self._shelf = shelf
+        self.storing: dict[Unit, Storing] = {}
         self._codec = codec or Codec()
         self.view: View | None = None
-        self.stages = SiteStages(plan, site, options, incarnation, runner)
+        self.stages = SiteStages(plan, site, options, incarnation, runner, shelf)
         self.stages.send = transport.send
         shaped = shape(plan, options.partitions)
         self._sinks = [StageId(s.id) for s in plan.sinks]
@@ -312,6 +319,11 @@ class Node:
                 self._sequence(DrainRequested())
             case wire.Pause():
                 self._sequence(PauseRequested(message.paused))
+            case wire.Recorded():
+                if self.stages.recorded is not None:
+                    self.stages.recorded = max(self.stages.recorded, message.epoch)
+            case wire.Store():
+                self._on_store(message)
             case wire.CatchUp():
                 unit = (StageId(message.stage), CohortId(message.cohort))
                 if self.view is not None and message.term >= self.view.term:
@@ -391,7 +403,8 @@ class Node:
             heapq.heapify(self.orders)
 
     def hand_over(self) -> int:
-        """Send the next part of what is being handed over; how many bytes it had, -1 if none."""
+        """Send the next part of what is being handed over, or have it stored; how many bytes it
+        had, -1 if none."""
         for key, outgoing in self.outgoing.items():
             part = outgoing.next()
             if part is None:
@@ -400,6 +413,11 @@ class Node:
             message, body = part
             self._transport.send(outgoing.joiner, message, body)
             return sum(memoryview(b).nbytes for b in body or [])
+        for unit, storing in self.storing.items():
+            stored = storing.next()
+            if stored is None:
+                del self.storing[unit]
+            return stored or 0
         return -1
 
     # --- effects --------------------------------------------------------------------------------
@@ -415,6 +433,7 @@ class Node:
                 begins = self.site in cohort.copies + cohort.standing
                 self.stages.open(effect.unit, effect.view, begins=begins)
             case CloseUnit():
+                self._abandon_store(effect.unit)
                 self.stages.shut(effect.unit)
                 self.incoming.pop(effect.unit, None)
                 self._uncounted.discard(effect.unit)
@@ -443,6 +462,14 @@ class Node:
                 self._to(self.view.sequencers[-1], wire.RecordsAfter(effect.after))
             case HandOver():
                 self._begin_hand_over(effect)
+            case StoreState():
+                if self._shelf is not None:
+                    runner = self.stages.units[effect.unit]
+                    self.storing[effect.unit] = Storing(effect, runner, self._shelf)
+            case ReportMissed():
+                reason = f"site {self.site} was told of it too late"
+                missed = wire.NotStored(*effect.unit, effect.epoch, reason, True)
+                self._transport.tell(missed)
             case AbandonHandOver():
                 self._abandon(effect.unit, effect.joiner)
             case ReportDelivered():
@@ -572,6 +599,18 @@ class Node:
         """How long units here have been at work that would go on elsewhere from checkpoints."""
         return sum(r.busy_s for r in self.stages.units.values() if r.guard.recovery_ms)
 
+    def _on_store(self, message: wire.Store) -> None:
+        for unit in list(self.storing):
+            self._abandon_store(unit)
+        after = None if message.after is None else Epoch(message.after)
+        if self.view is not None:
+            self._handle(StoreOrdered(Epoch(message.epoch), after))
+
+    def _abandon_store(self, unit: Unit) -> None:
+        storing = self.storing.pop(unit, None)
+        if storing is not None:
+            storing.close()
+
     def _abandon(self, unit: Unit, joiner: SiteId) -> None:
         outgoing = self.outgoing.pop((unit, joiner), None)
         if outgoing is not None:
@@ -673,7 +712,9 @@ class Node:
         past = self.plan.past
         seq = past.rows if past else 0
         cuts = {(StageId(s), n): o for s, n, o in past.offsets} if past else {}
-        return Sequencer(self.site, self.plan.splits, sinks, budget, self._begun, seq, cuts)
+        known = past.records if past else []
+        begun = self._begun
+        return Sequencer(self.site, self.plan.splits, sinks, budget, begun, seq, cuts, known)
 
     def _sequence(self, event: SequencerEvent) -> None:
         if self.sequencer is None:

@@ -12,6 +12,7 @@ leaves, and nothing it sends counts.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import ipaddress
 import logging
@@ -30,7 +31,7 @@ import msgspec
 import pyarrow as pa
 
 from holdfast.core.effects import IngestEpoch
-from holdfast.core.ids import NO_EPOCH, Epoch, SiteId
+from holdfast.core.ids import NO_EPOCH, STORE, Epoch, SiteId
 from holdfast.core.layout import Domain
 from holdfast.errors import HoldfastError, OperatorError, ProtocolError
 from holdfast.flow.graph import Flow
@@ -43,6 +44,7 @@ from holdfast.site.hearing import BEATS_PER_LEASE, Hearing
 from holdfast.site.memory import limit_bytes
 from holdfast.site.node import Node
 from holdfast.site.spill import Spill
+from holdfast.site.storing import Shelf
 
 log = logging.getLogger("holdfast.site")
 
@@ -93,7 +95,20 @@ class Site:
         self.id = SiteId(config.site)
         named = wire.incarnation(config.secret)
         spill = Spill(config.options.spill, config.options.log_bytes_max)
-        self.node = Node(plan(flow), self.id, config.options, self, incarnation=named, spill=spill)
+        planned = plan(flow)
+        self._shelf: Shelf | None = None
+        if config.options.store is not None and config.options.store_every_ms:
+            life = planned.past.life if planned.past else 0
+            self._shelf = Shelf(config.options.store, life, self._tell_soon, self._soon)
+        self.node = Node(
+            planned,
+            self.id,
+            config.options,
+            self,
+            incarnation=named,
+            spill=spill,
+            shelf=self._shelf,
+        )
         self._controllers: dict[tuple[str, int], wire.Connection] = {}
         self._server: asyncio.Server | None = None
         self._over: asyncio.Future[None] | None = None
@@ -122,7 +137,7 @@ class Site:
 
     async def run(self) -> None:
         """Live until dismissed, fenced, or without a controller for too long."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
         self._over = loop.create_future()
         self._server, self._port = await wire.listen(self._accept, self.config.listen_host)
         for address in self.config.controllers:
@@ -144,6 +159,8 @@ class Site:
             for task in tasks:
                 task.cancel()
             self.node.stages.abandon()
+            if self._shelf is not None:
+                self._shelf.close()
             self._server.close()
             for connection in [*self._peers.values(), *self._controllers.values()]:
                 connection.close()
@@ -272,6 +289,16 @@ class Site:
         for connection in self._controllers.values():
             if connection.open:
                 connection.send(message)
+
+    def _tell_soon(self, message: wire.Message) -> None:
+        """Say something to the controller, from another thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self.tell, message)
+
+    def _soon(self, action: Callable[[], None]) -> None:
+        """Do something that another thread has come upon."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._guarded, action)
 
     # --- connections ----------------------------------------------------------------------------
 
@@ -456,7 +483,7 @@ class Site:
             if order is not None:
                 self._flush_acks()
                 self._kick()
-            if self.node.outgoing and not self._handing_over:
+            if (self.node.outgoing or self.node.storing) and not self._handing_over:
                 self._handing_over = True
                 asyncio.get_running_loop().call_soon(self._hand_over)
             if isinstance(order, IngestEpoch):
@@ -482,9 +509,9 @@ class Site:
         """Send a part of what is handed over, and wait as long as its size demands."""
         loop = asyncio.get_running_loop()
         self._handing_over = False
-        if self._failed or not self.node.outgoing:
+        if self._failed or not (self.node.outgoing or self.node.storing):
             return
-        joiner = next(iter(self.node.outgoing))[1]
+        joiner = next((joiner for _, joiner in self.node.outgoing), STORE)
         connection = self._peers.get(joiner)
         wait = POLL_S
         if connection is None or connection.queued < QUEUED_BYTES_MAX:
@@ -495,7 +522,8 @@ class Site:
                 self._fail(error)
                 return
             self._stall_ms = max(self._stall_ms, (time.monotonic() - begun) * 1e3)
-            wait = max(0, sent) / (self.config.options.catch_up_mb_s * 1e6)
+            pause = max(0, sent) / (self.config.options.catch_up_mb_s * 1e6)
+            wait = pause if sent or joiner != STORE else POLL_S
         self._handing_over = True
         loop.call_later(wait, self._hand_over)
 

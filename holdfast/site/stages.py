@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -10,7 +11,7 @@ import pyarrow as pa
 
 from holdfast.core.effects import IngestEpoch, ProcessBundles
 from holdfast.core.events import UnitProcessed
-from holdfast.core.ids import NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
+from holdfast.core.ids import NO_EPOCH, STORE, CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
 from holdfast.core.layout import Cohort, Guard, View
 from holdfast.core.records import EpochRecord
 from holdfast.errors import ProtocolError
@@ -18,16 +19,19 @@ from holdfast.flow.batches import Track
 from holdfast.flow.execute import StageRunner
 from holdfast.flow.operators.base import KeyedOperator, OperatorSnapshot
 from holdfast.flow.options import Options
-from holdfast.flow.past import SOURCES, WAITING, Folder, Past, store_state
+from holdfast.flow.past import PORTIONS, SOURCES, WAITING, Folder, Past, store_state
 from holdfast.flow.plan import Plan, Stage, shape
 from holdfast.flow.sources import SplitReader
-from holdfast.flow.state import StateTable
+from holdfast.flow.state import STANDBY, StateTable
 from holdfast.flow.view import ViewWriter
 from holdfast.site import bundles, wire
 from holdfast.site.bundles import Frames, Router
 from holdfast.site.egress import Egress
 from holdfast.site.feed import FedReader
 from holdfast.site.ingress import Ingress, Split
+
+KEPT = "store"
+"""Who follows the changes of tables that are stored while the flow runs."""
 
 Outputs = dict[ExchangeId, dict[CohortId, Frames]]
 """What an order gives: a bundle for every consumer cohort of every exchange."""
@@ -38,7 +42,7 @@ class Keeper(Protocol):
 
     def tables(self) -> dict[str, StateTable]: ...
 
-    def snapshot(self, after: int | None = None) -> OperatorSnapshot: ...
+    def snapshot(self, after: int | None = None, *, whose: str = ...) -> OperatorSnapshot: ...
 
     def install(self, state: dict[str, pa.RecordBatch]) -> None: ...
 
@@ -58,6 +62,7 @@ class UnitRunner:
         self.stage, self.cohort, self.partitions = stage, cohort, options.partitions
         self.runner = StageRunner(plan, stage, options.partitions)
         self.guard = Guard()
+        self._stored = options.store_every_ms > 0
         self.routers = routers
         self.ingress: Ingress | None = None
         self.egress: Egress | None = None
@@ -76,10 +81,21 @@ class UnitRunner:
         self.epoch = past.epochs - 1
         if self.ingress is not None:
             self.ingress.begin(past)
+        if self.egress is not None:
+            self.egress.recover(past)
         if self.keeper is not None:
-            state = past.state_of(self.stage.id, self.cohort.first, self.cohort.end)
-            for table, batch in state:
-                self.keeper.install({table: batch})
+            self._install(past, self.keeper)
+
+    def _install(self, past: Past, keeper: Keeper) -> None:
+        first, end = self.cohort.first, self.cohort.end
+        for layer, batch in past.state_of(self.stage.id, first, end):
+            table = keeper.tables()[layer.table]
+            if layer.gone:
+                table.take_out(batch)
+            elif first <= layer.first and layer.end <= end:
+                keeper.install({layer.table: batch})
+            else:
+                keeper.install({layer.table: table.within(batch, first, end)})
 
     def store(self, folder: Folder) -> None:
         """Write down where this unit is, for a flow that goes on from there."""
@@ -96,9 +112,9 @@ class UnitRunner:
     def protect(self, guard: Guard) -> None:
         """Follow from now on what this protection has to know of the state."""
         self.guard = guard
-        tables = self.operator.tables() if self.operator is not None else {}
-        for table in tables.values():
-            table.follow(births=guard.level > 0, changes=guard.standbys > 0)
+        followers = [STANDBY] * (guard.standbys > 0) + [KEPT] * self._stored
+        for table in self.keeper.tables().values() if self.keeper is not None else ():
+            table.follow(births=guard.level > 0, changes=followers)
 
     def came_from(self, epoch: int) -> Epoch:
         """After which epoch the rows came that the state after `epoch` comes from."""
@@ -227,6 +243,14 @@ class UnitRunner:
         }
 
 
+class Shelf(Protocol):
+    """Writes files for a flow that is stored while it runs: see `holdfast.site.storing`."""
+
+    life: int
+
+    def write(self, name: str, batches: list[pa.RecordBatch], done: Callable[[], None]) -> None: ...
+
+
 class SiteStages:
     """All units of which this site holds a copy."""
 
@@ -237,13 +261,19 @@ class SiteStages:
         options: Options,
         incarnation: str = "",
         runner: type[UnitRunner] = UnitRunner,
+        shelf: Shelf | None = None,
     ) -> None:
         self.plan, self.site, self.options = plan, site, options
         self._shape = shape(plan, options.partitions)
+        self.shelf = shelf
         self._incarnation = incarnation
         self.units: dict[Unit, UnitRunner] = {}
         self._runner = runner
         self._routers: dict[ExchangeId, Router] = {}
+        self.recorded: int | None = None
+        """Sinks wait until the records of their epochs are durable up to here, if it is known."""
+        if options.store_every_ms:
+            self.recorded = NO_EPOCH
         self.on_fed: Callable[[], None] = lambda: None
         self.send: Callable[[SiteId, wire.Message, list[Any]], None] = lambda *_: None
 
@@ -267,6 +297,22 @@ class SiteStages:
             runner.egress.begin(view.rank)
         for reader in self.fed().values():
             reader.on_ready, reader.send = self.on_fed, self.send
+            if self.shelf is not None:
+                reader.keep = partial(self._keep, self.shelf, reader)
+
+    @staticmethod
+    def _keep(
+        shelf: Shelf,
+        reader: FedReader,
+        rank: int,
+        number: int,
+        portion: wire.FeedPortion,
+        rows: Any,
+    ) -> None:
+        name = f"{PORTIONS}/{portion.source}/{number:012d}-{shelf.life}-{rank}.arrow"
+        data = [msgspec.msgpack.encode(portion), *(memoryview(b).tobytes() for b in rows)]
+        batches = [pa.record_batch({"data": [d]}) for d in data]
+        shelf.write(name, batches, partial(reader.on_has, STORE, number, False))
 
     def on_view(self, view: View) -> None:
         """Lead where a leader is gone; know the other copies of a fed source; follow of the state
@@ -284,7 +330,7 @@ class SiteStages:
             reader = runner.fed
             if reader is not None:
                 others = [s for s in cohort.copies if s != self.site]
-                reader.on_copies(leads, others, cohort.joining)
+                reader.on_copies(leads, others, cohort.joining, view.rank)
 
     def shut(self, unit: Unit) -> None:
         """Forget a unit that is held here no more."""
@@ -312,7 +358,9 @@ class SiteStages:
         no room."""
         runner = self.units.get(order.unit)
         if runner is not None and runner.egress is not None:
-            return runner.egress.ready
+            assert isinstance(order, ProcessBundles)
+            may = self.recorded is None or order.epoch <= self.recorded
+            return may and runner.egress.ready
         if runner is None or runner.ingress is None or not isinstance(order, IngestEpoch):
             return True
         return runner.ingress.ready(order.record, self.options.block_rows)

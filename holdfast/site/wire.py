@@ -215,6 +215,46 @@ class Cut(Message, frozen=True):
     record: EpochRecord
 
 
+class Recorded(Message, frozen=True):
+    """Records up to this epoch outlive all of us: sinks may take it."""
+
+    epoch: EpochNumber
+
+
+class Store(Message, frozen=True):
+    """Store the units that you lead as they are after this epoch: see `StoreOrdered`. Whatever was
+    ordered before is void."""
+
+    epoch: EpochNumber
+    after: EpochNumber | None
+
+
+class UnitFiles(Message, frozen=True):
+    """A unit is stored as it was after `epoch`: in these files, in this order (table, name, whether
+    it has what is gone), with this besides. Of a sink, `held` are the epochs of which rows are in
+    the last file, and how many; of a fed source, that file has the rows in no epoch. `after`: only
+    what has changed since that epoch."""
+
+    stage: Number
+    cohort: Number
+    epoch: EpochNumber
+    after: EpochNumber | None
+    files: list[tuple[str, str, bool]]
+    extras: Extras
+    held: list[tuple[Number, Number]]
+    held_file: str
+
+
+class NotStored(Message, frozen=True):
+    """A unit cannot be stored as it is after `epoch`; `missed`: it was past it already."""
+
+    stage: Number
+    cohort: Number
+    epoch: EpochNumber
+    reason: str
+    missed: bool
+
+
 # --- between sites ------------------------------------------------------------------------------
 
 
@@ -549,7 +589,7 @@ _decoder = msgspec.msgpack.Decoder(type=Union[tuple(Message.__subclasses__())]) 
 _greetings = msgspec.msgpack.Decoder(type=Challenge | Hello | Welcome)
 _encoder = msgspec.msgpack.Encoder()
 
-_CONTROLLERS_ONLY = (NewView, Start, CatchUp, Stock, Drain, Pause, Dismiss)
+_CONTROLLERS_ONLY = (NewView, Start, CatchUp, Stock, Drain, Pause, Dismiss, Recorded, Store)
 _FEEDERS_ONLY = (FeedOpen, FeedRows, FeedDone, FeedCommit, FeedEnd)
 READER = "reader"
 SERVER = "server"

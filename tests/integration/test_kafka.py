@@ -604,3 +604,38 @@ def test_a_flow_that_was_stopped_goes_on_behind_what_it_had_read(
     assert sorted(found(topics, out)) == sorted(
         expected(made["k"].to_numpy(), made["v"].to_numpy())
     )
+
+
+def test_a_flow_that_is_lost_goes_on_between_two_topics(
+    topics: Kafka, load, kept, tmp_path
+) -> None:
+    """Also with what came between the last checkpoint and its end, which one topic has and the
+    other has or has not."""
+    into, out, store = topics.create(2), topics.create(), str(tmp_path / "store")
+
+    def start(**more: object) -> Run:
+        made = kafka_source(topics.servers, into, schema=SCHEMA)
+        flow = Flow("lost", protect=pairs(apart="process"))
+        totals(flow, made, kafka_sink(topics.servers, out, key="k", linger_s=0.05))
+        kept.append(flow.start(sites=2, partitions=4, **more))
+        return kept[-1]
+
+    def until_stored(run: Run) -> None:
+        until(lambda: run.status()["store"]["epoch"] is not None, "a checkpoint is complete")
+
+    run = start(store=store, store_every_ms=300)
+    written = load(into)
+    for _ in range(2):
+        until_taken(run, run.status()["rows_in"] + 1_000)
+        until_stored(run)
+        for pid in pids(run).values():
+            os.kill(pid, signal.SIGKILL)
+        assert run.ended(PATIENCE_S)
+        run = start(resume=store)
+    rows = written.stop()
+    until_taken(run, rows)
+    run.stop(timeout=PATIENCE_S)
+    made = numbers(0, 0, rows)
+    got = found(topics, out)
+    assert len(got) == rows
+    assert sorted(got) == sorted(expected(made["k"].to_numpy(), made["v"].to_numpy()))

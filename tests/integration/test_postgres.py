@@ -504,6 +504,27 @@ def test_every_row_is_there_once_though_leaders_die_and_sleep_and_the_server_cra
     check_totals(run, name, ask)
 
 
+def test_a_flow_that_is_lost_goes_on_behind_what_is_there(
+    database, name, ask, kept, tmp_path
+) -> None:
+    sink = postgres(database.dsn, name, create=True, roll_s=0.05)
+
+    def start(**more: Any) -> Any:
+        kept.append(line(sink).start(sites=2, partitions=6, **more))
+        return kept[-1]
+
+    run = start(store=str(tmp_path / "store"), store_every_ms=200)
+    for _ in range(2):
+        until_rows(run, 2_000)
+        run.stop(drain=False)
+        run = start(resume=str(tmp_path / "store"))
+    until_rows(run, 2_000)
+    run.stop(timeout=60)
+    found = pd.DataFrame(ask(f"SELECT k, t, n FROM {name} ORDER BY k, n"), columns=["k", "t", "n"])
+    expected = totals(run.status()["rows_in"]).sort_values(["k", "n"], ignore_index=True)
+    pd.testing.assert_frame_equal(found, expected, check_exact=True)
+
+
 def test_a_server_that_is_away_holds_the_source_back_and_fails_nothing(
     database, name, ask, kept
 ) -> None:

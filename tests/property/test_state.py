@@ -207,13 +207,13 @@ def test_what_was_there_before_births_were_followed_is_the_oldest() -> None:
     table = StateTable({"x": Field(pa.int64())}, 4)
     table.touch(table.slots(words_for([1, 2])), 7)
     assert table.oldest() is None
-    table.follow(births=True, changes=False)
+    table.follow(births=True)
     slots = table.slots(words_for([3]))
     table.touch(slots, 9)
     assert table.oldest() == 0
     table.remove(table.find(words_for([1, 2])))
     assert table.oldest() == 9
-    table.follow(births=False, changes=False)
+    table.follow(births=False)
     assert table.oldest() is None
 
 

@@ -22,7 +22,7 @@ from holdfast.errors import FlowError
 from holdfast.flow.batches import Track, empty, with_order
 from holdfast.flow.expr import Aggregate, Col, Column, Expr, is_plain
 from holdfast.flow.keys import KeyWords, key_words
-from holdfast.flow.state import Field, StateTable
+from holdfast.flow.state import STANDBY, Field, StateTable
 
 
 @dataclass(frozen=True)
@@ -120,11 +120,15 @@ class KeyedOperator:
         self.late_rows += extras["late_rows"]
 
     def snapshot(
-        self, after: int | None = None, partitions: Sequence[int] | None = None
+        self,
+        after: int | None = None,
+        partitions: Sequence[int] | None = None,
+        whose: str = STANDBY,
     ) -> OperatorSnapshot:
         """Freeze the state of some partitions (all, by default): `process` may go on while it is
-        given out. With `after`, only what has changed since the snapshot after that epoch."""
-        return OperatorSnapshot(self.tables(), self.extras(), after, partitions)
+        given out. With `after`, only what has changed since the snapshot after that epoch that was
+        made for the same follower of changes."""
+        return OperatorSnapshot(self.tables(), self.extras(), after, partitions, whose)
 
 
 class OperatorSnapshot:
@@ -137,11 +141,12 @@ class OperatorSnapshot:
         extras: dict[str, int],
         after: int | None = None,
         partitions: Sequence[int] | None = None,
+        whose: str = STANDBY,
     ) -> None:
         self.extras = extras
-        self.gone = {n: t.removed() for n, t in tables.items() if after is not None}
+        self.gone = {n: t.removed(whose) for n, t in tables.items() if after is not None}
         """The keys that are not there any more, to be forgotten before the rest is installed."""
-        self._tables = {n: t.snapshot(partitions, after) for n, t in tables.items()}
+        self._tables = {n: t.snapshot(partitions, after, whose) for n, t in tables.items()}
 
     @property
     def rows_left(self) -> int:

@@ -11,7 +11,7 @@ are kept, and what no row can meet any more is forgotten; neither depends on whe
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -30,7 +30,7 @@ from holdfast.flow.batches import (
 from holdfast.flow.expr import column
 from holdfast.flow.keys import KeyWords, key_words, partition_of
 from holdfast.flow.operators.base import KeyedOperator, Port
-from holdfast.flow.state import StateTable
+from holdfast.flow.state import STANDBY, StateTable
 from holdfast.flow.watermark import event_times
 
 
@@ -197,16 +197,13 @@ class _Side:
         self._floor = Track.NEVER
         self._births: deque[tuple[int, int]] = deque()
         """By epoch: the latest time of its rows."""
-        self._fresh: list[tuple[int, pa.RecordBatch]] | None = None
-        """By epoch: the rows since the last snapshot, if changes are followed."""
+        self._fresh: dict[str, list[tuple[int, pa.RecordBatch]]] = {}
+        """By follower of changes and epoch: the rows since its last snapshot."""
 
-    def follow(self, *, births: bool, changes: bool) -> None:
-        """Know from now on which rows have come since the last snapshot, or do not. When rows came
-        is known anyway."""
-        if not changes:
-            self._fresh = None
-        elif self._fresh is None:
-            self._fresh = []
+    def follow(self, *, births: bool, changes: Collection[str] = ()) -> None:
+        """Know from now on for these followers which rows have come since the last snapshot of
+        each. When rows came is known anyway."""
+        self._fresh = {whose: self._fresh.get(whose, []) for whose in changes}
 
     def oldest(self) -> int | None:
         """The first epoch of which a row may still be held."""
@@ -230,8 +227,8 @@ class _Side:
             return
         batch = batch.select(self.schema.names)
         self._births.append((epoch, int(event_times(batch, self.on).max())))
-        if self._fresh is not None:
-            self._fresh.append((epoch, batch))
+        for fresh in self._fresh.values():
+            fresh.append((epoch, batch))
         self.runs.append(self._run(batch))
         while (
             len(self.runs) > 1 and self.runs[-2].batch.num_rows < 2 * self.runs[-1].batch.num_rows
@@ -265,6 +262,17 @@ class _Side:
         batch = concat([empty(self.schema), *(r.batch for r in self.runs)])
         return self.wanted(batch, partitions, self._floor)
 
+    def held(self) -> list[int]:
+        """The partitions that hold rows."""
+        return np.unique(self._partition(self.extract())).tolist()
+
+    def within(self, state: pa.RecordBatch, first: int, end: int) -> pa.RecordBatch:
+        """Of what `extract` gave, the rows of the partitions ``[first, end)``."""
+        return self.wanted(state, range(first, end), Track.NEVER)
+
+    def _partition(self, batch: pa.RecordBatch) -> np.ndarray:
+        return partition_of(key_words([batch.column(k) for k in self.keys]), self.partitions)
+
     def wanted(
         self, batch: pa.RecordBatch, partitions: Sequence[int] | None, oldest: int
     ) -> pa.RecordBatch:
@@ -272,21 +280,23 @@ class _Side:
         not: when those go depends on how the runs came about."""
         held = event_times(batch, self.on) >= oldest
         if partitions is not None:
-            part = partition_of(key_words([batch.column(k) for k in self.keys]), self.partitions)
-            held &= np.isin(part, list(partitions))
+            held &= np.isin(self._partition(batch), list(partitions))
         return take(batch, np.flatnonzero(held))
 
     def snapshot(
-        self, partitions: Sequence[int] | None = None, after: int | None = None
+        self,
+        partitions: Sequence[int] | None = None,
+        after: int | None = None,
+        whose: str = STANDBY,
     ) -> _SideSnapshot:
         batches = [run.batch for run in self.runs]
-        if after is not None and self._fresh is not None:
-            batches = [batch for epoch, batch in self._fresh if epoch > after]
-        if self._fresh is not None:
-            self._fresh = []
+        if after is not None and whose in self._fresh:
+            batches = [batch for epoch, batch in self._fresh[whose] if epoch > after]
+        if whose in self._fresh:
+            self._fresh[whose] = []
         return _SideSnapshot(self, partitions, self._floor, batches)
 
-    def removed(self) -> pa.RecordBatch:
+    def removed(self, whose: str = STANDBY) -> pa.RecordBatch:
         """Which rows are not held any more: those before this time."""
         return pa.record_batch({"floor": [self._floor]})
 

@@ -1,0 +1,110 @@
+"""Checkpoints of a flow that runs: which epoch is stored next, and whether all of it is.
+
+A checkpoint is the state of all units after one and the same epoch. A unit processes one epoch at a
+time, so nothing has to be aligned: whoever leads a unit is told the epoch before the unit comes to
+it, and stores what it has after it. A unit that was told too late, or whose leader is lost before
+it was done, makes the checkpoint fail; the next one is of a later epoch. Only one that is complete
+gets a manifest, and until then the one before it counts.
+"""
+
+from __future__ import annotations
+
+from typing import Any, assert_never
+
+from holdfast.core.effects import OrderStore, StoreEffect, WriteManifest
+from holdfast.core.events import (
+    ManifestWritten,
+    PeerLost,
+    RecordArrived,
+    StoreDue,
+    StoreEvent,
+    StoreFailed,
+    UnitStored,
+    ViewCommitted,
+)
+from holdfast.core.ids import NO_EPOCH, Epoch, SiteId, Unit
+
+LAYERS_MAX = 8
+"""A checkpoint is an increment to the one before it, up to so many of them: then it is whole."""
+MISSES_MAX = 6
+"""How often in a row it is told farther ahead, if it was told too late."""
+
+
+class Checkpoints:
+    """The machine. The flow begins after the epoch `begun`."""
+
+    def __init__(self, begun: Epoch = NO_EPOCH) -> None:
+        self.recorded = begun
+        """The last epoch that was cut."""
+        self.epoch: Epoch | None = None
+        """The epoch of the checkpoint that is under way."""
+        self.complete: Epoch | None = None
+        """The epoch of the last one that counts."""
+        self.failure = ""
+        """Why the last one failed; empty if it did not."""
+        self._missing: dict[Unit, SiteId] = {}
+        self._stored: dict[Unit, Any] = {}
+        self._misses = 0
+        self._layers = 0
+
+    def handle(self, event: StoreEvent) -> list[StoreEffect]:
+        match event:
+            case RecordArrived():
+                self.recorded = max(self.recorded, event.record.epoch)
+            case StoreDue():
+                return self._on_store_due(event)
+            case UnitStored():
+                return self._on_unit_stored(event)
+            case StoreFailed():
+                self._on_store_failed(event)
+            case ViewCommitted():
+                self._on_view_committed(event)
+            case PeerLost():
+                if event.site in self._missing.values():
+                    self._give_up(f"the connection to site {event.site} broke")
+            case ManifestWritten():
+                self._on_manifest_written(event)
+            case _:
+                assert_never(event)
+        return []
+
+    def _on_store_due(self, event: StoreDue) -> list[StoreEffect]:
+        view = event.view
+        if self.epoch is not None or view.bare():
+            return []
+        self._missing = {unit: view.cohort(unit).copies[0] for unit in view.units()}
+        self._stored = {}
+        self.epoch = Epoch(self.recorded + max(1, event.ahead) * 2 ** min(self._misses, MISSES_MAX))
+        after = self.complete if self._layers < LAYERS_MAX else None
+        return [OrderStore(self.epoch, after)]
+
+    def _on_unit_stored(self, event: UnitStored) -> list[StoreEffect]:
+        if event.epoch != self.epoch or event.unit not in self._missing:
+            return []  # of a checkpoint that was given up
+        del self._missing[event.unit]
+        self._stored[event.unit] = event.what
+        return [] if self._missing else [WriteManifest(event.epoch, self._stored)]
+
+    def _on_store_failed(self, event: StoreFailed) -> None:
+        if event.epoch == self.epoch and self._missing:
+            self._misses += event.missed
+            self._give_up(event.reason)
+
+    def _on_view_committed(self, event: ViewCommitted) -> None:
+        """Who is left to store something must still be the one that was told."""
+        view = event.view
+        gone = [u for u, site in self._missing.items() if not view.cohort(u).led_by(site)]
+        if gone:
+            self._give_up(f"site {self._missing[gone[0]]} does not lead {gone[0]} any more")
+
+    def _on_manifest_written(self, event: ManifestWritten) -> None:
+        if event.epoch != self.epoch:
+            return
+        if event.error:
+            self._give_up(event.error)
+            return
+        self._layers = 1 if self._layers >= LAYERS_MAX else self._layers + 1
+        self.complete, self.epoch, self.failure, self._misses = event.epoch, None, "", 0
+
+    def _give_up(self, reason: str) -> None:
+        self.failure, self.epoch, self._missing = reason, None, {}

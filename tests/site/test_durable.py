@@ -1,0 +1,434 @@
+"""A flow is stored while it runs, and goes on after everything was killed as if nothing were."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from holdfast import (
+    Flow,
+    FlowError,
+    col,
+    count,
+    discard,
+    follow,
+    max_,
+    outlet,
+    pairs,
+    parquet,
+    passive,
+    sum_,
+    view,
+)
+from holdfast import durable as durable_module
+from holdfast.flow.past import Past
+from holdfast.flow.protection import Protection
+from holdfast.flow.sources import Source, generator
+from holdfast.run import Run
+from tests.site.test_pairs import PATIENCE_S, copies, kill, until, until_protected, until_rows
+from tests.site.test_protections import events
+
+ROWS = 160_000
+RATE = 20_000
+SCHEMA = events(0, 0, 0).schema
+
+
+def mixed(source: Source, out: Path, protect: Protection | None = None) -> Flow:
+    """Windows, windows over them, running aggregates, a join, a view, and three sinks of files."""
+    flow = Flow("mixed", protect=protect)
+    made = flow.source("events", source, event_time="ts")
+    keyed = made.key_by("k")
+    totals = keyed.window(time=300, lateness=20).agg(t=sum_("v"), n=count())
+    totals.select(g=col("k") % 50, t=col("t")).key_by("g").agg(m=max_("t"), n=count()).sink(
+        "windows", parquet(out / "windows", with_order=True, roll_s=0.3)
+    )
+    running = keyed.agg(t=sum_("v"), n=count())
+    running.sink("running", parquet(out / "running", with_order=True, roll_s=0.3))
+    running.sink("latest", view("k"))
+    few = made.filter(col("v") < 40.0)
+    near = few.key_by("k").join(few.key_by("k"), within=20, lateness=20)
+    near.sink("near", parquet(out / "near", with_order=True, roll_s=0.3))
+    return flow
+
+
+def made(rate: int | None) -> Source:
+    return generator(events, SCHEMA, rows=ROWS, rate=rate)
+
+
+def results(out: Path) -> dict[str, pa.Table]:
+    found = {}
+    for name in ("windows", "running", "near"):
+        table = pq.read_table(out / name)
+        order = [(n, "ascending") for n in table.column_names if n.startswith("__o")]
+        found[name] = table.sort_by(order).combine_chunks()
+    return found
+
+
+FILE = """
+from pathlib import Path
+from holdfast import pairs
+from tests.site.test_durable import made, mixed
+
+flow = mixed(made({rate}), Path({out!r}), {protect})
+"""
+
+
+class Driver:
+    """``holdfast run`` in a process group of its own, with the sites in it."""
+
+    def __init__(self, file: Path, *arguments: str) -> None:
+        command = [sys.executable, "-m", "holdfast.cli", "run", str(file), "--host", "process"]
+        root = str(Path(__file__).parents[2])
+        self.process = subprocess.Popen(
+            [*command, "--quiet", *arguments],
+            env=os.environ | {"PYTHONPATH": root},
+            start_new_session=True,
+        )
+
+    def kill(self) -> None:
+        """All at once, whatever they do."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+@pytest.fixture
+def drivers() -> Iterator[list[Driver]]:
+    started: list[Driver] = []
+    yield started
+    for driver in started:
+        driver.kill()
+
+
+def size(folder: Path) -> int:
+    """What is in the files of a folder."""
+    return sum(f.stat().st_size for f in folder.glob("*.parquet"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pa.Table]:
+    out = tmp_path_factory.mktemp("alone")
+    with mixed(made(None), out).start(sites=1, partitions=6) as run:
+        assert run.wait(PATIENCE_S)
+    return results(out)
+
+
+@pytest.mark.parametrize("protect", ["None", "pairs(apart='process')"])
+def test_driver_and_sites_are_killed_again_and_again(
+    protect: str, undisturbed: dict[str, pa.Table], drivers: list[Driver], tmp_path: Path
+) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    moments = random.Random(seed)
+    file, out, store = tmp_path / "flow.py", tmp_path / "out", str(tmp_path / "store")
+    file.write_text(FILE.format(rate=RATE, out=str(out), protect=protect))
+    more = ["--sites", "2", "--partitions", "6"]
+    drivers.append(Driver(file, *more, "--store", store, "--store-every", "0.3"))
+    for _ in range(3):
+        before = size(out / "running")
+        until(lambda before=before: size(out / "running") > before, "rows come out")
+        time.sleep(moments.random() * 1.5)
+        assert drivers[-1].process.poll() is None, "it did not last"
+        drivers[-1].kill()
+        more = ["--sites", str(moments.randint(2, 3)), "--partitions", "6"]
+        drivers.append(Driver(file, *more, "--resume", store))
+    assert drivers[-1].process.wait(PATIENCE_S) == 0
+    found = results(out)
+    assert found["running"].num_rows == ROWS
+    for name, table in undisturbed.items():
+        assert found[name].equals(table), name
+    assert Past.load(store).life >= 2
+
+
+# --- in one process: one that is stopped without draining is as good as lost ---------------------
+
+
+def until_stored(run: Run, more: int = 1) -> None:
+    """Some more checkpoints are complete."""
+    for _ in range(more):
+        before = run.status()["store"]["epoch"]
+
+        def stored(before: int | None = before) -> bool:
+            assert not run.ended(0), run.error
+            return run.status()["store"]["epoch"] not in (None, before)
+
+        until(stored, "a checkpoint is complete")
+
+
+def until_taken(run: Run, rows: int) -> None:
+    until(lambda: run.status()["rows_in"] >= rows, f"{rows} rows are taken")
+
+
+def start(kept: list[Run], flow: Flow, **more: object) -> Run:
+    kept.append(flow.start(**({"sites": 2, "partitions": 6} | more)))
+    return kept[-1]
+
+
+def lose(run: Run) -> None:
+    run.stop(drain=False)
+
+
+def test_it_goes_on_with_other_sites_partitions_elsewhere_and_another_protection(
+    kept: list[Run], undisturbed: dict[str, pa.Table], tmp_path: Path
+) -> None:
+    out, store = tmp_path / "out", str(tmp_path / "store")
+    flow = mixed(made(RATE // 4), out, pairs(apart="process"))
+    first = start(kept, flow, sites=3, store=store, store_every_ms=100)
+    until_protected(first, 3)
+    until_stored(first, 2)
+    # It is the leader of some units, and perhaps of a checkpoint that is under way.
+    for victim in ("running aggregate by (k)", "near"):
+        kill(first, copies(first)[victim, 0][0])
+        until_stored(first, 2)
+        until_protected(first, 3)
+    lose(first)
+    past = Past.load(store)
+    assert past.lost and 0 < past.rows < ROWS
+
+    flow = mixed(made(RATE // 4), out, passive(every_ms=50, apart="process"))
+    second = start(kept, flow, resume=store)
+    assert second.options.store == store and second.options.store_every_ms == 100
+    until_stored(second, 4)
+    lose(second)
+
+    third = start(kept, mixed(made(RATE), out), sites=1, resume=store)
+    until_stored(third)
+    total = sum(row["n"] for row in third.view("latest").table().to_pylist())
+    assert total > Past.load(store).rows - 1, "the view has what was before"
+    third.stop(timeout=PATIENCE_S)
+    past = Past.load(store)
+    assert not past.lost, "it was stopped"
+    assert sorted(f.name for f in Path(store).iterdir()) == [
+        "manifest.arrow",
+        "owner.arrow",
+        "sources",
+        "state",
+    ]
+    # What it begins with is elsewhere until there is a checkpoint.
+    again = {"store": str(tmp_path / "other"), "store_every_ms": 60_000}
+    fourth = start(kept, mixed(made(RATE), out), resume=store, **again)
+    until_taken(fourth, past.rows + 1_000)
+    lose(fourth)
+    fifth = start(kept, mixed(made(None), out), resume=str(tmp_path / "other"))
+    assert fifth.records()[0].epoch == past.epochs
+    assert fifth.wait(PATIENCE_S)
+    found = results(out)
+    for name, table in undisturbed.items():
+        assert found[name].equals(table), name
+
+
+def test_it_is_lost_before_its_first_checkpoint_and_while_it_goes_on(
+    kept: list[Run], undisturbed: dict[str, pa.Table], tmp_path: Path
+) -> None:
+    """And its old driver is not dead at all, but finds out that another goes on."""
+    out, store = tmp_path / "out", str(tmp_path / "store")
+    first = start(kept, mixed(made(RATE), out), store=store, store_every_ms=60_000)
+    until(lambda: size(out / "running"), "rows come out")
+    second = start(kept, mixed(made(RATE), out), resume=store, store_every_ms=200)
+    with pytest.raises(FlowError, match="another flow goes on from"):
+        first.wait(PATIENCE_S)
+    assert second.wait(PATIENCE_S)
+    assert second.records()[0].epoch == 0, "what was known came again"
+    found = results(out)
+    for name, table in undisturbed.items():
+        assert found[name].equals(table), name
+    again = start(kept, mixed(made(None), out), resume=store)
+    assert again.wait(PATIENCE_S), "it had ended, and does so again"
+    assert results(out)["running"].num_rows == ROWS
+
+
+def test_what_goes_wrong_with_the_folder(
+    kept: list[Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "store"
+    monkeypatch.setattr(durable_module, "RETRY_S", (0.01, 0.1))
+    run = start(kept, mixed(made(RATE), tmp_path / "out"), store=str(store), store_every_ms=100)
+    until_stored(run)
+    (store / "checkpoints").rename(store / "away")
+    (store / "checkpoints").touch()  # no folder can be made there
+    until(lambda: run.status()["store"]["failure"], "it is noticed")
+    until_rows(run)
+    (store / "checkpoints").unlink()
+    (store / "away").rename(store / "checkpoints")
+    until_stored(run, 2)
+    assert run.status()["store"]["failure"] is None
+    (store / "records").rename(store / "away")
+    (store / "records").touch()
+    with pytest.raises(FlowError, match="cannot be written to"):
+        run.wait(PATIENCE_S)
+    (store / "records").unlink()
+    (store / "away").rename(store / "records")
+    lose(start(kept, mixed(made(RATE), tmp_path / "out"), resume=str(store)))
+
+
+def test_what_cannot_be_gone_on_from_is_refused(kept: list[Run], tmp_path: Path) -> None:
+    out, store = tmp_path / "out", tmp_path / "store"
+    with pytest.raises(FlowError, match="needs store="):
+        mixed(made(None), out).start(store_every_ms=100)
+    read = Flow("read")
+    read.source("events", made(None)).sink("out", outlet())
+    with pytest.raises(FlowError, match="the outlet 'out' is in memory alone"):
+        read.start(store=str(store), store_every_ms=100)
+    arrival = Flow("arrival")
+    keyed = arrival.source("events", made(None)).key_by("k", merge="arrival")
+    keyed.agg(n=count()).sink("out", discard())
+    with pytest.raises(FlowError, match="takes rows as they arrive"):
+        arrival.start(store=str(store), store_every_ms=100)
+
+    run = start(kept, mixed(made(RATE), out), store=str(store), store_every_ms=100)
+    until_stored(run, 2)
+    lose(run)
+
+    def go_on(match: str, flow: Flow | None = None, **more: object) -> None:
+        with pytest.raises(FlowError, match=match):
+            start(kept, flow or mixed(made(RATE), out), resume=str(store), **more)
+
+    go_on("goes on being stored there", store=str(tmp_path / "elsewhere"))
+    go_on("4 partitions a stage, not 6", partitions=4)
+    other = mixed(made(None), out)
+    other.name = "other"
+    go_on("the other is called 'mixed'", other)
+    records = sorted((store / "records").iterdir())
+    if len(records) > 2:
+        data = records[1].read_bytes()
+        records[1].unlink()
+        go_on("some records are missing")
+        records[1].write_bytes(data)
+    layer = next(f for f in store.rglob("*-windows.arrow"))
+    layer.rename(tmp_path / "moved")
+    go_on(f"{layer.name} is missing")
+    layer.write_bytes(b"nothing of ours")
+    go_on("is damaged, or nothing that Holdfast has written")
+    (tmp_path / "moved").rename(layer)
+    manifest = (store / "manifest.arrow").read_bytes()
+    (store / "manifest.arrow").write_bytes(manifest[:200])
+    go_on("manifest.arrow at .* is damaged")
+    (store / "manifest.arrow").write_bytes(manifest)
+    lose(start(kept, mixed(made(RATE), out), resume=str(store)))
+
+
+def split(number: int, first: int, n: int) -> pa.RecordBatch:
+    """Keys that are in one split alone."""
+    rows = events(number, first, n)
+    keys = pa.array(rows["k"].to_numpy() * 3 + number)
+    return rows.set_column(0, "k", keys)
+
+
+def test_several_splits_go_on_each_from_its_own_offset(kept: list[Run], tmp_path: Path) -> None:
+    def flow(rate: int | None, out: str) -> Flow:
+        flow = Flow("splits", protect=pairs(apart="process"))
+        source = generator(split, SCHEMA, rows=60_000, rate=rate, splits=3)
+        totals = flow.source("events", source).key_by("k").agg(t=sum_("v"), n=count())
+        totals.sink("out", parquet(tmp_path / out, roll_s=0.1))
+        totals.sink("count", discard())
+        return flow
+
+    store = str(tmp_path / "store")
+    run = start(kept, flow(RATE, "out"), sites=3, store=store, store_every_ms=100)
+    until_stored(run, 3)
+    lose(run)
+    run = start(kept, flow(None, "out"), resume=store)
+    assert run.wait(PATIENCE_S)
+    assert run.sink_report("count")["rows"] == 60_000, "those before it are counted"
+    with flow(None, "alone").start(sites=2, partitions=6) as alone:
+        assert alone.wait(PATIENCE_S)
+    found, wanted = (
+        pq.read_table(tmp_path / name).sort_by([("k", "ascending"), ("n", "ascending")])
+        for name in ("out", "alone")
+    )
+    assert found.equals(wanted) and found.num_rows == 60_000
+    assert run.sink_report("count")["digest"] == alone.sink_report("count")["digest"]
+
+
+def test_rows_that_come_once_are_stored_before_anything_comes_of_them(
+    kept: list[Run], tmp_path: Path
+) -> None:
+    """Files come in an order that nobody could tell afterwards."""
+    folder, out, store = tmp_path / "in", tmp_path / "out", str(tmp_path / "store")
+    folder.mkdir()
+
+    def add(number: int, age: int) -> None:
+        rows = pa.Table.from_batches([events(0, number * 500, 500)])
+        pq.write_table(rows, folder / ".new")
+        os.utime(folder / ".new", ns=(1, age))
+        (folder / ".new").rename(folder / f"{number:03d}.parquet")
+
+    def flow(protect: Protection | None = None) -> Flow:
+        flow = Flow("files", protect=protect)
+        source = follow(folder, SCHEMA, until="_END", every_s=0.02)
+        totals = flow.source("events", source).key_by("k").agg(t=sum_("v"), n=count())
+        totals.sink("out", parquet(out, with_order=True, roll_s=0.1))
+        return flow
+
+    run = start(kept, flow(pairs(apart="process")), store=store, store_every_ms=100)
+    for number in range(60):
+        add(number, 10**9 - number)  # later ones look older
+        if number in (20, 40):
+            until_stored(run, number // 20)
+            until_taken(run, 500 * number)
+            add(60 + number, 10**8)
+            lose(run)
+            run = start(kept, flow(), resume=store)
+    (folder / "_END").touch()
+    assert run.wait(PATIENCE_S)
+    found = pq.read_table(out).sort_by("__o0")
+    assert found["__o0"].to_pylist() == list(range(31_000))
+    sums: dict[int, tuple[float, int]] = {}
+    for k, t, n in zip(*(found[name].to_pylist() for name in ("k", "t", "n")), strict=True):
+        assert n == sums.get(k, (0.0, 0))[1] + 1 and t >= sums.get(k, (0.0, 0))[0]
+        sums[k] = (t, n)
+    every = [events(0, n * 500, 500) for n in [*range(60), 80, 100]]
+    total = sum(float(sum(b["v"].to_pylist())) for b in every)
+    assert sum(t for t, _ in sums.values()) == total, "each row once"
+
+
+def many(split: int, first: int, n: int) -> pa.RecordBatch:
+    """Of each key there are few rows, and far between."""
+    at = np.arange(first, first + n)
+    return pa.record_batch({"k": at * 7919 % 30_000, "v": at % 997 * 1.0, "ts": at // 2})
+
+
+def test_what_has_changed_is_added_to_what_was_stored_before(
+    kept: list[Run], tmp_path: Path
+) -> None:
+    rows = 60_000
+
+    def flow(rate: int | None, out: str) -> Flow:
+        flow = Flow("many")
+        source = generator(many, SCHEMA, rows=rows, rate=rate)
+        keyed = flow.source("events", source, event_time="ts").key_by("k")
+        sink = parquet(tmp_path / out / "windows", with_order=True, roll_s=0.1)
+        keyed.window(time=4_000, every=1_000).agg(t=sum_("v")).sink("windows", sink)
+        sink = parquet(tmp_path / out / "running", with_order=True, roll_s=0.1)
+        keyed.agg(t=sum_("v"), n=count()).sink("running", sink)
+        return flow
+
+    store = str(tmp_path / "store")
+    run = start(kept, flow(1_000, "out"), sites=2, store=store, store_every_ms=50)
+
+    def is_layered() -> bool:
+        """Keys are gone from one of the layers, and another is on top of it."""
+        assert not run.ended(0), "too slow to see it"
+        for layers in Past.load(store).layers.values():
+            gone = [at for at, layer in enumerate(layers) if layer.gone]
+            if gone and any(not layer.gone for layer in layers[gone[0] + 2 :]):
+                return True
+        return False
+
+    until(is_layered, "a checkpoint of several layers")
+    lose(run)
+    assert start(kept, flow(None, "out"), sites=1, resume=store).wait(PATIENCE_S)
+    assert start(kept, flow(None, "alone"), sites=1).wait(PATIENCE_S)
+    for name in ("windows", "running"):
+        found, wanted = (pq.read_table(tmp_path / out / name) for out in ("out", "alone"))
+        order = [(n, "ascending") for n in wanted.column_names if n.startswith("__o")]
+        assert found.sort_by(order).equals(wanted.sort_by(order)), name
