@@ -95,6 +95,10 @@ MESSAGES: list[tuple[wire.Message, bytes]] = [
             wire.Start(),
             wire.CatchUp(0, 1, 0, 2),
             wire.Stock(4),
+            wire.Recorded(7),
+            wire.Store(9, None),
+            wire.UnitFiles(1, 0, 9, 5, [("state", "a.arrow", True)], EXTRAS, [(8, 3)], "b.arrow"),
+            wire.NotStored(1, 0, 9, "no room", False),
             wire.CopyState(1, 0, 3, 4, "failed", "it broke"),
             wire.Behind(1, "slow"),
             wire.AskLog(0, 0, 0, 2),
@@ -363,15 +367,8 @@ def test_everybody_may_only_say_what_is_theirs_to_say(role: str) -> None:
             said.add(type(message))
         except ProtocolError:
             pass
-    control = {
-        wire.NewView,
-        wire.Start,
-        wire.Dismiss,
-        wire.Drain,
-        wire.Pause,
-        wire.CatchUp,
-        wire.Stock,
-    }
+    control = {wire.NewView, wire.Start, wire.Dismiss, wire.Drain, wire.Pause, wire.CatchUp}
+    control |= {wire.Recorded, wire.Store, wire.Stock}
     feed = {wire.FeedOpen, wire.FeedRows, wire.FeedDone, wire.FeedCommit, wire.FeedEnd}
     assert (wire.Fenced in said) == (role in ("site", "server"))
     assert bool(said & control) == (role == "server")
