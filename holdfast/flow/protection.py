@@ -73,8 +73,8 @@ def passive(
 ) -> Protection:
     """Passive standby: every partition has one copy that computes, and another that gets what has
     changed every so many milliseconds (500). When the first dies the other goes on from there;
-    those that it gets its input from keep what came since. Sources and sinks are pairs. No two
-    copies share what `apart` says.
+    those that it gets its input from keep what came since. Of sources and sinks there
+    are two copies. No two copies share what `apart` says.
 
     With `recovery_ms` instead, checkpoints come as seldom as they may if going through what came
     since the last one shall take no longer than that. How long it would take is what the copy that
@@ -95,7 +95,8 @@ def upstream(
 ) -> Protection:
     """Upstream backup: every partition has one copy, and those that it gets its input from keep it
     for as long as the partition's state comes from it. When it dies it is made anew from that, on
-    any site that lives. Sources and sinks are pairs, whose copies do not share what `apart` says.
+    any site that lives. Sources and sinks have two copies, which
+    do not share what `apart` says.
 
     That is for operators whose state comes from the recent past: event-time windows and joins, and
     sessions with a time-out. What another operator knows of a key comes from all rows that the key

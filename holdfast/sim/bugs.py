@@ -361,6 +361,10 @@ def _whatever_comes_is_taken(_: Any) -> Any:
     return is_awaited
 
 
+def _follows_what_was_received(_: Any) -> Any:
+    return property(lambda self: self.reached(0))
+
+
 _passive = partial(Bug, flow="times", protocol="passive", kinds=("crash", "crash of two"))
 _upstream = partial(Bug, flow="times", protocol="upstream", kinds=("crash", "crash of two"))
 _changes = partial(Bug, flow="times", kinds=("crash", "crash of two"))
@@ -432,6 +436,8 @@ BUGS = [
         Search, "begins", _one_is_asked),
     _upstream("needs off by one", "the state is taken for that of an epoch later",
         Needs, "at", _needs_off_by_one),
+    _upstream("source too far", "a source's second copy leaves out what was only received",
+        Producer, "stable", _follows_what_was_received),
     _changes("stock not awaited", "copies go before all is kept that a unit is made anew from",
         Controller, "_lacks_stock", _stock_not_awaited, protocol="pairs", then="upstream"),
     _changes("late checkpoint", "who stood by and computes now still takes checkpoints",

@@ -47,7 +47,7 @@ PROTOCOLS: dict[str, Protection] = {
     "active": active(apart="process"),
     "rollback": rollback(base_ms=20, apart="process"),
     "upstream": upstream(base_ms=20, apart="process"),
-    "passive": passive(every_ms=20, apart="process"),
+    "passive": passive(every_ms=8, apart="process"),
 }
 
 

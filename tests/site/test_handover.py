@@ -130,6 +130,30 @@ def ingested(planned: Plan) -> list[dict[int, Frames]]:
     return made
 
 
+def test_who_follows_a_source_goes_on_as_if_it_had_read_everything() -> None:
+    flow = Flow("followed")
+    source = flow.source("s", rows(events()), event_time="ts")
+    source.key_by("k").window(time=10).agg(n=count()).sink("out", discard())
+    planned = plan(flow)
+    first, second = runner(planned, 0, 1), runner(planned, 0, 1)
+    assert first.ingress is not None and second.ingress is not None
+    for epoch in range(EPOCHS):
+        at = epoch * ROWS
+        first.ingress.splits[0].read_to(at + ROWS, 1_000)
+        latest = max(b.time_max or 0 for b in first.ingress.splits[0].blocks())
+        idle = (0,) if epoch == 1 else ()
+        record = EpochRecord(epoch, at, (Range(0, 0, at, at + ROWS, latest),), idle=idle)
+        expected = first.run(IngestEpoch((0, 0), record))
+        if epoch < EPOCHS - 2:
+            second.follow(record)
+            assert second.ingress.save() == first.ingress.save()
+        else:
+            assert second.ingress.ready(record, 1_000)
+            found = second.run(IngestEpoch((0, 0), record))
+            for exchange, frames in expected.items():
+                assert found[exchange][0].content == frames[0].content
+
+
 def processed(unit: UnitRunner, epoch: int, frames: dict[int, Frames]) -> list[pa.RecordBatch]:
     inputs = {e.id: [frames[e.id]] for e in unit.stage.inputs}
     outputs = unit.run(ProcessBundles((unit.stage.id, 0), epoch, True, inputs))

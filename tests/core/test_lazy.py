@@ -1,0 +1,61 @@
+"""Sources and sinks whose second copy only follows the first, until it comes to lead."""
+
+from holdfast.core.effects import FollowEpoch, IngestEpoch, ProcessBundles, SendAck
+from holdfast.core.events import AckArrived, SinkDurable
+from holdfast.core.layout import Guard, Shape, StageShape
+
+from .test_dataflow import KEYED, SINK, SOURCE, Dataflow, PeerConnected, record, view
+
+LAZY = Guard(copies=2, alike=False, lazy=True)
+SHAPE = Shape(
+    (
+        StageShape(0, "packets", "source", 1, (), (0,), guard=LAZY),
+        StageShape(1, "windows", "keyed", 1, (0,), (1,), guard=Guard(level=1, anew=1)),
+        StageShape(2, "alerts", "sink", 1, (1,), (), guard=LAZY),
+    ),
+    producer_of=(0, 1),
+    consumer_of=(1, 2),
+)
+
+
+def site(number: int, *copies: str) -> Dataflow:
+    machine = Dataflow(number, SHAPE, window=3)
+    for other in {0, 1, 2} - {number}:
+        machine.handle(PeerConnected(other))
+    machine.handle(view(0, *copies))
+    return machine
+
+
+def needed_no_more(epoch: int, received: int) -> AckArrived:
+    return AckArrived(0, 0, 0, 2, 0, received, received + 3, False, -1, 0, (epoch,))
+
+
+def test_a_source_leaves_out_what_nobody_needs_and_reads_the_rest_when_it_leads() -> None:
+    second = site(1, "0,1", "2", "0,1")
+    for epoch in range(4):
+        assert not [e for e in second.handle(record(epoch)) if isinstance(e, IngestEpoch)]
+    followed = second.handle(needed_no_more(1, received=3))
+    assert [e.record.epoch for e in followed if isinstance(e, FollowEpoch)] == [0, 1]
+    assert second.units[SOURCE].finished == 1
+    ingested = [e for e in second.handle(view(1, "1", "2", "1")) if isinstance(e, IngestEpoch)]
+    assert [e.record.epoch for e in ingested] == [2], "what was received is needed again"
+
+
+def test_a_sink_takes_nothing_before_it_leads_and_then_what_is_not_durable() -> None:
+    second = site(1, "0,1", "2", "0,1")
+    acks = [e for e in second.handle(SinkDurable(SINK, 4)) if isinstance(e, SendAck)]
+    assert [(a.exchange, a.site, a.received, a.take) for a in acks] == [(1, 2, 4, False)]
+    assert not second.handle(SinkDurable(SINK, 3)), "that was known"
+    asked = [e for e in second.handle(view(1, "1", "2", "1")) if isinstance(e, SendAck)]
+    assert [(a.received, a.take) for a in asked if a.exchange == 1] == [(4, True)]
+
+
+def test_the_first_copy_works_and_is_who_consumers_take_from() -> None:
+    first = site(0, "0,1", "2", "0,1")
+    assert [type(e) for e in first.handle(record(0))] == [IngestEpoch]
+    assert not first.handle(SinkDurable(SINK, 0)), "it knows best itself"
+    keyed = site(2, "0,1", "2", "0,1")
+    taken = keyed.handle(view(1, "0,1", "2", "0,1"))
+    asked = {e.site: e.take for e in taken if isinstance(e, SendAck) and e.exchange == 0}
+    assert asked == {0: True, 1: False}
+    assert not [e for e in taken if isinstance(e, ProcessBundles)] and KEYED in keyed.units
