@@ -62,12 +62,6 @@ def resumed(flow: Flow, place: str, partitions: int) -> Flow:
         raise FlowError(f"{where}: its stages are {names}, those of the other are {past.stages}")
     if partitions != past.partitions:
         raise FlowError(f"{where}: {partitions} partitions a stage, not {past.partitions}")
-    anew = [s.name for s in planned.stages if s.protection and s.protection.anew]
-    if anew:
-        raise FlowError(
-            f"{where}: stage {anew[0]!r} is one that is made anew from its input alone",
-            hint="protect it with pairs(), active() or passive()",
-        )
     if past.lost and past.flow != flow.name:
         raise FlowError(
             f"{where}: the other is called {past.flow!r}, and its sinks know it by its name"

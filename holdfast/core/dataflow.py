@@ -21,6 +21,7 @@ from holdfast.core.effects import (
     AbandonHandOver,
     AskLog,
     AskRecords,
+    BeginUnit,
     CloseUnit,
     FollowEpoch,
     HandOver,
@@ -681,7 +682,8 @@ class Dataflow:
         if credit < 1:
             return [ReportCopy(unit.key, "impossible")]
         nothing: dict[ExchangeId, dict[CohortId, Any]] = {x: {} for x in unit.shape.outputs}
-        return self._install(unit, after, after, nothing, nothing, credit - 1)
+        effects = self._install(unit, after, after, nothing, nothing, credit - 1)
+        return [BeginUnit(unit.key), *effects] if after == self.begun else effects
 
     def _on_stock_ordered(self, event: StockOrdered) -> list[SiteEffect]:
         """Producers have let go of nothing that a unit had not received by now."""

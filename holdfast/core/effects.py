@@ -21,6 +21,13 @@ class OpenUnit:
 
 
 @value
+class BeginUnit:
+    """Give the unit, which has empty state, what the flow begins with."""
+
+    unit: Unit
+
+
+@value
 class CloseUnit:
     """This site no longer holds the unit: forget its state."""
 
@@ -183,6 +190,7 @@ class ReportFinished:
 
 SiteEffect = (
     OpenUnit
+    | BeginUnit
     | CloseUnit
     | IngestEpoch
     | FollowEpoch

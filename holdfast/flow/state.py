@@ -352,8 +352,9 @@ class StateTable:
                 flat = field.stored(unwrap(state.column(name).flatten()))
                 self._columns[name][slots] = flat.reshape(-1, field.width)
         np.maximum.at(self._changed, slots >> CHUNK_BITS, state.column("__changed").to_numpy())
-        if self._born is not None and "__born" in state.schema.names:
-            self._born[slots] = state.column("__born").to_numpy()
+        if self._born is not None:
+            known = "__born" in state.schema.names
+            self._born[slots] = state.column("__born").to_numpy() if known else 0
         if self._touched is not None and "__touched" in state.schema.names:
             self._touched[slots] = state.column("__touched").to_numpy()
 

@@ -23,6 +23,7 @@ from holdfast.core.effects import (
     AbandonHandOver,
     AskLog,
     AskRecords,
+    BeginUnit,
     CloseUnit,
     ConfirmChain,
     CopySequencer,
@@ -432,6 +433,9 @@ class Node:
                 cohort = effect.view.cohort(effect.unit)
                 begins = self.site in cohort.copies + cohort.standing
                 self.stages.open(effect.unit, effect.view, begins=begins)
+            case BeginUnit():
+                if self.plan.past is not None:
+                    self.stages.units[effect.unit].begin(self.plan.past)
             case CloseUnit():
                 self._abandon_store(effect.unit)
                 self.stages.shut(effect.unit)

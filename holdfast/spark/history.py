@@ -67,12 +67,6 @@ class History:
         self.flow, self.partitions, self.progress = flow, partitions, progress
         self.spark: SparkSession = next(iter(self.inputs.values())).sparkSession
         self.plan = parcels.checked_plan(flow, self._all_inputs(), partitions, streaming=False)
-        anew = [s.name for s in self.plan.stages if s.protection and s.protection.anew]
-        if anew:
-            raise FlowError(
-                f"{where}: stage {anew[0]!r} is one that is made anew from its input alone",
-                hint="protect it with pairs()",
-            )
         name = f"holdfast-{flow.name}-{uuid.uuid4().hex[:8]}"
         self.place = f"{(at or _default_place(self.spark, flow.name)).rstrip('/')}/{name}"
 

@@ -10,7 +10,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from holdfast import Flow, FlowError, col, count, follow, max_, pairs, parquet, passive, sum_, view
+from holdfast import (
+    Flow,
+    FlowError,
+    col,
+    count,
+    follow,
+    max_,
+    pairs,
+    parquet,
+    passive,
+    sum_,
+    upstream,
+    view,
+)
 from holdfast.flow.past import Past
 from holdfast.flow.protection import Protection
 from holdfast.flow.sources import Source, generator
@@ -83,6 +96,37 @@ def test_it_goes_on_with_other_sites_and_another_protection(
     assert found["running"].num_rows == ROWS
     for name, table in wanted.items():
         assert found[name].equals(table), name
+
+
+def test_what_it_goes_on_with_is_not_forgotten_when_a_unit_is_made_anew(
+    kept: list[Run], tmp_path: Path
+) -> None:
+    """Windows that were open when the flow was stopped are longer than all that comes after."""
+
+    def windows(source: Source, out: Path, protect: Protection | None = None) -> Flow:
+        flow = Flow("long", protect=protect)
+        keyed = flow.source("events", source, event_time="ts").key_by("k")
+        keyed.window(time=100_000).agg(t=sum_("v"), n=count()).sink("out", parquet(out))
+        return flow
+
+    protected = upstream(apart="process")
+    first = windows(made(20_000), tmp_path / "out", protected)
+    run = first.start(sites=2, partitions=4, store=str(tmp_path / "one"))
+    kept.append(run)
+    until_rows(run, 20_000)
+    run.stop(timeout=PATIENCE_S)
+    again = windows(made(20_000), tmp_path / "out", protected)
+    second = again.start(sites=3, partitions=4, resume=str(tmp_path / "one"))
+    kept.append(second)
+    until_protected(second, 3)
+    until_rows(second, 10_000)
+    kill(second, copies(second)["time window by (k)", 0][0])
+    assert second.wait(PATIENCE_S) and second.status()["dead"]
+    alone = windows(made(None), tmp_path / "alone").start(sites=1)
+    kept.append(alone)
+    assert alone.wait(PATIENCE_S)
+    found, wanted = (pq.read_table(tmp_path / f).sort_by("k") for f in ("out", "alone"))
+    assert found.equals(wanted) and found.num_rows == 700
 
 
 def test_files_that_were_read_are_not_read_again(kept: list[Run], tmp_path: Path) -> None:
