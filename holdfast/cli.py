@@ -175,6 +175,11 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument("name", choices=BENCHES, help="which one")
     bench.add_argument("--quick", action="store_true", help="fewer rows and repeats")
     bench.add_argument("--json", metavar="FILE", help="write the figures to FILE")
+    bench.add_argument(
+        "--out",
+        metavar="FOLDER",
+        help="where the picture of protections goes, as SVG (beside FILE)",
+    )
     bench.set_defaults(command=_bench)
 
 
@@ -375,9 +380,18 @@ def _bench(options: argparse.Namespace, console: Console) -> int:
     import importlib
 
     module = importlib.import_module(f"holdfast.bench.{options.name}")
+    if options.out and not hasattr(module, "picture"):
+        raise FlowError(f"bench {options.name} draws nothing", hint="leave out --out")
     figures = module.bench(quick=options.quick, console=console)
     if options.json:
         write_json(options.json, figures)
+    if hasattr(module, "picture") and (options.out or options.json):
+        drawn = Path(options.json or f"{options.name}.json").with_suffix(".svg")
+        if options.out:
+            drawn = Path(options.out) / drawn.name
+        drawn.parent.mkdir(parents=True, exist_ok=True)
+        drawn.write_text(module.picture(figures))
+        console.print(f"the picture is {drawn}", highlight=False, soft_wrap=True)
     return 0
 
 

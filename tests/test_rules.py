@@ -37,7 +37,8 @@ MAY_IMPORT = {
     "apps": {"errors", "control", "flow"},
     "spark": {"errors", "core", "flow", "site"},
     "sim": {"errors", "core", "flow", "site"},
-    "paper": {"errors", "core", "flow", "site", "sim", "bench"},
+    "drawing": set(),
+    "paper": {"errors", "core", "flow", "site", "sim", "bench", "drawing"},
     "dashboard": set(),
     "web": {"errors"},
 }

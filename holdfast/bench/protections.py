@@ -43,6 +43,7 @@ from holdfast.bench import dmz
 from holdfast.bench.failover import settle, until
 from holdfast.bench.paced import Delivery, EpochLog, Paced, gap_ms, read_log, usual_ms
 from holdfast.bench.report import Figure, show
+from holdfast.bench.tradeoff import picture as picture
 from holdfast.errors import FlowError, InvariantError
 from holdfast.flow.expr import at_start, col, max_, mean
 from holdfast.flow.graph import Flow
