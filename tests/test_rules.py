@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "spark": {"errors", "core", "flow", "site"},
     "sim": {"errors", "core", "flow", "site"},
     "drawing": set(),
+    "advise": {"errors", "core", "flow", "site", "run", "bench"},
     "paper": {"errors", "core", "flow", "site", "sim", "bench", "drawing"},
     "dashboard": set(),
     "web": {"errors"},
