@@ -171,7 +171,7 @@ def _add_advise(commands: Any) -> None:
         "long a loss would be felt, by models that were fitted to `holdfast bench protections`. "
         "Proposes the cheapest protection of every stage that is within both bounds, and says "
         "what else there is. Exit status 1 if nothing is.",
-        epilog="example: holdfast advise examples/dmz.py --recovery 200ms --overhead 10%%",
+        epilog="example: holdfast advise examples/dmz.py --recovery 200ms --overhead 10%",
     )
     advise.add_argument("file", metavar="FLOW.py", nargs="?", help="the file that defines the flow")
     advise.add_argument(

@@ -22,6 +22,7 @@ from holdfast.run import Run
 STATUS_MS = 100
 """Sites tell how they are so often: rates are as exact as that."""
 WARM_UP_S = 1.0
+DRAIN_S = 10.0
 LOOK_S = 0.25
 FIRST_ROW_S = 30.0
 """So long a source may take to begin, such as a query that Spark has to start first."""
@@ -57,7 +58,7 @@ def measure(flow: Flow, *, sites: int, partitions: int, seconds: float) -> FlowF
         ) as run:
             facts = watched(run, sites, begun, seconds, uniform)
             if not run.ended(0):
-                run.stop(drain=False)
+                run.stop(timeout=DRAIN_S)
     return facts
 
 
