@@ -32,6 +32,8 @@ EVERY_MS = (20, 10_000)
 KEPT_BYTES_MAX = Options().kept_bytes_max
 """What a site may have to keep for another."""
 COMBINATIONS_MAX = 5_000
+ALIKE = 0.02
+"""Overheads that differ by less cannot be told apart by measuring: then bytes decide."""
 NEAR = 0.0005
 """Overheads that differ by less are the same."""
 
@@ -176,7 +178,8 @@ def propose(facts: FlowFacts, bounds: Bounds, constants: Constants) -> Advice:
         overhead = round(found.overhead / NEAR) * NEAR
         return round(bounds.excess(found), 3), overhead, found.memory_bytes
 
-    found = min(_combinations(facts, bounds, constants, rank), key=rank)
+    tried = list(_combinations(facts, bounds, constants, rank))
+    found = _sends_least(facts, tried, min(tried, key=rank), bounds, constants)
     predicted = predict(facts, found, constants)
     proposed = tuple(
         Proposed(
@@ -191,6 +194,31 @@ def propose(facts: FlowFacts, bounds: Bounds, constants: Constants) -> Advice:
     return Advice(
         facts, bounds, predicted, proposed, tuple(missed), tuple(_notes(facts, constants))
     )
+
+
+def _sends_least(
+    facts: FlowFacts,
+    tried: list[dict[int, Choice]],
+    cheapest: dict[int, Choice],
+    bounds: Bounds,
+    constants: Constants,
+) -> dict[int, Choice]:
+    """Of those within bounds that cost as good as nothing more than the cheapest."""
+    least = predict(facts, cheapest, constants)
+    if bounds.excess(least):
+        return cheapest
+
+    def rank(choices: Choices) -> tuple[float, float, float]:
+        found = predict(facts, choices, constants)
+        return round(found.extra_bytes, 2), found.memory_bytes, found.overhead
+
+    alike = [
+        choices
+        for choices in tried
+        if not bounds.excess(found := predict(facts, choices, constants))
+        and found.overhead <= least.overhead + ALIKE
+    ]
+    return min(alike, key=rank)
 
 
 def refused(facts: FlowFacts, stage: int, name: str) -> str | None:
@@ -298,7 +326,13 @@ def _why(
     other = _otherwise(facts, stage, "passive", choices, bounds, constants)
     if predict(facts, other, constants).recovery_ms > bounds.recovery_ms:
         return f"only a second copy is ready at once; its work is {twice}"
-    return f"doing its work twice ({twice}) costs less than checkpoints often enough would"
+    found, taken = (predict(facts, c, constants) for c in (other, choices))
+    if found.overhead > taken.overhead:
+        return f"doing its work twice ({twice}) costs less than checkpoints often enough would"
+    return (
+        f"doing its work twice ({twice}) costs hardly more than checkpoints often enough would, "
+        "and sends less"
+    )
 
 
 def _otherwise(
@@ -348,7 +382,9 @@ def _worse(found: Prediction, taken: Prediction, bounds: Bounds) -> str:
     if found.overhead > taken.overhead + NEAR:
         more = 100 * (found.overhead - taken.overhead)
         return f"within the bounds, but costs {more:.1f} points more"
-    return f"not cheaper, and keeps {in_bytes(found.memory_bytes)} in memory"
+    if round(found.extra_bytes, 2) > round(taken.extra_bytes, 2):
+        return "hardly cheaper, and sends more"
+    return f"hardly cheaper, and keeps {in_bytes(found.memory_bytes)} in memory"
 
 
 def _notes(facts: FlowFacts, constants: Constants) -> Iterator[str]:
