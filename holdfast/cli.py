@@ -1,4 +1,5 @@
-"""The command line: ``holdfast run``, ``demo``, ``bench``, ``sim``, ``paper`` and ``chaos``."""
+"""The command line: ``holdfast run``, ``advise``, ``demo``, ``bench``, ``sim``, ``paper`` and
+``chaos``."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import random
 import runpy
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_run(commands)
+    _add_advise(commands)
     demo = commands.add_parser(
         "demo",
         help="run the network-monitoring flow, kill a site and a Spark driver, check the result",
@@ -166,6 +168,62 @@ def _add_run(commands: Any) -> None:
     run.set_defaults(command=_run)
 
 
+def _add_advise(commands: Any) -> None:
+    advise = commands.add_parser(
+        "advise",
+        help="measure a flow and propose how to protect it",
+        description="Runs a flow file unprotected on plain processes for a while, with its sinks "
+        "replaced by ones that only count, and predicts what each protection would cost and how "
+        "long a loss would be felt, by models that were fitted to `holdfast bench protections`. "
+        "Proposes the cheapest protection of every stage that is within both bounds, and says "
+        "what else there is. Exit status 1 if nothing is.",
+        epilog="example: holdfast advise examples/dmz.py --recovery 200ms --overhead 10%",
+    )
+    advise.add_argument("file", metavar="FLOW.py", nargs="?", help="the file that defines the flow")
+    advise.add_argument(
+        "--recovery",
+        metavar="TIME",
+        type=_argument("duration_ms"),
+        help="how late a row may be by a loss, from when that is known: 200ms, 1.5s",
+    )
+    advise.add_argument(
+        "--overhead",
+        metavar="PERCENT",
+        type=_argument("percentage"),
+        help="how much of the maximum rate may be given up: 10%%",
+    )
+    advise.add_argument("--sites", type=int, default=4, help="how many sites will run it (4)")
+    advise.add_argument(
+        "--partitions", type=int, default=32, help="partitions of a keyed stage (32)"
+    )
+    advise.add_argument("--seconds", type=float, default=10.0, help="how long it is looked at (10)")
+    advise.add_argument(
+        "--master", help="Spark master for a file that defines `flow(spark)` (an embedded one)"
+    )
+    advise.add_argument(
+        "--fit",
+        metavar="FILE",
+        help="go by these figures of `holdfast bench protections`; without FLOW.py, print the "
+        "constants they give, and with --json write them as they are shipped",
+    )
+    advise.add_argument("--json", metavar="FILE", help="write the advice to FILE")
+    advise.set_defaults(command=_advise)
+
+
+def _argument(name: str) -> Callable[[str], float]:
+    """A parser of `holdfast.advise.command` whose errors argparse shows."""
+
+    def parse(text: str) -> float:
+        from holdfast.advise import command
+
+        try:
+            return float(getattr(command, name)(text))
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
+
+
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
@@ -181,6 +239,11 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument("name", choices=BENCHES, help="which one")
     bench.add_argument("--quick", action="store_true", help="fewer rows and repeats")
     bench.add_argument("--json", metavar="FILE", help="write the figures to FILE")
+    bench.add_argument(
+        "--out",
+        metavar="FOLDER",
+        help="where the picture of protections goes, as SVG (beside FILE)",
+    )
     bench.set_defaults(command=_bench)
 
 
@@ -303,6 +366,41 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
+def _advise(options: argparse.Namespace, console: Console) -> int:
+    from holdfast.advise import command
+    from holdfast.advise.propose import Bounds
+
+    if options.file is None:
+        if options.fit is None:
+            raise FlowError("advise needs a FLOW.py, or --fit FILE to look at its constants")
+        command.refit(options.fit, options.json, console)
+        return 0
+    if options.recovery is None or options.overhead is None:
+        raise FlowError(
+            "advise needs to know what is wanted",
+            hint="for example --recovery 200ms --overhead 10%",
+        )
+    found, spark = _defined(options.file), None
+    if not isinstance(found, Flow):  # Spark feeds it, though its sites are plain processes
+        options.standbys = 0
+        spark = _session(options)
+    try:
+        advice = command.advise(
+            found if isinstance(found, Flow) else _made(options.file, found, spark),
+            Bounds(options.recovery, options.overhead),
+            sites=options.sites,
+            partitions=options.partitions,
+            seconds=options.seconds,
+            fit_file=options.fit,
+            json_file=options.json,
+            console=console,
+        )
+    finally:
+        if spark is not None:
+            spark.stop()
+    return 1 if advice.missed else 0
+
+
 def _run_apps(options: argparse.Namespace, console: Console) -> int:
     """Supervise several applications on this machine."""
     if options.store or options.resume:
@@ -378,19 +476,32 @@ def _session(options: argparse.Namespace) -> Any:
 
 def load_flow(path: str, spark: Any) -> Flow:
     """The flow that a file defines."""
+    return _made(path, _defined(path), spark)
+
+
+def _defined(path: str) -> Flow | Callable[[Any], Any]:
+    """What a file calls `flow`: one, or a function that makes one."""
     if not os.path.isfile(path):
         raise FlowError(f"there is no file {path}")
     # Not "__main__", so that a file that starts its flow itself does not do so here.
-    names = runpy.run_path(path, run_name="holdfast_flow_file")
-    found = names.get("flow")
-    if callable(found) and not isinstance(found, Flow):
-        found = found(spark)
-    if not isinstance(found, Flow):
-        raise FlowError(
-            f"{path} defines no flow",
-            hint="name it `flow`, or write a function `flow(spark)` that returns it",
-        )
+    found = runpy.run_path(path, run_name="holdfast_flow_file").get("flow")
+    if not isinstance(found, Flow) and not callable(found):
+        raise _no_flow(path)
     return found
+
+
+def _made(path: str, found: Flow | Callable[[Any], Any], spark: Any) -> Flow:
+    flow = found if isinstance(found, Flow) else found(spark)
+    if not isinstance(flow, Flow):
+        raise _no_flow(path)
+    return flow
+
+
+def _no_flow(path: str) -> FlowError:
+    return FlowError(
+        f"{path} defines no flow",
+        hint="name it `flow`, or write a function `flow(spark)` that returns it",
+    )
 
 
 def _demo(options: argparse.Namespace, console: Console) -> int:
@@ -403,9 +514,18 @@ def _bench(options: argparse.Namespace, console: Console) -> int:
     import importlib
 
     module = importlib.import_module(f"holdfast.bench.{options.name}")
+    if options.out and not hasattr(module, "picture"):
+        raise FlowError(f"bench {options.name} draws nothing", hint="leave out --out")
     figures = module.bench(quick=options.quick, console=console)
     if options.json:
         write_json(options.json, figures)
+    if hasattr(module, "picture") and (options.out or options.json):
+        drawn = Path(options.json or f"{options.name}.json").with_suffix(".svg")
+        if options.out:
+            drawn = Path(options.out) / drawn.name
+        drawn.parent.mkdir(parents=True, exist_ok=True)
+        drawn.write_text(module.picture(figures))
+        console.print(f"the picture is {drawn}", highlight=False, soft_wrap=True)
     return 0
 
 

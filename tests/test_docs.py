@@ -34,6 +34,6 @@ def test_example_flows_can_be_planned(file: Path) -> None:
 
 def test_every_document_that_is_linked_exists() -> None:
     readme = (ROOT / "README.md").read_text()
-    for page in ("architecture", "cluster", "decisions", "hacking"):
+    for page in ("advise", "architecture", "cluster", "decisions", "hacking"):
         target = f"docs/{page}.md"
         assert target in readme and (ROOT / target).exists()

@@ -38,7 +38,9 @@ MAY_IMPORT = {
     "apps": {"errors", "control", "flow"},
     "spark": {"errors", "core", "flow", "site"},
     "sim": {"errors", "core", "flow", "site"},
-    "paper": {"errors", "core", "flow", "site", "sim", "bench"},
+    "drawing": set(),
+    "advise": {"errors", "core", "flow", "site", "run", "bench"},
+    "paper": {"errors", "core", "flow", "site", "sim", "bench", "drawing"},
     "dashboard": set(),
     "web": {"errors"},
 }

@@ -20,6 +20,9 @@ And at a rate that all of them can bear, of a site that is killed when everythin
   largest in the two seconds before it, minus the detection;
 - *full recovery*: from the kill until no row is later any more than the latest before it.
 
+What the flows do without protection, at both rates, is in the JSON (`facts`): the models behind
+``holdfast advise`` are fitted to that and to these figures.
+
 Lost and duplicate rows are found by comparing with the same rows on one site, undisturbed.
 """
 
@@ -39,13 +42,16 @@ from typing import Any
 import pyarrow as pa
 from rich.console import Console
 
+from holdfast.advise.measure import STATUS_MS, watched
 from holdfast.bench import dmz
 from holdfast.bench.failover import settle, until
 from holdfast.bench.paced import Delivery, EpochLog, Paced, gap_ms, read_log, usual_ms
 from holdfast.bench.report import Figure, show
+from holdfast.bench.tradeoff import picture as picture
 from holdfast.errors import FlowError, InvariantError
 from holdfast.flow.expr import at_start, col, max_, mean
 from holdfast.flow.graph import Flow
+from holdfast.flow.options import Options
 from holdfast.flow.plan import plan
 from holdfast.flow.protection import Protection, active, none, pairs, passive, rollback, upstream
 from holdfast.run import Run
@@ -56,6 +62,9 @@ SPLITS = 1
 CHECKPOINT_MS = 1_000
 RATE = 60_000.0
 """Rows a second while sites are killed: what every protection can bear on two cores."""
+WITHOUT_END = 1 << 40
+FACTS_S = 5.0
+"""How long a flow is looked at, to know what it does."""
 SECOND = 1_000
 """Of event time, which is in milliseconds."""
 DUE = Paced.DUE.name
@@ -172,6 +181,7 @@ def bench(quick: bool = False, console: Console | None = None) -> dict[str, Any]
             costs = _costs(work, name, rows, repeats, console)
             recoveries = {p: _killed(work, name, p, kills, console) for p in costs if p != "none"}
             figures = _figures(costs, recoveries)
+            figures["none"]["facts"] = facts(work, name)
             _show(name, figures, console)
             found |= figures if name == "events" else {name: figures}
         return found
@@ -191,6 +201,18 @@ def _costs(work: str, name: str, rows: int, repeats: int, console: Console) -> d
                 f"{cost.bytes_per_row[-1]:.1f} bytes a row, {cost.memory_mb[-1]:,.0f} MB"
             )
     return costs
+
+
+def facts(work: str, name: str) -> dict[str, Any]:
+    """What the flow does without protection, at full speed and at the rate of the kills."""
+    found = {}
+    for kind, head in (("full", WITHOUT_END), ("paced", 0)):
+        flow = made(name, tempfile.mkdtemp(dir=work), RATE, none(), head=head)
+        begun, options = time.monotonic(), Options(status_ms=STATUS_MS)
+        with flow.start(sites=SITES, partitions=PARTITIONS, options=options) as run:
+            found[kind] = watched(run, SITES, begun, FACTS_S).to_dict()
+            run.stop(drain=False)
+    return found
 
 
 def _is_possible(name: str, protection: Protection) -> bool:

@@ -187,8 +187,7 @@ def protected_otherwise(
             f"flow {flow.name!r} has no keyed stage {stage!r}",
             hint=f"it has {keyed}; sources and sinks stay as they are" if keyed else None,
         )
-    nodes = {planner.stage_of(n).name: n for n in flow.nodes if isinstance(n, KeyedNode)}
-    node = nodes[stage]
+    node = planner.keyed_nodes()[stage]
     if {protection.granularity, shape(planned, partitions).granularity} != {"partition"}:
         raise FlowError(f"stage {stage!r}: only partition pairs can be changed while a flow runs")
     before, node.protection = node.protection, protection
@@ -215,6 +214,13 @@ def _levels(plan: Plan) -> dict[int, int]:
     return {stage.id: level(stage) for stage in plan.stages}
 
 
+def nodes_by_stage(flow: Flow) -> dict[str, KeyedNode]:
+    """What is behind each keyed stage."""
+    planner = _Planner(flow)
+    planner.plan()
+    return planner.keyed_nodes()
+
+
 def plan(flow: Flow) -> Plan:
     """Cut `flow` into stages, or say why it cannot run."""
     return _Planner(flow).plan()
@@ -228,8 +234,10 @@ class _Planner:
         self._stage_of: dict[int, Stage] = {}
         self._places: dict[tuple[int, str], list[tuple[Stage, str, Port]]] = {}
 
-    def stage_of(self, node: Node) -> Stage:
-        return self._stage_of[id(node)]
+    def keyed_nodes(self) -> dict[str, KeyedNode]:
+        """By the names of their stages, once these have been planned."""
+        nodes = [n for n in self.flow.nodes if isinstance(n, KeyedNode)]
+        return {self._stage_of[id(n)].name: n for n in nodes}
 
     def plan(self) -> Plan:
         nodes = topological(self.flow.nodes, self.flow.name)

@@ -112,6 +112,11 @@ class Source:
         """This source, once that is known."""
         return self
 
+    def aside(self) -> Source:
+        """This source for a flow that is only tried: whoever reads it leaves nothing behind by
+        which another would go on elsewhere. Refused if the rows would be missing there."""
+        return self
+
     def open(self, split: int, offset: int = 0, position: Position | None = None) -> SplitReader:
         """Read one of the splits from its row `offset` on; of a source that is not fed.
         `position` is what a reader said when it was at that row or at one before it."""

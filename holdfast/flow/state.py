@@ -83,6 +83,8 @@ class StateTable:
         self._born: np.ndarray | None = None
         self._touched: np.ndarray | None = None
         self._removed: dict[str, list[pa.RecordBatch]] = {}
+        self.removals = 0
+        """How many keys have been removed so far."""
         self._reset(512)
 
     def _reset(self, capacity: int) -> None:
@@ -141,6 +143,12 @@ class StateTable:
             + sum(a.nbytes for a in own)
             + sum(a.nbytes for a in self._columns.values())
         )
+
+    @property
+    def row_bytes(self) -> int:
+        """About what a key is given out with, which is less than it takes here."""
+        given = {n: a for n, a in self._arrays().items() if n != "__touched"}
+        return 8 + sum(a[:1].nbytes for a in given.values())
 
     def live(self) -> np.ndarray:
         """All slots that hold state."""
@@ -307,6 +315,7 @@ class StateTable:
                 removed.append(gone)
         self._dead[slots] = True
         self._dead_count += slots.size
+        self.removals += slots.size
         if 2 * self._dead_count > max(self._index.size, 1024):
             self._restore(self.extract())
 
@@ -391,7 +400,7 @@ class Snapshot:
         self._at = 0  # no slot below is due
         self._saved: list[_Rows] = []
         self.rows_left = int(np.count_nonzero(self._due))
-        self._row_bytes = 8 + sum(a[:1].nbytes for a in self._arrays.values())
+        self._row_bytes = table.row_bytes
 
     @property
     def nbytes_left(self) -> int:

@@ -170,6 +170,12 @@ class Lines(Source):
     def tap(self) -> Tap:
         return _LinesTap(self)
 
+    def aside(self) -> Source:
+        raise FlowError(
+            f"lines of {self.host}:{self.port} that are read here may be missing elsewhere",
+            hint="try the flow with a server that gives them for this",
+        )
+
 
 class _LinesTap(Tap):
     """Nothing can be asked for again of a socket: there is no mark."""

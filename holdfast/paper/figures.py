@@ -1,29 +1,15 @@
-"""Tables as pictures: lines over an axis, in a file that needs nothing else to be looked at."""
+"""Tables as pictures: lines over an axis."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from xml.sax.saxutils import escape
 
-WIDTH, HEIGHT = 860, 430
-LEFT, RIGHT, TOP, BOTTOM = 72, 250, 56, 62
-INK, PALE, GRID = "#1f2933", "#66788a", "#e6eaee"
-COLOURS = {
-    "passive": "#c8553d",
-    "active": "#3e5c76",
-    "upstream": "#1b8a5a",
-    "rollback": "#7b4fb5",
-    "pairs": "#b8860b",
-}
+from holdfast.drawing import COLOURS, RIGHT, TOP, WIDTH, Axis, Point, framed, text
+
 THIN = ("rollback", "pairs")
 DASHES = {"paper": "2 4", "model": "", "Holdfast": "8 4"}
-STYLE = (
-    "text{font:12px Inter,'Helvetica Neue',Helvetica,Arial,'DejaVu Sans',sans-serif;"
-    f"fill:{INK}}} .title{{font-size:16px;font-weight:600}} .pale{{fill:{PALE}}}"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +58,6 @@ class Table:
         return next(s.values for s in self.series if (s.approach, s.who) == (approach, who))
 
 
-Point = tuple[float, float]
 Line = tuple[str, str, Sequence[Point | None]]
 """An approach, who says so, and points; nothing is drawn across what is not known."""
 
@@ -93,64 +78,14 @@ def drawn(title: str, x_name: str, y_name: str, lines: Sequence[Line], log: bool
     """Lines in a frame with both axes and a legend, as SVG."""
     lines = [line for line in lines if any(line[2])]
     points = [point for _, _, line in lines for point in line if point is not None]
-    across = _Axis([x for x, _ in points], LEFT, WIDTH - RIGHT, log=False)
-    upward = _Axis([y for _, y in points], HEIGHT - BOTTOM, TOP, log=log)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        f'width="{WIDTH}" height="{HEIGHT}"><style>{STYLE}</style>',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
-        _text(LEFT, 28, title, "title"),
-        *(_grid_line(upward, tick, across=True) for tick in upward.ticks),
-        *(_grid_line(across, tick, across=False) for tick in across.ticks),
-        _text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 18, x_name, "pale", "middle"),
-        f'<g transform="translate(18 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)">'
-        f"{_text(0, 0, y_name, 'pale', 'middle')}</g>",
-    ]
+    across = Axis.across([x for x, _ in points])
+    upward = Axis.upward([y for _, y in points], log)
+    parts: list[str] = []
     for row, (approach, who, line) in enumerate(lines):
         placed = [None if p is None else (across.at(p[0]), upward.at(p[1])) for p in line]
         parts += _line(approach, who, placed)
         parts += _legend(row, approach, who)
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-class _Axis:
-    """Where values are, in pixels, and which are written beside the axis."""
-
-    def __init__(self, values: Sequence[float], begin: float, end: float, log: bool) -> None:
-        self._begin, self._end, self._log = begin, end, log
-        low, high = min(values, default=0.0), max(values, default=1.0)
-        if log:
-            powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-            self.ticks = [10.0**p for p in powers]
-        else:
-            step = _step(high if low < high / 2 else high - low)
-            first = 0.0 if low < high / 2 else math.floor(low / step) * step
-            count = math.ceil((high - first) / step)
-            self.ticks = [first + i * step for i in range(count + 1)]
-        self._low, self._high = self._scaled(self.ticks[0]), self._scaled(self.ticks[-1])
-
-    def _scaled(self, value: float) -> float:
-        return math.log10(value) if self._log else value
-
-    def at(self, value: float) -> float:
-        span = (self._high - self._low) or 1.0
-        return self._begin + (self._scaled(value) - self._low) / span * (self._end - self._begin)
-
-
-def _step(span: float) -> float:
-    """Half a dozen ticks or so, at round values."""
-    steps = [m * 10.0**e for e in range(-3, 7) for m in (1, 2, 5)]
-    return next(s for s in steps if span / s <= 7)
-
-
-def _grid_line(axis: _Axis, tick: float, across: bool) -> str:
-    at, label = axis.at(tick), f"{tick:,.10g}"
-    if across:
-        path = f"M{LEFT} {at:.1f}H{WIDTH - RIGHT}"
-        return f'<path d="{path}" stroke="{GRID}"/>' + _text(LEFT - 8, at + 4, label, "pale", "end")
-    path = f"M{at:.1f} {TOP}V{HEIGHT - BOTTOM}"
-    label = _text(at, HEIGHT - BOTTOM + 18, label, "pale", "middle")
-    return f'<path d="{path}" stroke="{GRID}"/>' + label
+    return framed(title, x_name, y_name, across, upward, parts)
 
 
 def _line(approach: str, who: str, points: Sequence[Point | None]) -> list[str]:
@@ -185,11 +120,5 @@ def _legend(row: int, approach: str, who: str) -> list[str]:
     return [
         line[0],
         _mark(approach, who, x + 18, y),
-        _text(x + 46, y + 4, f"{approach}, {who}"),
+        text(x + 46, y + 4, f"{approach}, {who}"),
     ]
-
-
-def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "") -> str:
-    style = f' class="{kind}"' if kind else ""
-    where = f' text-anchor="{anchor}"' if anchor else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}"{style}{where}>{escape(text)}</text>'

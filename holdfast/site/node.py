@@ -389,9 +389,7 @@ class Node:
 
     def carry_out(self, order: Order) -> None:
         if order.unit in self.stages.units:
-            begun = self._now()
             processed = self.stages.carry_out(order)
-            self.stages.units[order.unit].busy_s += self._now() - begun
             self._working = True
             self._handle(processed)
             self._working = False
@@ -586,22 +584,22 @@ class Node:
             if not standing or any((unit, s) in self.outgoing for s in standing):
                 continue
             if self._is_time(unit, runner, now):
-                self._checkpointed[unit] = (now, self._busy_s())
+                self._checkpointed[unit] = (now, self._work_s())
                 runner.checkpoints += 1
                 self._handle(CheckpointDue(unit))
 
     def _is_time(self, unit: Unit, runner: UnitRunner, now: float) -> bool:
         """Whether the last checkpoint is as long ago as it may be; or as much work, all of which
         others would have to do again if this site died."""
-        at, busy_s = self._checkpointed.setdefault(unit, (now, self._busy_s()))
+        at, work_s = self._checkpointed.setdefault(unit, (now, self._work_s()))
         if runner.guard.every_ms:
             return now - at >= runner.guard.every_ms / 1e3
-        worked = self._busy_s() - busy_s
+        worked = self._work_s() - work_s
         return worked >= AGAIN * runner.guard.recovery_ms / 1e3 or now - at >= CHECKPOINT_S_MAX
 
-    def _busy_s(self) -> float:
+    def _work_s(self) -> float:
         """How long units here have been at work that would go on elsewhere from checkpoints."""
-        return sum(r.busy_s for r in self.stages.units.values() if r.guard.recovery_ms)
+        return sum(r.work_s for r in self.stages.units.values() if r.guard.recovery_ms)
 
     def _on_store(self, message: wire.Store) -> None:
         for unit in list(self.storing):

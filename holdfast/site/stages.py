@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
@@ -67,7 +68,10 @@ class UnitRunner:
         self.ingress: Ingress | None = None
         self.egress: Egress | None = None
         self.rows_in = self.rows_out = self.calls = 0
-        self.busy_s, self.checkpoints = 0.0, 0
+        self.checkpoints = 0
+        self.bytes_out = {ExchangeId(x.id): 0 for x in stage.outputs}
+        self.work_s = 0.0
+        """Processor time of all calls. Like `bytes_out` it is what this copy has done itself."""
         self.epoch = -1
         if stage.source is not None:
             numbers = range(cohort.first, cohort.end)
@@ -136,6 +140,7 @@ class UnitRunner:
 
     def run(self, order: IngestEpoch | ProcessBundles) -> Outputs:
         """Carry an order out: its output, split by consumer cohort."""
+        begun = time.thread_time()
         if isinstance(order, IngestEpoch):
             assert self.ingress is not None
             batch, track = self.ingress.epoch(order.record)
@@ -151,6 +156,9 @@ class UnitRunner:
         self.calls += 1
         self.rows_in += rows
         self.rows_out += sum(f.batch.num_rows for out in outputs.values() for f in out.values())
+        for exchange, out in outputs.items():
+            self.bytes_out[exchange] += sum(f.batch.nbytes for f in out.values())
+        self.work_s += time.thread_time() - begun
         self.epoch = epoch
         return outputs
 
@@ -233,10 +241,13 @@ class UnitRunner:
             "rows_in": self.rows_in,
             "rows_out": self.rows_out,
             "calls": self.calls,
-            "busy_s": self.busy_s,
             "checkpoints": self.checkpoints,
+            "bytes_out": list(self.bytes_out.values()),
+            "work_s": self.work_s,
             "keys": operator.state_rows() if operator else 0,
             "state_bytes": operator.state_bytes() if operator else 0,
+            "given_bytes": operator.given_bytes() if operator else 0,
+            "removals": operator.removals() if operator else 0,
             "late_rows": operator.late_rows if operator else 0,
             "dead_rows": self.runner.dead_rows,
             "sink": self.egress.report() if self.egress else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import tempfile
 import threading
@@ -68,6 +69,12 @@ class SparkStream(SparkSource):
         super().__init__(df, order_by)
         self.checkpoint, self.trigger = checkpoint, trigger
         self.resumable = checkpoint is not None
+
+    def aside(self) -> SparkStream:
+        made = copy.copy(self)
+        # Copied as a site would get it, without its DataFrame, which belongs to this process.
+        made.df, made.checkpoint, made.resumable = self.df, None, False
+        return made
 
     def feeder(self) -> _StreamFeeder:
         return _StreamFeeder(self)

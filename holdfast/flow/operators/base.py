@@ -51,6 +51,8 @@ class KeyedOperator:
     """Whether the result depends on the order of rows of different producers."""
     bounded = False
     """Whether its state comes from recent rows only, however long it has been at work."""
+    horizon = 0
+    """Of a bounded operator: how far behind the watermark, in event time, such a row may be."""
     clocked = False
     """Whether results stand where the watermark moved: at rows of any source."""
 
@@ -98,6 +100,14 @@ class KeyedOperator:
 
     def state_bytes(self) -> int:
         return sum(t.nbytes for t in self.tables().values())
+
+    def given_bytes(self) -> int:
+        """About what it would give out of its state, if all of it went elsewhere."""
+        return sum(t.size * t.row_bytes for t in self.tables().values())
+
+    def removals(self) -> int:
+        """How many keys it has forgotten so far."""
+        return sum(t.removals for t in self.tables().values())
 
     def came_from(self, epoch: int) -> int:
         """After which epoch the rows came that the state after `epoch` comes from."""

@@ -55,6 +55,7 @@ class WindowJoin(KeyedOperator):
             raise FlowError(f"{where}: within must be positive and lateness not negative")
         self.on, self.within, self.shared = on, within, shared
         self.hold = lateness + max(left.delay, right.delay)
+        self.horizon = 2 * within + self.hold
         self.boundaries = [(within, self.hold % within)]
         names = set(left.schema.names)
         self.right_names: dict[str, str] = {}  # column of the right side -> its name in the output
@@ -191,6 +192,8 @@ class _Run:
 class _Side:
     """The rows of one input that a row of the other may still meet: runs of growing size."""
 
+    removals = 0  # a standby knows itself what is too old
+
     def __init__(self, keys: list[str], schema: pa.Schema, on: str, partitions: int) -> None:
         self.keys, self.schema, self.on, self.partitions = keys, schema, on, partitions
         self.runs: list[_Run] = []
@@ -218,6 +221,10 @@ class _Side:
     @property
     def nbytes(self) -> int:
         return sum(r.batch.nbytes + r.words.low.nbytes for r in self.runs)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.nbytes // self.size if self.size else 0
 
     def _run(self, batch: pa.RecordBatch) -> _Run:
         return _Run(batch, key_words([batch.column(k) for k in self.keys]))

@@ -169,6 +169,7 @@ class TimedSessions(Sessions):
         if timeout < 1:
             raise FlowError(f"{where}: timeout must be positive")
         self.on, self.wait = on, timeout + source.delay
+        self.horizon = self.wait
         # A session may be over at any time, so every move of the watermark counts.
         self.boundaries = [(1, 0)]
         self.needs[0].add(on)

@@ -48,6 +48,7 @@ class TimeWindow(KeyedOperator):
             )
         self.on, self.size, self.every = on, size, every
         self.hold = lateness + source.delay
+        self.horizon = size + self.hold
         self.boundaries = [(every, (size + self.hold) % every)]
         self.aggs = [Agg.bind(n, a, source.schema, where) for n, a in aggregates.items()]
         self.time_kind = source.schema.field(on).type
