@@ -95,8 +95,7 @@ def upstream(
 ) -> Protection:
     """Upstream backup: every partition has one copy, and those that it gets its input from keep it
     for as long as the partition's state comes from it. When it dies it is made anew from that, on
-    any site that lives. Sources and sinks have two copies, which
-    do not share what `apart` says.
+    any site that lives. Sources and sinks have two copies, which do not share what `apart` says.
 
     That is for operators whose state comes from the recent past: event-time windows and joins, and
     sessions with a time-out. What another operator knows of a key comes from all rows that the key
@@ -123,8 +122,8 @@ def rollback(
     until a marker behind it has come `h` stages further on, and has been returned. A partition
     that is lost is made anew from the logs. Only for flows that are uniform: all ways from one
     stage to another must be equally long; and for operators whose state comes from the recent
-    past, unless it is cut off by a summary every `base_ms` (see `upstream`). Sources and sinks are
-    pairs, whose copies do not share what `apart` says.
+    past, unless it is cut off by a summary every `base_ms` (see `upstream`). Sources and sinks have
+    two copies, which do not share what `apart` says.
 
     Slices of thickness `h` overlap. By default they are as thick as the flow is long; with 2 no
     two stages in a row may lose a partition within a short time, be it on one site.
