@@ -73,8 +73,8 @@ def passive(
 ) -> Protection:
     """Passive standby: every partition has one copy that computes, and another that gets what has
     changed every so many milliseconds (500). When the first dies the other goes on from there;
-    those that it gets its input from keep what came since. Of sources and sinks there
-    are two copies. No two copies share what `apart` says.
+    those that it gets its input from keep what came since. Of sources and sinks there are two
+    copies. No two copies share what `apart` says.
 
     With `recovery_ms` instead, checkpoints come as seldom as they may if going through what came
     since the last one shall take no longer than that. How long it would take is what the copy that
