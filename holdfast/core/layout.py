@@ -24,6 +24,8 @@ class Guard:
     """How many more copies stand by: they get checkpoints, and compute nothing."""
     every_ms: int = 0
     """How often they get one."""
+    every_epochs: int = 0
+    """Or after how many epochs."""
     recovery_ms: int = 0
     """Or within which time they shall be able to go on in place of one that is lost."""
     alike: bool = True

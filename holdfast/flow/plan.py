@@ -142,6 +142,7 @@ def shape(plan: Plan, partitions: int) -> Shape:
                     protection.apart,
                     protection.standbys,
                     protection.every_ms,
+                    protection.every_epochs,
                     protection.recovery_ms,
                     protection.alike and not _is_lazy(stage),
                     _is_lazy(stage),

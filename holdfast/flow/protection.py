@@ -21,6 +21,8 @@ class Protection:
     """How many more copies have checkpoints, and compute nothing."""
     every_ms: int = 0
     """How often they get one."""
+    every_epochs: int = 0
+    """Or after how many epochs."""
     recovery_ms: int = 0
     """Or within which time they shall be able to go on."""
     alike: bool = True
@@ -69,25 +71,38 @@ def active(*, apart: str = "executor") -> Protection:
 
 
 def passive(
-    *, every_ms: int | None = None, recovery_ms: int | None = None, apart: str = "executor"
+    *,
+    every_ms: int | None = None,
+    every_epochs: int | None = None,
+    recovery_ms: int | None = None,
+    apart: str = "executor",
 ) -> Protection:
     """Passive standby: every partition has one copy that computes, and another that gets what has
-    changed every so many milliseconds (500). When the first dies the other goes on from there;
-    those that it gets its input from keep what came since. Of sources and sinks there are two
-    copies. No two copies share what `apart` says.
+    changed every so many milliseconds (500) or epochs. When the first dies the other goes on from
+    there; those that it gets its input from keep what came since. Of sources and sinks there are
+    two copies. No two copies share what `apart` says.
 
     With `recovery_ms` instead, checkpoints come as seldom as they may if going through what came
     since the last one shall take no longer than that. How long it would take is what the copy that
     computes has been at work for.
     """
-    if every_ms is not None and recovery_ms is not None:
-        raise FlowError("passive(): give every_ms or recovery_ms, not both")
-    for name, value in (("every_ms", every_ms), ("recovery_ms", recovery_ms)):
-        if value is not None and value < 1:
+    wanted = {"every_ms": every_ms, "every_epochs": every_epochs, "recovery_ms": recovery_ms}
+    given = {name: value for name, value in wanted.items() if value is not None}
+    if len(given) > 1:
+        raise FlowError(f"passive(): give one of {', '.join(given)}, not all")
+    for name, value in given.items():
+        if value < 1:
             raise FlowError(f"passive(): {name} must be at least 1, not {value}")
     _check_apart("passive", apart)
-    every = 0 if recovery_ms else every_ms or 500
-    return Protection("passive", 1, apart, standbys=1, every_ms=every, recovery_ms=recovery_ms or 0)
+    return Protection(
+        "passive",
+        1,
+        apart,
+        standbys=1,
+        every_ms=every_ms or (0 if given else 500),
+        every_epochs=every_epochs or 0,
+        recovery_ms=recovery_ms or 0,
+    )
 
 
 def upstream(

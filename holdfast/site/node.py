@@ -167,8 +167,8 @@ class Node:
         self._acks: dict[SiteId, dict[tuple[int, int, int], wire.Ack]] = {}
         self._working = self._hasty = False
         self._quiet_since: dict[tuple[int, int], float] = {}
-        self._checkpointed: dict[Unit, tuple[float, float]] = {}
-        """When that was, and how long units had been at work by then."""
+        self._checkpointed: dict[Unit, tuple[float, int, float]] = {}
+        """When that was, after which epoch, and how long units had been at work by then."""
         self._waits_for_chain = False
         self._uncounted: set[Unit] = set()
         self._early: deque[SequencerEvent] = deque(maxlen=EARLY_MAX)
@@ -584,17 +584,20 @@ class Node:
             if not standing or any((unit, s) in self.outgoing for s in standing):
                 continue
             if self._is_time(unit, runner, now):
-                self._checkpointed[unit] = (now, self._work_s())
+                self._checkpointed[unit] = (now, runner.epoch, self._work_s())
                 runner.checkpoints += 1
                 self._handle(CheckpointDue(unit))
 
     def _is_time(self, unit: Unit, runner: UnitRunner, now: float) -> bool:
         """Whether the last checkpoint is as long ago as it may be; or as much work, all of which
         others would have to do again if this site died."""
-        at, work_s = self._checkpointed.setdefault(unit, (now, self._work_s()))
+        so_far = (now, runner.epoch, self._work_s())
+        at, epoch, work_s = self._checkpointed.setdefault(unit, so_far)
         if runner.guard.every_ms:
             return now - at >= runner.guard.every_ms / 1e3
-        worked = self._work_s() - work_s
+        if runner.guard.every_epochs:
+            return runner.epoch - epoch >= runner.guard.every_epochs
+        worked = so_far[-1] - work_s
         return worked >= AGAIN * runner.guard.recovery_ms / 1e3 or now - at >= CHECKPOINT_S_MAX
 
     def _work_s(self) -> float:

@@ -250,9 +250,24 @@ def test_checkpoints_are_as_seldom_as_recovery_allows(kept, tmp_path) -> None:
     assert often > 4 and often > 2 * seldom
 
 
+def test_checkpoints_come_after_so_many_epochs(kept, tmp_path) -> None:
+    protection = passive(every_epochs=20, apart="process")
+    run = windows(paced(tmp_path), protection).start(sites=3, partitions=6)
+    kept.append(run)
+    until_protected(run, 3)
+    until_rows(run, 60_000)
+    kill(run, copies(run)["time window by (k)", 0][0])
+    check(run, kept, tmp_path)
+    units = [u for s in run.status()["sites"] for u in s["stages"] if u["kind"] == "keyed"]
+    assert all(u["checkpoints"] <= u["epoch"] // 20 + 1 for u in units)
+    assert any(u["checkpoints"] for u in units)
+
+
 def test_how_often_checkpoints_come_is_said_in_one_way() -> None:
-    with pytest.raises(FlowError, match="every_ms or recovery_ms, not both"):
+    with pytest.raises(FlowError, match="give one of every_ms, recovery_ms, not all"):
         passive(every_ms=5, recovery_ms=5)
+    with pytest.raises(FlowError, match="every_epochs must be at least 1, not -2"):
+        passive(every_epochs=-2)
     with pytest.raises(FlowError, match="recovery_ms must be at least 1, not 0"):
         passive(recovery_ms=0)
 
