@@ -626,6 +626,7 @@ def test_a_flow_that_is_lost_goes_on_between_two_topics(
     run = start(store=store, store_every_ms=300)
     written = load(into)
     for _ in range(2):
+        until_protected(run, 2)
         until_taken(run, run.status()["rows_in"] + 1_000)
         until_stored(run)
         for pid in pids(run).values():
