@@ -271,12 +271,24 @@ class Dataflow:
             self.consumers[exchange, cohort] = consumer
         self._guard(unit)
 
+    def _inputs(self, unit: _Unit) -> list[Consumer]:
+        return [self.consumers[x, unit.key[1]] for x in unit.shape.inputs]
+
+    def _outputs(self, unit: _Unit) -> list[Producer]:
+        return [self.producers[x, unit.key[1]] for x in unit.shape.outputs]
+
+    def _received(self, unit: _Unit) -> Epoch:
+        """Up to which epoch it has something of its input: producers have let go of nothing later
+        that they keep for it."""
+        received = [e for c in self._inputs(unit) for e in c.received.values()]
+        return max([*received, unit.finished])
+
     def _levels(self, unit: _Unit, received: Epoch) -> tuple[Epoch, ...]:
         """Up to which epochs a unit does not need its input any more. One that has other copies
         needs nothing that it has received."""
         if unit.needs is None or unit.stands:
             return (received,) * self.shape.levels
-        outputs = [self.producers[x, unit.key[1]] for x in unit.shape.outputs]
+        outputs = self._outputs(unit)
         reached = [min(p.reached(k) for p in outputs) for k in range(self.shape.levels)]
         unit.needs.forget(min(reached))
         return tuple(unit.needs.at(epoch) for epoch in reached)
@@ -442,7 +454,7 @@ class Dataflow:
                 return []
             unit.busy = True
             return [IngestEpoch(unit.key, self.records[epoch])]
-        consumers = [self.consumers[x, unit.key[1]] for x in unit.shape.inputs]
+        consumers = self._inputs(unit)
         if all(c.complete(epoch) for c in consumers):
             unit.busy = True
             return [ProcessBundles(unit.key, epoch, True, self._take(unit, epoch))]
@@ -460,7 +472,7 @@ class Dataflow:
         """Of a source: leave epochs out that nobody needs any more."""
         if unit.shape.kind != "source":
             return []
-        producers = [self.producers[x, unit.key[1]] for x in unit.shape.outputs]
+        producers = self._outputs(unit)
         effects: list[SiteEffect] = []
         stable = min(p.stable for p in producers)
         while unit.finished < stable and (record := self.records.get(Epoch(unit.finished + 1))):
@@ -475,8 +487,7 @@ class Dataflow:
         if unit is None or not unit.installed or not unit.lazy or event.epoch <= unit.finished:
             return []
         unit.finished = event.epoch
-        inputs = [self.consumers[x, unit.key[1]] for x in unit.shape.inputs]
-        acks = [ack for c in inputs for ack in c.stand_at(event.epoch, self.connected)]
+        acks = [ack for c in self._inputs(unit) for ack in c.stand_at(event.epoch, self.connected)]
         return [*acks, *self._handovers(unit)]
 
     def _take(self, unit: _Unit, epoch: Epoch) -> dict[ExchangeId, list[Any]]:
@@ -523,9 +534,7 @@ class Dataflow:
         if event.joiner not in self.view.cohort(event.unit).joining:
             return []  # it was given up meanwhile
         # What the producers let go of before they counted the new copy, this one has received.
-        inputs = [self.consumers[x, unit.key[1]] for x in unit.shape.inputs]
-        received = [e for c in inputs for e in c.received.values()]
-        unit.handovers[event.joiner] = max([*received, unit.finished])
+        unit.handovers[event.joiner] = self._received(unit)
         return self._handovers(unit) if not unit.busy else []
 
     def _handovers(self, unit: _Unit) -> list[SiteEffect]:
@@ -591,8 +600,7 @@ class Dataflow:
             producer = self.producers[exchange, unit.key[1]]
             kept, let_go = event.kept[exchange], event.let_go[exchange]
             producer.install(event.epoch, kept, let_go, event.whole)
-        inputs = [self.consumers[x, unit.key[1]] for x in unit.shape.inputs]
-        return [ack for c in inputs for ack in c.stand_at(event.epoch, self.connected)]
+        return [ack for c in self._inputs(unit) for ack in c.stand_at(event.epoch, self.connected)]
 
     def _install(
         self,
@@ -691,9 +699,7 @@ class Dataflow:
         effects: list[SiteEffect] = []
         for unit in self.units.values() if event.number == self.view.number else ():
             if unit.installed and unit.shape.guard.anew < unit.shape.guard.level:
-                inputs = [self.consumers[x, unit.key[1]] for x in unit.shape.inputs]
-                received = [e for c in inputs for e in c.received.values()]
-                unit.stock = max([*received, unit.finished])
+                unit.stock = self._received(unit)
                 effects += self._stocked(unit)
         return effects
 

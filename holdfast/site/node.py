@@ -220,8 +220,7 @@ class Node:
     def make_room(self) -> None:
         """Called every now and then: what is kept for others goes to disk if it is much."""
         if self._spill is not None:
-            kept = [k for p in self.dataflow.producers.values() for k in p.kept()]
-            self._spill.make_room(k.bundle for k in sorted(kept, key=lambda k: k.epoch))
+            self._spill.make_room(k for p in self.dataflow.producers.values() for k in p.kept())
 
     def on_connected(self, site: SiteId) -> None:
         """There is a connection to another site. If there was one before, what was on it is lost:

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 
 import pyarrow as pa
 
+from holdfast.core.exchange import Kept
 from holdfast.site.bundles import Frames
 
 log = logging.getLogger("holdfast.site")
@@ -34,21 +35,15 @@ class Spill:
         self.error: str | None = None
         """Why nothing can be written, if that is so. Then everything stays in memory."""
 
-    def make_room(self, kept: Iterable[Frames]) -> None:
-        """Write the first of these, which are in order of age, if all are too many."""
-        filled = [frames for frames in kept if frames.batch.num_rows]
-        here = [frames for frames in filled if not frames.spilled]
-        self.kept_bytes = sum(frames.nbytes for frames in filled)
-        self.spilled_bytes = self.kept_bytes - sum(frames.nbytes for frames in here)
+    def make_room(self, kept: Iterable[Kept]) -> None:
+        """Write the oldest of these bundles, if all are too many."""
+        filled = [k for k in kept if k.bundle.batch.num_rows]
+        here = [k for k in filled if not k.bundle.spilled]
+        self.kept_bytes = sum(k.bundle.nbytes for k in filled)
+        self.spilled_bytes = self.kept_bytes - sum(k.bundle.nbytes for k in here)
         surplus = min(self.kept_bytes - self.spilled_bytes - self._bytes_max, AT_ONCE)
-        chosen: list[Frames] = []
-        for frames in here:
-            if surplus <= 0:
-                break
-            surplus -= frames.nbytes
-            chosen.append(frames)
-        if chosen:
-            self._write(chosen)
+        if surplus > 0:
+            self._write(_first(sorted(here, key=lambda k: k.epoch), surplus))
 
     def _write(self, chosen: list[Frames]) -> None:
         try:
@@ -77,3 +72,14 @@ class Spill:
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(path)
+
+
+def _first(kept: Iterable[Kept], nbytes: int) -> list[Frames]:
+    """As many as have so many bytes."""
+    chosen: list[Frames] = []
+    for k in kept:
+        if nbytes <= 0:
+            break
+        nbytes -= k.bundle.nbytes
+        chosen.append(k.bundle)
+    return chosen

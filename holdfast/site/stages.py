@@ -157,7 +157,7 @@ class UnitRunner:
         self.rows_in += rows
         self.rows_out += sum(f.batch.num_rows for out in outputs.values() for f in out.values())
         for exchange, out in outputs.items():
-            self.bytes_out[exchange] += sum(f.batch.nbytes for f in out.values())
+            self.bytes_out[exchange] += sum(f.nbytes for f in out.values())
         self.work_s += time.thread_time() - begun
         self.epoch = epoch
         return outputs

@@ -8,6 +8,8 @@ import pyarrow as pa
 import pytest
 
 from holdfast import FlowError, upstream
+from holdfast.core.exchange import Kept
+from holdfast.core.ids import Epoch
 from holdfast.flow.batches import Track
 from holdfast.flow.options import Options
 from holdfast.site.bundles import Frames
@@ -23,17 +25,21 @@ def frames(first: int) -> Frames:
     return Frames(batch, Track.merged([]), None)
 
 
+def by_age(kept: list[Frames]) -> list[Kept]:
+    return [Kept(Epoch(n), True, f) for n, f in enumerate(kept)]
+
+
 def test_the_oldest_go_first_and_are_what_they_were(tmp_path) -> None:
     kept = [frames(n) for n in range(10)]
     before = [f.batch for f in kept]
     size = kept[0].nbytes
     spill = Spill(str(tmp_path), 4 * size)
-    spill.make_room(kept)
+    spill.make_room(by_age(kept))
     assert [f.spilled for f in kept] == [True] * 6 + [False] * 4
     assert [f.batch for f in kept] == before and {f.nbytes for f in kept} == {size}
     assert (spill.kept_bytes, spill.spilled_bytes) == (10 * size, 6 * size)
     assert not os.listdir(tmp_path), "a file without a name is gone with the process"
-    spill.make_room(kept[3:])
+    spill.make_room(by_age(kept[3:]))
     assert spill.spilled_bytes == 3 * size and spill.error is None
 
 
@@ -41,11 +47,11 @@ def test_what_cannot_be_written_stays_in_memory(tmp_path) -> None:
     kept = [frames(n) for n in range(4)]
     before = [f.batch for f in kept]
     spill = Spill(str(tmp_path / "missing"), 0)
-    spill.make_room(kept)
+    spill.make_room(by_age(kept))
     assert not any(f.spilled for f in kept) and "missing" in str(spill.error)
     assert [f.batch for f in kept] == before
     (tmp_path / "missing").mkdir()
-    spill.make_room(kept)
+    spill.make_room(by_age(kept))
     assert all(f.spilled for f in kept) and spill.error is None
 
 
