@@ -22,7 +22,7 @@ from holdfast.core.layout import Cohort, View
 from holdfast.core.sequencer import Sequencer
 from holdfast.core.upstream import Needs, Search
 from holdfast.flow.state import StateTable
-from holdfast.sim.explore import Case
+from holdfast.sim.explore import Case, forget
 from holdfast.sim.faults import KINDS
 from holdfast.sim.timed import TimedWorld
 from holdfast.sim.world import World
@@ -61,13 +61,15 @@ class Bug:
 
     @contextmanager
     def planted(self) -> Iterator[None]:
-        """The code with the mistake in it."""
+        """The code with the mistake in it, which knows nothing of what right code has done."""
         right = self.owner.__dict__[self.method]
         setattr(self.owner, self.method, self.make(right))
+        forget()
         try:
             yield
         finally:
             setattr(self.owner, self.method, right)
+            forget()
 
 
 def _no_acks_to_followers(right: Any) -> Any:

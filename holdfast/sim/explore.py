@@ -139,6 +139,11 @@ def _memory(flow: str, protocol: str, first: str | None, rows_in: int) -> Memory
     return Memory()
 
 
+def forget() -> None:
+    """What operators have made of their input may be otherwise from now on."""
+    _memory.cache_clear()
+
+
 @dataclass(slots=True)
 class Outcome:
     """What became of a case."""

@@ -116,6 +116,15 @@ def test_a_schedule_that_fails_is_made_small() -> None:
     assert run(small).problem is None
 
 
+def test_what_right_code_has_done_does_not_hide_a_bug() -> None:
+    bug = named("state not counted")
+    cases = [bug.case(seed) for seed in range(12)]
+    assert not any(run(case).problem for case in cases)
+    with bug.planted():
+        assert any(run(case).problem for case in cases)
+    assert not any(run(case).problem for case in cases)
+
+
 @pytest.mark.parametrize("bug", BUGS, ids=[b.name for b in BUGS])
 def test_a_planted_bug_is_caught(bug: Bug) -> None:
     with bug.planted():
