@@ -2,7 +2,8 @@
 
 Rows wait at the copies of the egress. Each reader has a name; it says up to which epoch it has
 everything for good, and what all of them have is let go. Who the readers are is known to all
-copies, so none is forgotten with a site that dies. Until the first one comes, everything is kept.
+copies, so none is forgotten with a site that dies. Until all that are expected have come,
+everything is kept.
 """
 
 from __future__ import annotations
@@ -26,20 +27,24 @@ class Outlet(Sink):
 
     replicated = True
 
-    def __init__(self, unread_bytes_max: int = UNREAD_BYTES_MAX) -> None:
+    def __init__(self, readers: int = 1, unread_bytes_max: int = UNREAD_BYTES_MAX) -> None:
+        if readers < 1:
+            raise FlowError(f"outlet(): readers={readers}, so nobody would read the rows")
         if unread_bytes_max <= 0:
             raise FlowError(
                 f"outlet(): unread_bytes_max={unread_bytes_max} leaves no room for a row"
             )
-        self.unread_bytes_max = unread_bytes_max
+        self.readers, self.unread_bytes_max = readers, unread_bytes_max
 
     def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
-        return _OutletWriter(whose)
+        return _OutletWriter(whose, self.readers)
 
 
 class _OutletWriter(SinkWriter):
-    def __init__(self, whose: Authority) -> None:
+    def __init__(self, whose: Authority, awaited: int) -> None:
         self._whose = whose
+        self._awaited = awaited
+        """How many readers have yet to come before anything is let go."""
         self._readers: dict[str, int] = {}
         self._taken = self._durable = -1
 
@@ -48,14 +53,19 @@ class _OutletWriter(SinkWriter):
 
     def commit(self, epoch: int) -> int:
         self._taken = max(self._taken, epoch)
-        self._durable = max(self._durable, min(self._readers.values(), default=-1))
+        if not self._awaited:
+            self._durable = max(self._durable, min(self._readers.values(), default=-1))
         return self._durable
 
     def save(self) -> dict[str, Any]:
-        return {"readers": dict(self._readers), "durable": self._durable}
+        return {
+            "readers": dict(self._readers),
+            "awaited": self._awaited,
+            "durable": self._durable,
+        }
 
     def restore(self, saved: dict[str, Any]) -> None:
-        self._readers = dict(saved["readers"])
+        self._readers, self._awaited = dict(saved["readers"]), saved["awaited"]
         self._durable = max(self._durable, saved["durable"])
 
     def report(self) -> dict[str, Any]:
@@ -86,6 +96,7 @@ class _OutletWriter(SinkWriter):
         it is known to have it. From the first time on it is one that counts."""
         if reader not in self._readers:
             self._expect(epoch)
+            self._awaited = max(self._awaited - 1, 0)
         had = max(self._readers.get(reader, -1), min(epoch, self._taken))
         self._readers[reader] = had
         return had
@@ -129,10 +140,11 @@ class _OutletWriter(SinkWriter):
         return {"epoch": after}, found
 
 
-def outlet(*, unread_bytes_max: int = UNREAD_BYTES_MAX) -> Sink:
+def outlet(*, readers: int = 1, unread_bytes_max: int = UNREAD_BYTES_MAX) -> Sink:
     """Keep results until they are read, by ``spark.readStream.format("holdfast")``.
 
-    At most about `unread_bytes_max` bytes are kept; a flow whose readers are slower waits for them,
-    and it ends when they have everything.
+    Everything is kept until as many `readers` have come; then what the slowest of them lacks, so
+    give the number of queries that are to have all rows. At most about `unread_bytes_max` bytes are
+    kept; a flow whose readers are slower waits for them, and it ends when they have everything.
     """
-    return Outlet(unread_bytes_max)
+    return Outlet(readers, unread_bytes_max)

@@ -570,11 +570,12 @@ class Answer(Message, frozen=True):
 
 class Notes(Message, frozen=True):
     """The leading egress to its other copies: up to which epoch each of its readers has everything,
-    and what was let go."""
+    how many of them are yet to come, and what was let go."""
 
     sink: Number
     number: Number
     readers: dict[str, EpochNumber]
+    awaited: Number
     durable: EpochNumber
 
 

@@ -52,6 +52,22 @@ def test_what_all_readers_have_is_let_go() -> None:
     assert writer.commit(3) == 2
 
 
+def test_nothing_is_let_go_before_all_readers_have_come_that_are_expected() -> None:
+    writer = Outlet(readers=2).open(WHOSE, batch().schema)
+    writer.commit(3)
+    writer.answer({"do": "commit", "reader": "a", "epoch": 3}, HELD)
+    assert writer.commit(3) == -1, "b is to have it, too"
+    copy = Outlet(readers=2).open(WHOSE, batch().schema)
+    copy.restore(writer.save())
+    for one in (writer, copy):
+        one.answer({"do": "commit", "reader": "a", "epoch": 3}, HELD)
+        assert one.commit(3) == -1, "a is no other reader than before"
+        one.answer({"do": "commit", "reader": "b", "epoch": 2}, HELD)
+        assert one.commit(3) == 2
+    with pytest.raises(FlowError, match="nobody would read"):
+        outlet(readers=0)
+
+
 def test_a_reader_goes_as_far_as_it_wants() -> None:
     writer = Outlet().open(WHOSE, batch().schema)
     writer.commit(3)

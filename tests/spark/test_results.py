@@ -15,11 +15,11 @@ from tests.site.test_pairs import SCHEMA, copies, kill, numbers, taken, until
 ROWS = 60_000
 
 
-def flow(endless: bool = False) -> Flow:
+def flow(endless: bool = False, readers: int = 1) -> Flow:
     made = Flow("results", protect=pairs(apart="process"))
     much = {"rate": 5_000.0} if endless else {"rows": ROWS}
     source = made.source("numbers", generator(numbers, SCHEMA, **much))
-    source.key_by("k").agg(t=sum_("v"), n=count()).sink("out", outlet())
+    source.key_by("k").agg(t=sum_("v"), n=count()).sink("out", outlet(readers=readers))
     return made
 
 
@@ -93,7 +93,7 @@ def test_a_query_that_is_started_again_goes_on_where_it_was(
 def test_two_queries_and_another_life_of_the_flow(
     spark: SparkSession, begun, tmp_path: Path
 ) -> None:
-    run = begun(flow())
+    run = begun(flow(readers=2))
     queries = [into_files(results(spark, run), tmp_path / name) for name in ("one", "other")]
     for query in queries:
         everything_is_read(query, run)
