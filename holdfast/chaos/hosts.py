@@ -10,6 +10,7 @@ from holdfast.chaos.namespaces import Network
 from holdfast.chaos.proxy import CONTROL, Proxy
 from holdfast.control import Host
 from holdfast.flow.graph import Flow
+from holdfast.site.nursery import Work
 from holdfast.site.process_host import ProcessHost
 from holdfast.site.runtime import OnExit, SiteConfig
 
@@ -62,6 +63,6 @@ class ChaosProcesses(ProcessHost):
             config = replace(config, listen_host=self._network.add(config.site))
         super().launch(flow, config, self.exits.noting(on_exit))
 
-    def command(self, config: SiteConfig) -> list[str]:
-        inner = super().command(config)
+    def work(self, flow: Flow, config: SiteConfig) -> Work:
+        inner = super().work(flow, config)
         return self._network.inside(config.site, inner) if self._network else inner

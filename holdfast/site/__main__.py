@@ -1,15 +1,15 @@
-"""``python -m holdfast.site``: one site; flow and configuration come on standard input."""
+"""``python -m holdfast.site N``: the nursery, which hears at socket N what it is to fork."""
 
 import logging
-import pickle
-import signal
+import socket
 import sys
 
-from holdfast.site.runtime import run_site
+import pyarrow as pa
+
+import holdfast.site.runtime  # noqa: F401
+from holdfast.site.nursery import serve
 
 if __name__ == "__main__":
-    # Ctrl-C is for whoever runs the flow, and may want it to drain. Without that one a site leaves.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pa.array([0])  # only now pyarrow imports pandas
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
-    flow, config = pickle.load(sys.stdin.buffer)
-    run_site(flow, config)
+    serve(socket.socket(fileno=int(sys.argv[1])))()

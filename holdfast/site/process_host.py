@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
-
-import cloudpickle
+from functools import partial
 
 from holdfast.flow.graph import Flow
-from holdfast.site.runtime import OnExit, SiteConfig
+from holdfast.site.nursery import Born, Work, shared
+from holdfast.site.runtime import OnExit, SiteConfig, run_site
 
 
 class ProcessHost:
-    """Launches every site as ``python -m holdfast.site``, with the flow on its standard input."""
+    """Launches every site in a process of its own, forked from the nursery."""
 
     name = "processes"
     application = "local"
@@ -21,7 +19,7 @@ class ProcessHost:
     advertise_host = "127.0.0.1"
 
     def __init__(self) -> None:
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._processes: dict[int, Born] = {}
         self._closed = False
         self._lock = threading.Lock()
 
@@ -29,35 +27,24 @@ class ProcessHost:
         with self._lock:
             if self._closed:
                 return
-            process = subprocess.Popen(self.command(config), stdin=subprocess.PIPE, close_fds=True)
-            self._processes[config.site] = process
-        assert process.stdin is not None
-        try:
-            process.stdin.write(cloudpickle.dumps((flow, config)))
-            process.stdin.close()
-        except BrokenPipeError:
-            pass  # it died already; the watcher says so
-        watcher = threading.Thread(
-            target=self._watch, args=(process, config, on_exit), daemon=True, name="holdfast-watch"
-        )
-        watcher.start()
+            born = self._processes[config.site] = shared.fork(self.work(flow, config))
+        watch = partial(self._watch, born, config, on_exit)
+        threading.Thread(target=watch, daemon=True, name="holdfast-watch").start()
 
-    def command(self, config: SiteConfig) -> list[str]:
-        """What a site's process runs."""
-        return [sys.executable, "-m", "holdfast.site"]
+    def work(self, flow: Flow, config: SiteConfig) -> Work:
+        """What a site's process does."""
+        return partial(run_site, flow, config)
 
-    def _watch(self, process: subprocess.Popen[bytes], config: SiteConfig, on_exit: OnExit) -> None:
-        status = process.wait()
+    def _watch(self, born: Born, config: SiteConfig, on_exit: OnExit) -> None:
+        status = born.wait()
         if not self._closed:
-            on_exit(config.site, f"process {process.pid} ended with status {status}")
+            on_exit(config.site, f"process {born.pid} ended with status {status}")
 
     def close(self) -> None:
         """Wait a little for the sites to leave, then end those that did not."""
         with self._lock:
             self._closed = True
-        for process in self._processes.values():
-            try:
-                process.wait(timeout=5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        for born in self._processes.values():
+            if born.wait(timeout=5) is None:
+                born.kill()
+                born.wait()
