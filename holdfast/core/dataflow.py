@@ -578,6 +578,14 @@ class Dataflow:
         after = known if known is not None and known == self._stored else None
         return StoreState(unit.key, unit.finished, after)
 
+    def is_covered(self, key: Unit, epoch: int) -> bool:
+        """Whether all that stand by for the consumers of a unit have checkpoints after `epoch`."""
+        return all(
+            self.producers[x, key[1]].stable > epoch
+            for x in self.units[key].shape.outputs
+            if self.shape.stages[self.shape.consumer_of[x]].guard.standbys
+        )
+
     def _on_checkpoint_due(self, event: CheckpointDue) -> list[SiteEffect]:
         """To all that stand by, unless nothing has happened since the last one."""
         unit = self.units.get(event.unit)

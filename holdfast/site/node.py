@@ -14,6 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, assert_never
 
 import pyarrow as pa
@@ -84,6 +85,7 @@ from holdfast.site.checks import Checks
 from holdfast.site.handover import Checkpoint, Incoming, Outgoing
 from holdfast.site.ingress import Split
 from holdfast.site.memory import fitting, limit_bytes
+from holdfast.site.rounds import Progress, Rounds
 from holdfast.site.serving import Serving
 from holdfast.site.spill import Spill
 from holdfast.site.stages import SiteStages, UnitRunner
@@ -94,12 +96,6 @@ log = logging.getLogger("holdfast.site")
 Order = IngestEpoch | ProcessBundles
 
 EARLY_MAX = 1_000
-
-AGAIN = 0.5
-"""What part of the time in which a standby shall go on it may take to do again what was done since
-the last checkpoint. The rest is for finding its way."""
-CHECKPOINT_S_MAX = 60.0
-"""A standby gets a checkpoint so often at least, however little there is to do."""
 
 
 class Transport(Protocol):
@@ -167,8 +163,7 @@ class Node:
         self._acks: dict[SiteId, dict[tuple[int, int, int], wire.Ack]] = {}
         self._working = self._hasty = False
         self._quiet_since: dict[tuple[int, int], float] = {}
-        self._checkpointed: dict[Unit, tuple[float, int, float]] = {}
-        """When that was, after which epoch, and how long units had been at work by then."""
+        self._rounds = Rounds()
         self._waits_for_chain = False
         self._uncounted: set[Unit] = set()
         self._early: deque[SequencerEvent] = deque(maxlen=EARLY_MAX)
@@ -577,27 +572,19 @@ class Node:
     def checkpoint(self) -> None:
         """Called every now and then: have units whose time has come give their state to those that
         stand by. One that is still on its way is not overtaken by the next."""
-        now = self._now()
+        now, work_s = self._now(), self._work_s()
         for unit, runner in self.stages.units.items():
             standing = self.view.cohort(unit).standing if self.view is not None else ()
-            if not standing or any((unit, s) in self.outgoing for s in standing):
+            held = self.dataflow.units[unit]
+            if not standing or held.stands or not held.installed:
                 continue
-            if self._is_time(unit, runner, now):
-                self._checkpointed[unit] = (now, runner.epoch, self._work_s())
+            if any((unit, site) in self.outgoing for site in standing):
+                continue
+            so_far = Progress(now, runner.epoch, work_s)
+            is_covered = partial(self.dataflow.is_covered, unit)
+            if self._rounds.is_due(unit, runner.guard, so_far, is_covered):
                 runner.checkpoints += 1
                 self._handle(CheckpointDue(unit))
-
-    def _is_time(self, unit: Unit, runner: UnitRunner, now: float) -> bool:
-        """Whether the last checkpoint is as long ago as it may be; or as much work, all of which
-        others would have to do again if this site died."""
-        so_far = (now, runner.epoch, self._work_s())
-        at, epoch, work_s = self._checkpointed.setdefault(unit, so_far)
-        if runner.guard.every_ms:
-            return now - at >= runner.guard.every_ms / 1e3
-        if runner.guard.every_epochs:
-            return runner.epoch - epoch >= runner.guard.every_epochs
-        worked = so_far[-1] - work_s
-        return worked >= AGAIN * runner.guard.recovery_ms / 1e3 or now - at >= CHECKPOINT_S_MAX
 
     def _work_s(self) -> float:
         """How long units here have been at work that would go on elsewhere from checkpoints."""

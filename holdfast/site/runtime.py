@@ -50,6 +50,10 @@ log = logging.getLogger("holdfast.site")
 
 ACK_S = 0.05
 POLL_S = 0.002
+STALL_S = 0.005
+"""For about so long a site stands still for what it hands over, and then does something else."""
+LATE_S_MAX = 0.5
+"""What was due so long ago is not made up for."""
 POLL_S_MAX = 0.02
 READS_PER_EPOCH = 2
 """How often a source is asked while rows that it gave wait for their epoch: each time costs about
@@ -105,6 +109,7 @@ class Site:
             self.id,
             config.options,
             self,
+            now=partial(_wall_clock, time.time() - time.monotonic()),
             incarnation=named,
             spill=spill,
             shelf=self._shelf,
@@ -122,6 +127,8 @@ class Site:
         self._started = False
         self._failure: wire.Failed | None = None
         """What this site has failed with; it works no more."""
+        self._part_at = 0.0
+        """When the next part of what is handed over is due."""
         self._kicked = self._handing_over = self._fed = self._flushing = False
         self._unseen = False
         self._ingested, self._ingested_at, self._epoch_s = NO_EPOCH, 0.0, 0.0
@@ -506,26 +513,30 @@ class Site:
         self._guarded(self.node.flush)
 
     def _hand_over(self) -> None:
-        """Send a part of what is handed over, and wait as long as its size demands."""
-        loop = asyncio.get_running_loop()
+        """Send what is due by now of all that is handed over, but not for long."""
         self._handing_over = False
-        if self._failed or not (self.node.outgoing or self.node.storing):
-            return
+        begun = now = time.monotonic()
+        self._part_at = max(self._part_at, begun - LATE_S_MAX)
+        try:
+            while self._part_at <= now < begun + STALL_S and self._hand_over_part():
+                now = time.monotonic()
+        except Exception as error:
+            self._fail(error)
+        self._stall_ms = max(self._stall_ms, (now - begun) * 1e3)
+        if not self._failed and (self.node.outgoing or self.node.storing):
+            self._handing_over = True
+            wait = max(self._part_at - now, 0.0) or POLL_S
+            asyncio.get_running_loop().call_later(wait, self._hand_over)
+
+    def _hand_over_part(self) -> bool:
+        """Whether there was one that could be sent; the next is due when its size allows."""
         joiner = next((joiner for _, joiner in self.node.outgoing), STORE)
         connection = self._peers.get(joiner)
-        wait = POLL_S
-        if connection is None or connection.queued < QUEUED_BYTES_MAX:
-            begun = time.monotonic()
-            try:
-                sent = self.node.hand_over()
-            except Exception as error:
-                self._fail(error)
-                return
-            self._stall_ms = max(self._stall_ms, (time.monotonic() - begun) * 1e3)
-            pause = max(0, sent) / (self.config.options.catch_up_mb_s * 1e6)
-            wait = pause if sent or joiner != STORE else POLL_S
-        self._handing_over = True
-        loop.call_later(wait, self._hand_over)
+        if connection is not None and connection.queued >= QUEUED_BYTES_MAX:
+            return False
+        sent = self.node.hand_over()
+        self._part_at += max(0, sent) / (self.config.options.catch_up_mb_s * 1e6)
+        return sent > 0 or (sent == 0 and joiner != STORE)
 
     def _poll(self) -> None:
         if self._started:
@@ -605,6 +616,11 @@ class Site:
         if behind is not None and behind[1] > self.config.options.kept_bytes_max:
             reason = f"{behind[1] >> 20} MB are kept for it at site {self.id}"
             self.tell(wire.Behind(behind[0], reason))
+
+
+def _wall_clock(ahead_s: float) -> float:
+    """The time as other machines have it, too, which never goes back."""
+    return time.monotonic() + ahead_s
 
 
 def run_site(flow: Flow, config: SiteConfig) -> None:
