@@ -25,7 +25,7 @@ from holdfast.core.effects import (
     CloseUnit,
     FollowEpoch,
     HandOver,
-    IngestEpoch,
+    IngestEpochs,
     OpenUnit,
     ProcessBundles,
     ReportCopy,
@@ -63,6 +63,8 @@ from holdfast.errors import ProtocolError, require
 
 HISTORY = 512
 """So many records are kept for copies that are made later."""
+AT_ONCE, AT_ONCE_ROWS = 64, 1 << 16
+"""As many epochs, and as many rows, a source that is behind takes together."""
 
 
 @dataclass(slots=True)
@@ -74,7 +76,8 @@ class _Unit:
     installed: bool
     since: int
     finished: Epoch = NO_EPOCH
-    busy: bool = False
+    busy: int = 0
+    """With how many epochs."""
     replaying_to: Epoch | None = None
     """A new copy has caught up when it has finished this epoch."""
     handovers: dict[SiteId, Epoch] = field(default_factory=dict)
@@ -411,14 +414,18 @@ class Dataflow:
         unit = self.units.get(event.unit)
         if unit is None:
             return []  # closed while it was at work
-        require(unit.busy, f"stage {unit.shape.name!r} was not asked to process anything")
-        unit.busy = False
+        first = Epoch(event.epoch - len(event.earlier))
+        asked = unit.busy == len(event.earlier) + 1
+        require(asked, f"stage {unit.shape.name!r} was not asked to process epoch {event.epoch}")
+        unit.busy = 0
         cohort = unit.key[1]
         effects: list[SiteEffect] = []
-        for exchange, bundles in event.outputs.items():
-            effects += self.producers[exchange, cohort].offer(event.epoch, event.last, bundles)
+        for epoch, outputs in enumerate((*event.earlier, event.outputs), first):
+            for exchange, bundles in outputs.items():
+                producer = self.producers[exchange, cohort]
+                effects += producer.offer(Epoch(epoch), event.last, bundles)
         if event.last:
-            require(event.epoch == unit.finished + 1, f"epoch {event.epoch} was skipped")
+            require(first == unit.finished + 1, f"epoch {first} was skipped")
             unit.finished = event.epoch
             if unit.needs is not None:
                 unit.needs.processed(event.epoch, event.needs)
@@ -448,15 +455,14 @@ class Dataflow:
             return []
         if unit.lazy:
             return self._follow(unit)
-        epoch = Epoch(unit.finished + 1)
         if unit.shape.kind == "source":
-            if epoch not in self.records:
-                return []
-            unit.busy = True
-            return [IngestEpoch(unit.key, self.records[epoch])]
+            records = self._due(unit)
+            unit.busy = len(records)
+            return [IngestEpochs(unit.key, records)] if records else []
+        epoch = Epoch(unit.finished + 1)
         consumers = self._inputs(unit)
         if all(c.complete(epoch) for c in consumers):
-            unit.busy = True
+            unit.busy = 1
             return [ProcessBundles(unit.key, epoch, True, self._take(unit, epoch))]
         if unit.shape.ordered:
             return []
@@ -465,8 +471,23 @@ class Dataflow:
         waiting = sorted({e for c in consumers for e in c.waiting()})
         if not waiting:
             return []
-        unit.busy = True
+        unit.busy = 1
         return [ProcessBundles(unit.key, epoch, False, self._take(unit, waiting[0]))]
+
+    def _due(self, unit: _Unit) -> tuple[EpochRecord, ...]:
+        """What a source is to do next: an epoch, or several small ones if it is behind; none after
+        one after which somebody wants its state."""
+        epoch = Epoch(unit.finished + 1)
+        wanted = min(unit.handovers.values(), default=self.recorded)
+        records: list[EpochRecord] = []
+        rows = 0
+        while record := self.records.get(epoch):
+            rows += record.rows
+            if records and (rows > AT_ONCE_ROWS or len(records) == AT_ONCE or epoch > wanted):
+                break
+            records.append(record)
+            epoch = Epoch(epoch + 1)
+        return tuple(records)
 
     def _follow(self, unit: _Unit) -> list[SiteEffect]:
         """Of a source: leave epochs out that nobody needs any more."""

@@ -35,11 +35,17 @@ class CloseUnit:
 
 
 @value
-class IngestEpoch:
-    """Make the source's frames of this epoch from the rows in hand; answer `UnitProcessed`."""
+class IngestEpochs:
+    """Make the source's frames of these epochs from the rows in hand; answer `UnitProcessed`. There
+    are several if it is behind."""
 
     unit: Unit
-    record: EpochRecord
+    records: tuple[EpochRecord, ...]
+
+    @property
+    def epoch(self) -> Epoch:
+        """The last of them."""
+        return self.records[-1].epoch
 
 
 @value
@@ -192,7 +198,7 @@ SiteEffect = (
     OpenUnit
     | BeginUnit
     | CloseUnit
-    | IngestEpoch
+    | IngestEpochs
     | FollowEpoch
     | ProcessBundles
     | SendBundle

@@ -93,6 +93,8 @@ class UnitProcessed:
     outputs: dict[ExchangeId, dict[CohortId, Any]]
     needs: Epoch = NO_EPOCH
     """The state after this epoch comes from the input after the epoch `needs`."""
+    earlier: tuple[dict[ExchangeId, dict[CohortId, Any]], ...] = ()
+    """The output of the epochs right before this one, if the order was for several."""
 
 
 @value

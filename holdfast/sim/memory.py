@@ -8,7 +8,7 @@ would have is put in when somebody looks at it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,10 +108,13 @@ class _Remembering(UnitRunner):
         super().restore(extras, held)
         self._state = None
 
-    def ingest(self, batch: pa.RecordBatch, track: Track, epoch: int) -> Outputs:
-        key = (self._who, track.to_bytes(), content_of(batch))
+    def ingest(
+        self, made: Sequence[tuple[pa.RecordBatch, Track]], bases: Sequence[int], epoch: int
+    ) -> list[Outputs]:
+        rows = tuple((track.to_bytes(), content_of(batch)) for batch, track in made)
+        key = (self._who, rows, tuple(bases))
         known = self.memory.recall(key)
-        return known or self.memory.keep(key, super().ingest(batch, track, epoch))
+        return known or self.memory.keep(key, super().ingest(made, bases, epoch))
 
     def merge(self, order: ProcessBundles) -> list[pa.RecordBatch]:
         key = (self._who, _frames(order))

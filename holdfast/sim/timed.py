@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from holdfast.core.effects import CommitView, IngestEpoch
+from holdfast.core.effects import CommitView
 from holdfast.core.events import SitesFailed, WaitOver
 from holdfast.core.ids import SiteId
 from holdfast.core.layout import View
@@ -315,9 +315,8 @@ class TimedWorld(World):
 
     def _note_work(self, site: SiteId, order: Order) -> None:
         if self.trace is not None:
-            epoch = order.record.epoch if isinstance(order, IngestEpoch) else order.epoch
             name = self.plan.stages[order.unit[0]].name.replace(" ", "_")
-            text = f"{name}/{order.unit[1]} epoch {epoch}"
+            text = f"{name}/{order.unit[1]} epoch {order.epoch}"
             took = self.pace.work * self._speed.get(site, 1.0) / 2
             self.trace.append((self.time - took, "work", site, text, None, self.time))
 

@@ -7,6 +7,7 @@ frame, and whoever processes the rows checks that they are those.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
@@ -87,19 +88,34 @@ class Router:
             return {n: Frames(batch, track, None) for n in numbers}
         if len(numbers) == 1 and not self._digests:
             return {numbers[0]: Frames(batch, track, None)}
+        return self.split_epochs(batch, [track], np.zeros(batch.num_rows, np.int64))[0]
+
+    def split_epochs(
+        self, batch: pa.RecordBatch, tracks: Sequence[Track], epoch_of: np.ndarray
+    ) -> list[dict[CohortId, Frames]]:
+        """The same for several epochs, given their tracks and the epoch of every row."""
+        epochs, cohorts = len(tracks), len(self.cohorts)
         partition = self.partition(batch)
-        digests = frame_digests(batch, partition, self.partitions) if self._digests else None
-        ends = np.array([len(batch)])
-        if len(numbers) > 1:
-            cohort_of = self._cohort_of[partition]
-            batch = take(batch, np.argsort(cohort_of, kind="stable"))
-            ends = np.cumsum(np.bincount(cohort_of, minlength=len(numbers)))
-        bundles, start = {}, 0
-        for number, cohort, end in zip(numbers, self.cohorts, ends.tolist(), strict=True):
-            own = None if digests is None else digests[cohort.first : cohort.end]
-            bundles[number] = Frames(batch.slice(start, end - start), track, own)
-            start = end
-        return bundles
+        digests = None
+        if self._digests:
+            frame = epoch_of * self.partitions + partition
+            digests = frame_digests(batch, frame, epochs * self.partitions)
+        bundle = epoch_of * cohorts + self._cohort_of[partition]
+        if epochs * cohorts > 1:
+            batch = take(batch, np.argsort(bundle, kind="stable"))
+        ends = np.cumsum(np.bincount(bundle, minlength=epochs * cohorts)).tolist()
+        counts = np.bincount(epoch_of, minlength=epochs).tolist()
+        split: list[dict[CohortId, Frames]] = [{} for _ in tracks]
+        for at, (start, end) in enumerate(itertools.pairwise([0, *ends])):
+            epoch, number = divmod(at, cohorts)
+            first, beyond = self.cohorts[number].first, self.cohorts[number].end
+            before = epoch * self.partitions
+            own = None
+            if digests is not None and counts[epoch]:
+                own = digests[before + first : before + beyond]
+            rows = batch.slice(start, end - start)
+            split[epoch][CohortId(number)] = Frames(rows, tracks[epoch], own)
+        return split
 
 
 def check(frames: Sequence[Frames], merged: Sequence[pa.RecordBatch], where: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -225,10 +225,11 @@ class Ingress:
                 self._mark.observe(r.source, r.time_max)
         self._track(record, Track.NEVER, [], seq)
 
-    def ready(self, record: EpochRecord, rows_max: int) -> bool:
-        """Whether all of an epoch's rows are in hand; those another copy has had are read now."""
-        mine = [r for r in record.ranges if r.source == self.stage.id and r.split in self.splits]
-        return all(self.splits[r.split].read_to(r.end, rows_max) for r in mine)
+    def ready(self, records: Iterable[EpochRecord], rows_max: int) -> bool:
+        """Whether all rows of the epochs are in hand; those another copy has had are read now."""
+        ranges = [r for record in records for r in record.ranges if r.source == self.stage.id]
+        ends = {r.split: r.end for r in ranges if r.split in self.splits}
+        return all(self.splits[split].read_to(end, rows_max) for split, end in ends.items())
 
     def unsequenced(self) -> list[pa.RecordBatch]:
         """Of a fed source: all rows that are in no epoch yet."""

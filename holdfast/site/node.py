@@ -30,7 +30,7 @@ from holdfast.core.effects import (
     CopySequencer,
     FollowEpoch,
     HandOver,
-    IngestEpoch,
+    IngestEpochs,
     OpenUnit,
     PassRecord,
     ProcessBundles,
@@ -93,7 +93,7 @@ from holdfast.site.storing import Shelf, Storing
 
 log = logging.getLogger("holdfast.site")
 
-Order = IngestEpoch | ProcessBundles
+Order = IngestEpochs | ProcessBundles
 
 EARLY_MAX = 1_000
 
@@ -439,10 +439,8 @@ class Node:
                 heapq.heapify(self.orders)
             case FollowEpoch():
                 self.stages.units[effect.unit].follow(effect.record)
-            case IngestEpoch():
-                self._enqueue(effect.record.epoch, effect)
-            case ProcessBundles():
-                self._enqueue(effect.epoch, effect)
+            case IngestEpochs() | ProcessBundles():
+                self._enqueue(effect)
             case SendBundle():
                 self._send_bundle(effect)
             case SendAck():
@@ -519,8 +517,9 @@ class Node:
         self.stages.close()
         self._transport.tell(wire.Finished(self.view.number))
 
-    def _enqueue(self, epoch: int, order: Order) -> None:
+    def _enqueue(self, order: Order) -> None:
         # The oldest epoch first; within it the stage nearest to the sinks.
+        epoch = order.records[0].epoch if isinstance(order, IngestEpochs) else order.epoch
         heapq.heappush(self.orders, (epoch, -order.unit[0], next(self._ties), order))
 
     def _to(self, site: SiteId, message: wire.Message) -> None:

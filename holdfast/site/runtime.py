@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
-from holdfast.core.effects import IngestEpoch
+from holdfast.core.effects import IngestEpochs
 from holdfast.core.ids import NO_EPOCH, STORE, Epoch, SiteId
 from holdfast.core.layout import Domain
 from holdfast.errors import HoldfastError, OperatorError, ProtocolError
@@ -493,9 +493,9 @@ class Site:
             if (self.node.outgoing or self.node.storing) and not self._handing_over:
                 self._handing_over = True
                 asyncio.get_running_loop().call_soon(self._hand_over)
-            if isinstance(order, IngestEpoch):
-                self._time_epochs(order.record.epoch)
-            if isinstance(order, IngestEpoch) or self._fed:
+            if isinstance(order, IngestEpochs):
+                self._time_epochs(order.epoch)
+            if isinstance(order, IngestEpochs) or self._fed:
                 self._read_ahead()
         except Exception as error:
             self._fail(error)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 
-from holdfast.core.effects import IngestEpoch, ProcessBundles
+from holdfast.core.effects import IngestEpochs, ProcessBundles
 from holdfast.core.events import UnitProcessed
 from holdfast.core.ids import NO_EPOCH, STORE, CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
 from holdfast.core.layout import Cohort, Guard, View
 from holdfast.core.records import EpochRecord
 from holdfast.errors import ProtocolError
-from holdfast.flow.batches import Track
+from holdfast.flow.batches import Track, concat, order_of
 from holdfast.flow.execute import StageRunner
 from holdfast.flow.operators.base import KeyedOperator, OperatorSnapshot
 from holdfast.flow.options import Options
@@ -138,28 +139,26 @@ class UnitRunner:
             return self.egress.writer
         return self.operator
 
-    def run(self, order: IngestEpoch | ProcessBundles) -> Outputs:
-        """Carry an order out: its output, split by consumer cohort."""
+    def run(self, order: IngestEpochs | ProcessBundles) -> list[Outputs]:
+        """Carry an order out: the output of each of its epochs, split by consumer cohort."""
         begun = time.thread_time()
-        if isinstance(order, IngestEpoch):
+        if isinstance(order, IngestEpochs):
             assert self.ingress is not None
-            batch, track = self.ingress.epoch(order.record)
-            rows, epoch = batch.num_rows, order.record.epoch
-            outputs = self.ingest(batch, track, epoch)
+            made = [self.ingress.epoch(record) for record in order.records]
+            rows = sum(batch.num_rows for batch, _ in made)
+            outputs = self.ingest(made, [record.base for record in order.records], order.epoch)
         else:
-            rows, epoch = sum(f.batch.num_rows for f in order.frames()), order.epoch
-            if self.egress is None:
-                outputs = self.process(order)
-            else:
-                self.egress.take(epoch, self.merge(order)[0].select(self.egress.columns))
-                outputs = {}
+            rows = sum(f.batch.num_rows for f in order.frames())
+            outputs = [self.process(order)] if self.egress is None else [{}]
+            if self.egress is not None:
+                self.egress.take(order.epoch, self.merge(order)[0].select(self.egress.columns))
         self.calls += 1
         self.rows_in += rows
-        self.rows_out += sum(f.batch.num_rows for out in outputs.values() for f in out.values())
-        for exchange, out in outputs.items():
-            self.bytes_out[exchange] += sum(f.nbytes for f in out.values())
+        for exchange, frames in ((x, f) for epoch in outputs for x, f in epoch.items()):
+            self.rows_out += sum(f.batch.num_rows for f in frames.values())
+            self.bytes_out[exchange] += sum(f.nbytes for f in frames.values())
         self.work_s += time.thread_time() - begun
-        self.epoch = epoch
+        self.epoch = order.epoch
         return outputs
 
     def follow(self, record: EpochRecord) -> None:
@@ -168,9 +167,22 @@ class UnitRunner:
         self.ingress.follow(record)
         self.epoch = record.epoch
 
-    def ingest(self, batch: pa.RecordBatch, track: Track, epoch: int) -> Outputs:
-        """A source's rows of an epoch, through its steps."""
-        return self._split(self.runner.run_source(batch, epoch), track)
+    def ingest(
+        self, made: Sequence[tuple[pa.RecordBatch, Track]], bases: Sequence[int], epoch: int
+    ) -> list[Outputs]:
+        """A source's rows of some epochs, which begin with the sequence numbers `bases`, through
+        its steps. `epoch` is the last of them."""
+        batch, tracks = concat([batch for batch, _ in made]), [track for _, track in made]
+        outputs = self.runner.run_source(batch, epoch)
+        if len(made) == 1:
+            return [self._split(outputs, tracks[0])]
+        split: list[Outputs] = [{} for _ in made]
+        for exchange, rows in outputs.items():
+            epoch_of = np.searchsorted(bases, order_of(rows)[0], side="right") - 1
+            router = self.routers[ExchangeId(exchange)]
+            for out, frames in zip(split, router.split_epochs(rows, tracks, epoch_of), strict=True):
+                out[ExchangeId(exchange)] = frames
+        return split
 
     def merge(self, order: ProcessBundles) -> list[pa.RecordBatch]:
         """All frames of an order together, checked, one batch for each input of the stage."""
@@ -364,7 +376,7 @@ class SiteStages:
             for split in runner.ingress.splits.values()
         ]
 
-    def ready(self, order: IngestEpoch | ProcessBundles) -> bool:
+    def ready(self, order: IngestEpochs | ProcessBundles) -> bool:
         """Whether the order can be carried out now: a source may not have its rows yet, or a sink
         no room."""
         runner = self.units.get(order.unit)
@@ -372,17 +384,17 @@ class SiteStages:
             assert isinstance(order, ProcessBundles)
             may = self.recorded is None or order.epoch <= self.recorded
             return may and runner.egress.ready
-        if runner is None or runner.ingress is None or not isinstance(order, IngestEpoch):
+        if runner is None or runner.ingress is None or not isinstance(order, IngestEpochs):
             return True
-        return runner.ingress.ready(order.record, self.options.block_rows)
+        return runner.ingress.ready(order.records, self.options.block_rows)
 
-    def carry_out(self, order: IngestEpoch | ProcessBundles) -> UnitProcessed:
+    def carry_out(self, order: IngestEpochs | ProcessBundles) -> UnitProcessed:
         """Ingest or process; the answer has the output split by consumer cohort."""
         last = order.last if isinstance(order, ProcessBundles) else True
-        epoch = order.epoch if isinstance(order, ProcessBundles) else order.record.epoch
         unit = self.units[order.unit]
-        outputs = unit.run(order)
-        return UnitProcessed(order.unit, epoch, last, outputs, unit.came_from(epoch))
+        *earlier, outputs = unit.run(order)
+        needs = unit.came_from(order.epoch)
+        return UnitProcessed(order.unit, order.epoch, last, outputs, needs, tuple(earlier))
 
     def egress(self, sink: StageId) -> Egress | None:
         runner = self.units.get((sink, CohortId(0)))

@@ -2,21 +2,23 @@
 
 from dataclasses import dataclass
 
-from holdfast.core.dataflow import Dataflow
+from holdfast.core.dataflow import AT_ONCE_ROWS, Dataflow
 from holdfast.core.effects import (
     AbandonHandOver,
     AskRecords,
     CloseUnit,
     HandOver,
-    IngestEpoch,
+    IngestEpochs,
     OpenUnit,
     ProcessBundles,
     ReportCopy,
     ReportDelivered,
     ReportFinished,
+    ReportMissed,
     SendAck,
     SendBundle,
     SiteEffect,
+    StoreState,
 )
 from holdfast.core.events import (
     AckArrived,
@@ -26,12 +28,13 @@ from holdfast.core.events import (
     PeerConnected,
     PeerLost,
     RecordArrived,
+    StoreOrdered,
     UnitProcessed,
     ViewCommitted,
 )
 from holdfast.core.ids import NO_EPOCH
 from holdfast.core.layout import Cohort, Guard, Shape, StageShape, View
-from holdfast.core.records import EpochRecord
+from holdfast.core.records import EpochRecord, Range
 
 SHAPE = Shape(
     (
@@ -94,7 +97,7 @@ def of(kind: type, effects: list[SiteEffect]) -> list:
 
 def test_a_frame_on_its_way_through_a_site() -> None:
     machine = site(0, "0", "0", "0")
-    assert machine.handle(record(0)) == [IngestEpoch(SOURCE, record(0).record)]
+    assert machine.handle(record(0)) == [IngestEpochs(SOURCE, (record(0).record,))]
     assert machine.handle(processed(SOURCE, 0, x0="a")) == [], "nobody has asked yet"
     (sent,) = machine.handle(ack(0, 0, NO_EPOCH))
     assert sent == SendBundle(0, 0, 0, 0, 0, 0, True, Frames("a"))
@@ -306,7 +309,39 @@ def test_a_new_source_asks_for_the_records_it_lacks() -> None:
     machine = site(2, "0+2", "1", "1", connected=(0, 1))
     effects = machine.handle(CopyInstalled(SOURCE, 4, {0: {0: []}}, {0: {0: 4}}))
     assert AskRecords(4) in effects
-    assert [e.record.epoch for e in of(IngestEpoch, machine.handle(record(5)))] == [5]
+    assert [e.epoch for e in of(IngestEpochs, machine.handle(record(5)))] == [5]
+
+
+def test_a_source_that_is_behind_takes_small_epochs_together() -> None:
+    machine = site(0, "0", "0", "0")
+    machine.handle(ack(0, 0, NO_EPOCH))
+    assert of(IngestEpochs, machine.handle(record(0)))[0].epoch == 0
+    for epoch in range(1, 4):
+        assert not machine.handle(record(epoch)), "it is at work"
+    large = EpochRecord(4, 4, (Range(0, 0, 0, AT_ONCE_ROWS + 1, None),))
+    machine.handle(RecordArrived(large))
+    (order,) = of(IngestEpochs, machine.handle(processed(SOURCE, 0, x0="a")))
+    assert [r.epoch for r in order.records] == [1, 2, 3], "the next one is large"
+    made = [{0: {0: Frames(name)}} for name in "bcd"]
+    effects = machine.handle(UnitProcessed(SOURCE, 3, True, made[2], earlier=tuple(made[:2])))
+    sent = [(e.epoch, e.bundle.name) for e in of(SendBundle, effects)]
+    assert sent == [(1, "b"), (2, "c"), (3, "d")]
+    assert [e.records for e in of(IngestEpochs, effects)] == [(large,)]
+    machine.check_invariants()
+
+
+def test_a_source_stops_where_its_state_is_wanted() -> None:
+    machine = site(0, "0", "0", "0")
+    machine.handle(record(0))
+    machine.handle(StoreOrdered(2, None))
+    for epoch in range(1, 5):
+        machine.handle(record(epoch))
+    (order,) = of(IngestEpochs, machine.handle(processed(SOURCE, 0, x0="a")))
+    assert [r.epoch for r in order.records] == [1, 2]
+    made = ({0: {0: Frames("b")}},)
+    effects = machine.handle(UnitProcessed(SOURCE, 2, True, made[0], earlier=made))
+    assert [e.epoch for e in of(StoreState, effects)] == [2]
+    assert machine.handle(StoreOrdered(3, None))[0] == ReportMissed(SOURCE, 3), "it is at 3 and 4"
 
 
 def test_state_that_comes_too_late_is_dropped() -> None:

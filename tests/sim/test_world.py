@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 
 from holdfast import Flow, col, count, discard, max_, mean, rows, sum_
-from holdfast.core.effects import IngestEpoch
+from holdfast.core.effects import IngestEpochs
 from holdfast.core.ids import SiteId
 from holdfast.core.sequencer import Budget
 from holdfast.errors import SiteLostError
@@ -154,7 +154,7 @@ def test_arrival_merging_does_not_wait_for_a_slow_producer() -> None:
     for merge in ("ordered", "arrival"):
         world = World(flow(merge), sites=2, seed=1, options=SMALL)
         # One of the two ingresses is stuck: its partners have nothing from it.
-        world.stalled = lambda site, order: site == 1 and isinstance(order, IngestEpoch)
+        world.stalled = lambda site, order: site == 1 and isinstance(order, IngestEpochs)
         world.settle()
         finished[merge] = sum(
             runner.calls
