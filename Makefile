@@ -33,12 +33,13 @@ lint: setup  ## ruff
 types: setup  ## mypy
 	$(BIN)/mypy
 
-# These share nothing and wait for nothing; the others have processes of their own, and leases.
+# These share nothing and wait for nothing. The others have processes of their own, and mostly wait
+# for them; Spark, where it is needed, keeps all processors busy alone.
 PURE := tests/core tests/sim tests/property
 
 unit: setup  ## tests that need neither Spark nor a server
 	$(BIN)/python -m pytest --numprocesses auto $(PURE)
-	$(BIN)/python -m pytest tests $(addprefix --ignore ,$(PURE) tests/spark tests/integration)
+	$(BIN)/python -m pytest --numprocesses 3 tests $(addprefix --ignore ,$(PURE) tests/spark tests/integration)
 
 spark: setup  ## tests on a real Spark
 	$(BIN)/python -m pytest tests/spark
@@ -55,7 +56,7 @@ JARS := mvn --batch-mode --quiet \
 	org.apache.maven.plugins:maven-dependency-plugin:3.8.1:copy-dependencies -DincludeScope=runtime
 
 test-integration: setup servers $(VENV)/kafka/.ready $(VENV)/spark-kafka/.ready  ## tests with a real ZooKeeper, PostgreSQL and Kafka, which are installed if missing
-	$(BIN)/python -m pytest tests/integration
+	$(BIN)/python -m pytest --numprocesses 2 tests/integration
 
 servers:
 	@test -z "$(MISSING)" || { $(SUDO) apt-get update --quiet=2 && \

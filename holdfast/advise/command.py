@@ -10,7 +10,7 @@ from rich.table import Table
 from holdfast.advise.facts import FlowFacts
 from holdfast.advise.fit import document, fit, read_figures, shipped, shipped_constants
 from holdfast.advise.measure import measure
-from holdfast.advise.model import Choice, Constants, Prediction
+from holdfast.advise.model import Choice, Constants, Prediction, overall
 from holdfast.advise.propose import Advice, Bounds, in_bytes, in_percent, in_time, propose
 from holdfast.bench.report import number, show, write_json
 from holdfast.errors import FlowError
@@ -93,7 +93,7 @@ def check(flow: Flow, advice: Advice) -> None:
     nodes = nodes_by_stage(flow)
     kept = flow.protection, {name: node.protection for name, node in nodes.items()}
     try:
-        flow.protection = protection_of(advice.overall)
+        flow.protection = protection_of(overall(advice.choices))
         for position, choice in advice.choices.items():
             node: KeyedNode = nodes[advice.facts.stages[position].name]
             node.protection = protection_of(choice)

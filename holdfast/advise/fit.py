@@ -77,8 +77,10 @@ def fit(figures: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> C
     measured for the constants that are shipped.
     """
     flows = _measured(figures, facts)
+    # If there is no flow that has nothing but ends, they cost what the stages between them cost.
+    only_ends = [m for m in flows if not m.keyed] or flows
     ends = _median(
-        (m.slowdown(name) / m.ends for m in flows for name in _ends_only(m) if m.ends),
+        (m.slowdown(name) for m in only_ends for name in m.has(*TWICE)),
         "the cost of pairs at the ends",
     )
     copy = _median(
@@ -92,7 +94,7 @@ def fit(figures: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> C
     )
     state = _median((s for m in flows for s in _state(m)), "the bytes of a checkpoint")
     checkpoint = _median(
-        (c for m in flows for c in _checkpoint(m, ends, state)), "the cost of a checkpoint"
+        (c for m in flows for c in _checkpoint(m, state)), "the cost of a checkpoint"
     )
     gaps = {
         name: [(m, gap) for m in flows if m.keyed and (gap := m.gap_ms(name)) is not None]
@@ -114,11 +116,6 @@ def fit(figures: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> C
     return Constants(ends, copy, checkpoint, state, route, max(0.0, switch), redo, ask, remake)
 
 
-def _ends_only(flow: _Measured) -> list[str]:
-    """The protections under which only the ends of a flow cost: all, if it is nothing else."""
-    return flow.has(*ANEW) if flow.keyed else list(flow.said)
-
-
 def _state(flow: _Measured) -> list[float]:
     """Bytes on the wire for one of the state, from what passive standby sends more."""
     if not flow.keyed or not flow.has("passive"):
@@ -132,14 +129,13 @@ def _state(flow: _Measured) -> list[float]:
     return [(flow.said["passive"]["extra_bytes"] - without) / (with_one - without)]
 
 
-def _checkpoint(flow: _Measured, ends: float, state: float) -> list[float]:
+def _checkpoint(flow: _Measured, state: float) -> list[float]:
     """Processor seconds for a megabyte of checkpoints."""
     if not flow.keyed or not flow.has("passive"):
         return []
     choices, constants = flow.choices("passive"), _with(state=state)
     sent = sum(checkpoint_bytes(flow.full, i, choices, constants) for i in choices) / 1e6
-    cost = (flow.slowdown("passive") - ends * flow.ends) * flow.full.cores
-    return [cost / sent] if sent else []
+    return [flow.slowdown("passive") * flow.full.cores / sent] if sent else []
 
 
 def _with(**values: float) -> Constants:

@@ -5,8 +5,8 @@ is what it gets, in bytes a second, *r* its rows a second, *n* the number of its
 
 *Rate*, relative to none: ``1 / (1 + slowdown)``, where the slowdown is the sum of
 
-- ``ends · (1 − Σ w / C)``, *w* of all keyed stages: sources, sinks, and what goes with them, are
-  pairs;
+- ``ends · (1 − Σ w / C)``, *w* of all keyed stages, if sources and sinks are pairs: they are so
+  under pairs and active. Otherwise the second copy of an end only follows, and costs nothing;
 - ``copy · w / C`` for a stage under pairs or active, which is computed twice;
 - ``checkpoint · (megabytes of checkpoints a second) / C`` for one under passive.
 
@@ -14,8 +14,8 @@ is what it gets, in bytes a second, *r* its rows a second, *n* the number of its
 the same site if there is one: ``bytes · copies of consumer · (1 − copies of producer / S)``. A
 checkpoint every *T* seconds has the keys that were touched since the last one, which are
 ``n (1 − exp(−r T / n))`` and so at most the smaller of *r T* and *n*, of *z* bytes, and
-16 bytes for each that is gone, times ``state``; and of the output what consumers have in no
-checkpoint either.
+16 bytes for each that is gone, times ``state``; and the output, if it goes to what is made anew.
+(What goes to a passive standby is in its checkpoints before.)
 
 *Recovery* is how much later than usual the latest row is, behind the moment when the failure is
 known. A lost site had *1 / S* of every stage; what has to be done again is ``Σ w / S · span``: the
@@ -23,7 +23,8 @@ span is *T* under passive, and under upstream the time that the log reaches back
 
 - pairs, active: ``route``;
 - passive: ``route + switch + redo · (what has to be done again)``;
-- upstream, rollback: ``route + max(ask, remake · (what has to be done again))``.
+- upstream, rollback, and ends that are no pairs: ``route + max(ask, remake · (what has to be done
+  again))``.
 
 *Memory*: a second copy's state; what producers keep since the last checkpoint, *T · in*; or the
 log, *in* times the life of the state, and of that of the stages after it that are made anew. A
@@ -33,6 +34,7 @@ producer that is a pair keeps it twice.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -82,6 +84,14 @@ Choices = Mapping[int, Choice]
 """Of every keyed stage, by its position."""
 
 
+def overall(choices: Choices) -> Choice:
+    """What to say of the whole flow, by which its ends are protected: what most stages have."""
+    every = [c for c in choices.values() if c.name != "none"]
+    if not choices:
+        return Choice("upstream")
+    return Counter(every).most_common(1)[0][0] if every else Choice("pairs")
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """What one keyed stage contributes."""
@@ -121,22 +131,32 @@ class Prediction:
         }
 
 
-def predict(facts: FlowFacts, choices: Choices, constants: Constants) -> Prediction:
-    """What the flow would be like if its keyed stages were protected so."""
-    parts = {i: _part(facts, i, choices, constants) for i in choices}
-    slowdown = constants.ends * ends_share(facts) + sum(p.slowdown for p in parts.values())
+def predict(
+    facts: FlowFacts, choices: Choices, constants: Constants, ends: Choice | None = None
+) -> Prediction:
+    """What the flow would be like if its keyed stages were protected so, and its `ends`: by default
+    as most stages are."""
+    ends = ends or overall(choices)
+    copies = {i: choices.get(i, ends).copies for i in range(len(facts.stages))}
+    parts = {i: _part(facts, i, choices, constants, copies) for i in choices}
+    slowdown = sum(p.slowdown for p in parts.values())
+    recovery_ms = _recovery_ms(facts, choices, constants)
+    if ends.name in TWICE:
+        slowdown += constants.ends * ends_share(facts)
+    elif not choices:
+        recovery_ms += constants.ask_ms
     plain = sum(sent(facts, c.producer, c.consumer, c.bytes, {}) for c in facts.carried)
     into_sinks = [c for c in facts.carried if c.consumer not in choices]
     extra = sum(p.extra_bytes for p in parts.values())
     extra += sum(
-        sent(facts, c.producer, c.consumer, c.bytes, _copies(facts, choices))
+        sent(facts, c.producer, c.consumer, c.bytes, copies)
         - sent(facts, c.producer, c.consumer, c.bytes, {})
         for c in into_sinks
     )
     return Prediction(
         1.0 / (1.0 + slowdown),
         extra / plain if plain else 0.0,
-        _recovery_ms(facts, choices, constants),
+        recovery_ms,
         sum(p.memory_bytes for p in parts.values()),
         plain,
         parts,
@@ -160,13 +180,10 @@ def sent(
     return carried * copies.get(consumer, 1) * (1.0 - here)
 
 
-def _copies(facts: FlowFacts, choices: Choices) -> dict[int, int]:
-    """By position. Ends are pairs whatever the stages between them are."""
-    return {i: choices[i].copies if i in choices else 2 for i in range(len(facts.stages))}
-
-
-def _part(facts: FlowFacts, stage: int, choices: Choices, constants: Constants) -> Part:
-    choice, copies = choices[stage], _copies(facts, choices)
+def _part(
+    facts: FlowFacts, stage: int, choices: Choices, constants: Constants, copies: Mapping[int, int]
+) -> Part:
+    choice = choices[stage]
     extra = sum(
         sent(facts, c.producer, stage, c.bytes, copies)
         - sent(facts, c.producer, stage, c.bytes, {})
@@ -200,14 +217,11 @@ def checkpoint_bytes(facts: FlowFacts, stage: int, choices: Choices, constants: 
     """A second."""
     said, every_s = facts.stages[stage], choices[stage].every_ms / 1e3
     keys = touched(said.rows_in * every_s, said.keys)
-    # What a copy has received is let go of; what stands by, or is made anew, may ask again.
-    kept = [c.bytes for c in facts.out_of(stage) if _keeps(choices.get(c.consumer))]
+    # What a copy has received is let go of, and what a standby has a checkpoint of.
+    consumers = [(c, choices.get(c.consumer)) for c in facts.out_of(stage)]
+    kept = [c.bytes for c, choice in consumers if choice is not None and choice.name in ANEW]
     changed = keys * said.key_bytes / every_s + GONE_BYTES * said.removals
     return constants.state * changed + sum(kept)
-
-
-def _keeps(choice: Choice | None) -> bool:
-    return choice is not None and choice.name in ("passive", *ANEW)
 
 
 def log_s(facts: FlowFacts, stage: int, choices: Choices) -> float:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from holdfast.advise.facts import FlowFacts
 from holdfast.advise.model import (
+    TWICE,
     Choice,
     Choices,
     Constants,
     Prediction,
     checkpoint_bytes,
     ends_share,
+    overall,
     predict,
     share,
     work_again_ms,
@@ -99,17 +100,12 @@ class Advice:
     def choices(self) -> dict[int, Choice]:
         return {p.stage: p.choice for p in self.proposed}
 
-    @property
-    def overall(self) -> Choice:
-        """What to write at the flow: what most stages have. Its ends are pairs by that."""
-        every = [c for c in self.choices.values() if c.name != "none"]
-        return Counter(every).most_common(1)[0][0] if every else Choice("pairs")
-
     def code(self) -> list[str]:
         """What to write in Python."""
-        lines = [f'flow = Flow("{self.facts.flow}", protect={self.overall})']
+        ends = overall(self.choices)
+        lines = [f'flow = Flow("{self.facts.flow}", protect={ends})']
         for position, choice in self.choices.items():
-            if choice != self.overall:
+            if choice != ends:
                 stage = self.facts.stages[position]
                 keys = ", ".join(f'"{key}"' for key in stage.by)
                 lines.append(f".key_by({keys}).protect({choice})  # {stage.name}")
@@ -192,7 +188,7 @@ def propose(facts: FlowFacts, bounds: Bounds, constants: Constants) -> Advice:
     )
     missed = bounds.missed(predicted)
     return Advice(
-        facts, bounds, predicted, proposed, tuple(missed), tuple(_notes(facts, constants))
+        facts, bounds, predicted, proposed, tuple(missed), tuple(_notes(facts, found, constants))
     )
 
 
@@ -387,12 +383,10 @@ def _worse(found: Prediction, taken: Prediction, bounds: Bounds) -> str:
     return f"hardly cheaper, and keeps {in_bytes(found.memory_bytes)} in memory"
 
 
-def _notes(facts: FlowFacts, constants: Constants) -> Iterator[str]:
-    ends = constants.ends * ends_share(facts)
-    yield (
-        "sources and sinks are pairs under every protection, which alone costs "
-        f"{in_percent(ends / (1.0 + ends))}"
-    )
+def _notes(facts: FlowFacts, choices: Choices, constants: Constants) -> Iterator[str]:
+    if overall(choices).name in TWICE:
+        ends = constants.ends * ends_share(facts)
+        yield f"sources and sinks are pairs, which alone costs {in_percent(ends / (1.0 + ends))}"
     for said in facts.stages:
         if said.life_s is not None and said.life_s > facts.seconds:
             yield (

@@ -31,7 +31,7 @@ def said(facts: FlowFacts, constants: Constants) -> dict[str, Any]:
     for name in ("pairs", "active", "passive", "upstream", "rollback"):
         every_ms = CHECKPOINT_MS if name == "passive" else 0
         choices = {i: Choice(name, every_ms) for i in facts.keyed}
-        predicted = predict(facts, choices, constants)
+        predicted = predict(facts, choices, constants, Choice(name, every_ms))
         if math.isfinite(predicted.recovery_ms):
             found[name] = {
                 "rate": predicted.rate,

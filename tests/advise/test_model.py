@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.advise.model import Choice, checkpoint_bytes, log_s, predict, touched
+from holdfast.advise.model import Choice, checkpoint_bytes, log_s, overall, predict, touched
 from tests.advise.made_up import CONSTANTS, RUNNING, WINDOW, flow, stage
 
 PAIRS, UPSTREAM = Choice("pairs"), Choice("upstream")
@@ -15,10 +15,20 @@ def passive(every_ms: int) -> Choice:
     return Choice("passive", every_ms)
 
 
-def test_without_keyed_stages_only_the_ends_cost() -> None:
+def test_without_keyed_stages_the_ends_only_follow() -> None:
     found = predict(flow(), {}, CONSTANTS)
-    assert found.rate == pytest.approx(1 / 1.1)
-    assert found.recovery_ms == CONSTANTS.route_ms and found.memory_bytes == 0
+    assert found.rate == 1 and found.memory_bytes == 0
+    assert found.recovery_ms == CONSTANTS.route_ms + CONSTANTS.ask_ms
+
+
+def test_ends_are_as_most_stages() -> None:
+    assert overall({1: PAIRS, 2: UPSTREAM, 3: PAIRS}) == PAIRS
+    assert overall({1: passive(500), 2: UPSTREAM, 3: passive(500)}) == passive(500)
+    twice, once = (
+        predict(flow(WINDOW), {1: UPSTREAM}, CONSTANTS, ends) for ends in (PAIRS, UPSTREAM)
+    )
+    assert twice.rate == pytest.approx(1 / (1 + 0.1 * 0.8)) and once.rate == 1
+    assert predict(flow(WINDOW), {1: UPSTREAM}, CONSTANTS) == once
 
 
 def test_pairs_send_and_compute_twice() -> None:
@@ -53,7 +63,8 @@ def test_output_is_in_checkpoints_if_it_may_be_asked_for_again() -> None:
     first = passive(500)
     alone = checkpoint_bytes(facts, 1, {1: first, 2: PAIRS}, CONSTANTS)
     kept = checkpoint_bytes(facts, 1, {1: first, 2: UPSTREAM}, CONSTANTS)
-    assert kept - alone == pytest.approx(1e6)
+    covered = checkpoint_bytes(facts, 1, {1: first, 2: passive(500)}, CONSTANTS)
+    assert kept - alone == pytest.approx(1e6) and covered == alone
 
 
 def test_touched_is_bounded() -> None:
@@ -76,9 +87,8 @@ def test_passive_recovers_by_doing_again() -> None:
 
 def test_upstream_sends_less_and_keeps_its_input() -> None:
     found = predict(flow(WINDOW), {1: UPSTREAM}, CONSTANTS)
-    assert found.rate == pytest.approx(1 / (1 + 0.1 * 0.8))
-    assert found.extra_bytes < predict(flow(WINDOW), {1: PAIRS}, CONSTANTS).extra_bytes
-    assert found.memory_bytes == pytest.approx(2 * 2e6)  # a second, at both copies of the source
+    assert found.rate == 1 and found.extra_bytes == 0
+    assert found.memory_bytes == pytest.approx(2e6)  # a second
     assert found.recovery_ms == 2 + 40  # never less than was seen
     longer = flow(replace(WINDOW, life_s=60.0))
     assert predict(longer, {1: UPSTREAM}, CONSTANTS).recovery_ms == pytest.approx(2 + 1_500)

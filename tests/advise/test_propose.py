@@ -121,7 +121,7 @@ def test_state_that_was_not_looked_at_long_enough_is_noted() -> None:
 
 def test_a_flow_without_keyed_stages() -> None:
     found = advice()
-    assert found.code() == ['flow = Flow("made-up", protect=pairs())'] and not found.proposed
+    assert found.code() == ['flow = Flow("made-up", protect=upstream())'] and not found.proposed
 
 
 def test_many_stages_are_gone_through_one_by_one() -> None:
