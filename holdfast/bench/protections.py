@@ -176,7 +176,7 @@ def bench(quick: bool = False, console: Console | None = None) -> dict[str, Any]
     """Measure, print a table, and return the figures."""
     console = console or Console()
     work = tempfile.mkdtemp(prefix="holdfast-bench-")
-    rows, repeats, kills = (4_000_000, 3, 2) if quick else (6_000_000, 5, 5)
+    rows, repeats, kills = (8_000_000, 3, 2) if quick else (12_000_000, 5, 5)
     try:
         found: dict[str, Any] = {}
         for name in FLOWS:
