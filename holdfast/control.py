@@ -61,6 +61,7 @@ from holdfast.flow.options import Options
 from holdfast.flow.plan import Plan, shape
 from holdfast.flow.sources import Feeder
 from holdfast.site import wire
+from holdfast.site.connection import Connection, dial, listen
 from holdfast.site.hearing import BEATS_PER_LEASE
 from holdfast.site.runtime import OnExit, SiteConfig
 
@@ -188,11 +189,11 @@ class Control:
         self._to_fence: list[SiteId] = []
         self._uncommitted: CommitView | None = None
         self._committing = False
-        self._connections: dict[SiteId, wire.Connection] = {}
+        self._connections: dict[SiteId, Connection] = {}
         self._registered: dict[SiteId, wire.Register] = {}
         self._app_of: dict[int, int] = {}
-        self._agents: dict[int, wire.Connection] = {}
-        self._leader: wire.Connection | None = None
+        self._agents: dict[int, Connection] = {}
+        self._leader: Connection | None = None
         self._launched_here: set[SiteId] = set()
         self._heard: dict[SiteId, float] = {}
         self._busy: dict[SiteId, float] = {}
@@ -220,7 +221,7 @@ class Control:
         """Until the flow has ended."""
         self._over: asyncio.Future[None] = self.loop.create_future()
         port = self.place.controls[self.place.app][1] if self.place.controls else 0
-        self._server, self._port = await wire.listen(self._accept, self._host.listen_host, port)
+        self._server, self._port = await listen(self._accept, self._host.listen_host, port)
         tasks = [self.loop.create_task(t) for t in (self._keep_leading(), self._watch())]
         try:
             await self._over
@@ -395,14 +396,14 @@ class Control:
                 self._end(known.failure)
                 return
         try:
-            await wire.dial(self._dialled_leader, _address(entry.holder))
+            await dial(self._dialled_leader, _address(entry.holder))
         except ConnectionRefusedError:
             await self._depose(entry)
         except OSError as error:
             log.info("the leader at %s does not answer: %s", entry.holder, error)
 
-    def _dialled_leader(self) -> wire.Connection:
-        return wire.Connection(
+    def _dialled_leader(self) -> Connection:
+        return Connection(
             self.secret,
             self._on_leader_open,
             self._on_leader_message,
@@ -410,12 +411,12 @@ class Control:
             identity=("agent", self.place.app),
         )
 
-    def _on_leader_open(self, connection: wire.Connection) -> None:
+    def _on_leader_open(self, connection: Connection) -> None:
         self._leader = connection
         self.on_running()
 
     def _on_leader_message(
-        self, connection: wire.Connection, message: wire.Message, body: memoryview
+        self, connection: Connection, message: wire.Message, body: memoryview
     ) -> None:
         match message:
             case wire.Launch():
@@ -427,7 +428,7 @@ class Control:
             case _:
                 connection.abort()
 
-    def _on_leader_lost(self, connection: wire.Connection, error: Exception | None) -> None:
+    def _on_leader_lost(self, connection: Connection, error: Exception | None) -> None:
         if self._leader is connection:
             self._leader, self.told = None, {}
             if not self._over.done():
@@ -493,10 +494,10 @@ class Control:
 
     # --- connections from sites and other applications ------------------------------------------
 
-    def _accept(self) -> wire.Connection:
-        return wire.Connection(self.secret, self._on_open, self._on_message, self._on_close)
+    def _accept(self) -> Connection:
+        return Connection(self.secret, self._on_open, self._on_message, self._on_close)
 
-    def _on_open(self, connection: wire.Connection) -> None:
+    def _on_open(self, connection: Connection) -> None:
         if connection.role == "agent" and self.controller is None:
             connection.close()  # we follow ourselves
         elif connection.role == "agent":
@@ -506,9 +507,7 @@ class Control:
                 if self._app_of.get(site) == connection.id:
                     connection.send(wire.Launch(site))
 
-    def _on_message(
-        self, connection: wire.Connection, message: wire.Message, body: memoryview
-    ) -> None:
+    def _on_message(self, connection: Connection, message: wire.Message, body: memoryview) -> None:
         if connection.role == wire.READER:
             if isinstance(message, wire.Where):
                 connection.send(self._there(message.sink))
@@ -554,7 +553,7 @@ class Control:
                 log.warning("site %s sent %s to the controller", site, type(message).__name__)
                 connection.abort()
 
-    def _on_register(self, connection: wire.Connection, message: wire.Register) -> None:
+    def _on_register(self, connection: Connection, message: wire.Register) -> None:
         site = SiteId(message.site)
         self._connections[site] = connection
         self._registered[site] = message
@@ -571,7 +570,7 @@ class Control:
             for effect in self.controller.orders_for(site):
                 self._apply(effect)
 
-    def _on_close(self, connection: wire.Connection, error: Exception | None) -> None:
+    def _on_close(self, connection: Connection, error: Exception | None) -> None:
         if connection.role == "agent" and self._agents.get(connection.id) is connection:
             del self._agents[connection.id]
         site = SiteId(connection.id)

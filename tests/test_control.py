@@ -19,6 +19,7 @@ from holdfast.errors import FlowError
 from holdfast.flow.options import Options
 from holdfast.flow.plan import plan, shape
 from holdfast.site import wire
+from holdfast.site.connection import Connection, listen
 
 SCHEMA = pa.schema([("k", pa.int64())])
 
@@ -79,7 +80,7 @@ def test_a_site_that_dies_while_a_controller_takes_over_is_not_forgotten(control
 def registers(control: Control, site: int, number: int) -> None:
     """A site says who it is to a control that does not lead."""
     domain = Domain(f"p{site}", f"p{site}", "h", "a")
-    connection = wire.Connection(b"s" * 16, _ignore, _ignore, _ignore)
+    connection = Connection(b"s" * 16, _ignore, _ignore, _ignore)
     control._on_register(connection, wire.Register(site, "127.0.0.1", number, 7, domain))
 
 
@@ -114,8 +115,8 @@ def test_a_process_that_is_ending_does_not_count_as_listening(control: Control) 
             writer.transport.abort()
 
         dying = await asyncio.start_server(accept_and_break, "127.0.0.1", 0)
-        make = lambda: wire.Connection(b"s" * 16, _ignore, _ignore, _ignore)  # noqa: E731
-        alive, port = await wire.listen(make, "127.0.0.1")
+        make = lambda: Connection(b"s" * 16, _ignore, _ignore, _ignore)  # noqa: E731
+        alive, port = await listen(make, "127.0.0.1")
         addresses = {
             SiteId(0): ("127.0.0.1", dying.sockets[0].getsockname()[1]),
             SiteId(1): ("127.0.0.1", port),
@@ -156,7 +157,7 @@ def test_two_are_apart_when_both_say_so_or_one_for_long(control: Control) -> Non
     known = committed(control, dict.fromkeys(range(4), ("127.0.0.1", 1)))
     control.loop.run_until_complete(control._take_over(known, 1))
     assert control.controller is not None
-    connections = [wire.Connection(b"s" * 16, _ignore, _ignore, _ignore) for _ in range(4)]
+    connections = [Connection(b"s" * 16, _ignore, _ignore, _ignore) for _ in range(4)]
 
     def dead_after(site: int, *words: wire.Message) -> set[int]:
         connections[site].id = site

@@ -34,6 +34,7 @@ from holdfast.flow.batches import empty, to_ipc
 from holdfast.flow.sources import SplitReader, Tap
 from holdfast.site import wire
 from holdfast.site.bundles import rows_of
+from holdfast.site.connection import Connection
 
 Reply = Callable[[bool, str], None]
 Keep = Callable[[int, int, wire.FeedPortion, list[Any]], None]
@@ -425,13 +426,13 @@ class Feeds:
         leader: Callable[[int], tuple[str, int] | None],
     ) -> None:
         self._readers, self._leader = readers, leader
-        self._opened: dict[wire.Connection, wire.FeedOpen] = {}
+        self._opened: dict[Connection, wire.FeedOpen] = {}
 
-    def forget(self, connection: wire.Connection) -> None:
+    def forget(self, connection: Connection) -> None:
         """The connection is gone; what it had not completed waits for another attempt."""
         self._opened.pop(connection, None)
 
-    def take(self, connection: wire.Connection, message: wire.Message, body: memoryview) -> None:
+    def take(self, connection: Connection, message: wire.Message, body: memoryview) -> None:
         def reply(ok: bool, reason: str) -> None:
             connection.send(wire.FeedTaken(ok, reason))
 
@@ -457,7 +458,7 @@ class Feeds:
             case wire.FeedEnd():
                 self._reader(message.source).end(reply)
 
-    def _feed(self, connection: wire.Connection) -> tuple[FedReader, tuple[int, int, int]]:
+    def _feed(self, connection: Connection) -> tuple[FedReader, tuple[int, int, int]]:
         opened = self._opened.get(connection)
         if opened is None:
             raise ProtocolError("rows of a feed that was not opened")

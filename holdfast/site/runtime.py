@@ -39,6 +39,7 @@ from holdfast.flow.options import Options
 from holdfast.flow.plan import plan
 from holdfast.site import wire
 from holdfast.site.client import Client
+from holdfast.site.connection import Connection, dial, listen
 from holdfast.site.feed import Feeds
 from holdfast.site.hearing import BEATS_PER_LEASE, Hearing
 from holdfast.site.memory import limit_bytes
@@ -114,10 +115,10 @@ class Site:
             spill=spill,
             shelf=self._shelf,
         )
-        self._controllers: dict[tuple[str, int], wire.Connection] = {}
+        self._controllers: dict[tuple[str, int], Connection] = {}
         self._server: asyncio.Server | None = None
         self._over: asyncio.Future[None] | None = None
-        self._peers: dict[SiteId, wire.Connection] = {}
+        self._peers: dict[SiteId, Connection] = {}
         self._dials: dict[SiteId, asyncio.Task[None]] = {}
         self._addresses: dict[SiteId, tuple[str, int]] = {}
         self._dead: set[SiteId] = set()
@@ -146,7 +147,7 @@ class Site:
         """Live until dismissed, fenced, or without a controller for too long."""
         loop = self._loop = asyncio.get_running_loop()
         self._over = loop.create_future()
-        self._server, self._port = await wire.listen(self._accept, self.config.listen_host)
+        self._server, self._port = await listen(self._accept, self.config.listen_host)
         for address in self.config.controllers:
             threading.Thread(
                 target=self._beat, args=(address,), daemon=True, name="holdfast-pulse"
@@ -173,25 +174,23 @@ class Site:
                 connection.close()
             await asyncio.sleep(0)
 
-    def _accept(self) -> wire.Connection:
-        return wire.Connection(
-            self.config.secret, self._on_open, self._on_message, self._on_peer_lost
-        )
+    def _accept(self) -> Connection:
+        return Connection(self.config.secret, self._on_open, self._on_message, self._on_peer_lost)
 
-    def _dialled(self, site: SiteId, settled: asyncio.Future[None]) -> wire.Connection:
+    def _dialled(self, site: SiteId, settled: asyncio.Future[None]) -> Connection:
         def settle() -> None:
             if not settled.done():
                 settled.set_result(None)
 
-        def on_open(connection: wire.Connection) -> None:
+        def on_open(connection: Connection) -> None:
             settle()
             self._on_open(connection)
 
-        def on_close(connection: wire.Connection, error: Exception | None) -> None:
+        def on_close(connection: Connection, error: Exception | None) -> None:
             settle()
             self._on_peer_lost(connection, error)
 
-        return wire.Connection(
+        return Connection(
             self.config.secret,
             on_open,
             self._on_message,
@@ -208,7 +207,7 @@ class Site:
             for address in self.config.controllers:
                 if address not in self._controllers:
                     try:
-                        await wire.dial(partial(self._dialled_controller, address), address)
+                        await dial(partial(self._dialled_controller, address), address)
                     except OSError as error:
                         log.info("site %s: no controller at %s: %s", self.id, address, error)
             if self._controllers:
@@ -217,8 +216,8 @@ class Site:
                 self._leave()
             await asyncio.sleep(REDIAL_S)
 
-    def _dialled_controller(self, address: tuple[str, int]) -> wire.Connection:
-        connection = wire.Connection(
+    def _dialled_controller(self, address: tuple[str, int]) -> Connection:
+        connection = Connection(
             self.config.secret,
             self._register,
             self._on_message,
@@ -229,12 +228,12 @@ class Site:
         return connection
 
     def _on_controller_lost(
-        self, address: tuple[str, int], connection: wire.Connection, error: Exception | None
+        self, address: tuple[str, int], connection: Connection, error: Exception | None
     ) -> None:
         if self._controllers.get(address) is connection:
             del self._controllers[address]
 
-    def _register(self, connection: wire.Connection) -> None:
+    def _register(self, connection: Connection) -> None:
         process = f"{socket.gethostname()}/{os.getpid()}"
         # In a container only its name is to be seen, not that of the machine it is on.
         host = os.environ.get(HOST) or socket.gethostname()
@@ -249,7 +248,7 @@ class Site:
             self.tell(self._failure)
         self.node.report_again()
 
-    def _advertised(self, controller: wire.Connection) -> str:
+    def _advertised(self, controller: Connection) -> str:
         """The address under which the other sites reach this one: that by which it reaches the
         controller, if it is on another machine. The name of a machine often stands for 127.0.1.1 in
         its own /etc/hosts."""
@@ -309,7 +308,7 @@ class Site:
 
     # --- connections ----------------------------------------------------------------------------
 
-    def _on_open(self, connection: wire.Connection) -> None:
+    def _on_open(self, connection: Connection) -> None:
         if connection.role != "site":
             return
         site = SiteId(connection.id)
@@ -331,7 +330,7 @@ class Site:
         self._guarded(lambda: self.node.on_connected(site))
         self._say_seen()
 
-    def _on_peer_lost(self, connection: wire.Connection, error: Exception | None) -> None:
+    def _on_peer_lost(self, connection: Connection, error: Exception | None) -> None:
         self._feeds.forget(connection)
         site = SiteId(connection.id)
         if connection.role == "site" and self._peers.get(site) is connection:
@@ -354,7 +353,7 @@ class Site:
         this one as soon as it opens, and with it whatever is being handed over."""
         settled = asyncio.get_running_loop().create_future()
         try:
-            await wire.dial(partial(self._dialled, site, settled), address)
+            await dial(partial(self._dialled, site, settled), address)
             await settled
         except OSError as error:
             self._undialled[site] = f"site {self.id} dials in vain: {error or type(error).__name__}"
@@ -414,9 +413,7 @@ class Site:
 
     # --- messages -------------------------------------------------------------------------------
 
-    def _on_message(
-        self, connection: wire.Connection, message: wire.Message, body: memoryview
-    ) -> None:
+    def _on_message(self, connection: Connection, message: wire.Message, body: memoryview) -> None:
         try:
             self._receive(connection, message, body)
         except ProtocolError as error:
@@ -428,9 +425,7 @@ class Site:
             self._fail(error)
         self._kick()
 
-    def _receive(
-        self, connection: wire.Connection, message: wire.Message, body: memoryview
-    ) -> None:
+    def _receive(self, connection: Connection, message: wire.Message, body: memoryview) -> None:
         wire.check_speaker(connection.role, message)
         match message:
             case wire.NewView():

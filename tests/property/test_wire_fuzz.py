@@ -41,6 +41,7 @@ from holdfast.sim.world import CONTROLLER, World
 from holdfast.site import bundles, wire
 from holdfast.site.checks import Checks
 from holdfast.site.client import Client
+from holdfast.site.connection import CHUNK_BYTES, LARGE_BYTES, Connection
 from holdfast.site.feed import FedReader
 from tests.sim.test_world import Ordered, events, result
 
@@ -230,15 +231,15 @@ class End:
     def __init__(self, identity: tuple[str, int] | None = None) -> None:
         self.opened, self.messages = 0, []
         self.transport = FakeTransport()
-        self.connection = wire.Connection(
+        self.connection = Connection(
             SECRET, self._on_open, self._on_message, lambda *_: None, identity
         )
         self.connection.connection_made(self.transport)
 
-    def _on_open(self, _: wire.Connection) -> None:
+    def _on_open(self, _: Connection) -> None:
         self.opened += 1
 
-    def _on_message(self, _: wire.Connection, message: wire.Message, body: memoryview) -> None:
+    def _on_message(self, _: Connection, message: wire.Message, body: memoryview) -> None:
         self.messages.append((message, bytes(body)))
 
     def feed(self, data: bytes, sizes: list[int]) -> None:
@@ -322,7 +323,7 @@ def test_however_messages_are_cut_they_arrive(
     both(main)
 
 
-@pytest.mark.parametrize("nbytes", [wire.CHUNK_BYTES, wire.LARGE_BYTES, 3 * wire.LARGE_BYTES + 5])
+@pytest.mark.parametrize("nbytes", [CHUNK_BYTES, LARGE_BYTES, 3 * LARGE_BYTES + 5])
 def test_large_messages_arrive_whole(nbytes: int) -> None:
     body = os.urandom(1 << 10) * (nbytes >> 10) + b"end"
 
@@ -343,15 +344,15 @@ def test_a_body_that_is_only_announced_takes_no_memory() -> None:
         tracemalloc.start()
         try:
             server.feed(wire.encode(wire.FeedRows(), announced), [64])
-            server.feed(bytes(wire.CHUNK_BYTES), [1 << 16])
+            server.feed(bytes(CHUNK_BYTES), [1 << 16])
             assert not server.refused
-            assert tracemalloc.get_traced_memory()[1] < 2 * wire.LARGE_BYTES
+            assert tracemalloc.get_traced_memory()[1] < 2 * LARGE_BYTES
             come = 0
             while come < 40 << 20:
                 part = bytes(1 << 20)
                 server.feed(part, [len(part)])
                 come += len(part)
-            assert tracemalloc.get_traced_memory()[0] < 4 * come + wire.LARGE_BYTES < announced / 4
+            assert tracemalloc.get_traced_memory()[0] < 4 * come + LARGE_BYTES < announced / 4
         finally:
             tracemalloc.stop()
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from holdfast.core.layout import Cohort, Domain, View
 from holdfast.core.records import Block, EpochRecord, Range
 from holdfast.site import wire
+from holdfast.site.connection import Connection, dial, listen
 
 SECRET = b"a secret of thirty-two bytes....."
 
@@ -20,26 +21,26 @@ class End:
     """One end of a connection, with everything that happened to it."""
 
     def __init__(self, secret: bytes = SECRET, identity: tuple[str, int] | None = None) -> None:
-        self.opened: list[wire.Connection] = []
+        self.opened: list[Connection] = []
         self.messages: list[tuple[wire.Message, bytes]] = []
         self.closed = asyncio.Event()
         self.changed = asyncio.Event()
         self._secret, self._identity = secret, identity
 
-    def make(self) -> wire.Connection:
-        def on_open(connection: wire.Connection) -> None:
+    def make(self) -> Connection:
+        def on_open(connection: Connection) -> None:
             self.opened.append(connection)
             self.changed.set()
 
-        def on_message(_: wire.Connection, message: wire.Message, body: memoryview) -> None:
+        def on_message(_: Connection, message: wire.Message, body: memoryview) -> None:
             self.messages.append((message, bytes(body)))
             self.changed.set()
 
-        def on_close(_: wire.Connection, error: Exception | None) -> None:
+        def on_close(_: Connection, error: Exception | None) -> None:
             self.closed.set()
             self.changed.set()
 
-        return wire.Connection(self._secret, on_open, on_message, on_close, self._identity)
+        return Connection(self._secret, on_open, on_message, on_close, self._identity)
 
     async def until(self, condition) -> None:
         while not condition():
@@ -49,7 +50,7 @@ class End:
 
 async def server() -> tuple[End, asyncio.Server, tuple[str, int]]:
     end = End()
-    listening, port = await wire.listen(end.make, "127.0.0.1")
+    listening, port = await listen(end.make, "127.0.0.1")
     return end, listening, ("127.0.0.1", port)
 
 
@@ -57,7 +58,7 @@ def test_messages_and_bodies_arrive_in_order() -> None:
     async def main() -> None:
         end, listening, address = await server()
         client = End(identity=("site", 3))
-        await wire.dial(client.make, address)
+        await dial(client.make, address)
         await client.until(lambda: client.opened)
         big = os.urandom(3_000_000)
         for epoch in range(3):
@@ -85,7 +86,7 @@ def test_a_client_with_another_secret_is_refused_and_one_that_plays_the_controll
     async def main() -> None:
         end, listening, address = await server()
         client = End(secret, (role, 0))
-        await wire.dial(client.make, address)
+        await dial(client.make, address)
         await asyncio.wait_for(client.closed.wait(), 5)
         assert not end.opened and not client.opened
         listening.close()
@@ -105,7 +106,7 @@ def test_a_server_with_another_secret_is_refused() -> None:
 
         listening = await asyncio.start_server(impostor, "127.0.0.1", 0)
         client = End(identity=("site", 0))
-        await wire.dial(client.make, listening.sockets[0].getsockname())
+        await dial(client.make, listening.sockets[0].getsockname())
         await asyncio.wait_for(client.closed.wait(), 5)
         assert not client.opened
         listening.close()
@@ -171,7 +172,7 @@ def test_a_stranger_is_refused_and_others_are_served(data: bytes) -> None:
             await asyncio.wait_for(reader.read(-1), 5)  # the challenge, then the end
         assert not end.opened and not end.messages
         client = End(identity=("site", 1))
-        await wire.dial(client.make, address)
+        await dial(client.make, address)
         await client.until(lambda: client.opened)
         listening.close()
 
