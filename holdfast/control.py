@@ -50,7 +50,7 @@ from holdfast.core.events import (
     ViewSeen,
     WaitOver,
 )
-from holdfast.core.ids import CohortId, SiteId, StageId, Unit
+from holdfast.core.ids import CohortId, SiteId, StageId
 from holdfast.core.layout import Domain, Guard, Shape, View, place
 from holdfast.core.records import EpochRecord
 from holdfast.durable import Durable
@@ -60,9 +60,9 @@ from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
 from holdfast.flow.plan import Plan, shape
 from holdfast.flow.sources import Feeder
+from holdfast.signs import Signs
 from holdfast.site import wire
 from holdfast.site.connection import Connection, dial, listen
-from holdfast.site.hearing import BEATS_PER_LEASE
 from holdfast.site.runtime import OnExit, SiteConfig
 
 log = logging.getLogger("holdfast.control")
@@ -71,11 +71,6 @@ GATHER_S = 0.003
 """Sites that are lost within so long of each other have failed together: one view, not several."""
 RECORDS_MAX = 100_000
 """So many epochs are remembered here, for whoever wants to see them."""
-ALONE_LEASES = 5
-"""After so many leases it counts that one site does not hear another, though only one says so."""
-JOIN_S_MAX = 10.0
-"""So long a copy that is being made may get nothing; or ten leases, if that is longer."""
-
 
 Address = tuple[str, int]
 Route = Callable[[int, int, Address], Address]
@@ -195,15 +190,9 @@ class Control:
         self._agents: dict[int, Connection] = {}
         self._leader: Connection | None = None
         self._launched_here: set[SiteId] = set()
-        self._heard: dict[SiteId, float] = {}
-        self._busy: dict[SiteId, float] = {}
-        """When sites last said that they are in a long call, and can hear nobody."""
-        self._apart: dict[tuple[SiteId, SiteId], tuple[float, wire.Unheard]] = {}
-        """Who has complained of whom, when, and what was said: see `SitesApart`."""
+        self._signs = Signs(options.lease_s)
         self._suspects: dict[SiteId, str | None] = {}
         """Sites whose connection broke; with a reason if their process is known to be gone."""
-        self._joins: dict[tuple[Unit, SiteId], tuple[float, int | None]] = {}
-        """Copies that are being made: since when, and how many bytes, have not become fewer."""
         self._started = False
         self._asked: StopRequested | None = None
         self._feeders: list[Feeder] = []
@@ -366,7 +355,7 @@ class Control:
         controller.launched |= set(orphans)
         self.status = {s: said for s, said in self.status.items() if s in self._registered}
         self.controller, self._started = controller, known.running
-        self._heard = dict.fromkeys(addresses, time.monotonic())
+        self._signs.begin(addresses, time.monotonic())
         if gone or orphans:
             effects += controller.handle(SitesFailed((*gone, *orphans), "its application is gone"))
         for effect in _last_view_only(effects):
@@ -516,11 +505,11 @@ class Control:
             self._suspect(SiteId(message.site), message.reason)
             return
         site = SiteId(connection.id)
-        self._heard[site] = time.monotonic()
+        now = time.monotonic()
+        self._signs.heard(site, now, isinstance(message, wire.Beat) and message.busy)
         match message:
             case wire.Beat():
-                if message.busy:
-                    self._busy[site] = self._heard[site]
+                pass
             case wire.Register():
                 self._on_register(connection, message)
             case wire.Seen():
@@ -536,7 +525,8 @@ class Control:
                     self._handle(CopyBehind(SiteId(message.site), message.reason))
             case wire.Unheard():
                 if self.controller is not None:
-                    self._apart[site, SiteId(message.site)] = (self._heard[site], message)
+                    other = SiteId(message.site)
+                    self._signs.complained(site, other, message.leases, message.how, now)
             case wire.Status():
                 if site in self._connections:
                     self.status[site] = msgspec.json.decode(message.figures)
@@ -638,14 +628,11 @@ class Control:
             await asyncio.sleep(pause)
             now = time.monotonic()
             if now - before > 3 * pause:  # it is this process that did not get to run
-                self._heard = dict.fromkeys(self._heard, now)
-                self._apart.clear()
+                self._signs.was_away(now)
             if self.controller is None:
                 continue
             self._tell_agents()
-            limit, known = now - self.options.lease_s, self.controller.addresses
-            silent = [s for s, at in self._heard.items() if at < limit and s in known]
-            if silent:
+            if silent := self._signs.silent(self.controller.addresses, now):
                 reason = f"silent for more than {self.options.lease_s} s"
                 self._handle(SitesFailed(tuple(silent), reason, certain=False))
             self._part(now)
@@ -659,26 +646,10 @@ class Control:
                 connection.send(wire.Status(figures))
 
     def _part(self, now: float) -> None:
-        """See to those that hear nothing of each other. Not if one of them was busy just now, or
-        is silent: that is another matter. Nor at once: others may have more to say of them. As
-        long as only one complains, the other may not have heard that they are to meet."""
-        limit, settled = now - self.options.lease_s, now - self.options.lease_s / BEATS_PER_LEASE
-        self._apart = {c: said for c, said in self._apart.items() if said[0] > limit}
-
-        def at_work(site: SiteId) -> bool:
-            return self._heard.get(site, 0.0) > limit > self._busy.get(site, 0.0)
-
-        said = {c: s for c, s in self._apart.items() if at_work(c[0]) and at_work(c[1])}
-        sure = {
-            site
-            for (one, other), (at, word) in said.items()
-            if (other, one) in said or word.leases >= ALONE_LEASES
-            if max(at, said.get((other, one), (at, word))[0]) <= settled
-            for site in (one, other)
-        }
-        if sure and self._uncommitted is None:  # if not, membership is frozen
-            self._apart.clear()  # what still holds is said again in a lease
-            couples = {c: (s.leases, s.how) for c, (_, s) in said.items() if sure & set(c)}
+        """See to those that hear nothing of each other."""
+        couples = self._signs.parted(now)
+        if couples and self._uncommitted is None:  # if not, membership is frozen
+            self._signs.settled()
             self._handle(SitesApart(couples))
 
     def _give_up_joins(self, now: float) -> None:
@@ -686,20 +657,9 @@ class Control:
         view = self.controller.view if self.controller else None
         if view is None:
             return
-        left = {
-            ((StageId(stage), CohortId(cohort)), SiteId(copy["to"])): int(copy["bytes_left"])
-            for figures in self.status.values()
-            for copy in figures["copying"]
-            for stage, cohort in [copy["unit"]]
-        }
-        known, self._joins = self._joins, {}
-        for join in [(u, s) for u in view.units() for s in view.cohort(u).joining]:
-            since, was = known.get(join, (now, None))
-            self._joins[join] = (since, was) if left.get(join) == was else (now, left.get(join))
-        limit = now - max(JOIN_S_MAX, 10 * self.options.lease_s)
-        stuck = [join for join, (since, _) in self._joins.items() if since < limit]
+        stuck, seconds = self._signs.stuck(view, self.status.values(), now)
         for unit, site in stuck[:1]:  # the view is another one after that
-            reason = f"site {site} got nothing for more than {now - limit:.0f} s"
+            reason = f"site {site} got nothing for more than {seconds:.0f} s"
             self._handle(CopyReported(site, unit, view.number, "failed", reason))
 
     # --- the controller's effects ---------------------------------------------------------------
@@ -755,7 +715,7 @@ class Control:
     def _fence(self, site: SiteId) -> None:
         connection = self._connections.pop(site, None)
         self._registered.pop(site, None)
-        self._busy.pop(site, None)
+        self._signs.forget(site)
         self.status.pop(site, None)
         if connection is not None:
             connection.send(wire.Fenced())

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from holdfast import Flow, count, discard, generator, pairs, passive
-from holdfast.control import ALONE_LEASES, JOIN_S_MAX, Committed, Control, Place, _apart
+from holdfast.control import Committed, Control, Place, _apart
 from holdfast.core.events import SiteRegistered, SitesFailed
 from holdfast.core.ids import SiteId, Unit
 from holdfast.core.layout import Domain, place
@@ -18,6 +18,7 @@ from holdfast.core.records import EpochRecord
 from holdfast.errors import FlowError
 from holdfast.flow.options import Options
 from holdfast.flow.plan import plan, shape
+from holdfast.signs import ALONE_LEASES, JOIN_S_MAX
 from holdfast.site import wire
 from holdfast.site.connection import Connection, listen
 
@@ -171,7 +172,7 @@ def test_two_are_apart_when_both_say_so_or_one_for_long(control: Control) -> Non
     assert dead_after(2, wire.Beat(busy=True), wire.Unheard(0, 2, "how")) == set(), (
         "2 is in a long call"
     )
-    control._busy.clear()
+    control._signs.forget(SiteId(2))
     assert dead_after(2, wire.Unheard(0, 2, "how")) == {2}
     assert dead_after(1, wire.Unheard(0, ALONE_LEASES - 1, "how")) == {2}
     assert dead_after(1, wire.Unheard(0, ALONE_LEASES, "how")) == {0, 2}, "1 has what 2 had"
