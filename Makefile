@@ -55,7 +55,7 @@ SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 JARS := mvn --batch-mode --quiet \
 	org.apache.maven.plugins:maven-dependency-plugin:3.8.1:copy-dependencies -DincludeScope=runtime
 
-test-integration: setup servers $(VENV)/kafka/.ready $(VENV)/spark-kafka/.ready  ## tests with a real ZooKeeper, PostgreSQL and Kafka, which are installed if missing
+test-integration: setup servers $(VENV)/kafka/.ready $(VENV)/spark-kafka/.ready  ## tests with a real ZooKeeper, PostgreSQL, Kafka and an object store, which are installed if missing
 	$(BIN)/python -m pytest --numprocesses 2 tests/integration
 
 servers:

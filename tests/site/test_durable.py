@@ -126,10 +126,17 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pa.Table]
 def test_driver_and_sites_are_killed_again_and_again(
     protect: str, undisturbed: dict[str, pa.Table], drivers: list[Driver], tmp_path: Path
 ) -> None:
+    kill_again_and_again(str(tmp_path / "store"), protect, undisturbed, drivers, tmp_path)
+
+
+def kill_again_and_again(
+    store: str, protect: str, undisturbed: dict[str, pa.Table], drivers: list[Driver], folder: Path
+) -> None:
+    """Driver and sites, at moments that nobody has chosen; the results are right all the same."""
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     moments = random.Random(seed)
-    file, out, store = tmp_path / "flow.py", tmp_path / "out", str(tmp_path / "store")
+    file, out = folder / "flow.py", folder / "out"
     file.write_text(FILE.format(rate=RATE, out=str(out), protect=protect))
     more = ["--sites", "2", "--partitions", "6"]
     drivers.append(Driver(file, *more, "--store", store, "--store-every", "0.3"))

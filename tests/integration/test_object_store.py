@@ -1,0 +1,77 @@
+"""What a flow keeps for later is in an object store, where nothing is renamed or appended to."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from holdfast import FlowError, parquet
+from holdfast.flow.past import Folder, Past
+from tests.integration import object_store
+from tests.site.test_durable import Driver, drivers, kill_again_and_again, undisturbed
+from tests.site.test_pairs import one_line, until
+
+__all__ = ["drivers", "undisturbed"]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object_store.Server]:
+    server = object_store.Server(tmp_path_factory.mktemp("store"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(autouse=True)
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in object_store.KEYS.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_files_are_there_when_they_are_whole(store: object_store.Server) -> None:
+    folder = Folder(store.url("files"))
+    batch = pa.record_batch({"x": [1, 2, 3]})
+    with pytest.raises(ZeroDivisionError), folder.growing("a/half.arrow", batch.schema) as out:
+        out.add(batch)
+        1 / 0  # noqa: B018
+    folder.write("a/b/whole.arrow", [batch])
+    folder.write("a/b/whole.arrow", [batch, batch])
+    assert folder.list("a") == ["a/b/whole.arrow"] and folder.folders("a") == ["a/b"]
+    assert [b.num_rows for b in folder.read("a/b/whole.arrow")] == [3, 3]
+    assert folder.missing(["a/b/whole.arrow", "a/half.arrow"]) == ["a/half.arrow"]
+    folder.remove()
+    assert folder.list("") == []
+
+
+def test_a_flow_is_stopped_and_goes_on(store: object_store.Server, kept, tmp_path: Path) -> None:
+    def rows_of(name: str) -> pa.Table:
+        return pq.read_table(tmp_path / name).sort_by([("k", "ascending"), ("n", "ascending")])
+
+    url, out = store.url("stopped"), parquet(tmp_path / "out")
+    run = one_line(out).start(sites=2, partitions=6, store=url)
+    kept.append(run)
+    until(lambda: run.status()["rows_in"] > 10_000, "some rows are taken")
+    run.stop()
+    run.wait()
+    rows = Past.load(url).rows + 10_000
+    again = one_line(out, rows=rows).start(sites=3, partitions=6, resume=url)
+    alone = one_line(parquet(tmp_path / "right"), rows=rows).start(sites=1, partitions=6)
+    kept.extend([again, alone])
+    assert again.wait(60) and alone.wait(60)
+    assert rows_of("out").num_rows == rows and rows_of("out").equals(rows_of("right"))
+
+
+def test_everything_is_killed_again_and_again(
+    store: object_store.Server,
+    undisturbed: dict[str, pa.Table],
+    drivers: list[Driver],
+    tmp_path: Path,
+) -> None:
+    kill_again_and_again(store.url("running"), "None", undisturbed, drivers, tmp_path)
+
+
+def test_a_store_that_cannot_be_reached_is_an_error(store: object_store.Server) -> None:
+    with pytest.raises(FlowError, match="nowhere"):
+        Past.load(store.url("nowhere"))
