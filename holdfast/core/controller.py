@@ -378,8 +378,9 @@ class Controller:
         names = partitions_of(self.view, bare, self.shape)
         protected = any(self.shape.stages[u[0]].guard.wanted > 1 for u in bare)
         said = "no copy is left of" if protected else "its partitions were not protected:"
+        happened = f"site {_listed(gone)} died ({reason})" if gone else reason
         return SiteLostError(
-            f"site {_listed(gone)} died ({reason}); {said} {names}",
+            f"{happened}; {said} {names}",
             hint="start the flow again"
             + (", with more copies" if protected else ", or protect its stages with pairs()"),
         )
@@ -401,8 +402,7 @@ class Controller:
         for unit in self._missing():
             bare = not self.view.cohort(unit).copies
             if bare and unit in self.unrecovered:
-                reason = self.unrecovered[unit]
-                return [*effects, *self._end(State.FAILED, self._lost([], [unit], reason))]
+                return [*effects, *self._given_up(unit)]
             if (unit[0] in busy and not bare) or unit in self._paused or unit in self.unrecovered:
                 continue
             site = self._joiner(unit, load)
@@ -419,6 +419,10 @@ class Controller:
             self._asked_for = self._patience
             effects.append(Wait(f"patience {self._patience}", RELAUNCH_MS))
         return effects
+
+    def _given_up(self, unit: Unit) -> list[ControllerEffect]:
+        """There is no copy of it, and nobody could make it anew."""
+        return self._end(State.FAILED, self._lost([], [unit], self.unrecovered[unit]))
 
     def _recover_replica(self) -> list[ControllerEffect]:
         """Make a whole replica anew, all at once and with the flow standing still: what partition
@@ -519,6 +523,8 @@ class Controller:
                 effects += self._commit(self.view)
             return effects + self._change()
         effects = self._join_failed(event.unit, event.reason)
+        if event.unit in self.unrecovered and not cohort.copies:
+            return self._given_up(event.unit)
         view = self.view.changed({event.unit: cohort.without([event.site])})
         if self.shape.granularity != "partition":
             self._ordered.clear()

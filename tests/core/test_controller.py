@@ -72,6 +72,7 @@ def protected(copies: int = 2, apart: str = "process") -> Shape:
 
 
 PAIRS = protected()
+KEYED = (StageId(1), CohortId(0))
 
 
 def domain(site: int) -> Domain:
@@ -500,6 +501,24 @@ def test_word_of_a_copy_in_time_saves_the_flow_when_its_donor_dies() -> None:
     last = views(effects)[-1]
     assert last == str(controller.view), "and all of them hear of it"
     assert controller.handle(WaitOver("doubt 1")) == []
+
+
+def test_a_unit_that_cannot_be_made_anew_ends_the_flow_and_says_why() -> None:
+    guards = {"source": Guard(2), "keyed": Guard(level=1, anew=1), "sink": Guard(2)}
+    anew = replace(LINE, stages=tuple(replace(s, guard=guards[s.kind]) for s in LINE.stages))
+    controller = running(anew, 3, 1)
+    assert controller.view is not None
+    (lost,) = controller.view.cohort(KEYED).copies
+    controller.handle(SitesFailed((lost,), "killed"))
+    effects: list[ControllerEffect] = []
+    for _ in range(JOINS_MAX):
+        seen(controller)
+        (site,) = controller.view.cohort(KEYED).joining
+        effects = controller.handle(reported(controller, site, KEYED, "failed", "no room"))
+        controller.handle(WaitOver("join 1 0"))
+    (end,) = (e for e in effects if isinstance(e, EndFlow))
+    text = str(end.error)
+    assert text.startswith(f"{JOINS_MAX} attempts failed, the last because no room; ")
 
 
 def test_no_word_of_the_copy_ends_the_flow() -> None:
