@@ -21,6 +21,7 @@ from holdfast.errors import FlowError, HoldfastError
 from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
 
+WIDTH = 132
 BENCHES = ("throughput", "scaling", "failover", "protections", "sim", "ends")
 
 
@@ -28,7 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse, run, and turn Holdfast's own errors into one readable message and exit status 2."""
     options = _parser().parse_args(argv)
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    console = Console()
+    # A file or a pipe has no width: tables are then as wide as they want to be, within reason.
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     try:
         return int(options.command(options, console))
     except HoldfastError as error:

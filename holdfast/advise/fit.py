@@ -52,14 +52,23 @@ class _Measured:
         return self.full.keyed
 
     def choices(self, name: str) -> dict[int, Choice]:
-        every_ms = CHECKPOINT_MS if name == "passive" else 0
-        return {i: Choice(name, every_ms) for i in self.keyed}
+        """What a protection is for each stage: where nothing can be made anew, passive standby."""
+        standby = Choice("passive", CHECKPOINT_MS)
+        stages = self.full.stages
+        stands = {i for i in self.keyed if name in ANEW and not stages[i].bounded}
+        stands |= set(self.keyed) if name == "passive" else set()
+        return {i: standby if i in stands else Choice(name) for i in self.keyed}
+
+    def kinds(self, name: str) -> set[str]:
+        return {choice.name for choice in self.choices(name).values()}
 
     def slowdown(self, name: str) -> float:
         return 1.0 / self.said[name]["rate"] - 1.0
 
-    def gap_ms(self, name: str) -> float | None:
-        return self.said.get(name, {}).get("gap_ms")
+    def gap_ms(self, name: str) -> float:
+        """The longest of all kills: who asks how long a recovery takes wants it to be shorter."""
+        said = self.said[name]
+        return said.get("gaps_ms", {}).get("max", said["gap_ms"])
 
     def again_ms(self, name: str) -> float:
         choices = self.choices(name)
@@ -96,24 +105,22 @@ def fit(figures: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> C
     checkpoint = _median(
         (c for m in flows for c in _checkpoint(m, state)), "the cost of a checkpoint"
     )
-    gaps = {
-        name: [(m, gap) for m in flows if m.keyed and (gap := m.gap_ms(name)) is not None]
-        for name in (*TWICE, *ANEW, "passive")
-    }
-    route = _median((g for name in TWICE for _, g in gaps[name]), "how long pairs recover")
-    asked = [(m, name, g - route) for name in ANEW for m, g in gaps[name]]
+    felt = [(m, name, m.gap_ms(name)) for m in flows if m.keyed for name in m.said]
+    route = _median((g for _, name, g in felt if name in TWICE), "how long pairs recover")
+    asked = [(m, name, g - route) for m, name, g in felt if m.kinds(name) <= set(ANEW)]
     ask = _median((g for _, _, g in asked), "how long upstream backup recovers")
     remake = _median(
         (g / m.again_ms(name) for m, name, g in asked if m.again_ms(name)),
         "how long upstream backup recovers",
     )
+    stood_by = [(m, name, g - route) for m, name, g in felt if m.kinds(name) == {"passive"}]
     # A standby that takes over has less to ask for than what is made anew.
-    switch = min([ask, *(g - route for _, g in gaps["passive"])])
+    switch = max(0.0, min([ask, *(g for _, _, g in stood_by)]))
     redo = _median(
-        ((g - route - switch) / m.again_ms("passive") for m, g in gaps["passive"]),
+        ((g - switch) / m.again_ms(name) for m, name, g in stood_by),
         "how long passive standby recovers",
     )
-    return Constants(ends, copy, checkpoint, state, route, max(0.0, switch), redo, ask, remake)
+    return Constants(ends, copy, checkpoint, state, route, switch, redo, ask, remake)
 
 
 def _state(flow: _Measured) -> list[float]:
