@@ -65,6 +65,9 @@ HISTORY = 512
 """So many records are kept for copies that are made later."""
 AT_ONCE, AT_ONCE_ROWS = 64, 1 << 16
 """As many epochs, and as many rows, a source that is behind takes together."""
+REPLAYED, AT_ONCE_BYTES = 16, 1 << 20
+"""As many epochs a stage takes together that is behind, while they have no more bytes. For so many
+it has room then."""
 
 
 @dataclass(slots=True)
@@ -205,6 +208,7 @@ class Dataflow:
         unit.stands = self.site in cohort.standing or (stood and self.site in cohort.joining)
         if stood and not unit.stands:
             unit.replaying_to, unit.needs = max(self.recorded, unit.finished), None
+            self._rush(unit)
         unit.lazy = unit.shape.guard.lazy and not cohort.led_by(self.site)
         for exchange in unit.shape.inputs if unit.installed else ():
             self.consumers[exchange, unit.key[1]].stands = unit.stands or unit.lazy
@@ -461,9 +465,11 @@ class Dataflow:
             return [IngestEpochs(unit.key, records)] if records else []
         epoch = Epoch(unit.finished + 1)
         consumers = self._inputs(unit)
-        if all(c.complete(epoch) for c in consumers):
-            unit.busy = 1
-            return [ProcessBundles(unit.key, epoch, True, self._take(unit, epoch))]
+        if taken := self._complete(unit):
+            unit.busy = len(taken)
+            *earlier, bundles = taken
+            last = Epoch(unit.finished + len(taken))
+            return [ProcessBundles(unit.key, last, True, bundles, tuple(earlier))]
         if unit.shape.ordered:
             return []
         # Arrival merging takes what is there, be it of a later epoch: what it causes belongs to
@@ -488,6 +494,22 @@ class Dataflow:
             records.append(record)
             epoch = Epoch(epoch + 1)
         return tuple(records)
+
+    def _complete(self, unit: _Unit) -> list[dict[ExchangeId, list[Any]]]:
+        """The bundles of the next epoch, if all of them are here; and of small ones after it, as
+        long as a unit that has taken another's place has not caught up."""
+        consumers, taken, nbytes = self._inputs(unit), [], 0
+        epoch, upto = Epoch(unit.finished + 1), Epoch(unit.finished + 1)
+        if unit.replaying_to is not None and unit.shape.kind == "keyed" and unit.shape.ordered:
+            upto = min([unit.replaying_to, *unit.handovers.values()])
+        while all(c.complete(epoch) for c in consumers):
+            bundles = self._take(unit, epoch)
+            taken.append(bundles)
+            nbytes += sum(b.nbytes for found in bundles.values() for b in found)
+            if epoch >= upto or len(taken) == REPLAYED or nbytes > AT_ONCE_BYTES:
+                break
+            epoch = Epoch(epoch + 1)
+        return taken
 
     def _follow(self, unit: _Unit) -> list[SiteEffect]:
         """Of a source: leave epochs out that nobody needs any more."""
@@ -650,6 +672,7 @@ class Dataflow:
         if unit.stands:
             unit.replaying_to = None
         self._add_ends(unit, epoch, needs, credit)
+        self._rush(unit)
         effects: list[SiteEffect] = []
         for exchange in unit.shape.outputs:
             producer = self.producers[exchange, unit.key[1]]
@@ -740,12 +763,18 @@ class Dataflow:
         unit.stock = None
         return [ReportCopy(unit.key, "stocked")]
 
-    @staticmethod
-    def _caught_up(unit: _Unit) -> list[SiteEffect]:
+    def _caught_up(self, unit: _Unit) -> list[SiteEffect]:
         if unit.replaying_to is None or unit.finished < unit.replaying_to:
             return []
         unit.replaying_to = None
+        self._rush(unit)
         return [ReportCopy(unit.key, "caught_up")]
+
+    def _rush(self, unit: _Unit) -> None:
+        """Have room for more as long as the unit is behind."""
+        behind = unit.replaying_to is not None and unit.shape.kind == "keyed"
+        for consumer in self._inputs(unit):
+            consumer.window = max(self.window, REPLAYED) if behind else self.window
 
     def slowest(self) -> tuple[SiteId, int] | None:
         """The copy elsewhere that most is kept for here, and how many bytes."""

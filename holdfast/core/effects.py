@@ -47,6 +47,10 @@ class IngestEpochs:
         """The last of them."""
         return self.records[-1].epoch
 
+    @property
+    def first(self) -> Epoch:
+        return self.records[0].epoch
+
 
 @value
 class FollowEpoch:
@@ -64,10 +68,21 @@ class ProcessBundles:
     epoch: Epoch
     last: bool
     bundles: dict[ExchangeId, list[Any]]
+    earlier: tuple[dict[ExchangeId, list[Any]], ...] = ()
+    """Those of the epochs right before it, if the unit is behind."""
+
+    @property
+    def first(self) -> Epoch:
+        return Epoch(self.epoch - len(self.earlier))
+
+    @property
+    def epochs(self) -> tuple[dict[ExchangeId, list[Any]], ...]:
+        """The bundles of each."""
+        return (*self.earlier, self.bundles)
 
     def frames(self) -> list[Any]:
-        """All bundles, in the order of their exchanges and producers."""
-        return [bundle for bundles in self.bundles.values() for bundle in bundles]
+        """All bundles, in the order of their epochs, exchanges and producers."""
+        return [b for epoch in self.epochs for bundles in epoch.values() for b in bundles]
 
 
 @value

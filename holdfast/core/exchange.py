@@ -311,6 +311,8 @@ class Consumer:
     ) -> None:
         self.exchange, self.cohort, self.window = exchange, cohort, window
         self.finished, self.since = finished, since
+        self._promised = NO_EPOCH
+        """Up to which epoch producers may send, as they were told. There may be less room now."""
         self.stands = False
         """It takes nothing yet, and is counted."""
         self.alike = True
@@ -394,7 +396,7 @@ class Consumer:
                 f"exchange {self.exchange}: cohort {event.producer} sent epoch {event.epoch} "
                 f"after {seen}"
             )
-        if event.epoch > self.finished + self.window:
+        if event.epoch > max(self._promised, self.finished + self.window):
             raise ProtocolError(
                 f"exchange {self.exchange}: cohort {event.producer} sent epoch {event.epoch} "
                 f"without credit"
@@ -450,6 +452,7 @@ class Consumer:
 
     def ack(self, producer: CohortId, site: SiteId) -> SendAck:
         known = producer in self._checksum
+        self._promised = max(self._promised, Epoch(self.finished + self.window))
         return SendAck(
             site,
             self.exchange,

@@ -193,6 +193,10 @@ class Track:
         """The sequence number at which the watermark reaches each of `marks`."""
         return self.seqs[np.searchsorted(self.marks, marks, "left")]
 
+    def begun_at(self, seq: int) -> Track:
+        """The same, if its epoch comes after others and begins with the row `seq`."""
+        return Track(np.append(seq, self.seqs[1:]), self.marks)
+
     def split(self, seq: int) -> tuple[Track, Track]:
         """The track up to the row `seq` (included), and from there on."""
         at = int(np.searchsorted(self.seqs, seq, "right"))

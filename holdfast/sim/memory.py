@@ -121,7 +121,7 @@ class _Remembering(UnitRunner):
         known = self.memory.recall(key)
         return known or self.memory.keep(key, super().merge(order))
 
-    def process(self, order: ProcessBundles) -> Outputs:
+    def process(self, order: ProcessBundles) -> list[Outputs]:
         if self._state is None:
             assert self.operator is not None
             self._state = _State.of(self.operator)
@@ -135,7 +135,7 @@ class _Remembering(UnitRunner):
         self.runner.dead_rows += dead_rows
         return outputs
 
-    def _compute(self, order: ProcessBundles) -> tuple[Outputs, _State, int]:
+    def _compute(self, order: ProcessBundles) -> tuple[list[Outputs], _State, int]:
         operator, dead_rows = self.operator, self.runner.dead_rows
         assert operator is not None
         outputs = super().process(order)
@@ -145,4 +145,8 @@ class _Remembering(UnitRunner):
 
 
 def _frames(order: ProcessBundles) -> Hashable:
-    return tuple((x, *(f.content for f in frames)) for x, frames in order.bundles.items())
+    return tuple(
+        (x, *(f.content for f in frames))
+        for bundles in order.epochs
+        for x, frames in bundles.items()
+    )

@@ -519,8 +519,7 @@ class Node:
 
     def _enqueue(self, order: Order) -> None:
         # The oldest epoch first; within it the stage nearest to the sinks.
-        epoch = order.records[0].epoch if isinstance(order, IngestEpochs) else order.epoch
-        heapq.heappush(self.orders, (epoch, -order.unit[0], next(self._ties), order))
+        heapq.heappush(self.orders, (order.first, -order.unit[0], next(self._ties), order))
 
     def _to(self, site: SiteId, message: wire.Message) -> None:
         if site == self.site:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -47,6 +47,33 @@ class Keeper(Protocol):
     def snapshot(self, after: int | None = None, *, whose: str = ...) -> OperatorSnapshot: ...
 
     def install(self, state: dict[str, pa.RecordBatch]) -> None: ...
+
+
+def together(order: ProcessBundles) -> Iterator[tuple[ProcessBundles, list[int]]]:
+    """The epochs of an order that can go through an operator at once, and with which sequence
+    number each begins: its results say by theirs which epoch they belong to. An epoch at whose end
+    time passes, by the number of the next one's first row, is the last of such."""
+    epochs: list[dict[ExchangeId, list[Any]]] = []
+    begins: list[int] = []
+    latest = Track.START
+    for epoch, taken in enumerate(order.epochs, order.first):
+        frames = [f for found in taken.values() for f in found]
+        seqs = [f.track.seqs[1:] for f in frames]
+        seqs += [order_of(f.batch)[0] for f in frames if f.batch.num_rows]
+        begin = min((int(s.min()) for s in seqs if s.size), default=latest + 1)
+        if epochs and begin <= latest:
+            yield _part(order, Epoch(epoch - 1), epochs), begins
+            epochs, begins = [], []
+        epochs.append(taken)
+        begins.append(begin if begins else Track.START)
+        latest = max([latest, *(int(s.max()) for s in seqs if s.size)])
+    yield _part(order, order.epoch, epochs), begins
+
+
+def _part(
+    order: ProcessBundles, last: Epoch, epochs: list[dict[ExchangeId, list[Any]]]
+) -> ProcessBundles:
+    return ProcessBundles(order.unit, last, True, epochs[-1], tuple(epochs[:-1]))
 
 
 class UnitRunner:
@@ -149,7 +176,7 @@ class UnitRunner:
             outputs = self.ingest(made, [record.base for record in order.records], order.epoch)
         else:
             rows = sum(f.batch.num_rows for f in order.frames())
-            outputs = [self.process(order)] if self.egress is None else [{}]
+            outputs = self.process(order) if self.egress is None else [{}]
             if self.egress is not None:
                 self.egress.take(order.epoch, self.merge(order)[0].select(self.egress.columns))
         self.calls += 1
@@ -173,34 +200,46 @@ class UnitRunner:
         """A source's rows of some epochs, which begin with the sequence numbers `bases`, through
         its steps. `epoch` is the last of them."""
         batch, tracks = concat([batch for batch, _ in made]), [track for _, track in made]
-        outputs = self.runner.run_source(batch, epoch)
-        if len(made) == 1:
-            return [self._split(outputs, tracks[0])]
-        split: list[Outputs] = [{} for _ in made]
-        for exchange, rows in outputs.items():
-            epoch_of = np.searchsorted(bases, order_of(rows)[0], side="right") - 1
-            router = self.routers[ExchangeId(exchange)]
-            for out, frames in zip(split, router.split_epochs(rows, tracks, epoch_of), strict=True):
-                out[ExchangeId(exchange)] = frames
-        return split
+        return self._split(self.runner.run_source(batch, epoch), tracks, bases)
 
     def merge(self, order: ProcessBundles) -> list[pa.RecordBatch]:
         """All frames of an order together, checked, one batch for each input of the stage."""
-        merged = self.runner.merged([[f.batch for f in order.bundles[x]] for x in order.bundles])
+        frames = [[f.batch for epoch in order.epochs for f in epoch[x]] for x in order.bundles]
+        merged = self.runner.merged(frames)
         where = f"stage {self.stage.name!r}, cohort {order.unit[1]}, epoch {order.epoch}"
         bundles.check(order.frames(), merged, where)
         return merged
 
-    def process(self, order: ProcessBundles) -> Outputs:
-        """The frames of an order, through the operator and its steps."""
-        track = Track.merged([f.track for f in order.frames()])
-        return self._split(self.runner.run_merged(self.merge(order), track, order.epoch), track)
+    def process(self, order: ProcessBundles) -> list[Outputs]:
+        """The frames of an order, through the operator and its steps. State is as old as the first
+        of its epochs, at the most."""
+        if order.earlier:
+            return [outputs for part in together(order) for outputs in self._process(*part)]
+        return self._process(order, [Track.START])
 
-    def _split(self, outputs: dict[int, pa.RecordBatch], track: Track) -> Outputs:
-        return {
-            ExchangeId(x): self.routers[ExchangeId(x)].split(batch, track)
-            for x, batch in outputs.items()
-        }
+    def _process(self, order: ProcessBundles, begins: list[int]) -> list[Outputs]:
+        """Epochs together, of which each begins with a sequence number."""
+        epochs = [[f.track for frames in e.values() for f in frames] for e in order.epochs]
+        tracks = [Track.merged(epoch) for epoch in epochs]
+        whole = Track.merged([t.begun_at(at) for t, at in zip(tracks, begins, strict=True)])
+        outputs = self.runner.run_merged(self.merge(order), whole, order.first)
+        return self._split(outputs, tracks, begins)
+
+    def _split(
+        self, outputs: dict[int, pa.RecordBatch], tracks: Sequence[Track], begins: Sequence[int]
+    ) -> list[Outputs]:
+        """Of epochs that begin with these sequence numbers."""
+        split: list[Outputs] = [{} for _ in tracks]
+        for number, rows in outputs.items():
+            exchange = ExchangeId(number)
+            router = self.routers[exchange]
+            if len(tracks) == 1:
+                split[0][exchange] = router.split(rows, tracks[0])
+                continue
+            epoch_of = np.searchsorted(begins, order_of(rows)[0], side="right") - 1
+            for out, frames in zip(split, router.split_epochs(rows, tracks, epoch_of), strict=True):
+                out[exchange] = frames
+        return split
 
     @property
     def fed(self) -> FedReader | None:

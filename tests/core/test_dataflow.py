@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from holdfast.core.dataflow import AT_ONCE_ROWS, Dataflow
+from holdfast.core.dataflow import AT_ONCE_ROWS, REPLAYED, Dataflow
 from holdfast.core.effects import (
     AbandonHandOver,
     AskRecords,
@@ -327,6 +327,31 @@ def test_a_source_that_is_behind_takes_small_epochs_together() -> None:
     sent = [(e.epoch, e.bundle.name) for e in of(SendBundle, effects)]
     assert sent == [(1, "b"), (2, "c"), (3, "d")]
     assert [e.records for e in of(IngestEpochs, effects)] == [(large,)]
+    machine.check_invariants()
+
+
+def test_a_stage_that_takes_anothers_place_takes_epochs_together_until_it_has_caught_up() -> None:
+    machine = site(2, "0", "1+2", "1", connected=(0, 1))
+    for epoch in range(12):
+        machine.handle(record(epoch))
+    told = of(SendAck, machine.handle(CopyInstalled(KEYED, 5, {1: {0: []}}, {1: {0: 5}})))
+    assert [(a.site, a.credit) for a in told] == [(0, 5 + REPLAYED)]
+    assert of(ProcessBundles, machine.handle(bundle(0, 6)))[0].earlier == ()
+    for epoch in range(7, 14):
+        assert not machine.handle(bundle(0, epoch)), "it is at work"
+    effects = machine.handle(processed(KEYED, 6, x1="o"))
+    (order,) = of(ProcessBundles, effects)
+    assert (order.first, order.epoch) == (7, 11), "up to where the others were"
+    assert [b[0][0].name for b in order.epochs] == ["b"] * 5
+    made = tuple({1: {0: Frames(name)}} for name in "pqrst")
+    effects = machine.handle(UnitProcessed(KEYED, 11, True, made[-1], earlier=made[:-1]))
+    assert ReportCopy(KEYED, "caught_up") in effects
+    kept = [(k.epoch, k.bundle.name) for k in machine.producers[1, 0].lanes[0].kept]
+    assert kept[-5:] == list(zip(range(7, 12), "pqrst", strict=True))
+    assert machine.consumers[0, 0].window == 3, "it has room as ever"
+    assert [o.epoch for o in of(ProcessBundles, effects)] == [12], "and goes on one by one"
+    for epoch in range(14, 6 + REPLAYED):
+        machine.handle(bundle(0, epoch))  # as was promised
     machine.check_invariants()
 
 

@@ -31,6 +31,7 @@ from holdfast.core.exchange import Kept
 from holdfast.core.ids import CohortId, ExchangeId, SiteId
 from holdfast.core.layout import Cohort, View
 from holdfast.core.records import EpochRecord, Range
+from holdfast.flow.batches import Track
 from holdfast.flow.graph import Stream
 from holdfast.flow.options import Options
 from holdfast.flow.past import Folder, Past, stored_state
@@ -41,6 +42,7 @@ from holdfast.site.bundles import Frames, Router
 from holdfast.site.handover import Checkpoint, Incoming, Outgoing
 from holdfast.site.node import Node
 from holdfast.site.stages import UnitRunner
+from holdfast.site.stages import together as split_by_time
 
 OPTIONS = Options(partitions=4)
 EPOCHS, ROWS = 60, 5
@@ -200,6 +202,52 @@ def test_several_epochs_at_once_give_what_each_of_them_gives() -> None:
             assert {c: f.content for c, f in frames.items()} == {
                 c: f.content for c, f in other[exchange].items()
             }
+
+
+@pytest.mark.parametrize("at_once", [2, 7, 60])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stage_that_is_behind_gives_what_each_epoch_gives(kind: str, at_once: int) -> None:
+    flow = Flow("behind")
+    KINDS[kind](flow.source("events", rows(events()), event_time="ts")).sink("out", discard())
+    planned = plan(flow)
+    made = ingested(planned)
+    one_by_one, together = runner(planned, 1, 4), runner(planned, 1, 4)
+    inputs = [{e.id: [frames[e.id]] for e in one_by_one.stage.inputs} for frames in made]
+    expected = [
+        one_by_one.run(ProcessBundles((1, 0), epoch, True, taken))[0]
+        for epoch, taken in enumerate(inputs)
+    ]
+    found = []
+    for begin in range(0, EPOCHS, at_once):
+        *earlier, last = inputs[begin : begin + at_once]
+        epoch = begin + len(earlier)
+        found += together.run(ProcessBundles((1, 0), epoch, True, last, tuple(earlier)))
+    assert len(found) == EPOCHS and any(f[0].batch.num_rows for o in found for f in o.values())
+    for one, other in zip(expected, found, strict=True):
+        assert list(one) == list(other)
+        for exchange, frames in one.items():
+            assert frames[CohortId(0)].content == other[exchange][CohortId(0)].content
+    if one_by_one.operator is not None:
+        assert one_by_one.operator.state_rows() == together.operator.state_rows()  # type: ignore[union-attr]
+
+
+def test_time_that_passes_at_the_end_of_an_epoch_ends_what_goes_together() -> None:
+    flow = Flow("idle")
+    source = flow.source("s", rows(events()), event_time="ts")
+    source.key_by("k").window(time=10).agg(n=count()).sink("out", discard())
+    frames = [made[0] for made in ingested(plan(flow))[:4]]
+    still, track = frames[1].batch.slice(0, 0), frames[1].track
+    beyond = int(frames[2].batch.column("__o0")[0].as_py())
+    at_the_end = Track(np.append(track.seqs, beyond), np.append(track.marks, track.final + 99))
+    ends = Frames(frames[1].batch, at_the_end, None)
+    order = ProcessBundles(
+        (1, 0), 3, True, {0: [frames[3]]}, tuple({0: [f]} for f in (frames[0], ends, frames[2]))
+    )
+    parts = [(o.first, o.epoch, begins) for o, begins in split_by_time(order)]
+    assert [(first, last) for first, last, _ in parts] == [(0, 1), (2, 3)]
+    nothing = {0: [Frames(still, Track.flat(0), None)]}
+    quiet = ProcessBundles((1, 0), 1, True, {0: [frames[0]]}, (nothing,))
+    assert [(o.first, o.epoch) for o, _ in split_by_time(quiet)] == [(0, 1)]
 
 
 def processed(unit: UnitRunner, epoch: int, frames: dict[int, Frames]) -> list[pa.RecordBatch]:
