@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from holdfast.core.effects import ProcessBundles
-from holdfast.core.ids import NO_EPOCH, Epoch, ExchangeId
+from holdfast.core.ids import ExchangeId
 from holdfast.flow.batches import Track, content_of, row_digests
 from holdfast.flow.operators.base import KeyedOperator
 from holdfast.site import wire
@@ -98,11 +98,11 @@ class _Remembering(UnitRunner):
             self._state.put_into(self.runner.operator)
         return self.runner.operator
 
-    def came_from(self, epoch: int) -> Epoch:
-        if not self._is_behind or self._state is None or not self.guard.level:
-            return super().came_from(epoch)
+    def operator_came_from(self, epoch: int) -> int:
+        if not self._is_behind or self._state is None:
+            return super().operator_came_from(epoch)
         born = [pc.min(t.column("__born")).as_py() for t in self._state.tables.values() if t]
-        return Epoch(max(NO_EPOCH, min([epoch, *(b - 1 for b in born)])))
+        return min([epoch, *(b - 1 for b in born)])
 
     def restore(self, extras: wire.Extras, held: list[tuple[int, pa.RecordBatch]]) -> None:
         super().restore(extras, held)

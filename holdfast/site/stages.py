@@ -150,9 +150,13 @@ class UnitRunner:
 
     def came_from(self, epoch: int) -> Epoch:
         """After which epoch the rows came that the state after `epoch` comes from."""
-        if not self.guard.level or self.operator is None:
+        if not self.guard.level or self.runner.operator is None:
             return NO_EPOCH
-        return max(NO_EPOCH, Epoch(self.operator.came_from(epoch)))
+        return max(NO_EPOCH, Epoch(self.operator_came_from(epoch)))
+
+    def operator_came_from(self, epoch: int) -> int:
+        assert self.operator is not None
+        return self.operator.came_from(epoch)
 
     @property
     def operator(self) -> KeyedOperator | None:
