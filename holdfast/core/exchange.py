@@ -312,7 +312,7 @@ class Consumer:
         self.exchange, self.cohort, self.window = exchange, cohort, window
         self.finished, self.since = finished, since
         self._promised = NO_EPOCH
-        """Up to which epoch producers may send, as they were told. There may be less room now."""
+        """Up to which epoch producers may send, as they were told; there may be less room now."""
         self.stands = False
         """It takes nothing yet, and is counted."""
         self.alike = True
@@ -460,7 +460,7 @@ class Consumer:
             self.cohort,
             self.since,
             self.received[producer],
-            Epoch(self.finished + self.window),
+            self._promised,
             self.source[producer] == site,
             self.finished if known else NO_EPOCH,
             self._checksum.get(producer, 0),

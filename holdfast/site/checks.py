@@ -10,7 +10,7 @@ Against a member that lies (says to have what it has not) there is no protection
 
 from __future__ import annotations
 
-from holdfast.core.ids import NO_EPOCH
+from holdfast.core.dataflow import REPLAYED
 from holdfast.core.layout import Shape, StageShape
 from holdfast.core.records import Block, EpochRecord
 from holdfast.errors import ProtocolError
@@ -33,7 +33,7 @@ class Checks:
     """The checks of one flow's messages: `check` raises a `ProtocolError` or does nothing."""
 
     def __init__(self, plan: Plan, shape: Shape, window: int) -> None:
-        self._shape, self._window = shape, window
+        self._shape, self._room = shape, max(window, REPLAYED)
         self._splits = set(plan.splits)
         self._sources = {s.id for s in plan.sources}
         self._fed = {s.id for s in plan.sources if s.source is not None and s.source.fed}
@@ -94,9 +94,8 @@ class Checks:
 
     def _ack(self, ack: wire.Ack) -> None:
         self._ends(ack.exchange, ack.producer, ack.consumer)
-        finished = ack.credit - self._window
-        _require(NO_EPOCH <= finished <= ack.received <= ack.credit, "an ack that cannot be")
-        _require(ack.finished in (NO_EPOCH, finished), "an ack that cannot be")
+        _require(ack.finished <= ack.received <= ack.credit, "an ack that cannot be")
+        _require(ack.credit <= ack.received + self._room, "an ack that cannot be")
         _require(len(ack.levels) <= len(self._shape.stages), "an ack that cannot be")
         _require(all(level <= ack.received for level in ack.levels), "an ack that cannot be")
 
