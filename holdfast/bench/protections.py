@@ -13,7 +13,8 @@ What the figures are, all relative to the same flow without protection, measured
 - *extra bytes*: what sites send each other more, relative to what they send without;
 - *extra memory*: resident memory of all sites at the end, relative to that without.
 
-And at a rate that all of them can bear, of a site that is killed when everything is protected:
+And at a rate that all of them can bear, of a site that is killed when everything is protected; if
+the flow gives rows only when a window closes, right before that:
 
 - *detection*: from the kill until it is known which site is dead;
 - *gap*: the largest latency of any row that was under way in the two seconds after it, minus the
@@ -28,6 +29,8 @@ Lost and duplicate rows are found by comparing with the same rows on one site, u
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import random
 import shutil
@@ -45,7 +48,7 @@ from rich.console import Console
 from holdfast.advise.measure import STATUS_MS, watched
 from holdfast.bench import dmz
 from holdfast.bench.failover import settle, until
-from holdfast.bench.paced import Delivery, EpochLog, Paced, gap_ms, read_log, usual_ms
+from holdfast.bench.paced import Delivery, EpochLog, Paced, gap_ms, read_latest, read_log, usual_ms
 from holdfast.bench.report import Figure, show
 from holdfast.bench.tradeoff import picture as picture
 from holdfast.errors import FlowError, InvariantError
@@ -64,6 +67,10 @@ MORE = {"stateless": 4}
 """By flow: how many times as many rows, where a row costs little."""
 RATE = 60_000.0
 """Rows a second while sites are killed: what every protection can bear on two cores."""
+QUIET_S = 0.3
+"""A flow that gives no row for so long gives them now and then."""
+BEFORE_S = 0.05
+"""A site is killed so long before the next ones."""
 WITHOUT_END = 1 << 40
 FACTS_S = 5.0
 """How long a flow is looked at, to know what it does."""
@@ -252,6 +259,7 @@ def _killed(work: str, name: str, protection: str, kills: int, console: Console)
             until(lambda: run.protected, "everything is protected", run)
             time.sleep(3.0 + draw.random())
             settle(f"{folder}/epochs")
+            _until_rows_are_due(read_latest(f"{folder}/epochs"))
             at.append(_kill(run))
         until(lambda: run.protected, "everything is protected", run)
         time.sleep(3.0)
@@ -270,6 +278,17 @@ def _killed(work: str, name: str, protection: str, kills: int, console: Console)
         f"{[round(d) for d in found.detection_ms]} ms"
     )
     return found
+
+
+def _until_rows_are_due(deliveries: Sequence[Delivery]) -> None:
+    """Of a flow that gives rows only now and then, wait until right before the next ones: at any
+    other moment nobody would notice the loss."""
+    at = [d.at for d in deliveries if d.rows]
+    begun = [b for a, b in itertools.pairwise(at) if b - a > QUIET_S]
+    if len(begun) > 1:
+        every = statistics.median(b - a for a, b in itertools.pairwise(begun))
+        passed = time.time() + BEFORE_S - begun[-1]
+        time.sleep(math.ceil(passed / every) * every - passed)
 
 
 def _kill(run: Run) -> tuple[float, float]:
