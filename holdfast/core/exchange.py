@@ -173,9 +173,15 @@ class Producer:
             lane.let_go = max(lane.let_go, epoch)
 
     def reached(self, level: int) -> Epoch:
-        """What all copies of all consumers have (level 0), or do not need any more."""
-        takers = [t for lane in self.lanes.values() for t in lane.takers.values()]
-        return min((t.reached(level) for t in takers), default=NO_EPOCH)
+        """What all copies of all consumers have (level 0), or do not need any more. A consumer of
+        which nothing is left will be made anew, and then needs all that is kept for it."""
+        return min(
+            (
+                min((t.reached(level) for t in lane.takers.values()), default=lane.let_go)
+                for lane in self.lanes.values()
+            ),
+            default=NO_EPOCH,
+        )
 
     def log(self, consumer: CohortId) -> tuple[Epoch, int]:
         """After which epoch all bundles for a consumer are here; and at which level that is all
@@ -382,6 +388,11 @@ class Consumer:
                 effects += [a for a in self.acks(connected) if a.producer == producer]
         return effects
 
+    @property
+    def room(self) -> int:
+        """How many epochs after the one it is at producers may send."""
+        return max(self._promised - self.finished, self.window)
+
     def on_bundle(self, event: BundleArrived) -> bool:
         """Take a bundle in; False if it is one that came before and is dropped."""
         seen = self.received.get(event.producer)
@@ -396,7 +407,7 @@ class Consumer:
                 f"exchange {self.exchange}: cohort {event.producer} sent epoch {event.epoch} "
                 f"after {seen}"
             )
-        if event.epoch > max(self._promised, self.finished + self.window):
+        if event.epoch > self.finished + self.room:
             raise ProtocolError(
                 f"exchange {self.exchange}: cohort {event.producer} sent epoch {event.epoch} "
                 f"without credit"

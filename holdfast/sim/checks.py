@@ -79,8 +79,8 @@ class Checks:
     def _bounded(self, site: SiteId, node: Node) -> None:
         """Credits bound what waits at a consumer; there is at most one order for a unit."""
         for (exchange, _), consumer in node.dataflow.consumers.items():
-            if len(consumer.waiting()) > consumer.window + 1:
-                raise Violation(f"site {site}, exchange {exchange}: more than its window waits")
+            if len(consumer.waiting()) > consumer.room + 1:
+                raise Violation(f"site {site}, exchange {exchange}: more waits than has room")
         if len(node.orders) > len(node.dataflow.units):
             raise Violation(f"site {site}: {len(node.orders)} orders for its units")
 

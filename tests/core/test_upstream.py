@@ -4,6 +4,7 @@ from holdfast.core.dataflow import REPLAYED
 from holdfast.core.effects import AskLog, ProcessBundles, ReportCopy, SendAck, SendBundle, TellLog
 from holdfast.core.events import AckArrived, LogAsked, LogTold, UnitProcessed, ViewCommitted
 from holdfast.core.exchange import Producer
+from holdfast.core.ids import NO_EPOCH
 from holdfast.core.layout import Guard, Shape, StageShape
 from holdfast.core.upstream import Needs, Search
 
@@ -62,6 +63,20 @@ def test_bundles_are_kept_until_they_are_let_go_at_the_consumers_level() -> None
     assert [k.epoch for k in producer.lanes[0].kept] == [2, 3, 4]
     assert producer.log(0) == (1, 2)
     assert [producer.reached(level) for level in range(3)] == [4, 3, 1]
+
+
+def test_a_consumer_of_which_nothing_is_left_still_needs_what_is_kept_for_it() -> None:
+    producer = Producer(0, 0, level=1)
+    producer.on_view({0: {9: 0}, 1: {8: 0}})
+    for epoch in range(5):
+        producer.offer(epoch, True, {0: Frames(str(epoch)), 1: Frames(str(epoch))})
+    ack(producer, 4, 1)
+    producer.on_ack(AckArrived(0, 0, 1, 8, 0, 4, 99, False, -1, 0, (3,)))
+    assert producer.reached(1) == 1
+    producer.on_view({0: {}, 1: {8: 0}})
+    assert producer.reached(1) == 1 and producer.log(0) == (1, 1), "and not 3, as the other one"
+    producer.on_view({0: {7: 2}, 1: {8: 0}})
+    assert producer.reached(1) == NO_EPOCH, "it has not said anything yet"
 
 
 def test_what_was_made_anew_is_complete_at_a_lower_level_until_the_consumer_has_moved_on() -> None:
