@@ -15,7 +15,7 @@ from typing import Any
 
 from holdfast.core.controller import Controller
 from holdfast.core.dataflow import Dataflow
-from holdfast.core.effects import ProcessBundles, PublishRecord
+from holdfast.core.effects import PublishRecord
 from holdfast.core.exchange import Consumer, Producer
 from holdfast.core.ids import NO_EPOCH, CohortId, Epoch
 from holdfast.core.layout import Cohort, View
@@ -267,10 +267,6 @@ def _joiners_step_in(right: Any) -> Any:
     return without
 
 
-def _as_young_as_the_last(_: Any) -> Any:
-    return property(lambda self: self.epoch)
-
-
 def _all_in_the_last(right: Any) -> Any:
     def split(self: UnitRunner, outputs: Any, tracks: Any, begins: Any) -> Any:
         return right(self, outputs, tracks, [begins[0]] * len(begins))
@@ -441,8 +437,6 @@ BUGS = [
         Dataflow, "_handovers", _before_it_is_in_place),
     _upstream("state not counted", "input is let go although state comes from it",
         UnitRunner, "came_from", _as_if_stateless),
-    _upstream("young state", "what was done together counts as born in the last of its epochs",
-        ProcessBundles, "first", _as_young_as_the_last),
     _upstream("one of many", "what was done together all goes into the last of its epochs",
         UnitRunner, "_split", _all_in_the_last),
     _upstream("log let go", "input is let go when it is received",

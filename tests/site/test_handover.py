@@ -29,7 +29,7 @@ from holdfast.core.effects import HandOver, IngestEpochs, ProcessBundles
 from holdfast.core.events import CopyInstalled
 from holdfast.core.exchange import Kept
 from holdfast.core.ids import CohortId, ExchangeId, SiteId
-from holdfast.core.layout import Cohort, View
+from holdfast.core.layout import Cohort, Guard, View
 from holdfast.core.records import EpochRecord, Range
 from holdfast.flow.batches import Track
 from holdfast.flow.graph import Stream
@@ -212,16 +212,18 @@ def test_a_stage_that_is_behind_gives_what_each_epoch_gives(kind: str, at_once: 
     planned = plan(flow)
     made = ingested(planned)
     one_by_one, together = runner(planned, 1, 4), runner(planned, 1, 4)
+    for unit in (one_by_one, together):
+        unit.protect(Guard(level=1, anew=1))
     inputs = [{e.id: [frames[e.id]] for e in one_by_one.stage.inputs} for frames in made]
-    expected = [
-        one_by_one.run(ProcessBundles((1, 0), epoch, True, taken))[0]
-        for epoch, taken in enumerate(inputs)
-    ]
-    found = []
+    expected, found, came_from = [], [], []
+    for epoch, taken in enumerate(inputs):
+        expected += one_by_one.run(ProcessBundles((1, 0), epoch, True, taken))
+        came_from.append(one_by_one.came_from(epoch))
     for begin in range(0, EPOCHS, at_once):
         *earlier, last = inputs[begin : begin + at_once]
         epoch = begin + len(earlier)
         found += together.run(ProcessBundles((1, 0), epoch, True, last, tuple(earlier)))
+        assert together.came_from(epoch) <= came_from[epoch], "state is not taken for younger"
     assert len(found) == EPOCHS and any(f[0].batch.num_rows for o in found for f in o.values())
     for one, other in zip(expected, found, strict=True):
         assert list(one) == list(other)
