@@ -54,10 +54,10 @@ class _Measured:
     def choices(self, name: str) -> dict[int, Choice]:
         """What a protection is for each stage: where nothing can be made anew, passive standby."""
         standby = Choice("passive", CHECKPOINT_MS)
-        stages = self.full.stages
-        stands = {i for i in self.keyed if name in ANEW and not stages[i].bounded}
-        stands |= set(self.keyed) if name == "passive" else set()
-        return {i: standby if i in stands else Choice(name) for i in self.keyed}
+        if name == "passive":
+            return dict.fromkeys(self.keyed, standby)
+        bounded = {i for i in self.keyed if self.full.stages[i].bounded}
+        return {i: Choice(name) if name in TWICE or i in bounded else standby for i in self.keyed}
 
     def kinds(self, name: str) -> set[str]:
         return {choice.name for choice in self.choices(name).values()}

@@ -505,8 +505,10 @@ class Dataflow:
         while all(c.complete(epoch) for c in consumers):
             bundles = self._take(unit, epoch)
             taken.append(bundles)
+            if epoch >= upto or len(taken) == REPLAYED:
+                break
             nbytes += sum(b.nbytes for found in bundles.values() for b in found)
-            if epoch >= upto or len(taken) == REPLAYED or nbytes > AT_ONCE_BYTES:
+            if nbytes > AT_ONCE_BYTES:
                 break
             epoch = Epoch(epoch + 1)
         return taken

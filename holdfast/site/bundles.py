@@ -88,7 +88,7 @@ class Router:
             return {n: Frames(batch, track, None) for n in numbers}
         if len(numbers) == 1 and not self._digests:
             return {numbers[0]: Frames(batch, track, None)}
-        return self.split_epochs(batch, [track], np.zeros(batch.num_rows, np.int64))[0]
+        return self.split_epochs(batch, [track], np.zeros(batch.num_rows, np.uint8))[0]
 
     def split_epochs(
         self, batch: pa.RecordBatch, tracks: Sequence[Track], epoch_of: np.ndarray
@@ -96,6 +96,8 @@ class Router:
         """The same for several epochs, given their tracks and the epoch of every row."""
         epochs, cohorts = len(tracks), len(self.cohorts)
         partition = self.partition(batch)
+        # Numbers of 16 bits, wherever these do, are sorted several times as fast as larger ones.
+        epoch_of = epoch_of.astype(np.min_scalar_type(epochs * self.partitions))
         digests = None
         if self._digests:
             frame = epoch_of * self.partitions + partition

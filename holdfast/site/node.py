@@ -570,7 +570,7 @@ class Node:
     def checkpoint(self) -> None:
         """Called every now and then: have units whose time has come give their state to those that
         stand by. One that is still on its way is not overtaken by the next."""
-        now, work_s = self._now(), self._work_s()
+        now = self._now()
         for unit, runner in self.stages.units.items():
             standing = self.view.cohort(unit).standing if self.view is not None else ()
             held = self.dataflow.units[unit]
@@ -578,7 +578,7 @@ class Node:
                 continue
             if any((unit, site) in self.outgoing for site in standing):
                 continue
-            so_far = Progress(now, runner.epoch, work_s)
+            so_far = Progress(now, runner.epoch, self._work_s())
             is_covered = partial(self.dataflow.is_covered, unit)
             if self._rounds.is_due(unit, runner.guard, so_far, is_covered):
                 runner.checkpoints += 1

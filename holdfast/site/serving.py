@@ -102,8 +102,7 @@ class Serving:
     def on_notes(self, site: SiteId, message: wire.Notes) -> None:
         egress = self._egress(StageId(message.sink))
         if egress is not None and not egress.leads and self.leader(message.sink) == site:
-            notes = {name: getattr(message, name) for name in ("readers", "awaited", "durable")}
-            egress.note(notes)
+            egress.note(wire.fields(message))
             self._send(site, wire.NotesKept(message.sink, message.number))
 
     def on_kept(self, site: SiteId, message: wire.NotesKept) -> None:

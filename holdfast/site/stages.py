@@ -225,7 +225,9 @@ class UnitRunner:
         """Epochs together, of which each begins with a sequence number."""
         epochs = [[f.track for frames in e.values() for f in frames] for e in order.epochs]
         tracks = [Track.merged(epoch) for epoch in epochs]
-        whole = Track.merged([t.begun_at(at) for t, at in zip(tracks, begins, strict=True)])
+        whole = tracks[0]
+        if len(tracks) > 1:
+            whole = Track.merged([t.begun_at(at) for t, at in zip(tracks, begins, strict=True)])
         outputs = self.runner.run_merged(self.merge(order), whole, order.first)
         return self._split(outputs, tracks, begins)
 
