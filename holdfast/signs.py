@@ -10,7 +10,7 @@ from typing import Any
 
 from holdfast.core.ids import CohortId, SiteId, StageId, Unit
 from holdfast.core.layout import View
-from holdfast.site.hearing import BEATS_PER_LEASE
+from holdfast.site.hearing import BEATS_PER_LEASE, PATIENCE_LEASES
 
 ALONE_LEASES = 5
 """After so many leases it counts that one site does not hear another, though only one says so."""
@@ -27,7 +27,8 @@ class Signs:
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
         self._heard: dict[SiteId, float] = {}
-        self._busy: dict[SiteId, float] = {}
+        self._deaf: dict[SiteId, float] = {}
+        """Who could neither hear nor be heard, and when that was last so."""
         self._apart: dict[Couple, tuple[float, int, str]] = {}
         self._joins: dict[tuple[Unit, SiteId], tuple[float, int | None]] = {}
         """Copies that are being made: since when, and how many bytes, have not become fewer."""
@@ -43,16 +44,16 @@ class Signs:
 
     def heard(self, site: SiteId, now: float, busy: bool = False) -> None:
         """A site has said something; if it is in a long call, it can hear nobody."""
+        if busy or self._heard.get(site, now) < now - self._lease_s:
+            self._deaf[site] = now
         self._heard[site] = now
-        if busy:
-            self._busy[site] = now
 
     def complained(self, site: SiteId, other: SiteId, leases: int, how: str, now: float) -> None:
         """A site has heard nothing of another for so many leases."""
         self._apart[site, other] = (now, leases, how)
 
     def forget(self, site: SiteId) -> None:
-        self._busy.pop(site, None)
+        self._deaf.pop(site, None)
 
     def silent(self, known: Collection[SiteId], now: float) -> list[SiteId]:
         """Those of whom nothing was heard for longer than the lease."""
@@ -61,16 +62,17 @@ class Signs:
 
     def parted(self, now: float) -> dict[Couple, tuple[int, str]]:
         """Those that hear nothing of each other, for sure, and all that was said of them. Not if
-        one of them was busy just now, or is silent: that is another matter. Nor at once: others
-        may have more to say of them. As long as only one complains, the other may not have heard
-        that they are to meet."""
+        one of them is silent, or was so or was busy in the time that is complained of: that is
+        another matter. Nor at once: others may have more to say of them. As long as only one
+        complains, the other may not have heard that they are to meet."""
         limit, settled = now - self._lease_s, now - self._lease_s / BEATS_PER_LEASE
         self._apart = {c: said for c, said in self._apart.items() if said[0] > limit}
 
-        def at_work(site: SiteId) -> bool:
-            return self._heard.get(site, 0.0) > limit > self._busy.get(site, 0.0)
+        def at_work(site: SiteId, complained_at: float) -> bool:
+            since = complained_at - PATIENCE_LEASES * self._lease_s
+            return self._heard.get(site, 0.0) > limit and self._deaf.get(site, since) <= since
 
-        said = {c: s for c, s in self._apart.items() if at_work(c[0]) and at_work(c[1])}
+        said = {c: s for c, s in self._apart.items() if all(at_work(site, s[0]) for site in c)}
         sure = {
             site
             for (one, other), (at, leases, _) in said.items()

@@ -1,0 +1,54 @@
+"""Who lives and who hears whom, in made-up time."""
+
+from __future__ import annotations
+
+from holdfast.core.ids import SiteId
+from holdfast.signs import ALONE_LEASES, Signs
+
+ONE, OTHER = SiteId(0), SiteId(1)
+
+
+def beat(signs: Signs, times: list[float], *sites: SiteId) -> None:
+    for at in times:
+        for site in sites:
+            signs.heard(site, at)
+
+
+def begun() -> Signs:
+    signs = Signs(lease_s=1.0)
+    signs.begin([ONE, OTHER], 0.0)
+    return signs
+
+
+def test_what_was_said_of_a_silent_site_is_not_held_against_it_when_it_is_back() -> None:
+    """The other may not have got to take it back yet, and may even say it once more."""
+    signs = begun()
+    beat(signs, [n / 4 for n in range(1, 57)], ONE)
+    signs.complained(ONE, OTHER, 14, "how", 14.0)
+    beat(signs, [14.25, 14.5], ONE, OTHER)
+    assert signs.silent([ONE, OTHER], 14.5) == []
+    assert signs.parted(14.5) == {}
+    signs.complained(ONE, OTHER, 15, "how", 15.0)
+    beat(signs, [15.0, 15.25, 15.5], ONE, OTHER)
+    assert signs.parted(15.5) == {}
+
+
+def test_whoever_is_back_and_hears_nobody_for_long_enough_is_apart() -> None:
+    signs = begun()
+    beat(signs, [n / 4 for n in range(1, 57)], ONE)
+    beat(signs, [14 + n / 4 for n in range(1, 14)], ONE, OTHER)
+    signs.complained(ONE, OTHER, 17, "how", 17.0)
+    assert signs.parted(17.5) == {(ONE, OTHER): (17, "how")}
+
+
+def test_a_site_in_a_long_call_is_not_apart_for_it() -> None:
+    signs = begun()
+    for at in (0.5, 1.0, 1.5, 2.0):
+        signs.heard(ONE, at)
+        signs.heard(OTHER, at, busy=True)
+    signs.complained(ONE, OTHER, ALONE_LEASES, "how", 2.5)
+    beat(signs, [2.5, 3.0], ONE, OTHER)
+    assert signs.parted(3.0) == {}
+    signs.complained(ONE, OTHER, ALONE_LEASES, "how", 4.5)
+    beat(signs, [3.5, 4.0, 4.5, 5.0], ONE, OTHER)
+    assert signs.parted(5.0) == {(ONE, OTHER): (ALONE_LEASES, "how")}
