@@ -38,35 +38,29 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pyarrow as pa
 from rich.console import Console
 
 from holdfast.advise.measure import STATUS_MS, watched
 from holdfast.bench import dmz
 from holdfast.bench.failover import settle, until
-from holdfast.bench.paced import Delivery, EpochLog, Paced, gap_ms, read_latest, read_log, usual_ms
+from holdfast.bench.monitoring import FLOWS, RATE, made, source
+from holdfast.bench.paced import Delivery, gap_ms, read_latest, read_log, usual_ms
 from holdfast.bench.report import Figure, show
 from holdfast.bench.tradeoff import picture as picture
 from holdfast.errors import FlowError, InvariantError
-from holdfast.flow.expr import at_start, col, max_, mean
-from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
 from holdfast.flow.plan import plan
 from holdfast.flow.protection import Protection, active, none, pairs, passive, rollback, upstream
 from holdfast.run import Run
 
 SITES, PARTITIONS = 4, 16
-SPLITS = 1
-"""Rows of two would come in another order at another speed, and some of them late."""
 CHECKPOINT_MS = 1_000
 MORE = {"stateless": 4}
 """By flow: how many times as many rows, where a row costs little."""
-RATE = 60_000.0
-"""Rows a second while sites are killed: what every protection can bear on two cores."""
 QUIET_S = 0.3
 """A flow that gives no row for so long gives them now and then."""
 BEFORE_S = 0.05
@@ -74,9 +68,6 @@ BEFORE_S = 0.05
 WITHOUT_END = 1 << 40
 FACTS_S = 5.0
 """How long a flow is looked at, to know what it does."""
-SECOND = 1_000
-"""Of event time, which is in milliseconds."""
-DUE = Paced.DUE.name
 PROTECTIONS: dict[str, Protection] = {
     "none": none(),
     "pairs": pairs(apart="process"),
@@ -85,75 +76,6 @@ PROTECTIONS: dict[str, Protection] = {
     "upstream": upstream(base_ms=CHECKPOINT_MS, apart="process"),
     "rollback": rollback(base_ms=CHECKPOINT_MS, apart="process"),
 }
-
-
-# --- the flows ----------------------------------------------------------------------------------
-
-
-def events(source: Paced, sink: EpochLog) -> Flow:
-    """The papers' flow with what it knows bounded by a second: connections that have not ended by
-    then are given up, and a group's worst and typical are those of a second."""
-    flow = Flow("events")
-    emit = {"app": col("dst") % dmz.APPS, "src": col("src"), "ts": col("ts"), DUE: col(DUE)}
-    sessions = (
-        flow.source("packets", source, event_time="ts")
-        .key_by("src", "dst")
-        .sessions(
-            start=col("kind") == 0,
-            end=col("kind") == 1,
-            emit=emit | {"dur": col("ts") - at_start("ts")},
-            timeout=SECOND,
-        )
-    )
-    stats = sessions.key_by("app", "src").window(time=SECOND)
-    stats.agg(worst=max_("dur"), typical=mean("dur"), due=max_(DUE)).sink("alerts", sink)
-    return flow
-
-
-def monitoring(source: Paced, sink: EpochLog) -> Flow:
-    return dmz.dmz_flow(source, sink, clock=DUE)
-
-
-def stateless(source: Paced, sink: EpochLog) -> Flow:
-    flow = Flow("stateless")
-    packets = flow.source("packets", source).filter(col("dst") % 2 == 0)
-    up = packets.filter(col("kind") == 0).select("src", DUE, size=col("ts") % 1_000)
-    down = packets.filter(col("kind") == 1).select("src", DUE, size=-(col("ts") % 1_000))
-    up.union(down).sink("alerts", sink)
-    return flow
-
-
-FLOWS: dict[str, Callable[[Paced, EpochLog], Flow]] = {
-    "events": events,
-    "dmz": monitoring,
-    "stateless": stateless,
-}
-
-
-def made(name: str, folder: str, rate: float, protection: Protection, head: int = 0) -> Flow:
-    """Source and sink meet in `folder`."""
-    flow = FLOWS[name](source(folder, rate, head), EpochLog(f"{folder}/epochs"))
-    flow.protection = protection
-    return flow
-
-
-class Timed:
-    """The rows of the workload with the time in `ts`, as if they had come at `RATE`, instead of
-    their number: whatever the speed, a second of event time has as many rows."""
-
-    def __init__(self) -> None:
-        self.rows = dmz.DmzRows(splits=SPLITS, staggered=True)
-
-    def __call__(self, split: int, offset: int, count: int) -> pa.RecordBatch:
-        batch = self.rows(split, offset, count)
-        at = batch.schema.get_field_index("ts")
-        times = batch.column(at).to_numpy() * SECOND // int(RATE)
-        return batch.set_column(at, batch.schema.field(at), pa.array(times))
-
-
-def source(folder: str, rate: float, head: int = 0) -> Paced:
-    make = Timed()
-    return Paced(folder, make, dmz.SCHEMA, rate, SPLITS, head)
 
 
 # --- measuring ----------------------------------------------------------------------------------

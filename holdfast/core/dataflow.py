@@ -116,6 +116,7 @@ class Dataflow:
         self.consumers: dict[tuple[ExchangeId, CohortId], Consumer] = {}
         self.records: dict[Epoch, EpochRecord] = {}
         self.recorded = begun
+        """The latest epoch of which it is known that it was recorded."""
         self.connected = {site}
         self._early: dict[tuple[ExchangeId, CohortId, CohortId, SiteId], AckArrived] = {}
         self._asked: dict[tuple[ExchangeId, CohortId, CohortId, SiteId], LogAsked] = {}
@@ -196,9 +197,19 @@ class Dataflow:
         for unit in self.units.values():
             effects += self._next(unit)
         if view.number:  # the last one, too, must reach sites that have no source
-            sources = [u.finished for u in self.units.values() if u.shape.kind == "source"]
-            effects.append(AskRecords(min(sources, default=self.recorded)))
+            effects.append(AskRecords(self.lacks_records()))
         return effects + self._finish_site()
+
+    def lacks_records(self) -> Epoch | None:
+        """After which epoch records may be of use here; None: only the latest."""
+        sources = [u for u in self.units.values() if u.shape.kind == "source" and u.installed]
+        return min((u.finished for u in sources), default=None)
+
+    def records_after(self, epoch: Epoch | None) -> list[EpochRecord]:
+        """For somebody who lacks them; see `lacks_records`."""
+        if epoch is None:
+            return [self.records[max(self.records)]] if self.records else []
+        return [self.records[e] for e in sorted(self.records) if e > epoch]
 
     def _stand(self, unit: _Unit) -> None:
         """Compute from now on, or do not."""
@@ -732,7 +743,7 @@ class Dataflow:
         if unit is None or unit.search is None or unit.since != event.since:
             return []
         source = (event.exchange, event.producer, event.site)
-        unit.search.told[source] = (event.after, event.credit)
+        unit.search.told[source] = (event.after, event.upto, event.credit)
         return self._make_anew(unit)
 
     def _make_anew(self, unit: _Unit) -> list[SiteEffect]:
@@ -740,9 +751,10 @@ class Dataflow:
         begins = unit.search.begins(self._sources(unit)) if unit.search is not None else None
         if begins is None:
             return []
-        (after, credit), unit.search = begins, None
+        (after, upto, credit), unit.search = begins, None
         if credit < 1:
             return [ReportCopy(unit.key, "impossible")]
+        self.recorded = max(self.recorded, upto)
         nothing: dict[ExchangeId, dict[CohortId, Any]] = {x: {} for x in unit.shape.outputs}
         effects = self._install(unit, after, after, nothing, nothing, credit - 1)
         return [BeginUnit(unit.key), *effects] if after == self.begun else effects

@@ -136,14 +136,16 @@ class TellLog:
     consumer: CohortId
     since: int
     after: Epoch
+    upto: Epoch
     credit: int
 
 
 @value
 class AskRecords:
-    """Ask the last sequencer of the chain for the records after this epoch."""
+    """Ask the last sequencer of the chain for the records after this epoch; None: for the latest,
+    and no other."""
 
-    after: Epoch
+    after: Epoch | None
 
 
 @value

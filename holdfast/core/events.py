@@ -111,7 +111,7 @@ class LogAsked:
 @value
 class LogTold:
     """The copy of a producer at `site` has everything after the epoch `after`, which is all that
-    the consumer needs at the level `credit`."""
+    the consumer needs at the level `credit`. So far it has made what it has up to `upto`."""
 
     exchange: ExchangeId
     producer: CohortId
@@ -119,6 +119,7 @@ class LogTold:
     site: SiteId
     since: int
     after: Epoch
+    upto: Epoch
     credit: int
 
 

@@ -183,12 +183,13 @@ class Producer:
             default=NO_EPOCH,
         )
 
-    def log(self, consumer: CohortId) -> tuple[Epoch, int]:
-        """After which epoch all bundles for a consumer are here; and at which level that is all
-        that it needs."""
+    def log(self, consumer: CohortId) -> tuple[Epoch, Epoch, int]:
+        """After which epoch, and up to which, all bundles for a consumer are here; and at which
+        level that is all that it needs."""
         lane = self.lanes[consumer]
         short = lane.known < self._base
-        return lane.let_go, min(self._credit, self.complete) if short else self.complete
+        credit = min(self._credit, self.complete) if short else self.complete
+        return lane.let_go, self.made, credit
 
     def _sendable(self, consumer: CohortId, lane: _Lane) -> list[SendBundle]:
         ready: list[SendBundle] = []

@@ -54,12 +54,13 @@ class Search:
     """A unit that is to be made anew asks its producers from where on it can be."""
 
     def __init__(self) -> None:
-        self.told: dict[Source, tuple[Epoch, int]] = {}
+        self.told: dict[Source, tuple[Epoch, Epoch, int]] = {}
 
-    def begins(self, wanted: Mapping[Source, object]) -> tuple[Epoch, int] | None:
-        """After which epoch, and at which level that is enough; None if not all of these have said
-        what they have."""
+    def begins(self, wanted: Mapping[Source, object]) -> tuple[Epoch, Epoch, int] | None:
+        """After which epoch, up to where others have come since, and at which level that is enough;
+        None if not all of these have said what they have."""
         if not wanted or any(source not in self.told for source in wanted):
             return None
         said = [self.told[source] for source in wanted]
-        return max(after for after, _ in said), min(credit for _, credit in said)
+        afters, uptos, credits = zip(*said, strict=True)
+        return max(afters), max(uptos), min(credits)

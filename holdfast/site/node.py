@@ -223,9 +223,7 @@ class Node:
         self._handle(PeerConnected(site))
         if self.view is None:
             return
-        finished = [u.finished for u in self.dataflow.units.values()]
-        after = min(finished, default=self.dataflow.recorded)
-        self._transport.send(site, wire.RecordsAfter(after))
+        self._transport.send(site, wire.RecordsAfter(self.dataflow.lacks_records()))
         if self.sequencer is not None:
             self._sequence(SuccessorConnected(site))
         if site == self.view.sequencers[0]:
@@ -278,15 +276,16 @@ class Node:
             case wire.AskLog():
                 self._handle(LogAsked(*_log(message), site, message.since))
             case wire.TellLog():
-                said = (Epoch(message.after), message.credit)
+                said = (Epoch(message.after), Epoch(message.upto), message.credit)
                 self._handle(LogTold(*_log(message), site, message.since, *said))
             case wire.Record():
                 self._handle(RecordArrived(message.record))
             case wire.Pass():
                 self._sequence(RecordPassed(message.record))
             case wire.RecordsAfter():
-                for epoch in sorted(e for e in self.dataflow.records if e > message.epoch):
-                    self._transport.send(site, wire.Record(self.dataflow.records[epoch]))
+                after = None if message.epoch is None else Epoch(message.epoch)
+                for record in self.dataflow.records_after(after):
+                    self._transport.send(site, wire.Record(record))
             case wire.JoinChain():
                 if (
                     self.view is not None
@@ -450,7 +449,9 @@ class Node:
                 self._to(effect.site, wire.AskLog(*asked))
             case TellLog():
                 asked = (effect.exchange, effect.producer, effect.consumer, effect.since)
-                self._to(effect.site, wire.TellLog(*asked, effect.after, effect.credit))
+                self._to(
+                    effect.site, wire.TellLog(*asked, effect.after, effect.upto, effect.credit)
+                )
             case AskRecords():
                 assert self.view is not None
                 self._to(self.view.sequencers[-1], wire.RecordsAfter(effect.after))

@@ -257,9 +257,9 @@ class Pass(Message, frozen=True):
 
 
 class RecordsAfter(Message, frozen=True):
-    """Send me the records after this epoch."""
+    """Send me the records after this epoch; None: the latest."""
 
-    epoch: EpochNumber
+    epoch: EpochNumber | None
 
 
 class JoinChain(Message, frozen=True):
@@ -363,6 +363,7 @@ class TellLog(Message, frozen=True):
     consumer: Number
     since: Number
     after: EpochNumber
+    upto: EpochNumber
     credit: Number
 
 

@@ -195,7 +195,16 @@ def test_a_source_asks_for_records_when_the_sequencer_may_be_another() -> None:
 def test_a_site_without_a_source_asks_for_records_too() -> None:
     """The last one may have been published before it was a member; without it nothing ends."""
     machine = Dataflow(2, SHAPE, window=3)
-    assert AskRecords(NO_EPOCH) in machine.handle(view(4, "0,1", "1+2", "1"))
+    assert AskRecords(None) in machine.handle(view(4, "0,1", "1+2", "1"))
+
+
+def test_who_asks_for_the_latest_record_gets_no_other() -> None:
+    machine = site(0, "0", "1", "1", connected=(1,))
+    assert machine.records_after(None) == []
+    for epoch in range(3):
+        machine.handle(record(epoch))
+    assert [r.epoch for r in machine.records_after(None)] == [2]
+    assert [r.epoch for r in machine.records_after(0)] == [1, 2]
 
 
 # --- the end ------------------------------------------------------------------------------------

@@ -48,10 +48,10 @@ def test_what_the_state_comes_from_is_known_by_epoch() -> None:
 def test_a_search_waits_for_all_and_begins_where_all_can() -> None:
     search, wanted = Search(), {(0, 0, 1): None, (0, 0, 2): None}
     assert search.begins({}) is None and search.begins(wanted) is None
-    search.told[0, 0, 1] = (4, 2)
+    search.told[0, 0, 1] = (4, 9, 2)
     assert search.begins(wanted) is None
-    search.told[0, 0, 2] = (6, 1)
-    assert search.begins(wanted) == (6, 1)
+    search.told[0, 0, 2] = (6, 8, 1)
+    assert search.begins(wanted) == (6, 9, 1)
 
 
 def test_bundles_are_kept_until_they_are_let_go_at_the_consumers_level() -> None:
@@ -61,7 +61,7 @@ def test_bundles_are_kept_until_they_are_let_go_at_the_consumers_level() -> None
         producer.offer(epoch, True, {0: Frames(str(epoch))})
     ack(producer, 4, 3, 1)
     assert [k.epoch for k in producer.lanes[0].kept] == [2, 3, 4]
-    assert producer.log(0) == (1, 2)
+    assert producer.log(0) == (1, 4, 2)
     assert [producer.reached(level) for level in range(3)] == [4, 3, 1]
 
 
@@ -74,7 +74,7 @@ def test_a_consumer_of_which_nothing_is_left_still_needs_what_is_kept_for_it() -
     producer.on_ack(AckArrived(0, 0, 1, 8, 0, 4, 99, False, -1, 0, (3,)))
     assert producer.reached(1) == 1
     producer.on_view({0: {}, 1: {8: 0}})
-    assert producer.reached(1) == 1 and producer.log(0) == (1, 1), "and not 3, as the other one"
+    assert producer.reached(1) == 1 and producer.log(0) == (1, 4, 1), "and not 3, as the other one"
     producer.on_view({0: {7: 2}, 1: {8: 0}})
     assert producer.reached(1) == NO_EPOCH, "it has not said anything yet"
 
@@ -82,13 +82,13 @@ def test_a_consumer_of_which_nothing_is_left_still_needs_what_is_kept_for_it() -
 def test_what_was_made_anew_is_complete_at_a_lower_level_until_the_consumer_has_moved_on() -> None:
     producer = Producer(0, 0, level=2, made=7, credit=1)
     producer.on_view({0: {9: 0}})
-    assert producer.log(0) == (7, 1)
+    assert producer.log(0) == (7, 7, 1)
     for epoch in (8, 9):
         producer.offer(epoch, True, {0: Frames(str(epoch))})
     ack(producer, 9, 8, 6)
-    assert producer.log(0) == (7, 1), "it may still need epoch 7"
+    assert producer.log(0) == (7, 9, 1), "it may still need epoch 7"
     ack(producer, 9, 9, 7)
-    assert producer.log(0) == (7, 2)
+    assert producer.log(0) == (7, 9, 2)
 
 
 def test_a_unit_says_what_it_needs_at_every_level() -> None:
@@ -124,14 +124,15 @@ def test_a_lost_unit_is_made_anew_from_where_its_producers_have_its_input() -> N
         (4, 0, 0, 0),
     }
     since = asked[0].since
-    assert machine.handle(LogTold(0, 0, 0, 0, since, 3, 2)) == []
+    assert machine.handle(LogTold(0, 0, 0, 0, since, 3, 8, 2)) == []
     assert not machine.units[FIRST].installed
-    effects = machine.handle(LogTold(0, 0, 0, 4, since, 5, 2))
+    effects = machine.handle(LogTold(0, 0, 0, 4, since, 5, 9, 2))
     assert machine.units[FIRST].installed and machine.units[FIRST].finished == 5
     assert ReportCopy(FIRST, "installed") in effects
+    assert ReportCopy(FIRST, "caught_up") not in effects, "others have got to 9"
     takes = [e for e in effects if isinstance(e, SendAck) and e.exchange == 0 and e.take]
     assert [(e.received, e.credit) for e in takes] == [(5, 5 + REPLAYED)], "it is behind"
-    assert machine.producers[1, 0].log(0) == (5, 1), "what the next stage needs, but no further"
+    assert machine.producers[1, 0].log(0) == (5, 5, 1), "what the next stage needs, but no further"
 
 
 def test_it_waits_for_a_producer_that_is_made_anew_itself() -> None:
@@ -146,7 +147,7 @@ def test_what_nobody_has_any_more_cannot_be_made_anew() -> None:
     machine = site(3, "0", "1", "2", "0", connected=(0, 1))
     effects = machine.handle(view(1, "0", "1", "+3", "0"))
     (asked,) = [e for e in effects if isinstance(e, AskLog)]
-    effects = machine.handle(LogTold(1, 0, 0, 1, asked.since, 5, 0))
+    effects = machine.handle(LogTold(1, 0, 0, 1, asked.since, 5, 9, 0))
     assert effects == [ReportCopy(SECOND, "impossible")]
 
 
@@ -156,13 +157,13 @@ def test_a_producer_answers_when_it_counts_who_asks() -> None:
     assert machine.handle(asked) == []
     lost = view(0, "0", "", "2", "2").view
     joined = lost.changed({FIRST: lost.cohort(FIRST).joined_by(3, 1)}, [3])
-    assert TellLog(3, 0, 0, 0, 1, -1, 2) in machine.handle(ViewCommitted(joined))
+    assert TellLog(3, 0, 0, 0, 1, -1, -1, 2) in machine.handle(ViewCommitted(joined))
 
 
 def test_nothing_is_sent_again_that_the_consumer_has() -> None:
     machine = site(3, "0", "1", "2", "2", connected=(0, 2))
     machine.handle(view(1, "0", "+3", "2", "2"))
-    machine.handle(LogTold(0, 0, 0, 0, 0, 3, 2))
+    machine.handle(LogTold(0, 0, 0, 0, 0, 3, 3, 2))
     machine.handle(AckArrived(1, 0, 0, 2, 0, 5, 8, True, -1, 0, (3, 3)))
     sent = []
     for epoch in (4, 5, 6):
