@@ -26,9 +26,11 @@ DUE = Paced.DUE.name
 
 def events(source: Paced, sink: EpochLog) -> Flow:
     """The papers' flow with what it knows bounded by a second: connections that have not ended by
-    then are given up, and a group's worst and typical are those of a second."""
+    then are given up, and a group's worst and typical are those of a second. What it says of a
+    second is due when that is over."""
     flow = Flow("events")
-    emit = {"app": col("dst") % dmz.APPS, "src": col("src"), "ts": col("ts"), DUE: col(DUE)}
+    over = col(DUE) + (SECOND - col("ts") % SECOND) * 1_000
+    emit = {"app": col("dst") % dmz.APPS, "src": col("src"), "ts": col("ts"), DUE: over}
     sessions = (
         flow.source("packets", source, event_time="ts")
         .key_by("src", "dst")

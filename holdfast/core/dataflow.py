@@ -65,7 +65,7 @@ HISTORY = 512
 """So many records are kept for copies that are made later."""
 AT_ONCE, AT_ONCE_ROWS = 64, 1 << 16
 """As many epochs, and as many rows, a source that is behind takes together."""
-REPLAYED, AT_ONCE_BYTES = 16, 1 << 20
+REPLAYED, AT_ONCE_BYTES = 64, 1 << 20
 """As many epochs a stage takes together that is behind, while they have no more bytes. For so many
 it has room then."""
 

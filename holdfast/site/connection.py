@@ -63,6 +63,7 @@ class Connection(asyncio.BufferedProtocol):
         self._begin = self._end = 0  # what of the chunk is not taken yet
         self._large: _Large | None = None  # a message that does not fit into a chunk
         self._waiting: list[bytes | memoryview] = []
+        self._waiting_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
 
     # --- asyncio's side -------------------------------------------------------------------------
@@ -196,10 +197,11 @@ class Connection(asyncio.BufferedProtocol):
             self.spoke = True
         self.sent_bytes += len(data)
         self._waiting.append(data)
+        self._waiting_bytes += len(data)
 
     def _flush(self) -> None:
         """Neighbours that are small go out together, what is large goes as it is."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
         small: list[bytes | memoryview] = []
         for data in waiting:
             if len(data) <= _JOINED_BYTES_MAX:
@@ -225,7 +227,7 @@ class Connection(asyncio.BufferedProtocol):
     def queued(self) -> int:
         """Bytes that the kernel has not taken yet."""
         written = self._transport.get_write_buffer_size() if self._transport else 0
-        return written + sum(len(data) for data in self._waiting)
+        return written + self._waiting_bytes
 
     def close(self) -> None:
         """Send what is queued, then close."""

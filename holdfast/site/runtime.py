@@ -55,6 +55,8 @@ STALL_S = 0.005
 """For about so long a site stands still for what it hands over, and then does something else."""
 LATE_S_MAX = 0.5
 """What was due so long ago is not made up for."""
+ANEW_S = 0.5
+"""So long nothing is handed over when units are to be made anew: first the stream flows again."""
 POLL_S_MAX = 0.02
 READS_PER_EPOCH = 2
 """How often a source is asked while rows that it gave wait for their epoch: each time costs about
@@ -399,6 +401,8 @@ class Site:
                 self.node.on_lost(site)
             self._addresses = {SiteId(s): a for s, a in message.addresses.items() if s != self.id}
             self.node.on_view(message.view)
+            if any(not message.view.cohort(u).copies for u in message.view.units()):
+                self._part_at = max(self._part_at, time.monotonic() + ANEW_S)
             if known is not None and message.view.term > known.term:
                 self._report_again()  # to a controller that has just begun to lead
         self._unseen = True
