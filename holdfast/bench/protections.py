@@ -61,6 +61,8 @@ SITES, PARTITIONS = 4, 16
 CHECKPOINT_MS = 1_000
 MORE = {"stateless": 4}
 """By flow: how many times as many rows, where a row costs little."""
+WARM_S = 2.0
+"""The first windows are late."""
 QUIET_S = 0.3
 """A flow that gives no row for so long gives them now and then."""
 BEFORE_S = 0.05
@@ -177,6 +179,7 @@ def _killed(work: str, name: str, protection: str, kills: int, console: Console)
     at: list[tuple[float, float]] = []
     draw = random.Random(7)
     with flow.start(sites=SITES, partitions=PARTITIONS) as run:
+        time.sleep(WARM_S)
         for _ in range(kills):
             until(lambda: run.protected, "everything is protected", run)
             time.sleep(3.0 + draw.random())

@@ -65,9 +65,11 @@ HISTORY = 512
 """So many records are kept for copies that are made later."""
 AT_ONCE, AT_ONCE_ROWS = 64, 1 << 16
 """As many epochs, and as many rows, a source that is behind takes together."""
-REPLAYED, AT_ONCE_BYTES = 64, 1 << 20
-"""As many epochs a stage takes together that is behind, while they have no more bytes. For so many
-it has room then."""
+REPLAYED, AT_ONCE_BYTES = 16, 1 << 20
+"""As many epochs a stage takes together that is behind, while they have no more bytes: it must
+also find time for others that want something of its site."""
+ROOM_BEHIND = 64
+"""For so many epochs a stage has room that is behind."""
 
 
 @dataclass(slots=True)
@@ -788,7 +790,7 @@ class Dataflow:
         """Have room for more as long as the unit is behind."""
         behind = unit.replaying_to is not None and unit.shape.kind == "keyed"
         for consumer in self._inputs(unit):
-            consumer.window = max(self.window, REPLAYED) if behind else self.window
+            consumer.window = max(self.window, ROOM_BEHIND) if behind else self.window
 
     def slowest(self) -> tuple[SiteId, int] | None:
         """The copy elsewhere that most is kept for here, and how many bytes."""

@@ -10,7 +10,7 @@ Against a member that lies (says to have what it has not) there is no protection
 
 from __future__ import annotations
 
-from holdfast.core.dataflow import REPLAYED
+from holdfast.core.dataflow import ROOM_BEHIND
 from holdfast.core.layout import Shape, StageShape
 from holdfast.core.records import Block, EpochRecord
 from holdfast.errors import ProtocolError
@@ -33,7 +33,7 @@ class Checks:
     """The checks of one flow's messages: `check` raises a `ProtocolError` or does nothing."""
 
     def __init__(self, plan: Plan, shape: Shape, window: int) -> None:
-        self._shape, self._room = shape, max(window, REPLAYED)
+        self._shape, self._room = shape, max(window, ROOM_BEHIND)
         self._splits = set(plan.splits)
         self._sources = {s.id for s in plan.sources}
         self._fed = {s.id for s in plan.sources if s.source is not None and s.source.fed}

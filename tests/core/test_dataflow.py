@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from holdfast.core.dataflow import AT_ONCE_ROWS, REPLAYED, Dataflow
+from holdfast.core.dataflow import AT_ONCE_ROWS, REPLAYED, ROOM_BEHIND, Dataflow
 from holdfast.core.effects import (
     AbandonHandOver,
     AskRecords,
@@ -344,7 +344,7 @@ def test_a_stage_that_takes_anothers_place_takes_epochs_together_until_it_has_ca
     for epoch in range(12):
         machine.handle(record(epoch))
     told = of(SendAck, machine.handle(CopyInstalled(KEYED, 5, {1: {0: []}}, {1: {0: 5}})))
-    assert [(a.site, a.credit) for a in told] == [(0, 5 + REPLAYED)]
+    assert [(a.site, a.credit) for a in told] == [(0, 5 + ROOM_BEHIND)]
     assert of(ProcessBundles, machine.handle(bundle(0, 6)))[0].earlier == ()
     for epoch in range(7, 14):
         assert not machine.handle(bundle(0, epoch)), "it is at work"

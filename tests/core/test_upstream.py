@@ -1,6 +1,6 @@
 """Upstream backup: what is kept, for how long, and from where a lost unit begins."""
 
-from holdfast.core.dataflow import REPLAYED
+from holdfast.core.dataflow import ROOM_BEHIND
 from holdfast.core.effects import AskLog, ProcessBundles, ReportCopy, SendAck, SendBundle, TellLog
 from holdfast.core.events import AckArrived, LogAsked, LogTold, UnitProcessed, ViewCommitted
 from holdfast.core.exchange import Producer
@@ -131,7 +131,7 @@ def test_a_lost_unit_is_made_anew_from_where_its_producers_have_its_input() -> N
     assert ReportCopy(FIRST, "installed") in effects
     assert ReportCopy(FIRST, "caught_up") not in effects, "others have got to 9"
     takes = [e for e in effects if isinstance(e, SendAck) and e.exchange == 0 and e.take]
-    assert [(e.received, e.credit) for e in takes] == [(5, 5 + REPLAYED)], "it is behind"
+    assert [(e.received, e.credit) for e in takes] == [(5, 5 + ROOM_BEHIND)], "it is behind"
     assert machine.producers[1, 0].log(0) == (5, 5, 1), "what the next stage needs, but no further"
 
 
