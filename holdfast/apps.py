@@ -84,7 +84,7 @@ class Apps:
         if apps < 2 or sites < apps:
             raise FlowError(f"{apps} applications need at least as many sites, not {sites}")
         self._directory = Path(tempfile.mkdtemp(prefix="holdfast-apps-"))
-        controls = tuple(("127.0.0.1", port) for port in _free_ports(apps))
+        controls = tuple(("127.0.0.1", port) for port in free_ports(apps))
         url = arbiter or f"file:{self._directory / 'arbiter'}"
         secret = secrets.token_bytes(32)
         self.configs = [
@@ -315,13 +315,12 @@ def _write_status(config: AppConfig, status: dict[str, Any]) -> None:
     os.replace(hidden, config.status)
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for s in sockets:
-        s.bind(("127.0.0.1", 0))
-    ports = [int(s.getsockname()[1]) for s in sockets]
-    for s in sockets:
-        s.close()
+def free_ports(count: int) -> list[int]:
+    """Of this machine; another process may take them first."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(p.getsockname()[1]) for p in probes]
+    for probe in probes:
+        probe.close()
     return ports
 
 

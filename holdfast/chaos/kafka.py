@@ -15,6 +15,7 @@ import time
 import uuid
 from pathlib import Path
 
+from holdfast.apps import free_ports
 from holdfast.errors import HostError
 
 JARS = Path(os.environ.get("HOLDFAST_KAFKA_JARS") or Path(sys.prefix, "kafka"))
@@ -50,7 +51,7 @@ class Broker:
     knows when it is started again."""
 
     def __init__(self, directory: Path) -> None:
-        self.port, controller = _free_ports(2)
+        self.port, controller = free_ports(2)
         self._directory = directory
         self._config = directory / "server.properties"
         self._config.write_text(
@@ -104,14 +105,6 @@ class Broker:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-
-
-def _free_ports(count: int) -> list[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(p.getsockname()[1]) for p in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 def unavailable() -> str | None:

@@ -34,13 +34,15 @@ _LOST = -1
 """The status of a site whose nursery is gone, so that nobody knows it."""
 
 Work = Callable[[], None]
+OnEnd = Callable[[int, int], None]
+"""Called with the number and the exit status of a process that has ended."""
 
 
 class Born:
     """A process that the nursery has forked."""
 
-    def __init__(self, line: socket.socket) -> None:
-        self._line = line
+    def __init__(self, line: socket.socket, on_end: OnEnd | None) -> None:
+        self._line, self._on_end = line, on_end
         number = line.recv(_NUMBER.size)
         if not number:
             raise HostError("the process from which sites are forked has ended")
@@ -55,6 +57,8 @@ class Born:
         if said:
             (self._status,) = _NUMBER.unpack(said)
         self._ended.set()
+        if self._on_end is not None:
+            self._on_end(self.pid, self._status)
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Its exit status, minus the signal that ended it; None if it still runs after `timeout`
@@ -75,9 +79,9 @@ class Nursery:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
-    def fork(self, work: Work) -> Born:
+    def fork(self, work: Work, on_end: OnEnd | None = None) -> Born:
         """A process that does `work`, with the environment, the folder, the module path and the
-        output of this one as they are now."""
+        output of this one as they are now. `on_end` is called in a thread of its own."""
         here = (os.getcwd(), dict(os.environ), sys.path, cloudpickle.dumps(work))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         stdin, feed = os.pipe()
@@ -85,7 +89,7 @@ class Nursery:
             with theirs, open(stdin):
                 self._ask([theirs.fileno(), stdin, 1, 2])
             pickle.dump(here, to_site)  # if it has died already, its line says so
-        return Born(ours)
+        return Born(ours, on_end)
 
     def _ask(self, descriptors: list[int]) -> None:
         with self._lock:

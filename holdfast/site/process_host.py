@@ -27,18 +27,16 @@ class ProcessHost:
         with self._lock:
             if self._closed:
                 return
-            born = self._processes[config.site] = shared.fork(self.work(flow, config))
-        watch = partial(self._watch, born, config, on_exit)
-        threading.Thread(target=watch, daemon=True, name="holdfast-watch").start()
+            on_end = partial(self._ended, config.site, on_exit)
+            self._processes[config.site] = shared.fork(self.work(flow, config), on_end)
 
     def work(self, flow: Flow, config: SiteConfig) -> Work:
         """What a site's process does."""
         return partial(run_site, flow, config)
 
-    def _watch(self, born: Born, config: SiteConfig, on_exit: OnExit) -> None:
-        status = born.wait()
+    def _ended(self, site: int, on_exit: OnExit, pid: int, status: int) -> None:
         if not self._closed:
-            on_exit(config.site, f"process {born.pid} ended with status {status}")
+            on_exit(site, f"process {pid} ended with status {status}")
 
     def close(self) -> None:
         """Wait a little for the sites to leave, then end those that did not."""

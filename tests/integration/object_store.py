@@ -1,11 +1,12 @@
 """An object store that speaks S3 (moto's server), on a free port of the loopback."""
 
-import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from pathlib import Path
+
+from holdfast.apps import free_ports
 
 START_S_MAX = 60.0
 KEYS = {"AWS_ACCESS_KEY_ID": "holdfast", "AWS_SECRET_ACCESS_KEY": "a-secret-of-tests"}
@@ -15,9 +16,7 @@ class Server:
     """One process, with one bucket."""
 
     def __init__(self, directory: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        (self.port,) = free_ports(1)
         self._said = directory / "said"
         self._process: subprocess.Popen[bytes] | None = None
 
