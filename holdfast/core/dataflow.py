@@ -13,7 +13,6 @@ there is no copy is made anew from its input (see `holdfast.core.upstream`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, assert_never
 
@@ -23,17 +22,12 @@ from holdfast.core.effects import (
     AskRecords,
     BeginUnit,
     CloseUnit,
-    FollowEpoch,
-    HandOver,
-    IngestEpochs,
     OpenUnit,
-    ProcessBundles,
     ReportCopy,
     ReportDelivered,
     ReportFinished,
     ReportMissed,
     SiteEffect,
-    StoreState,
     TellLog,
 )
 from holdfast.core.events import (
@@ -56,53 +50,14 @@ from holdfast.core.events import (
 )
 from holdfast.core.exchange import Consumer, Producer
 from holdfast.core.ids import NO_EPOCH, STORE, CohortId, Epoch, ExchangeId, SiteId, Unit
-from holdfast.core.layout import Shape, StageShape, View
+from holdfast.core.layout import Shape, View
 from holdfast.core.records import EpochRecord
+from holdfast.core.unit import UnitCopy
 from holdfast.core.upstream import Needs, Search, Source
 from holdfast.errors import ProtocolError, require
 
 HISTORY = 512
 """So many records are kept for copies that are made later."""
-AT_ONCE, AT_ONCE_ROWS = 64, 1 << 16
-"""As many epochs, and as many rows, a source that is behind takes together."""
-REPLAYED, AT_ONCE_BYTES = 16, 1 << 20
-"""As many epochs a stage takes together that is behind, while they have no more bytes: it must
-also find time for others that want something of its site."""
-ROOM_BEHIND = 64
-"""For so many epochs a stage has room that is behind."""
-
-
-@dataclass(slots=True)
-class _Unit:
-    """A unit's part on this site."""
-
-    key: Unit
-    shape: StageShape
-    installed: bool
-    since: int
-    finished: Epoch = NO_EPOCH
-    busy: int = 0
-    """With how many epochs."""
-    replaying_to: Epoch | None = None
-    """A new copy has caught up when it has finished this epoch."""
-    handovers: dict[SiteId, Epoch] = field(default_factory=dict)
-    """To whom its state goes, once it has finished this epoch; to the `STORE` after no other."""
-    handed: dict[SiteId, int] = field(default_factory=dict)
-    """To whom its state has been given out, and since which view that copy joins."""
-    hurried: Epoch = NO_EPOCH
-    """What it had finished when it was last looked at."""
-    needs: Needs | None = None
-    """Of a unit that is made anew if it is lost: from which input its state comes."""
-    search: Search | None = None
-    """It is being made anew, and it is not known yet from where on."""
-    stands: bool = False
-    """It has a checkpoint, and computes nothing."""
-    given: dict[SiteId, Epoch] = field(default_factory=dict)
-    """To whom that stands by it has given its state, and after which epoch that was."""
-    lazy: bool = False
-    """Another copy leads, and this one only follows: see `Guard.lazy`."""
-    stock: Epoch | None = None
-    """What was let go before is not needed any more when nothing up to this epoch is."""
 
 
 class Dataflow:
@@ -113,7 +68,7 @@ class Dataflow:
         require(window >= 1, "a consumer must have room for the epoch it processes next")
         self.site, self.shape, self.window, self.begun = site, shape, window, begun
         self.view: View | None = None
-        self.units: dict[Unit, _Unit] = {}
+        self.units: dict[Unit, UnitCopy] = {}
         self.producers: dict[tuple[ExchangeId, CohortId], Producer] = {}
         self.consumers: dict[tuple[ExchangeId, CohortId], Consumer] = {}
         self.records: dict[Epoch, EpochRecord] = {}
@@ -187,7 +142,9 @@ class Dataflow:
             self._stand(unit)
             if unit.installed:
                 self._guard(unit)
-            effects += self._drop_handovers(unit)
+            cohort = view.cohort(unit.key)
+            gone = unit.keep_handovers(cohort, cohort.led_by(self.site))
+            effects += [AbandonHandOver(unit.key, site) for site in gone]
         for producer in self.producers.values():
             self._count_takers(producer)
         effects += self._take_early()
@@ -213,54 +170,38 @@ class Dataflow:
             return [self.records[max(self.records)]] if self.records else []
         return [self.records[e] for e in sorted(self.records) if e > epoch]
 
-    def _stand(self, unit: _Unit) -> None:
+    def _stand(self, unit: UnitCopy) -> None:
         """Compute from now on, or do not."""
         assert self.view is not None
         cohort = self.view.cohort(unit.key)
         stood = unit.stands
         unit.stands = self.site in cohort.standing or (stood and self.site in cohort.joining)
         if stood and not unit.stands:
-            unit.replaying_to, unit.needs = max(self.recorded, unit.finished), None
-            self._rush(unit)
+            unit.needs = None
+            unit.replay(max(self.recorded, unit.finished), self.window)
         unit.lazy = unit.shape.guard.lazy and not cohort.led_by(self.site)
-        for exchange in unit.shape.inputs if unit.installed else ():
-            self.consumers[exchange, unit.key[1]].stands = unit.stands or unit.lazy
+        for consumer in unit.inputs.values():
+            consumer.stands = unit.stands or unit.lazy
 
-    def _guard(self, unit: _Unit) -> None:
+    def _guard(self, unit: UnitCopy) -> None:
         """Keep, and say, what the protection of the unit and of its neighbours takes."""
         if not unit.shape.guard.level:
             unit.needs = None
         elif unit.needs is None:  # what its state comes from was not followed
             unit.needs = Needs(unit.finished, NO_EPOCH)
-        for exchange in unit.shape.outputs:
-            producer = self.producers[exchange, unit.key[1]]
+        for exchange, producer in unit.outputs.items():
             guard = self.shape.stages[self.shape.consumer_of[exchange]].guard
             producer.level, producer.complete = guard.level, guard.anew
             producer.alike = unit.shape.guard.comparable
-        for exchange in unit.shape.inputs:
-            consumer = self.consumers[exchange, unit.key[1]]
+        for exchange, consumer in unit.inputs.items():
             consumer.alike = self.shape.stages[self.shape.producer_of[exchange]].guard.alike
-            consumer.levels = partial(self._levels, unit)
-
-    def _drop_handovers(self, unit: _Unit) -> list[SiteEffect]:
-        """To those that are not wanted any more."""
-        assert self.view is not None
-        cohort = self.view.cohort(unit.key)
-        wanted = cohort.joining + cohort.standing
-        wanted += (STORE,) if cohort.led_by(self.site) else ()
-        unit.handovers = {s: e for s, e in unit.handovers.items() if s in wanted}
-        unit.given = {s: e for s, e in unit.given.items() if s in wanted}
-        gone = [s for s, n in unit.handed.items() if s not in wanted or cohort.since_of(s) != n]
-        for site in gone:
-            del unit.handed[site]
-            unit.given.pop(site, None)
-        return [AbandonHandOver(unit.key, site) for site in gone]
+            consumer.levels = partial(unit.levels, self.shape.levels)
 
     def _open(self, key: Unit, installed: bool) -> list[SiteEffect]:
         assert self.view is not None
         since = self.view.cohort(key).since_of(self.site)
         finished = self.begun if installed else NO_EPOCH
-        self.units[key] = _Unit(key, self.shape.stages[key[0]], installed, since, finished)
+        self.units[key] = UnitCopy(key, self.shape.stages[key[0]], installed, since, finished)
         self.units[key].stands = self.site in self.view.cohort(key).standing
         if installed:
             self._add_ends(self.units[key], finished, finished)
@@ -271,47 +212,26 @@ class Dataflow:
 
     def _close(self, key: Unit) -> list[SiteEffect]:
         unit = self.units.pop(key)
-        for exchange in unit.shape.outputs:
-            self.producers.pop((exchange, key[1]), None)
-        for exchange in unit.shape.inputs:
-            self.consumers.pop((exchange, key[1]), None)
+        for exchange in unit.outputs:
+            del self.producers[exchange, key[1]]
+        for exchange in unit.inputs:
+            del self.consumers[exchange, key[1]]
         return [CloseUnit(key)]
 
     def _add_ends(
-        self, unit: _Unit, finished: Epoch, needs: Epoch, credit: int | None = None
+        self, unit: UnitCopy, finished: Epoch, needs: Epoch, credit: int | None = None
     ) -> None:
         cohort = unit.key[1]
         unit.needs = Needs(finished, needs)
         for exchange in unit.shape.outputs:
             level = self.shape.stages[self.shape.consumer_of[exchange]].guard.level
-            self.producers[exchange, cohort] = Producer(exchange, cohort, level, finished, credit)
+            producer = Producer(exchange, cohort, level, finished, credit)
+            unit.outputs[exchange] = self.producers[exchange, cohort] = producer
         for exchange in unit.shape.inputs:
             consumer = Consumer(exchange, cohort, self.window, finished, unit.since)
             consumer.stands = unit.stands or unit.lazy
-            self.consumers[exchange, cohort] = consumer
+            unit.inputs[exchange] = self.consumers[exchange, cohort] = consumer
         self._guard(unit)
-
-    def _inputs(self, unit: _Unit) -> list[Consumer]:
-        return [self.consumers[x, unit.key[1]] for x in unit.shape.inputs]
-
-    def _outputs(self, unit: _Unit) -> list[Producer]:
-        return [self.producers[x, unit.key[1]] for x in unit.shape.outputs]
-
-    def _received(self, unit: _Unit) -> Epoch:
-        """Up to which epoch it has something of its input: producers have let go of nothing later
-        that they keep for it."""
-        received = [e for c in self._inputs(unit) for e in c.received.values()]
-        return max([*received, unit.finished])
-
-    def _levels(self, unit: _Unit, received: Epoch) -> tuple[Epoch, ...]:
-        """Up to which epochs a unit does not need its input any more. One that has other copies
-        needs nothing that it has received."""
-        if unit.needs is None or unit.stands:
-            return (received,) * self.shape.levels
-        outputs = self._outputs(unit)
-        reached = [min(p.reached(k) for p in outputs) for k in range(self.shape.levels)]
-        unit.needs.forget(min(reached))
-        return tuple(unit.needs.at(epoch) for epoch in reached)
 
     def _count_takers(self, producer: Producer) -> None:
         assert self.view is not None
@@ -372,11 +292,10 @@ class Dataflow:
         lack from another copy, in case the one they take from is slow."""
         effects: list[SiteEffect] = []
         for unit in self.units.values():
-            working = unit.installed and not unit.stands and not unit.lazy
-            stuck = working and not unit.busy and unit.finished == unit.hurried
+            stuck = unit.works and not unit.busy and unit.finished == unit.hurried
             if stuck and unit.finished < self.recorded:
-                for exchange in unit.shape.inputs:
-                    effects += self.consumers[exchange, unit.key[1]].turn(self.connected)
+                for consumer in unit.inputs.values():
+                    effects += consumer.turn(self.connected)
             unit.hurried = unit.finished
         return effects
 
@@ -435,23 +354,21 @@ class Dataflow:
         asked = unit.busy == len(event.earlier) + 1
         require(asked, f"stage {unit.shape.name!r} was not asked to process epoch {event.epoch}")
         unit.busy = 0
-        cohort = unit.key[1]
         effects: list[SiteEffect] = []
         for epoch, outputs in enumerate((*event.earlier, event.outputs), first):
             for exchange, bundles in outputs.items():
-                producer = self.producers[exchange, cohort]
-                effects += producer.offer(Epoch(epoch), event.last, bundles)
+                effects += unit.outputs[exchange].offer(Epoch(epoch), event.last, bundles)
         if event.last:
             require(first == unit.finished + 1, f"epoch {first} was skipped")
             unit.finished = event.epoch
             if unit.needs is not None:
                 unit.needs.processed(event.epoch, event.needs)
-            for exchange in unit.shape.inputs:
-                effects += self.consumers[exchange, cohort].finish(event.epoch, self.connected)
+            for consumer in unit.inputs.values():
+                effects += consumer.finish(event.epoch, self.connected)
             effects += self._delivered(unit)
             effects += self._handovers(unit)
-            effects += self._caught_up(unit)
-            effects += self._stocked(unit)
+            effects += unit.caught_up(self.window)
+            effects += unit.stocked(self.shape.levels)
         self._trim_records()
         return effects + self._next(unit) + self._finish_site()
 
@@ -459,97 +376,27 @@ class Dataflow:
         """How far the sinks are that this site leads, for a sequencer that may not know."""
         return [e for unit in self.units.values() for e in self._delivered(unit)]
 
-    def _delivered(self, unit: _Unit) -> list[SiteEffect]:
+    def _delivered(self, unit: UnitCopy) -> list[SiteEffect]:
         assert self.view is not None
         leads = self.view.cohort(unit.key).led_by(self.site)
         if unit.shape.kind != "sink" or not leads or unit.finished == NO_EPOCH:
             return []
         return [ReportDelivered(unit.key[0], unit.finished)]
 
-    def _next(self, unit: _Unit) -> list[SiteEffect]:
+    def _next(self, unit: UnitCopy) -> list[SiteEffect]:
         """What the unit can do now, if anything."""
         if unit.busy or not unit.installed or unit.stands:
             return []
         if unit.lazy:
-            return self._follow(unit)
-        if unit.shape.kind == "source":
-            records = self._due(unit)
-            unit.busy = len(records)
-            return [IngestEpochs(unit.key, records)] if records else []
-        epoch = Epoch(unit.finished + 1)
-        consumers = self._inputs(unit)
-        if taken := self._complete(unit):
-            unit.busy = len(taken)
-            *earlier, bundles = taken
-            last = Epoch(unit.finished + len(taken))
-            return [ProcessBundles(unit.key, last, True, bundles, tuple(earlier))]
-        if unit.shape.ordered:
-            return []
-        # Arrival merging takes what is there, be it of a later epoch: what it causes belongs to
-        # the epoch that the stage has reached.
-        waiting = sorted({e for c in consumers for e in c.waiting()})
-        if not waiting:
-            return []
-        unit.busy = 1
-        return [ProcessBundles(unit.key, epoch, False, self._take(unit, waiting[0]))]
-
-    def _due(self, unit: _Unit) -> tuple[EpochRecord, ...]:
-        """What a source is to do next: an epoch, or several small ones if it is behind; none after
-        one after which somebody wants its state."""
-        epoch = Epoch(unit.finished + 1)
-        wanted = min(unit.handovers.values(), default=self.recorded)
-        records: list[EpochRecord] = []
-        rows = 0
-        while record := self.records.get(epoch):
-            rows += record.rows
-            if records and (rows > AT_ONCE_ROWS or len(records) == AT_ONCE or epoch > wanted):
-                break
-            records.append(record)
-            epoch = Epoch(epoch + 1)
-        return tuple(records)
-
-    def _complete(self, unit: _Unit) -> list[dict[ExchangeId, list[Any]]]:
-        """The bundles of the next epoch, if all of them are here; and of small ones after it, as
-        long as a unit that has taken another's place has not caught up."""
-        consumers, taken, nbytes = self._inputs(unit), [], 0
-        epoch, upto = Epoch(unit.finished + 1), Epoch(unit.finished + 1)
-        if unit.replaying_to is not None and unit.shape.kind == "keyed" and unit.shape.ordered:
-            upto = min([unit.replaying_to, *unit.handovers.values()])
-        while all(c.complete(epoch) for c in consumers):
-            bundles = self._take(unit, epoch)
-            taken.append(bundles)
-            if epoch >= upto or len(taken) == REPLAYED:
-                break
-            nbytes += sum(b.nbytes for found in bundles.values() for b in found)
-            if nbytes > AT_ONCE_BYTES:
-                break
-            epoch = Epoch(epoch + 1)
-        return taken
-
-    def _follow(self, unit: _Unit) -> list[SiteEffect]:
-        """Of a source: leave epochs out that nobody needs any more."""
-        if unit.shape.kind != "source":
-            return []
-        producers = self._outputs(unit)
-        effects: list[SiteEffect] = []
-        stable = min(p.stable for p in producers)
-        while unit.finished < stable and (record := self.records.get(Epoch(unit.finished + 1))):
-            unit.finished = record.epoch
-            for producer in producers:
-                producer.skip(record.epoch)
-            effects.append(FollowEpoch(unit.key, record))
-        return effects + self._handovers(unit)
+            return [*unit.follow(self.records), *self._handovers(unit)]
+        order = unit.next_epochs(self.records, self.recorded)
+        return [order] if order is not None else []
 
     def _on_sink_durable(self, event: SinkDurable) -> list[SiteEffect]:
         unit = self.units.get(event.unit)
         if unit is None or not unit.installed or not unit.lazy or event.epoch <= unit.finished:
             return []
-        unit.finished = event.epoch
-        acks = [ack for c in self._inputs(unit) for ack in c.stand_at(event.epoch, self.connected)]
-        return [*acks, *self._handovers(unit)]
-
-    def _take(self, unit: _Unit, epoch: Epoch) -> dict[ExchangeId, list[Any]]:
-        return {x: self.consumers[x, unit.key[1]].take(epoch) for x in unit.shape.inputs}
+        return [*unit.stand_at(event.epoch, self.connected), *self._handovers(unit)]
 
     def _trim_records(self) -> None:
         sources = [u.finished for u in self.units.values() if u.shape.kind == "source"]
@@ -565,7 +412,7 @@ class Dataflow:
         working = [u for u in self.units.values() if not u.stands]
         if any(not u.installed or (u.finished < self.last and not u.lazy) for u in working):
             return []
-        sending = [self.producers[x, u.key[1]] for u in working for x in u.shape.outputs]
+        sending = [producer for u in working for producer in u.outputs.values()]
         if any(self._is_owed(p, self.last) for p in sending):
             return []
         self._reported = True
@@ -592,25 +439,12 @@ class Dataflow:
         if event.joiner not in self.view.cohort(event.unit).joining:
             return []  # it was given up meanwhile
         # What the producers let go of before they counted the new copy, this one has received.
-        unit.handovers[event.joiner] = self._received(unit)
+        unit.handovers[event.joiner] = unit.received
         return self._handovers(unit) if not unit.busy else []
 
-    def _handovers(self, unit: _Unit) -> list[SiteEffect]:
+    def _handovers(self, unit: UnitCopy) -> list[SiteEffect]:
         assert self.view is not None
-        effects: list[SiteEffect] = []
-        for joiner in [s for s, due in unit.handovers.items() if unit.finished >= due]:
-            del unit.handovers[joiner]
-            if joiner == STORE:
-                effects.append(self._store(unit))
-                continue
-            unit.handed[joiner] = self.view.cohort(unit.key).since_of(joiner)
-            after = unit.given.get(joiner)
-            unit.given[joiner] = unit.finished
-            producers = {x: self.producers[x, unit.key[1]] for x in unit.shape.outputs}
-            kept = {x: p.export(after) for x, p in producers.items()}
-            let_go = {x: p.let_go() for x, p in producers.items()}
-            effects.append(HandOver(unit.key, joiner, unit.finished, kept, let_go, after))
-        return effects
+        return list(unit.hand_over(self.view.cohort(unit.key), self._stored))
 
     def _on_store_ordered(self, event: StoreOrdered) -> list[SiteEffect]:
         """Every unit as it is after this epoch and no other: what some have of later epochs others
@@ -629,30 +463,20 @@ class Dataflow:
                 effects += self._handovers(unit)
         return effects
 
-    def _store(self, unit: _Unit) -> StoreState:
-        """What was given before may not have become part of a checkpoint."""
-        known = unit.given.get(STORE)
-        unit.given[STORE] = unit.finished
-        after = known if known is not None and known == self._stored else None
-        return StoreState(unit.key, unit.finished, after)
-
     def is_covered(self, key: Unit, epoch: int) -> bool:
         """Whether all that stand by for the consumers of a unit have checkpoints after `epoch`."""
         return all(
-            self.producers[x, key[1]].stable > epoch
-            for x in self.units[key].shape.outputs
+            producer.stable > epoch
+            for x, producer in self.units[key].outputs.items()
             if self.shape.stages[self.shape.consumer_of[x]].guard.standbys
         )
 
     def _on_checkpoint_due(self, event: CheckpointDue) -> list[SiteEffect]:
-        """To all that stand by, unless nothing has happened since the last one."""
         unit = self.units.get(event.unit)
         if unit is None or not unit.installed or unit.stands:
             return []
         assert self.view is not None
-        for site in self.view.cohort(unit.key).standing:
-            if unit.given.get(site) != unit.finished or unit.busy:
-                unit.handovers[site] = unit.finished
+        unit.checkpoint(self.view.cohort(unit.key).standing)
         return self._handovers(unit) if not unit.busy else []
 
     def _on_copy_installed(self, event: CopyInstalled) -> list[SiteEffect]:
@@ -661,16 +485,12 @@ class Dataflow:
             return []
         if not unit.installed:
             return self._install(unit, event.epoch, event.needs, event.kept, event.let_go)
-        unit.finished = event.epoch
-        for exchange in unit.shape.outputs:
-            producer = self.producers[exchange, unit.key[1]]
-            kept, let_go = event.kept[exchange], event.let_go[exchange]
-            producer.install(event.epoch, kept, let_go, event.whole)
-        return [ack for c in self._inputs(unit) for ack in c.stand_at(event.epoch, self.connected)]
+        unit.install_outputs(event.epoch, event.kept, event.let_go, event.whole)
+        return list(unit.stand_at(event.epoch, self.connected))
 
     def _install(
         self,
-        unit: _Unit,
+        unit: UnitCopy,
         epoch: Epoch,
         needs: Epoch,
         kept: Mapping[ExchangeId, Mapping[CohortId, list[Any]]],
@@ -683,27 +503,24 @@ class Dataflow:
         enough = len(self.view.cohort(unit.key).copies) >= unit.shape.guard.copies
         unit.stands = enough and unit.shape.guard.standbys > 0
         unit.lazy = unit.shape.guard.lazy
-        unit.replaying_to = epoch if unit.lazy else max(self.recorded, epoch)
-        if unit.stands:
-            unit.replaying_to = None
         self._add_ends(unit, epoch, needs, credit)
-        self._rush(unit)
-        effects: list[SiteEffect] = []
-        for exchange in unit.shape.outputs:
-            producer = self.producers[exchange, unit.key[1]]
-            producer.install(epoch, kept[exchange], let_go[exchange])
+        upto = epoch if unit.lazy else max(self.recorded, epoch)
+        unit.replay(None if unit.stands else upto, self.window)
+        unit.install_outputs(epoch, kept, let_go)
+        for producer in unit.outputs.values():
             self._count_takers(producer)
-        effects += self._take_early()
-        for exchange in unit.shape.inputs:
-            effects += self._follow_producers(self.consumers[exchange, unit.key[1]])
+        effects = self._take_early()
+        for consumer in unit.inputs.values():
+            effects += self._follow_producers(consumer)
         if unit.shape.kind == "source":
             effects.append(AskRecords(epoch))
         effects.append(ReportCopy(unit.key, "installed"))
-        return effects + self._next(unit) + self._caught_up(unit) + self._finish_site()
+        effects += [*self._next(unit), *unit.caught_up(self.window)]
+        return effects + self._finish_site()
 
     # --- making a unit anew ---------------------------------------------------------------------
 
-    def _search(self, unit: _Unit) -> list[SiteEffect]:
+    def _search(self, unit: UnitCopy) -> list[SiteEffect]:
         """Ask all copies of the producers of a unit that is to be made anew what they have."""
         assert self.view is not None
         cohort = self.view.cohort(unit.key)
@@ -717,7 +534,7 @@ class Dataflow:
         ]
         return [*asked, *self._make_anew(unit)]
 
-    def _sources(self, unit: _Unit) -> dict[Source, None]:
+    def _sources(self, unit: UnitCopy) -> dict[Source, None]:
         """All copies of its producers; none while one of them has no copy itself."""
         assert self.view is not None
         found: dict[Source, None] = {}
@@ -748,7 +565,7 @@ class Dataflow:
         unit.search.told[source] = (event.after, event.upto, event.credit)
         return self._make_anew(unit)
 
-    def _make_anew(self, unit: _Unit) -> list[SiteEffect]:
+    def _make_anew(self, unit: UnitCopy) -> list[SiteEffect]:
         """Begin, if it is known from where on."""
         begins = unit.search.begins(self._sources(unit)) if unit.search is not None else None
         if begins is None:
@@ -767,30 +584,9 @@ class Dataflow:
         effects: list[SiteEffect] = []
         for unit in self.units.values() if event.number == self.view.number else ():
             if unit.installed and unit.shape.guard.anew < unit.shape.guard.level:
-                unit.stock = self._received(unit)
-                effects += self._stocked(unit)
+                unit.stock = unit.received
+                effects += unit.stocked(self.shape.levels)
         return effects
-
-    def _stocked(self, unit: _Unit) -> list[SiteEffect]:
-        if unit.stock is None or unit.stands:
-            return []
-        if self._levels(unit, unit.finished)[unit.shape.guard.level - 1] < unit.stock:
-            return []
-        unit.stock = None
-        return [ReportCopy(unit.key, "stocked")]
-
-    def _caught_up(self, unit: _Unit) -> list[SiteEffect]:
-        if unit.replaying_to is None or unit.finished < unit.replaying_to:
-            return []
-        unit.replaying_to = None
-        self._rush(unit)
-        return [ReportCopy(unit.key, "caught_up")]
-
-    def _rush(self, unit: _Unit) -> None:
-        """Have room for more as long as the unit is behind."""
-        behind = unit.replaying_to is not None and unit.shape.kind == "keyed"
-        for consumer in self._inputs(unit):
-            consumer.window = max(self.window, ROOM_BEHIND) if behind else self.window
 
     def slowest(self) -> tuple[SiteId, int] | None:
         """The copy elsewhere that most is kept for here, and how many bytes."""

@@ -20,6 +20,7 @@ from holdfast.core.exchange import Consumer, Producer
 from holdfast.core.ids import NO_EPOCH, CohortId, Epoch
 from holdfast.core.layout import Cohort, View
 from holdfast.core.sequencer import Sequencer
+from holdfast.core.unit import UnitCopy
 from holdfast.core.upstream import Needs, Search
 from holdfast.flow.state import StateTable
 from holdfast.sim.explore import Case, forget
@@ -289,8 +290,8 @@ def _let_go_when_received(_: Any) -> Any:
 
 
 def _all_levels_alike(right: Any) -> Any:
-    def levels(self: Dataflow, unit: Any, received: Epoch) -> Any:
-        found = right(self, unit, received)
+    def levels(self: UnitCopy, count: int, received: Epoch) -> Any:
+        found = right(self, count, received)
         return (found[0],) * len(found)
 
     return levels
@@ -347,13 +348,13 @@ def _standbys_are_not_counted(right: Any) -> Any:
 
 
 def _before_it_is_in_place(right: Any) -> Any:
-    def given(self: Dataflow, unit: Any) -> Any:
-        effects = right(self, unit)
-        for site in unit.given:
-            unit.given[site] = Epoch(unit.given[site] + 1)
+    def hand_over(self: UnitCopy, *args: Any) -> Any:
+        effects = right(self, *args)
+        for site in self.given:
+            self.given[site] = Epoch(self.given[site] + 1)
         return effects
 
-    return given
+    return hand_over
 
 
 def _stock_not_awaited(_: Any) -> Any:
@@ -434,7 +435,7 @@ BUGS = [
     _passive("standby not counted", "producers do not keep what came since the last checkpoint",
         Dataflow, "_count_takers", _standbys_are_not_counted),
     _passive("changes left out", "a checkpoint lacks what changed right after the one before",
-        Dataflow, "_handovers", _before_it_is_in_place),
+        UnitCopy, "hand_over", _before_it_is_in_place),
     _upstream("state not counted", "input is let go although state comes from it",
         UnitRunner, "came_from", _as_if_stateless),
     _upstream("one of many", "what was done together all goes into the last of its epochs",
@@ -442,7 +443,7 @@ BUGS = [
     _upstream("log let go", "input is let go when it is received",
         Producer, "_stable", _let_go_when_received),
     _upstream("levels alike", "input is let go although what comes from it is needed further on",
-        Dataflow, "_levels", _all_levels_alike),
+        UnitCopy, "levels", _all_levels_alike),
     _upstream("one log asked", "a unit is made anew from where the first of its producers can",
         Search, "begins", _one_is_asked),
     _upstream("needs off by one", "the state is taken for that of an epoch later",

@@ -10,9 +10,9 @@ Against a member that lies (says to have what it has not) there is no protection
 
 from __future__ import annotations
 
-from holdfast.core.dataflow import ROOM_BEHIND
 from holdfast.core.layout import Shape, StageShape
 from holdfast.core.records import Block, EpochRecord
+from holdfast.core.unit import ROOM_BEHIND
 from holdfast.errors import ProtocolError
 from holdfast.flow.plan import Plan
 from holdfast.site import wire

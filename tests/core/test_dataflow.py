@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from holdfast.core.dataflow import AT_ONCE_ROWS, REPLAYED, ROOM_BEHIND, Dataflow
+from holdfast.core.dataflow import Dataflow
 from holdfast.core.effects import (
     AbandonHandOver,
     AskRecords,
@@ -35,6 +35,7 @@ from holdfast.core.events import (
 from holdfast.core.ids import NO_EPOCH
 from holdfast.core.layout import Cohort, Guard, Shape, StageShape, View
 from holdfast.core.records import EpochRecord, Range
+from holdfast.core.unit import AT_ONCE_ROWS, REPLAYED, ROOM_BEHIND
 
 SHAPE = Shape(
     (

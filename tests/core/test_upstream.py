@@ -1,11 +1,11 @@
 """Upstream backup: what is kept, for how long, and from where a lost unit begins."""
 
-from holdfast.core.dataflow import ROOM_BEHIND
 from holdfast.core.effects import AskLog, ProcessBundles, ReportCopy, SendAck, SendBundle, TellLog
 from holdfast.core.events import AckArrived, LogAsked, LogTold, UnitProcessed, ViewCommitted
 from holdfast.core.exchange import Producer
 from holdfast.core.ids import NO_EPOCH
 from holdfast.core.layout import Guard, Shape, StageShape
+from holdfast.core.unit import ROOM_BEHIND
 from holdfast.core.upstream import Needs, Search
 
 from .test_dataflow import Dataflow, Frames, PeerConnected, view
@@ -95,14 +95,14 @@ def test_a_unit_says_what_it_needs_at_every_level() -> None:
     """Its consumer has received epoch 1, and needs what comes after epoch 0."""
     machine = site(1, "0", "1", "2", "2", connected=(0, 2))
     assert machine.units[FIRST].needs is not None
-    assert machine._levels(machine.units[FIRST], 2) == (-1, -1)
+    assert machine.units[FIRST].levels(2, 2) == (-1, -1)
     for epoch, after in ((0, 0), (1, 0), (2, 1)):
         machine.units[FIRST].busy = True
         machine.handle(UnitProcessed(FIRST, epoch, True, {1: {0: Frames("x")}}, after))
     machine.handle(AckArrived(1, 0, 0, 2, 0, 1, 4, True, -1, 0, (0, 0)))
-    assert machine._levels(machine.units[FIRST], 2) == (0, 0)
+    assert machine.units[FIRST].levels(2, 2) == (0, 0)
     machine.handle(AckArrived(1, 0, 0, 2, 0, 2, 5, True, -1, 0, (1, 1)))
-    assert machine._levels(machine.units[FIRST], 2) == (1, 0)
+    assert machine.units[FIRST].levels(2, 2) == (1, 0)
 
 
 def test_a_unit_that_has_copies_needs_nothing_that_it_has() -> None:
