@@ -13,9 +13,8 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, assert_never
+from typing import Any, assert_never
 
 import msgspec
 import pyarrow as pa
@@ -51,7 +50,7 @@ from holdfast.core.events import (
     WaitOver,
 )
 from holdfast.core.ids import CohortId, SiteId, StageId
-from holdfast.core.layout import Domain, Guard, Shape, View, place
+from holdfast.core.layout import Domain, Guard, View, place
 from holdfast.core.records import EpochRecord
 from holdfast.durable import Durable
 from holdfast.errors import ArbiterAway, Superseded
@@ -60,10 +59,11 @@ from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
 from holdfast.flow.plan import Plan, shape
 from holdfast.flow.sources import Feeder
+from holdfast.hosting import Host, Place, Route, apart, direct, refuse
 from holdfast.signs import Signs
 from holdfast.site import wire
-from holdfast.site.connection import Connection, dial, listen
-from holdfast.site.runtime import OnExit, SiteConfig
+from holdfast.site.connection import Connection, dial, is_listening, listen
+from holdfast.site.runtime import SiteConfig
 
 log = logging.getLogger("holdfast.control")
 
@@ -71,57 +71,6 @@ GATHER_S = 0.003
 """Sites that are lost within so long of each other have failed together: one view, not several."""
 RECORDS_MAX = 100_000
 """So many epochs are remembered here, for whoever wants to see them."""
-
-Address = tuple[str, int]
-Route = Callable[[int, int, Address], Address]
-"""Where the first site is to dial to reach the second, which listens at the given address."""
-
-
-def direct(site: int, other: int, address: Address) -> Address:
-    """Sites connect to each other without detours."""
-    return address
-
-
-class Host(Protocol):
-    """Who starts the sites' processes, and says when one has ended."""
-
-    name: str
-    application: str
-    listen_host: str
-    advertise_host: str
-    """Where sites find the controller."""
-
-    def launch(self, flow: Flow, config: SiteConfig, on_exit: OnExit) -> None: ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class Place:
-    """Which of the flow's applications this is, and how they find each other."""
-
-    app: int = 0
-    controls: tuple[tuple[str, int], ...] = ()
-    """Where each application's control listens; empty if there is only one application."""
-    arbiter_url: str | None = None
-
-    def __post_init__(self) -> None:
-        if len(self.controls) > 1 and self.arbiter_url is None:
-            raise errors.HostError(
-                f"{len(self.controls)} applications need an arbiter to settle who leads",
-                hint="give --arbiter file:/path on one host, zk://host:port,host:port across hosts",
-            )
-        hosts = {host for host, _ in self.controls}
-        if len(hosts) > 1 and not str(self.arbiter_url).startswith("zk://"):
-            raise errors.HostError(
-                f"applications on {len(hosts)} hosts ({', '.join(sorted(hosts))}) need an arbiter "
-                "that all of them reach",
-                hint="give --arbiter zk://host:port,host:port",
-            )
-
-    @property
-    def apps(self) -> int:
-        return max(1, len(self.controls))
 
 
 class Committed(msgspec.Struct, frozen=True):
@@ -160,8 +109,8 @@ class Control:
     ) -> None:
         self.flow, self.plan, self.options = flow, plan, options
         self.place = place
-        self.shape = _apart(shape(plan, options.partitions), place.apps)
-        _refuse(plan, self.shape, place.apps)
+        self.shape = apart(shape(plan, options.partitions), place.apps)
+        refuse(plan, self.shape, place.apps)
         self.controller: Controller | None = None
         self.error: Exception | None = None
         self.records: dict[int, EpochRecord] = {}
@@ -268,7 +217,7 @@ class Control:
             raise errors.HostError(
                 f"the flow is {controller.state.value}, so its protection cannot be changed"
             )
-        wanted = _apart(controller.shape.guarded(tuple(guards)), self.place.apps)
+        wanted = apart(controller.shape.guarded(tuple(guards)), self.place.apps)
         place(wanted, controller.view.members, controller.domains)  # raises if that cannot be
         self._handle(ProtectionWanted(wanted.guards))
 
@@ -345,7 +294,7 @@ class Control:
                 addresses[site] = (registered.host, registered.port)
             else:
                 self._fence(site)  # in place of one whose death was not committed: it is done anew
-        gone = await self._not_listening(known.view.members, addresses)
+        gone = await self._gone(known.view.members, addresses)
         controller = Controller(self.shape, known.view.members)
         dead = {SiteId(s): reason for s, reason in known.dead.items()}
         effects = controller.resume(
@@ -591,34 +540,20 @@ class Control:
         gone = {s: reason for s, reason in suspects.items() if reason is not None}
         unsure = [s for s, reason in suspects.items() if reason is None]
         known = self.controller.addresses if self.controller else {}
-        for site in await self._not_listening(unsure, known):
+        for site in await self._gone(unsure, known):
             gone[site] = "its process is gone"
         if gone:
             reason = "; ".join(sorted(set(gone.values())))
             self._handle(SitesFailed(tuple(gone), reason))
 
-    async def _not_listening(
+    async def _gone(
         self, sites: Iterable[SiteId], addresses: Mapping[SiteId, tuple[str, int]]
     ) -> list[SiteId]:
         """Those of the sites where nobody listens any more."""
-
-        async def listens(address: tuple[str, int]) -> bool:
-            try:
-                async with asyncio.timeout(self.options.lease_s / 5):
-                    reader, writer = await asyncio.open_connection(*address)
-                    with contextlib.closing(writer):
-                        # The kernel may still take connections of a process that is ending. A
-                        # site that lives begins the handshake.
-                        return bool(await reader.read(1))
-            except (ConnectionRefusedError, ConnectionResetError):
-                return False
-            except (OSError, TimeoutError) as error:
-                log.info("nobody answers at %s: %s", address, error)
-                return True
-
         asked = [s for s in sites if s in addresses]
-        answers = await asyncio.gather(*(listens(addresses[s]) for s in asked))
-        return [s for s, there in zip(asked, answers, strict=True) if not there]
+        patience = self.options.lease_s / 5
+        there = await asyncio.gather(*(is_listening(addresses[s], patience) for s in asked))
+        return [s for s, listens in zip(asked, there, strict=True) if not listens]
 
     async def _watch(self) -> None:
         """Declare dead who has been silent for longer than the lease, unless we have been."""
@@ -859,40 +794,6 @@ class Control:
         feeders, self._feeders = self._feeders, []
         for feeder in feeders:
             feeder.stop()
-
-
-def _refuse(plan: Plan, shaped: Shape, apps: int) -> None:
-    """What cannot be protected as asked, by name."""
-    for stage in plan.sources:
-        if stage.source is None or not stage.source.fed:
-            continue
-        if shaped.stages[stage.id].guard.copies > 2:
-            raise errors.HostError(
-                f"source {stage.name!r} is one whose rows come once, and such a source can have "
-                f"2 copies, not {shaped.stages[stage.id].guard.copies}",
-                hint="protect the flow with pairs(), or take a source that can be read again",
-            )
-        if apps > 1 and not stage.source.resumable:
-            raise errors.HostError(
-                f"source {stage.name!r}: without a checkpoint location the query that feeds it "
-                "could not be taken over by another application",
-                hint="write spark_stream(df, checkpoint=...), at a place that all of them reach",
-            )
-    if apps > 1 and shaped.granularity != "partition":
-        raise errors.HostError(
-            f"{shaped.granularity} pairs are there to be measured, in one application"
-        )
-
-
-def _apart(shaped: Shape, apps: int) -> Shape:
-    """With several applications, copies are in different ones: that is what they are for."""
-    if apps == 1:
-        return shaped
-    stages = tuple(
-        replace(s, guard=replace(s.guard, apart="application")) if 1 < s.guard.wanted <= apps else s
-        for s in shaped.stages
-    )
-    return replace(shaped, stages=stages)
 
 
 def _last_view_only(effects: list[ControllerEffect]) -> list[ControllerEffect]:

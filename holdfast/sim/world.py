@@ -433,7 +433,7 @@ class World:
 
     def _read(self, site: SiteId, unit: Any, split: Any) -> None:
         node = self.nodes[site]
-        node.read_split(unit, split, self.random.randint(1, self.options.block_rows))
+        node.sourcing.read_split(unit, split, self.random.randint(1, self.options.block_rows))
         self._after(node)
 
     def _work(self, site: SiteId, entry: Any) -> None:

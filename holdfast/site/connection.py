@@ -7,6 +7,7 @@ announced.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import os
@@ -302,3 +303,19 @@ async def dial(make: ConnectionMaker, address: tuple[str, int]) -> Connection:
     async with asyncio.timeout(HANDSHAKE_S_MAX):
         _, connection = await asyncio.get_running_loop().create_connection(make, *address)
     return connection
+
+
+async def is_listening(address: tuple[str, int], patience_s: float) -> bool:
+    """Whether somebody listens there, as far as one can tell: False is certain."""
+    try:
+        async with asyncio.timeout(patience_s):
+            reader, writer = await asyncio.open_connection(*address)
+            with contextlib.closing(writer):
+                # The kernel may still take connections of a process that is ending. A site that
+                # lives begins the handshake.
+                return bool(await reader.read(1))
+    except (ConnectionRefusedError, ConnectionResetError):
+        return False
+    except (OSError, TimeoutError) as error:
+        log.info("nobody answers at %s: %s", address, error)
+        return True

@@ -26,22 +26,17 @@ from holdfast.core.effects import (
     AskRecords,
     BeginUnit,
     CloseUnit,
-    ConfirmChain,
-    CopySequencer,
     FollowEpoch,
     HandOver,
     IngestEpochs,
     OpenUnit,
-    PassRecord,
     ProcessBundles,
-    PublishRecord,
     ReportCopy,
     ReportDelivered,
     ReportFinished,
     ReportMissed,
     SendAck,
     SendBundle,
-    SequencerEffect,
     SiteEffect,
     StoreState,
     TellLog,
@@ -54,7 +49,6 @@ from holdfast.core.events import (
     ChainJoined,
     CheckpointDue,
     DrainRequested,
-    EpochDelivered,
     LogAsked,
     LogTold,
     PauseRequested,
@@ -62,19 +56,17 @@ from holdfast.core.events import (
     PeerLost,
     RecordArrived,
     RecordPassed,
-    SequencerCopied,
-    SequencerEvent,
     SinkDurable,
     SiteEvent,
     SplitEnded,
     SplitIdle,
     StockOrdered,
     StoreOrdered,
-    SuccessorConnected,
     ViewCommitted,
 )
 from holdfast.core.ids import FIRST, NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
 from holdfast.core.layout import View
+from holdfast.core.records import EpochRecord
 from holdfast.core.sequencer import Sequencer
 from holdfast.errors import ProtocolError
 from holdfast.flow.options import Options
@@ -83,10 +75,10 @@ from holdfast.site import bundles, wire
 from holdfast.site.bundles import Frames
 from holdfast.site.checks import Checks
 from holdfast.site.handover import Checkpoint, Incoming, Outgoing
-from holdfast.site.ingress import Split
-from holdfast.site.memory import fitting, limit_bytes
 from holdfast.site.rounds import Progress, Rounds
+from holdfast.site.sequencing import Sequencing
 from holdfast.site.serving import Serving
+from holdfast.site.sourcing import Sourcing
 from holdfast.site.spill import Spill
 from holdfast.site.stages import SiteStages, UnitRunner
 from holdfast.site.storing import Shelf, Storing
@@ -94,8 +86,6 @@ from holdfast.site.storing import Shelf, Storing
 log = logging.getLogger("holdfast.site")
 
 Order = IngestEpochs | ProcessBundles
-
-EARLY_MAX = 1_000
 
 
 class Transport(Protocol):
@@ -149,24 +139,22 @@ class Node:
         self._checks = Checks(plan, shaped, options.window)
         self._begun = Epoch(plan.past.epochs - 1) if plan.past else NO_EPOCH
         self.dataflow = Dataflow(site, shaped, options.window, self._begun)
+        self.sourcing = Sourcing(
+            self.stages, self.dataflow, options, now, transport.send, self._to_sequencer
+        )
         self.serving = Serving(self.stages.egress, transport.send, lambda: self.dataflow.last)
-        self.sequencer: Sequencer | None = None
+        self.sequencing = Sequencing(plan, site, options, self._begun, now, self._to, self._publish)
         self.orders: list[tuple[int, int, int, Order]] = []
         self.outgoing: dict[tuple[Unit, SiteId], Outgoing] = {}
         self.incoming: dict[Unit, Incoming] = {}
         self.finished = False
         self.freeze_ms = 0.0
         self._gaps = _Gaps()
-        self.latency_ms: deque[float] = deque(maxlen=2_000)
-        self._cut_at: dict[int, float] = {}
         self._ties = itertools.count()
         self._acks: dict[SiteId, dict[tuple[int, int, int], wire.Ack]] = {}
         self._working = self._hasty = False
-        self._quiet_since: dict[tuple[int, int], float] = {}
         self._rounds = Rounds()
-        self._waits_for_chain = False
         self._uncounted: set[Unit] = set()
-        self._early: deque[SequencerEvent] = deque(maxlen=EARLY_MAX)
 
     # --- what a shell calls ---------------------------------------------------------------------
 
@@ -176,8 +164,8 @@ class Node:
         if not view.replaces(known):
             return
         self.view, self.finished, self._over = view, False, False
-        if self.sequencer is None and known is None and self.site in view.sequencers:
-            self.sequencer = self._make_sequencer()
+        if known is None and self.site in view.sequencers:
+            self.sequencing.open()
         for unit, incoming in list(self.incoming.items()):
             if incoming.donor not in view.members:
                 del self.incoming[unit]
@@ -188,27 +176,21 @@ class Node:
         self.incoming = {u: i for u, i in self.incoming.items() if self._is_awaited(u)}
         self.stages.on_view(view)  # units that it opened
         self.serving.on_view(view, self.site, self._sinks)
-        self._announce_anew()
-        self._ask_for_portions()
-        if self.sequencer is not None:
-            self._sequence(ViewCommitted(view))
+        self.sourcing.announce_anew()
+        self.sourcing.ask_for_portions()
+        self.sequencing.on_view(view)
         joins = self.site in view.cohort(FIRST).joining and self.dataflow.units[FIRST].installed
         if joins and known is not None and known.sequencers[-1:] != view.sequencers[-1:]:
-            self._waits_for_chain = True  # the copy it was chained to is gone
-        early, self._early = self._early, deque(maxlen=EARLY_MAX)
-        for event in early if self.sequencer is not None else ():
-            try:
-                self._sequence(event)
-            except ProtocolError as error:  # not the fault of whoever sent the view
-                log.warning("site %s: of what came before its view: %s", self.site, error)
-        self._join_chain()
+            self.sequencing.waits_for_chain = True  # the copy it was chained to is gone
+        self.sequencing.take_early()
+        self.sequencing.join_chain(view)
 
     def hurry(self) -> None:
         """Called every now and then: a unit that has not moved since takes from other copies, and
         sinks are seen to."""
         for effect in self.dataflow.hurry():
             self._apply(effect)
-        self._tell_positions()
+        self.sourcing.tell_positions()
         if not self.finished:
             self.stages.tend()
 
@@ -224,16 +206,15 @@ class Node:
         if self.view is None:
             return
         self._transport.send(site, wire.RecordsAfter(self.dataflow.lacks_records()))
-        if self.sequencer is not None:
-            self._sequence(SuccessorConnected(site))
+        self.sequencing.on_connected(site)
         if site == self.view.sequencers[0]:
-            self._announce_anew()
+            self.sourcing.announce_anew()
             for effect in self.dataflow.delivered():
                 self._apply(effect)
         if site == self.view.sequencers[-1]:
-            self._join_chain()
+            self.sequencing.join_chain(self.view)
         self.serving.on_connected(site)
-        self._ask_for_portions()
+        self.sourcing.ask_for_portions()
 
     def on_lost(self, site: SiteId) -> None:
         self._acks.pop(site, None)
@@ -281,7 +262,7 @@ class Node:
             case wire.Record():
                 self._handle(RecordArrived(message.record))
             case wire.Pass():
-                self._sequence(RecordPassed(message.record))
+                self.sequencing.handle(RecordPassed(message.record))
             case wire.RecordsAfter():
                 after = None if message.epoch is None else Epoch(message.epoch)
                 for record in self.dataflow.records_after(after):
@@ -291,28 +272,29 @@ class Node:
                     self.view is not None
                     and self.view.cohort(FIRST).since_of(site) == message.since
                 ):
-                    self._sequence(ChainJoined(site, Epoch(message.has)))
+                    self.sequencing.handle(ChainJoined(site, Epoch(message.has)))
             case wire.Chained():
-                self._on_chained()
+                if self.sequencing.on_chained():
+                    self._tell_if_whole(FIRST)
             case wire.SequencerState():
                 self._on_sequencer_state(message)
             case wire.Blocks():
-                self._sequence(
+                self.sequencing.handle(
                     BlocksAvailable(
                         StageId(message.source), message.split, message.blocks, message.anew
                     )
                 )
             case wire.SplitState():
                 kind = SplitEnded if message.ended else SplitIdle
-                self._sequence(kind(StageId(message.source), message.split))
+                self.sequencing.handle(kind(StageId(message.source), message.split))
             case wire.SplitAt():
-                self._on_split_at(message)
+                self.sourcing.on_split_at(message)
             case wire.Delivered():
                 self._on_delivered(message)
             case wire.Drain():
-                self._sequence(DrainRequested())
+                self.sequencing.handle(DrainRequested())
             case wire.Pause():
-                self._sequence(PauseRequested(message.paused))
+                self.sequencing.handle(PauseRequested(message.paused))
             case wire.Recorded():
                 if self.stages.recorded is not None:
                     self.stages.recorded = max(self.stages.recorded, message.epoch)
@@ -333,13 +315,9 @@ class Node:
             case wire.HandOverEnd():
                 self._on_hand_over_end(site, message)
             case wire.FeedPortion():
-                self._on_feed_portion(site, message, body)
+                self.sourcing.on_feed_portion(site, message, body)
             case wire.FeedHas():
-                reader = self.stages.fed().get(message.source)
-                if reader is not None and reader.leads:
-                    reader.on_has(site, message.number, message.again)
-                    if message.again:
-                        self._transport.send(site, wire.FeedCounted(message.source))
+                self.sourcing.on_feed_has(site, message)
             case wire.FeedCounted():
                 self._on_feed_counted(message.source)
             case wire.Notes():
@@ -433,7 +411,7 @@ class Node:
                 self.incoming.pop(effect.unit, None)
                 self._uncounted.discard(effect.unit)
                 if effect.unit == FIRST:
-                    self.sequencer, self._waits_for_chain = None, False
+                    self.sequencing.close()
                 self.orders = [o for o in self.orders if o[-1].unit != effect.unit]
                 heapq.heapify(self.orders)
             case FollowEpoch():
@@ -636,7 +614,7 @@ class Node:
             del self.incoming[unit]
             self._handle(installed)
             self.stages.on_view(self.view)
-            self._ask_for_portions()
+            self.sourcing.ask_for_portions()
 
     def _fail_copy(self, unit: Unit, site: SiteId, reason: str) -> None:
         self._tell_copy(unit, site, "failed", reason)
@@ -650,15 +628,18 @@ class Node:
         if phase == "installed" and unit[0] in self.stages.fed():
             self._uncounted.add(unit)
         if phase == "installed" and unit == FIRST:
-            self._waits_for_chain = True
-            self._join_chain()
+            assert self.view is not None
+            self.sequencing.waits_for_chain = True
+            self.sequencing.join_chain(self.view)
         if self._is_whole(unit):
             self._tell_copy(unit, self.site, phase)
 
     def _is_whole(self, unit: Unit) -> bool:
         """Whether a new copy can take the place of the others: also as far as the sequencer and
         the rows that were pushed to them are concerned."""
-        return unit not in self._uncounted and not (unit == FIRST and self._waits_for_chain)
+        return unit not in self._uncounted and not (
+            unit == FIRST and self.sequencing.waits_for_chain
+        )
 
     def _tell_if_whole(self, unit: Unit) -> None:
         held = self.dataflow.units.get(unit)
@@ -667,69 +648,20 @@ class Node:
             if held.replaying_to is None:
                 self._tell_copy(unit, self.site, "caught_up")
 
-    def _on_feed_counted(self, source: int) -> None:
-        unit = (StageId(source), CohortId(0))
-        if unit in self._uncounted:
-            self._uncounted.discard(unit)
-            self._tell_if_whole(unit)
-
-    def _join_chain(self) -> None:
-        """With the first unit comes a copy of the sequencer, and only with it is the unit whole:
-        from then on every record passes through it before anybody acts on it."""
-        if self._waits_for_chain and self.view is not None:
-            has = self.sequencer.next_epoch if self.sequencer else NO_EPOCH
-            since = self.view.cohort(FIRST).since_of(self.site)
-            self._to(self.view.sequencers[-1], wire.JoinChain(has, since))
-
     def _on_sequencer_state(self, message: wire.SequencerState) -> None:
-        if self._waits_for_chain:
-            self.sequencer = self._make_sequencer()
-            self._sequence(SequencerCopied(wire.fields(message)))
+        if self.view is not None and self.sequencing.on_state(message):
             for record in message.history:
                 self._handle(RecordArrived(record))
-            self._join_chain()
-
-    def _on_chained(self) -> None:
-        if self._waits_for_chain:
-            self._waits_for_chain = False
-            self._tell_if_whole(FIRST)
+            self.sequencing.join_chain(self.view)
 
     # --- the sequencer --------------------------------------------------------------------------
 
-    def _make_sequencer(self) -> Sequencer:
-        sinks = [StageId(s.id) for s in self.plan.sinks]
-        budget = fitting(self.options.budget, limit_bytes())
-        past = self.plan.past
-        seq = past.rows if past else 0
-        cuts = {(StageId(s), n): o for s, n, o in past.offsets} if past else {}
-        known = past.records if past else []
-        begun = self._begun
-        return Sequencer(self.site, self.plan.splits, sinks, budget, begun, seq, cuts, known)
+    @property
+    def sequencer(self) -> Sequencer | None:
+        return self.sequencing.sequencer
 
-    def _sequence(self, event: SequencerEvent) -> None:
-        if self.sequencer is None:
-            self._early.append(event)  # from a site that acts on a later view than this one
-            return
-        for effect in self.sequencer.handle(event):
-            self._apply_sequencer(effect)
-
-    def _apply_sequencer(self, effect: SequencerEffect) -> None:
-        match effect:
-            case PublishRecord():
-                self._publish(effect.record)
-            case PassRecord():
-                self._cut_at.setdefault(effect.record.epoch, self._now())
-                self._transport.send(effect.site, wire.Pass(effect.record))
-            case CopySequencer():
-                self._transport.send(effect.site, wire.SequencerState(**effect.state))
-            case ConfirmChain():
-                self._transport.send(effect.site, wire.Chained())
-            case _:
-                assert_never(effect)
-
-    def _publish(self, record: Any) -> None:
+    def _publish(self, record: EpochRecord) -> None:
         assert self.view is not None
-        self._cut_at.setdefault(record.epoch, self._now())
         self._transport.tell(wire.Cut(record))
         for site in self.view.members:
             if site != self.site:
@@ -759,106 +691,22 @@ class Node:
                 egress.let_go(message.durable)
                 unit = (StageId(message.sink), CohortId(0))
                 self._handle(SinkDurable(unit, Epoch(message.durable)))
-        if self.sequencer is not None:
-            self._note_latency(message)
-            self._sequence(EpochDelivered(StageId(message.sink), Epoch(message.epoch)))
-
-    def _note_latency(self, message: wire.Delivered) -> None:
-        assert self.sequencer is not None
-        others = [e for sink, e in self.sequencer.delivered.items() if sink != message.sink]
-        if all(e >= message.epoch for e in others):
-            now = self._now()
-            for epoch in [e for e in self._cut_at if e <= message.epoch]:
-                self.latency_ms.append((now - self._cut_at.pop(epoch)) * 1e3)
+        self.sequencing.on_delivered(StageId(message.sink), Epoch(message.epoch))
 
     # --- sources --------------------------------------------------------------------------------
 
-    def _leads(self, unit: Unit) -> bool:
-        return self.view is not None and self.view.cohort(unit).led_by(self.site)
-
-    def _announce_anew(self) -> None:
-        """The sequencer may be another, or this site may lead where it did not."""
-        for unit, split in self.stages.splits():
-            if self._leads(unit) and self.dataflow.units[unit].installed:
-                self._to_sequencer(wire.Blocks(unit[0], split.number, split.blocks(), True))
-                quiet = self._quiet_since.get((unit[0], split.number))
-                if split.ended or quiet == float("inf"):
-                    self._to_sequencer(wire.SplitState(unit[0], split.number, split.ended))
-
     def read_ahead(self, only_leading: bool = False) -> None:
-        """Read what the sources have, up to the limit; the leading copy offers it."""
-        if self.finished:
-            return
-        self.stages.recall()
-        self.checkpoint()
-        for reader in self.stages.fed().values():
-            reader.pull()
-        for unit, split in self.stages.splits():
-            held = self.dataflow.units[unit]
-            wanted = self._leads(unit) or not only_leading
-            if wanted and held.installed and not held.lazy:
-                self.read_split(unit, split, self.options.block_rows)
+        """Called every now and then: read what the sources have, and take checkpoints."""
+        if not self.finished:
+            self.stages.recall()
+            self.checkpoint()
+            self.sourcing.read_ahead(only_leading)
 
-    def read_split(self, unit: Unit, split: Split, block_rows: int) -> None:
-        source, leads = unit[0], self._leads(unit)
-        while not split.ended and split.rows_held < self.options.read_ahead_rows:
-            block = split.read(block_rows)
-            if block is None:
-                break
-            self._quiet_since.pop((source, split.number), None)
-            if leads:
-                self._to_sequencer(wire.Blocks(source, split.number, (block,), False))
-            if block.rows < block_rows:
-                return  # that was all there is; asking again at once would only find crumbs
-        else:
-            return
-        if leads and split.ended:
-            self._to_sequencer(wire.SplitState(source, split.number, True))
-        elif leads:
-            self._notice_quiet(source, split)
-
-    def _notice_quiet(self, source: int, split: Split) -> None:
-        now = self._now()
-        since = self._quiet_since.setdefault((source, split.number), now)
-        if since < now - self.options.idle_ms / 1e3:
-            self._quiet_since[source, split.number] = float("inf")  # say it once
-            self._to_sequencer(wire.SplitState(source, split.number, False))
-
-    def _tell_positions(self) -> None:
-        """Tell copies that only follow where the rows are that come next."""
-        for unit, split in self.stages.splits():
-            position = split.position if self._leads(unit) else None
-            if position is None or not self.stages.units[unit].guard.lazy:
-                continue
-            assert self.view is not None
-            for site in self.view.cohort(unit).copies[1:]:
-                said = wire.SplitAt(unit[0], split.number, split.first, position)
-                self._transport.send(site, said)
-
-    def _on_split_at(self, message: wire.SplitAt) -> None:
-        for unit, split in self.stages.splits():
-            meant = (unit[0], split.number) == (message.source, message.split)
-            if meant and self.dataflow.units[unit].lazy:
-                split.note(message.row, message.position)
-
-    def _on_feed_portion(self, site: SiteId, message: wire.FeedPortion, body: memoryview) -> None:
-        unit = (StageId(message.source), CohortId(0))
-        held = self.dataflow.units.get(unit)
-        if held is None or not held.installed:
-            return  # when it is installed it asks for what it lacks
-        reader = self.stages.fed()[message.source]
-        if reader.leads:
-            return  # from one that led before and does not know yet that it does not any more
-        reader.on_portion(message, body)
-        self._transport.send(site, wire.FeedHas(message.source, reader.has, False))
-
-    def _ask_for_portions(self) -> None:
-        """Tell the leading ingress of each fed source what this copy has, and get the rest."""
-        for source, reader in self.stages.fed().items():
-            unit = (StageId(source), CohortId(0))
-            if self.view is not None and not reader.leads and self.dataflow.units[unit].installed:
-                leader = self.view.cohort(unit).copies[0]
-                self._transport.send(leader, wire.FeedHas(source, reader.has, True))
+    def _on_feed_counted(self, source: int) -> None:
+        unit = (StageId(source), CohortId(0))
+        if unit in self._uncounted:
+            self._uncounted.discard(unit)
+            self._tell_if_whole(unit)
 
     # --- being watched --------------------------------------------------------------------------
 
@@ -870,7 +718,7 @@ class Node:
             "spilled_bytes": self._spill.spilled_bytes if self._spill else None,
             "spill_error": self._spill.error if self._spill else None,
             "stages": self.stages.figures(),
-            "latency_ms": _quantiles(list(self.latency_ms)),
+            "latency_ms": _quantiles(list(self.sequencing.latency_ms)),
             "output_gap_ms": self._gaps.longest_ms(self._now()),
             "copying": [
                 {"unit": list(unit), "to": joiner, "bytes_left": o.nbytes_left, "bytes": o.nbytes}

@@ -721,7 +721,9 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
         flow = node.dataflow
         lanes = {key: producer.lanes for key, producer in flow.producers.items()}
         sequencer = node.sequencer and (node.sequencer.splits, node.sequencer.delivered)
-        return repr((flow.units, flow.records, flow._early, lanes, sequencer, node._early))
+        return repr(
+            (flow.units, flow.records, flow._early, lanes, sequencer, node.sequencing.early)
+        )
 
     before = state()
     for message in IMPOSSIBLE:
@@ -804,7 +806,7 @@ def test_what_came_too_early_is_not_the_fault_of_a_view() -> None:
     """It is looked at when the view comes that it belongs to; by then the controller is talking."""
     world = World(line(), sites=2, seed=3, options=TINY)
     node = world.nodes[SiteId(0)]
-    node._early.append(BlocksAvailable(0, 0, (Block(50, 60, 80),)))
+    node.sequencing.early.append(BlocksAvailable(0, 0, (Block(50, 60, 80),)))
     world.run()
     for sink, table in expected().items():
         assert result(world, sink).equals(table)

@@ -1,0 +1,127 @@
+"""The sources of a node: what they have is read ahead and offered to the sequencer by the copy that
+leads, and the other copies are kept in the picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from holdfast.core.dataflow import Dataflow
+from holdfast.core.ids import CohortId, SiteId, StageId, Unit
+from holdfast.flow.options import Options
+from holdfast.site import wire
+from holdfast.site.ingress import Split
+from holdfast.site.stages import SiteStages
+
+
+class Sourcing:
+    """`send` reaches another site, `to_sequencer` whoever cuts epochs just now."""
+
+    def __init__(
+        self,
+        stages: SiteStages,
+        dataflow: Dataflow,
+        options: Options,
+        now: Callable[[], float],
+        send: Callable[..., None],
+        to_sequencer: Callable[[wire.Message], None],
+    ) -> None:
+        self._stages, self._dataflow, self._options = stages, dataflow, options
+        self._now, self._send, self._to_sequencer = now, send, to_sequencer
+        self._quiet_since: dict[tuple[int, int], float] = {}
+
+    def _leads(self, unit: Unit) -> bool:
+        view = self._dataflow.view
+        return view is not None and view.cohort(unit).led_by(self._dataflow.site)
+
+    # --- what there is --------------------------------------------------------------------------
+
+    def announce_anew(self) -> None:
+        """The sequencer may be another, or this site may lead where it did not."""
+        for unit, split in self._stages.splits():
+            if self._leads(unit) and self._dataflow.units[unit].installed:
+                self._to_sequencer(wire.Blocks(unit[0], split.number, split.blocks(), True))
+                quiet = self._quiet_since.get((unit[0], split.number))
+                if split.ended or quiet == float("inf"):
+                    self._to_sequencer(wire.SplitState(unit[0], split.number, split.ended))
+
+    def read_ahead(self, only_leading: bool) -> None:
+        """Read what the sources have, up to the limit; the leading copy offers it."""
+        for reader in self._stages.fed().values():
+            reader.pull()
+        for unit, split in self._stages.splits():
+            held = self._dataflow.units[unit]
+            wanted = self._leads(unit) or not only_leading
+            if wanted and held.installed and not held.lazy:
+                self.read_split(unit, split, self._options.block_rows)
+
+    def read_split(self, unit: Unit, split: Split, block_rows: int) -> None:
+        source, leads = unit[0], self._leads(unit)
+        while not split.ended and split.rows_held < self._options.read_ahead_rows:
+            block = split.read(block_rows)
+            if block is None:
+                break
+            self._quiet_since.pop((source, split.number), None)
+            if leads:
+                self._to_sequencer(wire.Blocks(source, split.number, (block,), False))
+            if block.rows < block_rows:
+                return  # that was all there is; asking again at once would only find crumbs
+        else:
+            return
+        if leads and split.ended:
+            self._to_sequencer(wire.SplitState(source, split.number, True))
+        elif leads:
+            self._notice_quiet(source, split)
+
+    def _notice_quiet(self, source: int, split: Split) -> None:
+        now = self._now()
+        since = self._quiet_since.setdefault((source, split.number), now)
+        if since < now - self._options.idle_ms / 1e3:
+            self._quiet_since[source, split.number] = float("inf")  # say it once
+            self._to_sequencer(wire.SplitState(source, split.number, False))
+
+    # --- copies that only follow ----------------------------------------------------------------
+
+    def tell_positions(self) -> None:
+        """Tell copies that only follow where the rows are that come next."""
+        for unit, split in self._stages.splits():
+            position = split.position if self._leads(unit) else None
+            if position is None or not self._stages.units[unit].guard.lazy:
+                continue
+            assert self._dataflow.view is not None
+            for site in self._dataflow.view.cohort(unit).copies[1:]:
+                said = wire.SplitAt(unit[0], split.number, split.first, position)
+                self._send(site, said)
+
+    def on_split_at(self, message: wire.SplitAt) -> None:
+        for unit, split in self._stages.splits():
+            meant = (unit[0], split.number) == (message.source, message.split)
+            if meant and self._dataflow.units[unit].lazy:
+                split.note(message.row, message.position)
+
+    # --- rows that were pushed ------------------------------------------------------------------
+
+    def on_feed_portion(self, site: SiteId, message: wire.FeedPortion, body: memoryview) -> None:
+        held = self._dataflow.units.get((StageId(message.source), CohortId(0)))
+        if held is None or not held.installed:
+            return  # when it is installed it asks for what it lacks
+        reader = self._stages.fed()[message.source]
+        if reader.leads:
+            return  # from one that led before and does not know yet that it does not any more
+        reader.on_portion(message, body)
+        self._send(site, wire.FeedHas(message.source, reader.has, False))
+
+    def on_feed_has(self, site: SiteId, message: wire.FeedHas) -> None:
+        reader = self._stages.fed().get(message.source)
+        if reader is not None and reader.leads:
+            reader.on_has(site, message.number, message.again)
+            if message.again:
+                self._send(site, wire.FeedCounted(message.source))
+
+    def ask_for_portions(self) -> None:
+        """Tell the leading ingress of each fed source what this copy has, and get the rest."""
+        view = self._dataflow.view
+        for source, reader in self._stages.fed().items():
+            unit = (StageId(source), CohortId(0))
+            if view is not None and not reader.leads and self._dataflow.units[unit].installed:
+                leader = view.cohort(unit).copies[0]
+                self._send(leader, wire.FeedHas(source, reader.has, True))
