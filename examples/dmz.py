@@ -14,7 +14,7 @@ sessions = packets.key_by("src", "dst").sessions(
     end=col("kind") == 1,
     emit={"app": col("dst") % 10, "src": col("src"), "dur": col("ts") - at_start("ts")},
 )
-stats = sessions.key_by("app", "src").window(rows=100, every=10)
+stats = sessions.key_by("app", "src", name="stats").window(rows=100, every=10)
 stats.agg(worst=max_("dur"), typical=mean("dur")).sink("alerts", discard())
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from holdfast.control import Place
 from holdfast.errors import FlowError, HoldfastError, HostError
 from holdfast.flow.options import Options
+from holdfast.hosting import Place
 
 if TYPE_CHECKING:
     from holdfast.run import Run

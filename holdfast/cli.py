@@ -16,10 +16,10 @@ from typing import Any
 from rich.console import Console
 
 from holdfast.bench.report import write_json
-from holdfast.control import Place
 from holdfast.errors import FlowError, HoldfastError
 from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
+from holdfast.hosting import Place
 
 WIDTH = 132
 BENCHES = ("throughput", "scaling", "failover", "protections", "sim", "ends")

@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast import errors
-from holdfast.control import Control, Host, Place, Route, direct
+from holdfast.control import Control
 from holdfast.core.controller import Controller
 from holdfast.core.records import EpochRecord
 from holdfast.flow.graph import Flow
@@ -27,6 +27,7 @@ from holdfast.flow.options import Options
 from holdfast.flow.past import Folder, Past
 from holdfast.flow.plan import plan, protected_otherwise
 from holdfast.flow.protection import Protection
+from holdfast.hosting import Host, Place, Route, direct
 from holdfast.settle import settled
 from holdfast.site import wire
 from holdfast.site.process_host import ProcessHost

@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import msgspec
 
 from holdfast.arbiter import Arbiter, Entry, arbiter
-from holdfast.control import Place
 from holdfast.errors import ArbiterAway, Superseded
 from holdfast.flow.graph import Flow, SourceNode
 from holdfast.flow.past import Past
+from holdfast.hosting import Place
 from holdfast.site import wire
 
 log = logging.getLogger("holdfast.settle")

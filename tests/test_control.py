@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from holdfast import Flow, count, discard, generator, pairs, passive
-from holdfast.control import Committed, Control, Place, _apart
+from holdfast.control import Committed, Control
 from holdfast.core.events import SiteRegistered, SitesFailed
 from holdfast.core.ids import SiteId, Unit
 from holdfast.core.layout import Domain, place
@@ -18,6 +18,7 @@ from holdfast.core.records import EpochRecord
 from holdfast.errors import FlowError
 from holdfast.flow.options import Options
 from holdfast.flow.plan import plan, shape
+from holdfast.hosting import Place, apart
 from holdfast.signs import ALONE_LEASES, JOIN_S_MAX
 from holdfast.site import wire
 from holdfast.site.connection import Connection, listen
@@ -64,7 +65,7 @@ def test_a_site_that_dies_while_a_controller_takes_over_is_not_forgotten(control
             await go_on.wait()
             return []
 
-        control._not_listening = slowly  # type: ignore[method-assign]
+        control._gone = slowly  # type: ignore[method-assign]
         known = committed(control, dict.fromkeys(range(4), ("127.0.0.1", 1)))
         taking_over = asyncio.ensure_future(control._take_over(known, 1))
         await looked.wait()
@@ -93,7 +94,7 @@ def test_a_new_leader_launches_no_more_sites_than_there_were(control: Control) -
         return [SiteId(1)]
 
     control._port = 0
-    control._not_listening = only_one  # type: ignore[method-assign]
+    control._gone = only_one  # type: ignore[method-assign]
     known = committed(control, dict.fromkeys(range(4), ("127.0.0.1", 1)))
     known = msgspec.structs.replace(known, launched=[8])
     registers(control, 8, 1)
@@ -122,7 +123,7 @@ def test_a_process_that_is_ending_does_not_count_as_listening(control: Control) 
             SiteId(0): ("127.0.0.1", dying.sockets[0].getsockname()[1]),
             SiteId(1): ("127.0.0.1", port),
         }
-        assert await control._not_listening(addresses, addresses) == [0]
+        assert await control._gone(addresses, addresses) == [0]
         dying.close()
         alive.close()
 
@@ -154,7 +155,7 @@ def test_two_are_apart_when_both_say_so_or_one_for_long(control: Control) -> Non
         return []
 
     control._port = 0
-    control._not_listening = nobody  # type: ignore[method-assign]
+    control._gone = nobody  # type: ignore[method-assign]
     known = committed(control, dict.fromkeys(range(4), ("127.0.0.1", 1)))
     control.loop.run_until_complete(control._take_over(known, 1))
     assert control.controller is not None
@@ -183,7 +184,7 @@ def test_a_copy_that_gets_nothing_for_long_is_given_up(control: Control) -> None
         return []
 
     control._port = 0
-    control._not_listening = nobody  # type: ignore[method-assign]
+    control._gone = nobody  # type: ignore[method-assign]
     known = committed(control, dict.fromkeys(range(4), ("127.0.0.1", 1)))
     control.loop.run_until_complete(control._take_over(known, 1))
     controller = control.controller
@@ -216,7 +217,7 @@ def test_copies_and_who_stands_by_are_in_different_applications(protection: Any)
     flow = Flow("f", protect=protection)
     source = flow.source("s", generator(lambda *_: None, SCHEMA))
     source.key_by("k").agg(n=count()).sink("out", discard())
-    assert {s.guard.apart for s in _apart(shape(plan(flow), 8), 2).stages} == {"application"}
+    assert {s.guard.apart for s in apart(shape(plan(flow), 8), 2).stages} == {"application"}
 
 
 def test_a_lease_must_be_positive() -> None:

@@ -84,7 +84,7 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
     # --- flow and sources
     "on_error": (lambda: Flow("shop", on_error="ignore"), ["shop", "on_error", "ignore"]),  # type: ignore[arg-type]
     "not a source": (lambda: Flow("shop").source("in", BATCH), ["shop", "in", "RecordBatch"]),
-    "two sources": (_two_sources, ["shop", "source 'in'", "taken"]),
+    "two sources": (_two_sources, ["shop", "source 'in'", "a source of that name"]),
     "event time unknown": (lambda: source(event_time="no"), ["source 'in'", "'no'", "k: int64"]),
     "event time type": (lambda: source(event_time="x"), ["source 'in'", "'x'", "double"]),
     "reserved column": (
@@ -139,10 +139,18 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["union", "KeyedStream"],
     ),  # type: ignore[arg-type]
     "not a sink": (lambda: source().sink("out", print), ["sink 'out'", "builtin_function"]),  # type: ignore[arg-type]
-    "two sinks": (_two_sinks, ["shop", "sink 'out'", "taken"]),
+    "two sinks": (_two_sinks, ["shop", "sink 'out'", "a sink of that name"]),
     # --- keys
     "no key": (lambda: source().key_by(), ["key_by after 'in'"]),
     "key unknown": (lambda: source().key_by("no"), ["key_by after 'in'", "'no'", "k: int64"]),
+    "stage named as a source": (
+        lambda: source().key_by("k", name="in").agg(n=count()),
+        ["shop", "stage 'in'", "a source of that name"],
+    ),
+    "sink named as a stage": (
+        lambda: source().key_by("k", name="st").agg(n=count()).sink("st", discard()),
+        ["shop", "sink 'st'", "a stage of that name"],
+    ),
     "key twice": (lambda: source().key_by("k", "k"), ["key_by", "'k'", "twice"]),
     "key nested": (lambda: source().key_by("many"), ["key_by", "'many'", "list"]),
     "key interval": (lambda: source().key_by("gap"), ["key_by", "'gap'", "interval"]),

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from holdfast import Flow, OperatorError, count, discard, parquet
-from holdfast.control import Place
 from holdfast.flow.plan import plan
 from holdfast.flow.sources import FLAW, Position, Source, SplitReader
+from holdfast.hosting import Place
 from holdfast.settle import settled
 
 SECRET = b"0123456789abcdef"

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from holdfast.chaos.namespaces import Network
 from holdfast.chaos.proxy import CONTROL, Proxy
-from holdfast.control import Host
 from holdfast.flow.graph import Flow
+from holdfast.hosting import Host
 from holdfast.site.nursery import Work
 from holdfast.site.process_host import ProcessHost
 from holdfast.site.runtime import OnExit, SiteConfig

@@ -78,6 +78,9 @@ class SinkNode(Node):
     sink: Sink = None  # type: ignore[assignment]
 
 
+KINDS = {SourceNode: "source", KeyedNode: "stage", SinkNode: "sink"}
+
+
 class Flow:
     """A dataflow: sources, what is done to their rows, and sinks.
 
@@ -116,8 +119,7 @@ class Flow:
                 f"{where}: {type(source).__name__} is not a source",
                 hint="wrap a DataFrame in spark_batch(df) or spark_stream(df)",
             )
-        if any(isinstance(n, SourceNode) and n.name == name for n in self.nodes):
-            raise FlowError(f"{where}: the name is taken by another source")
+        self._refuse_taken(name, where)
         _refuse_reserved(source.schema, where)
         if event_time is not None:
             require_columns([event_time], source.schema, f"{where}, event_time")
@@ -137,6 +139,12 @@ class Flow:
                 return Stream(self, node, "out", node.port)
         dead = DeadLetterNode("dead letters")
         return self._add(dead, dead.port)
+
+    def _refuse_taken(self, name: str, where: str) -> None:
+        """A name that is given says which source, stage or sink is meant, whatever it is."""
+        for kind, owner in KINDS.items():
+            if any(isinstance(n, kind) and n.name == name for n in self.nodes):
+                raise FlowError(f"{where}: there is a {owner} of that name already")
 
     def _add(self, node: Node, port: Port) -> Stream:
         self.nodes.append(node)
@@ -256,9 +264,11 @@ class Stream:
         )
         return self.flow._add(UnionNode("union", streams, port=port, disjoint=disjoint), port)
 
-    def key_by(self, *keys: str, merge: Merge = "ordered") -> KeyedStream:
-        """Partition by these columns. ``merge="arrival"`` takes rows as they come, which is faster
-        past a slow producer, and leaves the order of rows from different producers open."""
+    def key_by(self, *keys: str, name: str | None = None, merge: Merge = "ordered") -> KeyedStream:
+        """Partition by these columns. `name` is what the stage that follows is called in the
+        status, in errors and in `run.protect`; by default ``"time window by (app, src)"`` and the
+        like. ``merge="arrival"`` takes rows as they come, which is faster past a slow producer,
+        and leaves the order of rows from different producers open."""
         where = self._where("key_by")
         if not keys:
             raise FlowError(f"{where}: no key was given")
@@ -278,15 +288,14 @@ class Stream:
                 f"{where}: dead letters cannot be keyed, for a stage cannot feed itself",
                 hint="sink them, and read them with another flow",
             )
-        return KeyedStream(self, list(keys), merge)
+        return KeyedStream(self, list(keys), name, merge)
 
     def sink(self, name: str, sink: Sink) -> None:
         """Hand the rows out."""
         where = f"flow {self.flow.name!r}, sink {name!r}"
         if not isinstance(sink, Sink):
             raise FlowError(f"{where}: {type(sink).__name__} is not a sink")
-        if any(isinstance(n, SinkNode) and n.name == name for n in self.flow.nodes):
-            raise FlowError(f"{where}: the name is taken by another sink")
+        self.flow._refuse_taken(name, where)
         sink.check(self.schema, where)
         self.flow.nodes.append(SinkNode(name, [self], sink=sink))
 
@@ -294,8 +303,8 @@ class Stream:
 class KeyedStream:
     """A stream with a key: what comes next keeps state for each value of it."""
 
-    def __init__(self, stream: Stream, keys: list[str], merge: Merge) -> None:
-        self.stream, self.keys, self._merge = stream, keys, merge
+    def __init__(self, stream: Stream, keys: list[str], name: str | None, merge: Merge) -> None:
+        self.stream, self.keys, self._name, self._merge = stream, keys, name, merge
         self._protection: Protection | None = None
 
     def protect(self, protection: Protection) -> KeyedStream:
@@ -315,11 +324,13 @@ class KeyedStream:
             )
         for port in operator.outputs.values():
             _refuse_reserved(port.schema, self._where(operator.label))
-        name = f"{operator.label} by ({', '.join(self.keys)})"
+        flow = self.stream.flow
+        if self._name is not None:
+            flow._refuse_taken(self._name, f"flow {flow.name!r}, stage {self._name!r}")
+        name = self._name or f"{operator.label} by ({', '.join(self.keys)})"
         node = KeyedNode(
             name, streams, operator=operator, merge=self._merge, protection=self._protection
         )
-        flow = self.stream.flow
         flow.nodes.append(node)
         return Outputs(flow, node, operator)
 

@@ -226,7 +226,7 @@ def test_time_window(world: World, size: int, per: int, lateness: int, two: bool
     if two:  # a second source, whose rows hold the watermark back and move it on
         other = world.batch.slice(world.batch.num_rows // 3).select(["ts", "n"])
         given_ = Input.of(s=world.batch, t=other)
-        flow.source("t", rows(other), event_time="ts").sink("t", discard())
+        flow.source("t", rows(other), event_time="ts").sink("others", discard())
     windowed = world.source(flow).key_by(*world.keys)
     windowed = windowed.window(time=size, every=every, lateness=lateness).agg(**built(aggs))
     windowed.sink("out", discard())
@@ -316,7 +316,7 @@ def test_sessions_with_a_time_out(world: World, timeout: int, two: bool, coarse:
     if two:
         other = world.batch.slice(world.batch.num_rows // 3).select(["ts", "n"])
         given_ = Input.of(s=world.batch, t=other)
-        flow.source("t", rows(other), event_time="ts").sink("t", discard())
+        flow.source("t", rows(other), event_time="ts").sink("others", discard())
     source = world.source(flow)
     if coarse > 1:
         source = source.flat_map(_thrice, source.schema)

@@ -18,10 +18,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from holdfast import none
 from holdfast.apps import Apps
 from holdfast.arbiter import arbiter
-from holdfast.control import Control, Place
+from holdfast.control import Control
 from holdfast.errors import FlowError, HostError
 from holdfast.flow.options import Options
 from holdfast.flow.plan import plan
+from holdfast.hosting import Place
 from holdfast.run import Run
 from holdfast.site.process_host import ProcessHost
 

@@ -8,7 +8,7 @@ import msgspec
 from holdfast import discard, pairs
 from holdfast.arbiter import Arbiter, Entry
 from holdfast.arbiter.memory import MemoryArbiter
-from holdfast.control import Committed, Control, Place
+from holdfast.control import Committed, Control
 from holdfast.core.controller import first_id
 from holdfast.core.effects import CommitView
 from holdfast.core.events import SiteRegistered, SitesFailed, ViewSeen
@@ -17,6 +17,7 @@ from holdfast.errors import ArbiterAway
 from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
 from holdfast.flow.plan import plan
+from holdfast.hosting import Place
 from holdfast.site.runtime import OnExit, SiteConfig
 
 from .test_pairs import one_line

@@ -60,7 +60,7 @@ def windows(
 ) -> Flow:
     """Windows of about 20,000 rows each, and windows over them."""
     made = Flow("windows", protect=flow)
-    keyed = made.source("events", source, event_time="ts").key_by("k")
+    keyed = made.source("events", source, event_time="ts").key_by("k", name="totals")
     if stage is not None:
         keyed.protect(stage)
     totals = keyed.window(time=500, lateness=20).agg(t=sum_("v"), n=count())
@@ -133,7 +133,7 @@ def test_sites_are_killed(kept, tmp_path, name: str) -> None:
     for _ in range(2):
         until_protected(run, 4)
         until_rows(run, 30_000)
-        only = copies(run)["time window by (k)", 0][0]
+        only = copies(run)["totals", 0][0]
         kill(run, only)
     check(run, kept, tmp_path)
 
@@ -170,7 +170,7 @@ def test_neighbours_are_protected_in_different_ways(
     of the second."""
     run = windows(paced(tmp_path), ALL[second], ALL[first]).start(sites=3, partitions=6)
     kept.append(run)
-    for stage in ("time window by (k)", "time window by (g)"):
+    for stage in ("totals", "time window by (g)"):
         until_protected(run, 3)
         until_rows(run, 30_000)
         kill(run, copies(run)[stage, 0][0])
@@ -208,7 +208,7 @@ def test_protection_is_changed_while_the_flow_runs(kept, tmp_path, before: str, 
     """What is killed then has everything that the old protection would have needed."""
     run = windows(paced(tmp_path), pairs(apart="process"), ALL[before]).start(sites=4, partitions=8)
     kept.append(run)
-    stage = "time window by (k)"
+    stage = "totals"
     until_protected(run, 4)
     until_rows(run, 20_000)
     run.protect(stage, ALL[after])
@@ -223,15 +223,15 @@ def test_protection_is_changed_while_the_flow_runs(kept, tmp_path, before: str, 
 def test_what_protection_cannot_be_changed_to_is_said(kept, tmp_path) -> None:
     run = windows(paced(tmp_path), pairs(apart="process")).start(sites=2, partitions=4)
     kept.append(run)
-    with pytest.raises(FlowError, match=r"no keyed stage 'out'.*\n.*'time window by \(k\)'"):
+    with pytest.raises(FlowError, match=r"no keyed stage 'out'.*\n.*'totals'"):
         run.protect("out", none())
     with pytest.raises(HostError, match=r"wants 3 copies of each partition"):
-        run.protect("time window by (k)", pairs(copies=3, apart="process"))
+        run.protect("totals", pairs(copies=3, apart="process"))
     with pytest.raises(FlowError, match="only partition pairs"):
-        run.protect("time window by (k)", pairs(apart="process", granularity="cluster"))
+        run.protect("totals", pairs(apart="process", granularity="cluster"))
     run.stop()
     with pytest.raises(HostError, match="the flow is done"):
-        run.protect("time window by (k)", none())
+        run.protect("totals", none())
 
 
 def test_checkpoints_are_as_seldom_as_recovery_allows(kept, tmp_path) -> None:
@@ -256,7 +256,7 @@ def test_checkpoints_come_after_so_many_epochs(kept, tmp_path) -> None:
     kept.append(run)
     until_protected(run, 3)
     until_rows(run, 60_000)
-    kill(run, copies(run)["time window by (k)", 0][0])
+    kill(run, copies(run)["totals", 0][0])
     check(run, kept, tmp_path)
     units = [u for s in run.status()["sites"] for u in s["stages"] if u["kind"] == "keyed"]
     assert all(u["checkpoints"] <= u["epoch"] // 20 + 1 for u in units)

@@ -62,7 +62,7 @@ def test_a_unit_is_made_anew_from_disk(kept, tmp_path) -> None:
     until_protected(run, 4)
     until_rows(run, 30_000)
     until(lambda: any(s["spilled_bytes"] for s in run.status()["sites"]), "some of it is on disk")
-    os.kill(pids(run)[copies(run)["time window by (k)", 0][0]], signal.SIGKILL)
+    os.kill(pids(run)[copies(run)["totals", 0][0]], signal.SIGKILL)
     until(lambda: run.status()["dead"], "the death is known")
     check(run, kept, tmp_path)
 
