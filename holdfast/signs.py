@@ -30,8 +30,9 @@ class Signs:
         self._deaf: dict[SiteId, float] = {}
         """Who could neither hear nor be heard, and when that was last so."""
         self._apart: dict[Couple, tuple[float, int, str]] = {}
-        self._joins: dict[tuple[Unit, SiteId], tuple[float, int | None]] = {}
-        """Copies that are being made: since when, and how many bytes, have not become fewer."""
+        self._joins: dict[tuple[Unit, SiteId, int], tuple[float, int | None]] = {}
+        """Copies that are being made, and since which view: since when, and how many bytes, have
+        not become fewer."""
 
     def begin(self, sites: Iterable[SiteId], now: float) -> None:
         """From now on these are to be heard of."""
@@ -98,9 +99,13 @@ class Signs:
             for stage, cohort in [copy["unit"]]
         }
         known, self._joins = self._joins, {}
-        for join in [(u, s) for u in view.units() for s in view.cohort(u).joining]:
-            since, was = known.get(join, (now, None))
-            self._joins[join] = (since, was) if left.get(join) == was else (now, left.get(join))
+        for unit in view.units():
+            cohort = view.cohort(unit)
+            for site in cohort.joining if cohort.copies else ():  # others wait for their input
+                join = (unit, site, cohort.since_of(site))
+                since, was = known.get(join, (now, None))
+                got = left.get((unit, site))
+                self._joins[join] = (since, was) if got == was else (now, got)
         patience = max(JOIN_S_MAX, 10 * self._lease_s)
-        stuck = [join for join, (since, _) in self._joins.items() if since < now - patience]
+        stuck = [(u, s) for (u, s, _), (since, _) in self._joins.items() if since < now - patience]
         return stuck, patience

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from holdfast.core.ids import SiteId
-from holdfast.signs import ALONE_LEASES, Signs
+from holdfast.core.layout import Cohort, View
+from holdfast.signs import ALONE_LEASES, JOIN_S_MAX, Signs
 
 ONE, OTHER = SiteId(0), SiteId(1)
 
@@ -52,3 +53,23 @@ def test_a_site_in_a_long_call_is_not_apart_for_it() -> None:
     signs.complained(ONE, OTHER, ALONE_LEASES, "how", 4.5)
     beat(signs, [3.5, 4.0, 4.5, 5.0], ONE, OTHER)
     assert signs.parted(5.0) == {(ONE, OTHER): (ALONE_LEASES, "how")}
+
+
+def stuck(signs: Signs, cohort: Cohort, now: float) -> list[int]:
+    """Which sites get nowhere with the copy of the only unit there is, by no word of anybody."""
+    found, _ = signs.stuck(View(0, 9, (ONE, OTHER), ((cohort,),)), [], now)
+    return [site for _, site in found]
+
+
+def test_a_copy_that_gets_nothing_is_stuck_and_the_next_attempt_is_not() -> None:
+    signs, cohort = begun(), Cohort(0, 1, (ONE,))
+    later = 2 * JOIN_S_MAX
+    assert stuck(signs, cohort.joined_by(OTHER, 3), 0.0) == []
+    assert stuck(signs, cohort.joined_by(OTHER, 3), later) == [OTHER]
+    assert stuck(signs, cohort.joined_by(OTHER, 5), later + 0.2) == []
+
+
+def test_a_unit_that_is_made_anew_may_wait_for_its_input() -> None:
+    """Of a producer that is silent, and cannot be spared."""
+    signs, cohort = begun(), Cohort(0, 1, ()).joined_by(OTHER, 3)
+    assert stuck(signs, cohort, 0.0) == stuck(signs, cohort, 100 * JOIN_S_MAX) == []

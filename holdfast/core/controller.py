@@ -134,7 +134,8 @@ class Controller:
         self._next_id = 1 + max([*sites, *standbys])
         self._stillborn: dict[SiteId, int] = {}
         self._seen: set[SiteId] = set()
-        self._ordered: dict[tuple[Unit, SiteId], SiteId] = {}
+        self._ordered: dict[tuple[Unit, SiteId], tuple[SiteId, int]] = {}
+        """By copy that joins: which one was told to hand over to it, and since when it joins."""
         self._failed_joins: dict[Unit, int] = {}
         self._paused: set[Unit] = set()
         self._patience, self._asked_for = 0, -1
@@ -400,15 +401,17 @@ class Controller:
         busy = {u[0] for u in self.view.units() if self.view.cohort(u).joining}
         load = self._load()
         for unit in self._missing():
-            bare = not self.view.cohort(unit).copies
+            cohort = self.view.cohort(unit)
+            bare = not cohort.copies
             if bare and unit in self.unrecovered:
                 return [*effects, *self._given_up(unit)]
-            if (unit[0] in busy and not bare) or unit in self._paused or unit in self.unrecovered:
+            # Of what is made anew there is one at first; others are copied from it.
+            begun = bool(cohort.joining) if bare else unit[0] in busy
+            if begun or unit in self._paused or unit in self.unrecovered:
                 continue
             site = self._joiner(unit, load)
             if site is None:
                 continue
-            cohort = self.view.cohort(unit)
             changes[unit] = cohort.joined_by(site, self.view.number + 1)
             added.append(site)
             load[site] += 1
@@ -485,8 +488,9 @@ class Controller:
         for unit in self.view.units():
             cohort = self.view.cohort(unit)
             for joiner in cohort.joining if cohort.copies else ():
-                if self._ordered.get((unit, joiner)) != cohort.donor:
-                    self._ordered[unit, joiner] = cohort.donor
+                order = (cohort.donor, cohort.since_of(joiner))
+                if self._ordered.get((unit, joiner)) != order:
+                    self._ordered[unit, joiner] = order
                     effects.append(OrderCatchUp(cohort.donor, unit, joiner))
         return effects
 
@@ -670,7 +674,7 @@ class Controller:
         """What a site was told last, in case that was lost with its connection."""
         orders: list[ControllerEffect] = [
             OrderCatchUp(donor, unit, joiner)
-            for (unit, joiner), donor in self._ordered.items()
+            for (unit, joiner), (donor, _) in self._ordered.items()
             if donor == site
         ]
         if self.state is State.DRAINING and self.view is not None:

@@ -53,7 +53,7 @@ from holdfast.core.ids import NO_EPOCH, STORE, CohortId, Epoch, ExchangeId, Site
 from holdfast.core.layout import Shape, View
 from holdfast.core.records import EpochRecord
 from holdfast.core.unit import UnitCopy
-from holdfast.core.upstream import Needs, Search, Source
+from holdfast.core.upstream import Gap, Log, Needs, Search, Source
 from holdfast.errors import ProtocolError, require
 
 HISTORY = 512
@@ -196,6 +196,7 @@ class Dataflow:
         for exchange, consumer in unit.inputs.items():
             consumer.alike = self.shape.stages[self.shape.producer_of[exchange]].guard.alike
             consumer.levels = partial(unit.levels, self.shape.levels)
+            consumer.lines = partial(unit.lines, self.shape.levels)
 
     def _open(self, key: Unit, installed: bool) -> list[SiteEffect]:
         assert self.view is not None
@@ -219,13 +220,13 @@ class Dataflow:
         return [CloseUnit(key)]
 
     def _add_ends(
-        self, unit: UnitCopy, finished: Epoch, needs: Epoch, credit: int | None = None
+        self, unit: UnitCopy, finished: Epoch, needs: Epoch, log: Log | None = None
     ) -> None:
         cohort = unit.key[1]
         unit.needs = Needs(finished, needs)
         for exchange in unit.shape.outputs:
             level = self.shape.stages[self.shape.consumer_of[exchange]].guard.level
-            producer = Producer(exchange, cohort, level, finished, credit)
+            producer = Producer(exchange, cohort, level, finished, log)
             unit.outputs[exchange] = self.producers[exchange, cohort] = producer
         for exchange in unit.shape.inputs:
             consumer = Consumer(exchange, cohort, self.window, finished, unit.since)
@@ -484,8 +485,8 @@ class Dataflow:
         if unit is None or (unit.installed and not unit.stands):
             return []
         if not unit.installed:
-            return self._install(unit, event.epoch, event.needs, event.kept, event.let_go)
-        unit.install_outputs(event.epoch, event.kept, event.let_go, event.whole)
+            return self._install(unit, event.epoch, event.needs, event.kept, event.gaps)
+        unit.install_outputs(event.epoch, event.kept, event.gaps, event.whole)
         return list(unit.stand_at(event.epoch, self.connected))
 
     def _install(
@@ -494,8 +495,8 @@ class Dataflow:
         epoch: Epoch,
         needs: Epoch,
         kept: Mapping[ExchangeId, Mapping[CohortId, list[Any]]],
-        let_go: Mapping[ExchangeId, Mapping[CohortId, Epoch]],
-        credit: int | None = None,
+        gaps: Mapping[ExchangeId, Mapping[CohortId, Gap]],
+        log: Log | None = None,
     ) -> list[SiteEffect]:
         """The unit's state is that after `epoch`: from now on it is a copy like any other."""
         assert self.view is not None
@@ -503,10 +504,10 @@ class Dataflow:
         enough = len(self.view.cohort(unit.key).copies) >= unit.shape.guard.copies
         unit.stands = enough and unit.shape.guard.standbys > 0
         unit.lazy = unit.shape.guard.lazy
-        self._add_ends(unit, epoch, needs, credit)
+        self._add_ends(unit, epoch, needs, log)
         upto = epoch if unit.lazy else max(self.recorded, epoch)
         unit.replay(None if unit.stands else upto, self.window)
-        unit.install_outputs(epoch, kept, let_go)
+        unit.install_outputs(epoch, kept, gaps)
         for producer in unit.outputs.values():
             self._count_takers(producer)
         effects = self._take_early()
@@ -525,6 +526,7 @@ class Dataflow:
         assert self.view is not None
         cohort = self.view.cohort(unit.key)
         if unit.installed or cohort.copies or self.site not in cohort.joining:
+            unit.search = None
             return []
         unit.search = unit.search or Search()
         asked = [
@@ -554,7 +556,7 @@ class Dataflow:
         if counted > event.since:
             return []
         asked = (event.exchange, event.producer, event.consumer, event.since)
-        return [TellLog(event.site, *asked, *producer.log(event.consumer))]
+        return [TellLog(event.site, *asked, producer.log(event.consumer))]
 
     def _on_log_told(self, event: LogTold) -> list[SiteEffect]:
         key = (self.shape.consumer_of[event.exchange], event.consumer)
@@ -562,21 +564,23 @@ class Dataflow:
         if unit is None or unit.search is None or unit.since != event.since:
             return []
         source = (event.exchange, event.producer, event.site)
-        unit.search.told[source] = (event.after, event.upto, event.credit)
+        unit.search.told[source] = event.log
         return self._make_anew(unit)
 
     def _make_anew(self, unit: UnitCopy) -> list[SiteEffect]:
         """Begin, if it is known from where on."""
-        begins = unit.search.begins(self._sources(unit)) if unit.search is not None else None
-        if begins is None:
+        log = unit.search.begins(self._sources(unit)) if unit.search is not None else None
+        if log is None:
             return []
-        (after, upto, credit), unit.search = begins, None
-        if credit < 1:
+        unit.search = None
+        if log.credit < 1:
             return [ReportCopy(unit.key, "impossible")]
-        self.recorded = max(self.recorded, upto)
+        self.recorded = max(self.recorded, log.upto)
+        right = max(log.after, log.line.get(unit.key, NO_EPOCH))
+        makes = Log(right, log.upto, log.credit - 1, log.line)
         nothing: dict[ExchangeId, dict[CohortId, Any]] = {x: {} for x in unit.shape.outputs}
-        effects = self._install(unit, after, after, nothing, nothing, credit - 1)
-        return [BeginUnit(unit.key), *effects] if after == self.begun else effects
+        effects = self._install(unit, log.after, log.after, nothing, nothing, makes)
+        return [BeginUnit(unit.key, log.after == self.begun), *effects]
 
     def _on_stock_ordered(self, event: StockOrdered) -> list[SiteEffect]:
         """Producers have let go of nothing that a unit had not received by now."""
@@ -594,12 +598,13 @@ class Dataflow:
         return max((f for f in found if f is not None), key=lambda f: f[1], default=None)
 
     def _standing(self, producer: Producer) -> dict[CohortId, tuple[SiteId, ...]]:
-        """Those that are meant to be behind."""
+        """Those that are meant to be behind. If a unit is made anew from what is kept, it is behind
+        at first, and letting it go would not let go any of that."""
         assert self.view is not None
         stage = self.shape.consumer_of[producer.exchange]
-        lazy = self.shape.stages[stage].guard.lazy
+        guard = self.shape.stages[stage].guard
         return {
-            CohortId(j): c.standing + (c.copies[1:] if lazy else ())
+            CohortId(j): c.all if guard.anew else c.standing + (c.copies[1:] if guard.lazy else ())
             for j, c in enumerate(self.view.cohorts[stage])
         }
 

@@ -7,6 +7,7 @@ from typing import Any
 from holdfast.core.ids import CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
 from holdfast.core.layout import View
 from holdfast.core.records import EpochRecord
+from holdfast.core.upstream import Gap, Line, Log
 from holdfast.core.values import value
 
 # --- of a site's dataflow -----------------------------------------------------------------------
@@ -22,9 +23,11 @@ class OpenUnit:
 
 @value
 class BeginUnit:
-    """Give the unit, which has empty state, what the flow begins with."""
+    """The unit is made anew: it begins with empty state, whatever another copy may have begun to
+    hand over to it; or with what the flow begins with."""
 
     unit: Unit
+    at_start: bool
 
 
 @value
@@ -113,6 +116,7 @@ class SendAck:
     finished: Epoch
     checksum: int
     levels: tuple[Epoch, ...] = ()
+    lines: tuple[Line, ...] = ()
 
 
 @value
@@ -135,9 +139,7 @@ class TellLog:
     producer: CohortId
     consumer: CohortId
     since: int
-    after: Epoch
-    upto: Epoch
-    credit: int
+    log: Log
 
 
 @value
@@ -157,8 +159,8 @@ class HandOver:
     joiner: SiteId
     epoch: Epoch
     kept: dict[ExchangeId, dict[CohortId, list[Any]]]
-    let_go: dict[ExchangeId, dict[CohortId, Epoch]]
-    """Up to which epochs no bundles are kept."""
+    gaps: dict[ExchangeId, dict[CohortId, Gap]]
+    """What is not kept any more."""
     after: Epoch | None = None
     """Only what has changed after this epoch; the rest is there already."""
 

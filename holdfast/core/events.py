@@ -7,6 +7,7 @@ from typing import Any
 from holdfast.core.ids import NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
 from holdfast.core.layout import Domain, Guard, View
 from holdfast.core.records import Block, EpochRecord
+from holdfast.core.upstream import Gap, Line, Log
 from holdfast.core.values import value
 
 # --- of a site's dataflow, and of its copy of the sequencer -------------------------------------
@@ -81,6 +82,8 @@ class AckArrived:
     """The last epoch it has processed, and the checksum of that epoch's bundle."""
     levels: tuple[Epoch, ...] = ()
     """Up to which epochs it does not need its input any more, if units are made anew from it."""
+    lines: tuple[Line, ...] = ()
+    """What goes with each of them, if any: see `holdfast.core.upstream`."""
 
 
 @value
@@ -110,17 +113,14 @@ class LogAsked:
 
 @value
 class LogTold:
-    """The copy of a producer at `site` has everything after the epoch `after`, which is all that
-    the consumer needs at the level `credit`. So far it has made what it has up to `upto`."""
+    """What the copy of a producer at `site` has for a consumer that is to be made anew."""
 
     exchange: ExchangeId
     producer: CohortId
     consumer: CohortId
     site: SiteId
     since: int
-    after: Epoch
-    upto: Epoch
-    credit: int
+    log: Log
 
 
 @value
@@ -171,8 +171,8 @@ class CopyInstalled:
     unit: Unit
     epoch: Epoch
     kept: dict[ExchangeId, dict[CohortId, list[Any]]]
-    let_go: dict[ExchangeId, dict[CohortId, Epoch]]
-    """Up to which epochs it kept none."""
+    gaps: dict[ExchangeId, dict[CohortId, Gap]]
+    """What it did not have any more."""
     whole: bool = True
     """These are all, and not only those since the last time."""
     needs: Epoch = NO_EPOCH

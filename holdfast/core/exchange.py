@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from holdfast.core.effects import SendAck, SendBundle
 from holdfast.core.events import AckArrived, BundleArrived
 from holdfast.core.ids import NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId
+from holdfast.core.upstream import Gap, Line, Log, merged
 from holdfast.errors import DivergenceError, ProtocolError, require
 
 
@@ -47,9 +48,14 @@ class _Taker:
             return self.received
         return self.levels[level - 1] if level <= len(self.levels) else NO_EPOCH
 
+    def line(self, level: int) -> Line:
+        """What goes with that, if it is made anew."""
+        return self.lines[level - 1] if 0 < level <= len(self.lines) else {}
+
     since: int
     received: Epoch = NO_EPOCH
     levels: tuple[Epoch, ...] = ()
+    lines: tuple[Line, ...] = ()
     credit: Epoch = NO_EPOCH
     takes: bool = False
     next: int = 0
@@ -67,6 +73,12 @@ class _Lane:
     """Up to which epoch they have, or were never here."""
     known: Epoch = NO_EPOCH
     """Up to which epoch some copy of the consumer, dead or alive, was known not to need any."""
+    base: Epoch = NO_EPOCH
+    """After which epoch what is here is right, if it was made anew."""
+    credit: int = 0
+    """At which level that is all that the consumer needs, until it is known to need less."""
+    line: Line = field(default_factory=dict)
+    """From where on the consumer, and whoever follows it, is right if it is made anew."""
     takers: dict[SiteId, _Taker] = field(default_factory=dict)
     claims: dict[Epoch, int] = field(default_factory=dict)
     """Checksums that a consumer has reported of epochs that are not made here yet."""
@@ -81,28 +93,34 @@ class Producer:
         cohort: CohortId,
         level: int = 0,
         made: Epoch = NO_EPOCH,
-        credit: int | None = None,
+        log: Log | None = None,
         alike: bool = True,
     ) -> None:
         """The consumers let go at this `level`. The copies of the producer make the same frames,
-        if they are `alike`. If what comes here was made anew, only what they
-        need at the level `credit` will be here at first."""
+        if they are `alike`. If what comes here is made anew, it is right after the epoch
+        `log.after`, and that is all that they need at the level `log.credit`, at first."""
         self.exchange, self.cohort, self.level = exchange, cohort, level
         self.complete = level
         """At which level what is kept is complete."""
         self.lanes: dict[CohortId, _Lane] = {}
-        self.made = self._base = made
+        self.made = made
         self.alike = alike
-        self._credit = level if credit is None else min(level, credit)
+        self._log = log or Log(made, made, level, {})
         self._part = 0
 
     def on_view(self, copies: Mapping[CohortId, Mapping[SiteId, int]]) -> None:
         """Count these copies of the consumers, and no others; each with the view it is from."""
         for consumer, sites in copies.items():
-            lane = self.lanes.setdefault(consumer, _Lane(let_go=self._base))
+            lane = self.lanes.get(consumer) or self._new_lane(consumer)
             known = {s: t for s, t in lane.takers.items() if sites.get(s) == t.since}
             lane.takers = {s: known.get(s) or _Taker(since) for s, since in sites.items()}
             self._trim(lane)
+
+    def _new_lane(self, consumer: CohortId) -> _Lane:
+        after, _, credit, line = self._log
+        lane = _Lane(let_go=after, base=after, credit=min(self.level, credit), line=line)
+        self.lanes[consumer] = lane
+        return lane
 
     def since(self, consumer: CohortId, site: SiteId) -> int:
         """From which view the copy of `consumer` at `site` is that counts here; -1 if none does."""
@@ -119,6 +137,8 @@ class Producer:
         effects: list[SendBundle] = []
         for consumer, lane in self.lanes.items():
             bundle = bundles[consumer]
+            if epoch <= lane.base:
+                continue  # it need not be right, and nobody lacks it
             lane.kept.append(Kept(epoch, last, bundle, self._part))
             claim = lane.claims.pop(epoch, None)
             if claim is not None:
@@ -137,7 +157,9 @@ class Producer:
         taker.received = max(taker.received, ack.received)
         known = taker.levels + (NO_EPOCH,) * (len(ack.levels) - len(taker.levels))
         taker.levels = tuple(map(max, known, ack.levels))
+        taker.lines = ack.lines
         lane.known = max(lane.known, taker.reached(self.level))
+        lane.line = merged([lane.line, taker.line(self.level)])
         taker.credit = max(taker.credit, ack.credit)
         if ack.take and not taker.takes:
             held = sum(1 for k in lane.kept if k.epoch <= taker.received)
@@ -183,13 +205,20 @@ class Producer:
             default=NO_EPOCH,
         )
 
-    def log(self, consumer: CohortId) -> tuple[Epoch, Epoch, int]:
-        """After which epoch, and up to which, all bundles for a consumer are here; and at which
-        level that is all that it needs."""
+    def line(self, level: int) -> Line:
+        """What goes with `reached`."""
+        return merged(
+            line
+            for lane in self.lanes.values()
+            for line in [t.line(level) for t in lane.takers.values()] or [lane.line]
+        )
+
+    def log(self, consumer: CohortId) -> Log:
+        """What is here for a consumer that is to be made anew."""
         lane = self.lanes[consumer]
-        short = lane.known < self._base
-        credit = min(self._credit, self.complete) if short else self.complete
-        return lane.let_go, self.made, credit
+        short = lane.known < lane.base
+        credit = min(lane.credit, self.complete) if short else self.complete
+        return Log(lane.let_go, self.made, credit, lane.line)
 
     def _sendable(self, consumer: CohortId, lane: _Lane) -> list[SendBundle]:
         ready: list[SendBundle] = []
@@ -246,26 +275,32 @@ class Producer:
             for consumer, lane in self.lanes.items()
         }
 
-    def let_go(self) -> dict[CohortId, Epoch]:
-        """Up to which epoch no bundles are kept, by consumer."""
-        return {consumer: lane.let_go for consumer, lane in self.lanes.items()}
+    def gaps(self) -> dict[CohortId, Gap]:
+        """What is not here, by consumer."""
+        return {
+            consumer: Gap(lane.let_go, lane.known, lane.base, lane.credit, lane.line)
+            for consumer, lane in self.lanes.items()
+        }
 
     def install(
         self,
         made: Epoch,
         kept: Mapping[CohortId, Iterable[Kept]],
-        let_go: Mapping[CohortId, Epoch],
+        gaps: Mapping[CohortId, Gap],
         whole: bool = True,
     ) -> None:
         """Be as another copy was after epoch `made`. If these are not all that it kept, what is
         kept here of earlier epochs stays, as long as the other one kept it."""
         self.made = made
-        for consumer, epoch in let_go.items():
+        for consumer, gap in gaps.items():
             lane = self.lanes.setdefault(consumer, _Lane())
             if whole:
                 lane.kept.clear()
             lane.kept.extend(Kept(*k) for k in kept.get(consumer, ()))
-            lane.let_go = max(lane.let_go, epoch)
+            lane.let_go = max(lane.let_go, gap.let_go)
+            lane.known = max(lane.known, gap.known)
+            lane.base, lane.credit = gap.base, gap.credit
+            lane.line = merged([lane.line, gap.line])
             while lane.kept and lane.kept[0].epoch <= lane.let_go:
                 lane.kept.popleft()
                 lane.trimmed += 1
@@ -326,6 +361,8 @@ class Consumer:
         """Whether it does not matter from which copy of a producer it takes its frames."""
         self.levels: Callable[[Epoch], tuple[Epoch, ...]] = lambda received: ()
         """What is not needed any more, by level, given what was received."""
+        self.lines: Callable[[], tuple[Line, ...]] = lambda: ()
+        """What goes with it."""
         self.received: dict[CohortId, Epoch] = {}
         self.source: dict[CohortId, SiteId | None] = {}
         self._copies: dict[CohortId, tuple[SiteId, ...]] = {}
@@ -455,14 +492,15 @@ class Consumer:
         return self.acks(connected)
 
     def acks(self, connected: set[SiteId]) -> list[SendAck]:
+        lines = self.lines()
         return [
-            self.ack(producer, site)
+            self.ack(producer, site, lines)
             for producer, sites in self._counted.items()
             for site in sites
             if site in connected
         ]
 
-    def ack(self, producer: CohortId, site: SiteId) -> SendAck:
+    def ack(self, producer: CohortId, site: SiteId, lines: tuple[Line, ...]) -> SendAck:
         known = producer in self._checksum
         self._promised = max(self._promised, Epoch(self.finished + self.window))
         return SendAck(
@@ -477,6 +515,7 @@ class Consumer:
             self.finished if known else NO_EPOCH,
             self._checksum.get(producer, 0),
             self.levels(self.received[producer]),
+            lines,
         )
 
     def check_invariants(self) -> None:

@@ -24,7 +24,7 @@ from holdfast.core.exchange import Consumer, Producer
 from holdfast.core.ids import NO_EPOCH, STORE, CohortId, Epoch, ExchangeId, SiteId, Unit
 from holdfast.core.layout import Cohort, StageShape
 from holdfast.core.records import EpochRecord
-from holdfast.core.upstream import Needs, Search
+from holdfast.core.upstream import Gap, Line, Needs, Search, merged
 
 AT_ONCE, AT_ONCE_ROWS = 64, 1 << 16
 """As many epochs, and as many rows, a source that is behind takes together."""
@@ -90,6 +90,14 @@ class UnitCopy:
         reached = [min(p.reached(k) for p in self.outputs.values()) for k in range(count)]
         self.needs.forget(min(reached))
         return tuple(self.needs.at(epoch) for epoch in reached)
+
+    def lines(self, count: int) -> tuple[Line, ...]:
+        """What goes with that: see `holdfast.core.upstream`."""
+        if self.needs is None or self.stands or not count:
+            return ()
+        outputs = self.outputs.values()
+        own = [{self.key: min(p.reached(k) for p in outputs)} for k in range(count)]
+        return tuple(merged([own[k], *(p.line(k) for p in outputs)]) for k in range(count))
 
     # --- what it does next ----------------------------------------------------------------------
 
@@ -212,8 +220,8 @@ class UnitCopy:
                 continue
             self.handed[joiner] = cohort.since_of(joiner)
             kept = {x: p.export(after) for x, p in self.outputs.items()}
-            let_go = {x: p.let_go() for x, p in self.outputs.items()}
-            effects.append(HandOver(self.key, joiner, self.finished, kept, let_go, after))
+            gaps = {x: p.gaps() for x, p in self.outputs.items()}
+            effects.append(HandOver(self.key, joiner, self.finished, kept, gaps, after))
         return effects
 
     def keep_handovers(self, cohort: Cohort, leads: bool) -> list[SiteId]:
@@ -237,10 +245,10 @@ class UnitCopy:
         self,
         epoch: Epoch,
         kept: Mapping[ExchangeId, Mapping[CohortId, list[Any]]],
-        let_go: Mapping[ExchangeId, Mapping[CohortId, Epoch]],
+        gaps: Mapping[ExchangeId, Mapping[CohortId, Gap]],
         whole: bool = True,
     ) -> None:
         """Keep what the copy kept that this one's state is from: all of it, or what it had in
         addition to the last time."""
         for exchange, producer in self.outputs.items():
-            producer.install(epoch, kept[exchange], let_go[exchange], whole)
+            producer.install(epoch, kept[exchange], gaps[exchange], whole)

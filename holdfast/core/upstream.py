@@ -11,18 +11,59 @@ consumers have moved on, what a unit that was made anew keeps is complete only a
 
 The unit that is made anew begins with empty state behind the oldest input that is left, processes
 what follows, and sends what its consumers lack; they know their epochs. What it makes of earlier
-epochs may be wrong, as the state was not empty then, but nobody lacks that.
+epochs may be wrong, as the state was not empty then, and nobody lacks that; but a consumer that is
+made anew, too, must not take it for its input. So what a unit says of its needs goes with a *line*:
+the epoch that each unit from there on must reach until what it makes is right, if it is made anew
+from what is kept then. A unit that is made anew keeps what comes after its own, and tells the rest
+to its consumers, if they ask.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
-from holdfast.core.ids import NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId
+from holdfast.core.ids import NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId, Unit
 
 Source = tuple[ExchangeId, CohortId, SiteId]
 """A copy of a producer."""
+
+
+Line = Mapping[Unit, Epoch]
+"""After which epochs what units make is right, if they are made anew."""
+
+
+def merged(lines: Iterable[Line]) -> dict[Unit, Epoch]:
+    """Of several lines the latest: what has been right before is right for later beginnings only
+    if it is later, too."""
+    found: dict[Unit, Epoch] = {}
+    for line in lines:
+        for unit, epoch in line.items():
+            found[unit] = max(epoch, found.get(unit, NO_EPOCH))
+    return found
+
+
+class Log(NamedTuple):
+    """What a copy of a producer has for a consumer that is to be made anew."""
+
+    after: Epoch
+    """It has everything after this epoch ..."""
+    upto: Epoch
+    """... up to this one so far,"""
+    credit: int
+    """which is all that the consumer needs at this level."""
+    line: Line
+
+
+class Gap(NamedTuple):
+    """What a producer does not have for a consumer, as another copy of it must know."""
+
+    let_go: Epoch
+    known: Epoch
+    base: Epoch
+    credit: int
+    line: Line
 
 
 class Needs:
@@ -54,13 +95,12 @@ class Search:
     """A unit that is to be made anew asks its producers from where on it can be."""
 
     def __init__(self) -> None:
-        self.told: dict[Source, tuple[Epoch, Epoch, int]] = {}
+        self.told: dict[Source, Log] = {}
 
-    def begins(self, wanted: Mapping[Source, object]) -> tuple[Epoch, Epoch, int] | None:
-        """After which epoch, up to where others have come since, and at which level that is enough;
-        None if not all of these have said what they have."""
+    def begins(self, wanted: Mapping[Source, object]) -> Log | None:
+        """What there is of all of these together; None if not all have said it."""
         if not wanted or any(source not in self.told for source in wanted):
             return None
         said = [self.told[source] for source in wanted]
-        afters, uptos, credits = zip(*said, strict=True)
-        return max(afters), max(uptos), min(credits)
+        afters, uptos, credits, lines = zip(*said, strict=True)
+        return Log(max(afters), max(uptos), min(credits), merged(lines))

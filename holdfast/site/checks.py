@@ -47,8 +47,11 @@ class Checks:
             case wire.Acks():
                 for ack in message.acks:
                     self._ack(ack)
-            case wire.AskLog() | wire.TellLog():
+            case wire.AskLog():
                 self._ends(message.exchange, message.producer, message.consumer)
+            case wire.TellLog():
+                self._ends(message.exchange, message.producer, message.consumer)
+                self._line(message.line)
             case wire.Record() | wire.Pass():
                 self._record(message.record)
             case wire.SequencerState():
@@ -63,9 +66,10 @@ class Checks:
                 _require(message.sink in self._sinks, "there is no such sink")
             case wire.HandOverBegin():
                 outputs = self._unit(message.stage, message.cohort).outputs
-                for exchange, consumer, _ in message.let_go:
-                    _require(exchange in outputs, "bundles of another stage")
-                    self._unit(self._shape.consumer_of[exchange], consumer)
+                for gap in message.gaps:
+                    _require(gap.exchange in outputs, "bundles of another stage")
+                    self._unit(self._shape.consumer_of[gap.exchange], gap.consumer)
+                    self._line(gap.line)
             case wire.CatchUp() | wire.HandOverState() | wire.HandOverHeld() | wire.HandOverEnd():
                 self._unit(message.stage, message.cohort)
             case wire.HandOverKept():
@@ -98,6 +102,9 @@ class Checks:
         _require(ack.credit <= ack.received + self._room, "an ack that cannot be")
         _require(len(ack.levels) <= len(self._shape.stages), "an ack that cannot be")
         _require(all(level <= ack.received for level in ack.levels), "an ack that cannot be")
+        _require(len(ack.lines) in (0, len(ack.levels)), "an ack that cannot be")
+        for line in ack.lines:
+            self._line(line)
 
     def _ends(self, exchange: int, producer: int, consumer: int) -> tuple[StageShape, StageShape]:
         """The stages at the ends of an exchange, if they have such cohorts."""
@@ -106,6 +113,10 @@ class Checks:
             self._unit(self._shape.producer_of[exchange], producer),
             self._unit(self._shape.consumer_of[exchange], consumer),
         )
+
+    def _line(self, line: wire.Line) -> None:
+        for stage, cohort, _ in line:
+            self._unit(stage, cohort)
 
     def _unit(self, stage: int, cohort: int) -> StageShape:
         _require(stage < len(self._shape.stages), "there is no such stage")

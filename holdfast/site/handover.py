@@ -19,6 +19,7 @@ from holdfast.core.effects import HandOver
 from holdfast.core.events import CopyInstalled
 from holdfast.core.exchange import Kept
 from holdfast.core.ids import CohortId, Epoch, ExchangeId, Unit
+from holdfast.core.upstream import Gap
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.flow.batches import to_ipc
 from holdfast.flow.plan import Plan
@@ -41,10 +42,13 @@ class Outgoing:
         kept = [b for lanes in order.kept.values() for lane in lanes.values() for b in lane]
         self._rest = sum(k.bundle.nbytes for k in kept) + sum(int(b.nbytes) for _, b in held)
         self.nbytes = self.nbytes_left
-        let_go: list[tuple[int, int, int]]
-        let_go = [(x, c, e) for x, lanes in order.let_go.items() for c, e in lanes.items()]
+        gaps = [
+            wire.Gap(x, c, *gap[:-1], wire.line(gap.line))
+            for x, lanes in order.gaps.items()
+            for c, gap in lanes.items()
+        ]
         begin = wire.HandOverBegin(
-            *order.unit, order.epoch, self.nbytes, runner.extras(), order.after, let_go
+            *order.unit, order.epoch, self.nbytes, runner.extras(), order.after, gaps
         )
         self._parts = self._all(begin, order, held)
 
@@ -144,13 +148,15 @@ class Incoming:
         with _from_a_peer():
             self._runner.restore(self.begin.extras, self._held)
         self._runner.epoch = self.begin.epoch
-        let_go: dict[ExchangeId, dict[CohortId, Epoch]] = {x: {} for x in self._kept}
-        for exchange, consumer, epoch in self.begin.let_go:
-            let_go[ExchangeId(exchange)][CohortId(consumer)] = Epoch(epoch)
+        gaps: dict[ExchangeId, dict[CohortId, Gap]] = {x: {} for x in self._kept}
+        for said in self.begin.gaps:
+            let_go, known, base = Epoch(said.let_go), Epoch(said.known), Epoch(said.base)
+            gap = Gap(let_go, known, base, said.credit, wire.from_line(said.line))
+            gaps[ExchangeId(said.exchange)][CohortId(said.consumer)] = gap
         whole = self.begin.after is None
         epoch = Epoch(self.begin.epoch)
         needs = self._runner.came_from(epoch)
-        return CopyInstalled(unit, epoch, self._kept, let_go, whole, needs)
+        return CopyInstalled(unit, epoch, self._kept, gaps, whole, needs)
 
 
 class Checkpoint(Incoming):

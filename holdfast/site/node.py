@@ -68,6 +68,7 @@ from holdfast.core.ids import FIRST, NO_EPOCH, CohortId, Epoch, ExchangeId, Site
 from holdfast.core.layout import View
 from holdfast.core.records import EpochRecord
 from holdfast.core.sequencer import Sequencer
+from holdfast.core.upstream import Log
 from holdfast.errors import ProtocolError
 from holdfast.flow.options import Options
 from holdfast.flow.plan import Plan, shape
@@ -255,10 +256,11 @@ class Node:
                 for ack in message.acks:
                     self._handle(_arrived(ack, site))
             case wire.AskLog():
-                self._handle(LogAsked(*_log(message), site, message.since))
+                self._handle(LogAsked(*_ends(message), site, message.since))
             case wire.TellLog():
-                said = (Epoch(message.after), Epoch(message.upto), message.credit)
-                self._handle(LogTold(*_log(message), site, message.since, *said))
+                line = wire.from_line(message.line)
+                log = Log(Epoch(message.after), Epoch(message.upto), message.credit, line)
+                self._handle(LogTold(*_ends(message), site, message.since, log))
             case wire.Record():
                 self._handle(RecordArrived(message.record))
             case wire.Pass():
@@ -403,7 +405,9 @@ class Node:
                 begins = self.site in cohort.copies + cohort.standing
                 self.stages.open(effect.unit, effect.view, begins=begins)
             case BeginUnit():
-                if self.plan.past is not None:
+                self.incoming.pop(effect.unit, None)
+                self._empty(effect.unit)
+                if effect.at_start and self.plan.past is not None:
                     self.stages.units[effect.unit].begin(self.plan.past)
             case CloseUnit():
                 self._abandon_store(effect.unit)
@@ -427,9 +431,9 @@ class Node:
                 self._to(effect.site, wire.AskLog(*asked))
             case TellLog():
                 asked = (effect.exchange, effect.producer, effect.consumer, effect.since)
-                self._to(
-                    effect.site, wire.TellLog(*asked, effect.after, effect.upto, effect.credit)
-                )
+                after, upto, credit, line = effect.log
+                told = wire.TellLog(*asked, after, upto, credit, wire.line(line))
+                self._to(effect.site, told)
             case AskRecords():
                 assert self.view is not None
                 self._to(self.view.sequencers[-1], wire.RecordsAfter(effect.after))
@@ -469,6 +473,7 @@ class Node:
             effect.finished,
             effect.checksum,
             effect.levels,
+            tuple(wire.line(line) for line in effect.lines),
         )
 
     def ask(
@@ -596,9 +601,7 @@ class Node:
         if self.dataflow.units[unit].installed:
             self.incoming[unit] = Checkpoint(message, site, self.stages.units[unit])
             return
-        self.stages.shut(unit)
-        self.stages.open(unit, self.view, begins=False)
-        self.stages.on_view(self.view)
+        self._empty(unit)
         self.incoming[unit] = Incoming(message, site, self.stages.units[unit])
 
     def _on_hand_over_end(self, site: SiteId, message: wire.HandOverEnd) -> None:
@@ -607,14 +610,20 @@ class Node:
         if incoming is not None and incoming.donor == site:
             assert self.view is not None
             if isinstance(incoming, Checkpoint) and incoming.begin.after is None:
-                self.stages.shut(unit)
-                self.stages.open(unit, self.view, begins=False)
+                self._empty(unit)
                 incoming.put_into(self.stages.units[unit])
             installed = incoming.install(unit)
             del self.incoming[unit]
             self._handle(installed)
             self.stages.on_view(self.view)
             self.sourcing.ask_for_portions()
+
+    def _empty(self, unit: Unit) -> None:
+        """Whatever was put into it before is void."""
+        assert self.view is not None
+        self.stages.shut(unit)
+        self.stages.open(unit, self.view, begins=False)
+        self.stages.on_view(self.view)
 
     def _fail_copy(self, unit: Unit, site: SiteId, reason: str) -> None:
         self._tell_copy(unit, site, "failed", reason)
@@ -757,7 +766,7 @@ class _Gaps:
         return 1e3 * max([now - self._last, *(gap for _, gap in self._gaps)])
 
 
-def _log(message: wire.AskLog | wire.TellLog) -> tuple[ExchangeId, CohortId, CohortId]:
+def _ends(message: wire.AskLog | wire.TellLog) -> tuple[ExchangeId, CohortId, CohortId]:
     return ExchangeId(message.exchange), CohortId(message.producer), CohortId(message.consumer)
 
 
@@ -774,6 +783,7 @@ def _arrived(ack: wire.Ack, site: SiteId) -> AckArrived:
         Epoch(ack.finished),
         ack.checksum,
         tuple(Epoch(level) for level in ack.levels),
+        tuple(wire.from_line(line) for line in ack.lines),
     )
 
 

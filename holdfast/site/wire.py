@@ -20,10 +20,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
+from collections.abc import Mapping
 from typing import Annotated, Any, TypedDict, Union
 
 import msgspec
 
+from holdfast.core.ids import CohortId, Epoch, StageId, Unit
 from holdfast.core.layout import Domain, View
 from holdfast.core.records import Block, EpochRecord
 from holdfast.errors import ProtocolError
@@ -325,6 +327,19 @@ class Bundle(Message, frozen=True):
     digests: Number
 
 
+Line = tuple[tuple[Number, Number, EpochNumber], ...]
+"""By stage and cohort: see `holdfast.core.upstream.Line`."""
+
+
+def line(found: Mapping[Unit, Epoch]) -> Line:
+    """As it is sent."""
+    return tuple((*unit, epoch) for unit, epoch in found.items())
+
+
+def from_line(said: Line) -> dict[Unit, Epoch]:
+    return {(StageId(s), CohortId(c)): Epoch(epoch) for s, c, epoch in said}
+
+
 class Ack(msgspec.Struct, frozen=True, array_like=True):
     """See `AckArrived`."""
 
@@ -338,6 +353,7 @@ class Ack(msgspec.Struct, frozen=True, array_like=True):
     finished: EpochNumber
     checksum: Checksum
     levels: tuple[EpochNumber, ...] = ()
+    lines: tuple[Line, ...] = ()
 
 
 class Acks(Message, frozen=True):
@@ -365,6 +381,7 @@ class TellLog(Message, frozen=True):
     after: EpochNumber
     upto: EpochNumber
     credit: Number
+    line: Line
 
 
 class Delivered(Message, frozen=True):
@@ -404,6 +421,18 @@ class Extras(TypedDict):
     operator: dict[str, int] | None
 
 
+class Gap(msgspec.Struct, frozen=True, array_like=True):
+    """What is not kept for a consumer any more: see `holdfast.core.upstream.Gap`."""
+
+    exchange: Number
+    consumer: Number
+    let_go: EpochNumber
+    known: EpochNumber
+    base: EpochNumber
+    credit: Number
+    line: Line
+
+
 class HandOverBegin(Message, frozen=True):
     """The unit's state after `epoch` follows; whatever came before of it is void."""
 
@@ -415,8 +444,7 @@ class HandOverBegin(Message, frozen=True):
     extras: Extras
     after: EpochNumber | None
     """Only what has changed after this epoch."""
-    let_go: list[tuple[Number, Number, EpochNumber]]
-    """By exchange and consumer: up to which epoch no bundles are kept."""
+    gaps: list[Gap]
 
 
 class HandOverState(Message, frozen=True):

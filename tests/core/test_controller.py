@@ -28,6 +28,7 @@ from holdfast.core.events import (
     CopyBehind,
     CopyReported,
     FlowFailed,
+    ProtectionWanted,
     SiteFinished,
     SiteRegistered,
     SitesApart,
@@ -647,3 +648,39 @@ def test_new_copies_are_made_only_where_they_are_apart() -> None:
 def test_spans() -> None:
     assert spans([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
     assert spans([]) == ""
+
+
+# --- changing protection ------------------------------------------------------------------------
+
+
+ANEW = Guard(level=1, anew=1)
+
+
+def keyed_as(guard: Guard) -> Shape:
+    """Pairs at the ends."""
+    stages = tuple(replace(s, guard=guard) if s.kind == "keyed" else s for s in PAIRS.stages)
+    return replace(PAIRS, stages=stages)
+
+
+def test_a_copy_that_is_made_for_another_reason_now_is_ordered_again() -> None:
+    """Pairs shall be passive, and pairs again before the standby has its state: the donor has
+    forgotten the first order with the copy that it was for."""
+    controller = running(PAIRS, sites=2, standbys=0)
+    for guard in (Guard(standbys=1, every_ms=100), Guard(2)):
+        controller.handle(ProtectionWanted(keyed_as(guard).guards))
+        assert controller.view is not None
+        (joiner,) = controller.view.cohort(KEYED).joining
+        orders = [e for e in seen(controller) if isinstance(e, OrderCatchUp) and e.unit == KEYED]
+        assert [e.joiner for e in orders] == [joiner]
+
+
+def test_a_unit_is_made_anew_at_one_site_only() -> None:
+    """Also if it is lost while its second copy is being made."""
+    controller = running(keyed_as(ANEW), sites=4, standbys=2)
+    controller.handle(ProtectionWanted(PAIRS.guards))
+    assert controller.view is not None
+    copies = controller.view.cohort(KEYED).copies
+    assert len(controller.view.cohort(KEYED).joining) == 1
+    controller.handle(SitesFailed(copies, "crashed"))
+    cohort = controller.view.cohort(KEYED)
+    assert cohort.copies == () and len(cohort.joining) == 1

@@ -36,6 +36,7 @@ from holdfast.core.ids import NO_EPOCH
 from holdfast.core.layout import Cohort, Guard, Shape, StageShape, View
 from holdfast.core.records import EpochRecord, Range
 from holdfast.core.unit import AT_ONCE_ROWS, REPLAYED, ROOM_BEHIND
+from holdfast.core.upstream import Gap
 
 SHAPE = Shape(
     (
@@ -73,6 +74,11 @@ def site(number: int, *copies: str, connected: tuple[int, ...] = ()) -> Dataflow
         machine.handle(PeerConnected(other))
     machine.handle(view(0, *copies))
     return machine
+
+
+def gap(let_go: int) -> Gap:
+    """Nothing is kept up to here, and nothing was made anew."""
+    return Gap(let_go, NO_EPOCH, NO_EPOCH, 0, {})
 
 
 def record(epoch: int, last: bool = False) -> RecordArrived:
@@ -299,7 +305,7 @@ def test_a_new_copy_goes_on_from_where_its_state_was_taken() -> None:
     machine.handle(record(7))  # the others are at 7
     machine.handle(ack(1, 1, 2))  # early: the sink's copy counts us already
     kept = {1: {0: [(3, True, Frames("o3")), (4, True, Frames("o4")), (5, True, Frames("o5"))]}}
-    effects = machine.handle(CopyInstalled(KEYED, 5, kept, {1: {0: kept[1][0][0][0] - 1}}))
+    effects = machine.handle(CopyInstalled(KEYED, 5, kept, {1: {0: gap(kept[1][0][0][0] - 1)}}))
     assert ReportCopy(KEYED, "installed") in effects
     assert ReportCopy(KEYED, "caught_up") not in effects
     sent = of(SendBundle, effects)
@@ -317,7 +323,7 @@ def test_a_new_copy_goes_on_from_where_its_state_was_taken() -> None:
 
 def test_a_new_source_asks_for_the_records_it_lacks() -> None:
     machine = site(2, "0+2", "1", "1", connected=(0, 1))
-    effects = machine.handle(CopyInstalled(SOURCE, 4, {0: {0: []}}, {0: {0: 4}}))
+    effects = machine.handle(CopyInstalled(SOURCE, 4, {0: {0: []}}, {0: {0: gap(4)}}))
     assert AskRecords(4) in effects
     assert [e.epoch for e in of(IngestEpochs, machine.handle(record(5)))] == [5]
 
@@ -344,7 +350,7 @@ def test_a_stage_that_takes_anothers_place_takes_epochs_together_until_it_has_ca
     machine = site(2, "0", "1+2", "1", connected=(0, 1))
     for epoch in range(12):
         machine.handle(record(epoch))
-    told = of(SendAck, machine.handle(CopyInstalled(KEYED, 5, {1: {0: []}}, {1: {0: 5}})))
+    told = of(SendAck, machine.handle(CopyInstalled(KEYED, 5, {1: {0: []}}, {1: {0: gap(5)}})))
     assert [(a.site, a.credit) for a in told] == [(0, 5 + ROOM_BEHIND)]
     assert of(ProcessBundles, machine.handle(bundle(0, 6)))[0].earlier == ()
     for epoch in range(7, 14):
@@ -382,7 +388,7 @@ def test_a_source_stops_where_its_state_is_wanted() -> None:
 def test_state_that_comes_too_late_is_dropped() -> None:
     machine = site(2, "1", "0+2", "1", connected=(0, 1))
     machine.handle(view(1, "1", "0", "1"))
-    assert machine.handle(CopyInstalled(KEYED, 5, {1: {0: []}}, {1: {0: 5}})) == []
+    assert machine.handle(CopyInstalled(KEYED, 5, {1: {0: []}}, {1: {0: gap(5)}})) == []
 
 
 def test_a_consumer_does_not_turn_to_a_copy_beside_it_that_is_behind() -> None:
@@ -391,7 +397,7 @@ def test_a_consumer_does_not_turn_to_a_copy_beside_it_that_is_behind() -> None:
     machine = site(2, "1", "0+2", "2", connected=(0, 1))
     for epoch in range(3):
         machine.handle(bundle(1, epoch))
-    machine.handle(CopyInstalled(KEYED, 1, {1: {0: []}}, {1: {0: 1}}))
+    machine.handle(CopyInstalled(KEYED, 1, {1: {0: []}}, {1: {0: gap(1)}}))
     machine.handle(view(1, "1", "0,2", "2"))
     assert machine.consumers[1, 0].source[0] == 0
     machine.handle(bundle(0, 2))

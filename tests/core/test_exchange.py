@@ -360,7 +360,7 @@ def test_a_new_copy_can_send_whatever_the_old_one_could() -> None:
     exported = old.export()
     assert {c: [k.epoch for k in kept] for c, kept in exported.items()} == {1: [2, 3], 2: [3]}
     new = Producer(X, 0)
-    new.install(3, exported, {c: k[0].epoch - 1 if k else 3 for c, k in exported.items()})
+    new.install(3, exported, old.gaps())
     new.on_view({1: {7: 0, 8: 0}, 2: {8: 0}})
     assert new.made == 3
     assert sent(new.on_ack(ack(8, 1))) == [(8, 1, 2, "a2"), (8, 1, 3, "a3")]

@@ -6,7 +6,7 @@ from holdfast.core.exchange import Producer
 from holdfast.core.ids import NO_EPOCH
 from holdfast.core.layout import Guard, Shape, StageShape
 from holdfast.core.unit import ROOM_BEHIND
-from holdfast.core.upstream import Needs, Search
+from holdfast.core.upstream import Gap, Log, Needs, Search, merged
 
 from .test_dataflow import Dataflow, Frames, PeerConnected, view
 
@@ -48,10 +48,10 @@ def test_what_the_state_comes_from_is_known_by_epoch() -> None:
 def test_a_search_waits_for_all_and_begins_where_all_can() -> None:
     search, wanted = Search(), {(0, 0, 1): None, (0, 0, 2): None}
     assert search.begins({}) is None and search.begins(wanted) is None
-    search.told[0, 0, 1] = (4, 9, 2)
+    search.told[0, 0, 1] = Log(4, 9, 2, {FIRST: 5, SECOND: 7})
     assert search.begins(wanted) is None
-    search.told[0, 0, 2] = (6, 8, 1)
-    assert search.begins(wanted) == (6, 9, 1)
+    search.told[0, 0, 2] = Log(6, 8, 1, {FIRST: 6})
+    assert search.begins(wanted) == (6, 9, 1, {FIRST: 6, SECOND: 7})
 
 
 def test_bundles_are_kept_until_they_are_let_go_at_the_consumers_level() -> None:
@@ -61,7 +61,7 @@ def test_bundles_are_kept_until_they_are_let_go_at_the_consumers_level() -> None
         producer.offer(epoch, True, {0: Frames(str(epoch))})
     ack(producer, 4, 3, 1)
     assert [k.epoch for k in producer.lanes[0].kept] == [2, 3, 4]
-    assert producer.log(0) == (1, 4, 2)
+    assert producer.log(0) == (1, 4, 2, {})
     assert [producer.reached(level) for level in range(3)] == [4, 3, 1]
 
 
@@ -74,21 +74,23 @@ def test_a_consumer_of_which_nothing_is_left_still_needs_what_is_kept_for_it() -
     producer.on_ack(AckArrived(0, 0, 1, 8, 0, 4, 99, False, -1, 0, (3,)))
     assert producer.reached(1) == 1
     producer.on_view({0: {}, 1: {8: 0}})
-    assert producer.reached(1) == 1 and producer.log(0) == (1, 4, 1), "and not 3, as the other one"
+    assert producer.reached(1) == 1 and producer.log(0) == (1, 4, 1, {}), (
+        "and not 3, as the other one"
+    )
     producer.on_view({0: {7: 2}, 1: {8: 0}})
     assert producer.reached(1) == NO_EPOCH, "it has not said anything yet"
 
 
 def test_what_was_made_anew_is_complete_at_a_lower_level_until_the_consumer_has_moved_on() -> None:
-    producer = Producer(0, 0, level=2, made=7, credit=1)
+    producer = Producer(0, 0, level=2, made=7, log=Log(7, 7, 1, {}))
     producer.on_view({0: {9: 0}})
-    assert producer.log(0) == (7, 7, 1)
+    assert producer.log(0) == (7, 7, 1, {})
     for epoch in (8, 9):
         producer.offer(epoch, True, {0: Frames(str(epoch))})
     ack(producer, 9, 8, 6)
-    assert producer.log(0) == (7, 9, 1), "it may still need epoch 7"
+    assert producer.log(0) == (7, 9, 1, {}), "it may still need epoch 7"
     ack(producer, 9, 9, 7)
-    assert producer.log(0) == (7, 9, 2)
+    assert producer.log(0) == (7, 9, 2, {})
 
 
 def test_a_unit_says_what_it_needs_at_every_level() -> None:
@@ -124,15 +126,17 @@ def test_a_lost_unit_is_made_anew_from_where_its_producers_have_its_input() -> N
         (4, 0, 0, 0),
     }
     since = asked[0].since
-    assert machine.handle(LogTold(0, 0, 0, 0, since, 3, 8, 2)) == []
+    assert machine.handle(LogTold(0, 0, 0, 0, since, Log(3, 8, 2, {}))) == []
     assert not machine.units[FIRST].installed
-    effects = machine.handle(LogTold(0, 0, 0, 4, since, 5, 9, 2))
+    effects = machine.handle(LogTold(0, 0, 0, 4, since, Log(5, 9, 2, {})))
     assert machine.units[FIRST].installed and machine.units[FIRST].finished == 5
     assert ReportCopy(FIRST, "installed") in effects
     assert ReportCopy(FIRST, "caught_up") not in effects, "others have got to 9"
     takes = [e for e in effects if isinstance(e, SendAck) and e.exchange == 0 and e.take]
     assert [(e.received, e.credit) for e in takes] == [(5, 5 + ROOM_BEHIND)], "it is behind"
-    assert machine.producers[1, 0].log(0) == (5, 5, 1), "what the next stage needs, but no further"
+    assert machine.producers[1, 0].log(0) == (5, 5, 1, {}), (
+        "what the next stage needs, but no further"
+    )
 
 
 def test_it_waits_for_a_producer_that_is_made_anew_itself() -> None:
@@ -147,7 +151,7 @@ def test_what_nobody_has_any_more_cannot_be_made_anew() -> None:
     machine = site(3, "0", "1", "2", "0", connected=(0, 1))
     effects = machine.handle(view(1, "0", "1", "+3", "0"))
     (asked,) = [e for e in effects if isinstance(e, AskLog)]
-    effects = machine.handle(LogTold(1, 0, 0, 1, asked.since, 5, 9, 0))
+    effects = machine.handle(LogTold(1, 0, 0, 1, asked.since, Log(5, 9, 0, {})))
     assert effects == [ReportCopy(SECOND, "impossible")]
 
 
@@ -157,13 +161,13 @@ def test_a_producer_answers_when_it_counts_who_asks() -> None:
     assert machine.handle(asked) == []
     lost = view(0, "0", "", "2", "2").view
     joined = lost.changed({FIRST: lost.cohort(FIRST).joined_by(3, 1)}, [3])
-    assert TellLog(3, 0, 0, 0, 1, -1, -1, 2) in machine.handle(ViewCommitted(joined))
+    assert TellLog(3, 0, 0, 0, 1, Log(-1, -1, 2, {})) in machine.handle(ViewCommitted(joined))
 
 
 def test_nothing_is_sent_again_that_the_consumer_has() -> None:
     machine = site(3, "0", "1", "2", "2", connected=(0, 2))
     machine.handle(view(1, "0", "+3", "2", "2"))
-    machine.handle(LogTold(0, 0, 0, 0, 0, 3, 3, 2))
+    machine.handle(LogTold(0, 0, 0, 0, 0, Log(3, 3, 2, {})))
     machine.handle(AckArrived(1, 0, 0, 2, 0, 5, 8, True, -1, 0, (3, 3)))
     sent = []
     for epoch in (4, 5, 6):
@@ -174,3 +178,66 @@ def test_nothing_is_sent_again_that_the_consumer_has() -> None:
     assert not [
         e for e in machine.handle(view(2, "0", "3", "2", "2")) if isinstance(e, ProcessBundles)
     ]
+
+
+# --- from where on it is right ------------------------------------------------------------------
+
+
+def made_anew(log: Log, second: str = "2") -> Dataflow:
+    """Site 3 has the first stage, made from what the source at site 0 has."""
+    machine = site(3, "0", "1", second, "2", connected=(0, 2))
+    machine.handle(view(1, "0", "+3", second, "2"))
+    machine.handle(LogTold(0, 0, 0, 0, 0, log))
+    return machine
+
+
+def test_a_unit_says_from_where_on_it_and_those_behind_it_would_be_right() -> None:
+    machine = site(1, "0", "1", "2", "2", connected=(0, 2))
+    for epoch in (0, 1, 2):
+        machine.units[FIRST].busy = 1
+        machine.handle(UnitProcessed(FIRST, epoch, True, {1: {0: Frames("x")}}, epoch))
+    lines = ({SECOND: 1}, {SECOND: 0})
+    machine.handle(AckArrived(1, 0, 0, 2, 0, 2, 5, True, -1, 0, (1, 0), lines))
+    assert machine.units[FIRST].lines(2) == ({FIRST: 2}, {FIRST: 1, SECOND: 1})
+    (sent,) = machine.consumers[0, 0].acks(machine.connected)
+    assert sent.levels == (2, 1) and sent.lines == machine.units[FIRST].lines(2)
+
+
+def test_a_producer_remembers_the_line_of_a_consumer_that_is_gone() -> None:
+    producer = Producer(0, 0, level=1)
+    producer.on_view({0: {9: 0}})
+    for epoch in range(5):
+        producer.offer(epoch, True, {0: Frames(str(epoch))})
+    producer.on_ack(AckArrived(0, 0, 0, 9, 0, 4, 7, True, -1, 0, (1,), ({FIRST: 3},)))
+    producer.on_view({0: {}})
+    assert producer.log(0) == (1, 4, 1, {FIRST: 3})
+    assert producer.line(1) == {FIRST: 3}, "it goes with what is reached, which is what is kept"
+
+
+def test_what_is_not_right_yet_is_not_offered_to_consumers_that_are_made_anew_too() -> None:
+    """The first stage begins after epoch 3, with windows that it knows in part until epoch 5."""
+    machine = made_anew(Log(3, 6, 2, {FIRST: 5, SECOND: 9}))
+    for epoch in (4, 5, 6):
+        machine.units[FIRST].busy = 1
+        machine.handle(UnitProcessed(FIRST, epoch, True, {1: {0: Frames(str(epoch))}}, epoch))
+    producer = machine.producers[1, 0]
+    assert [k.epoch for k in producer.lanes[0].kept] == [6]
+    assert producer.log(0) == (5, 6, 1, {FIRST: 5, SECOND: 9})
+    producer.check_invariants()
+
+
+def test_what_a_log_lacks_is_handed_over_with_it() -> None:
+    """A copy that is made of one that was made anew knows no more than that."""
+    machine = made_anew(Log(3, 6, 1, {FIRST: 5}))
+    told = machine.producers[1, 0].log(0)
+    assert told == (5, 3, 0, {FIRST: 5}), "complete at no level"
+    (gaps,) = (p.gaps() for p in machine.producers.values())
+    assert gaps == {0: Gap(5, -1, 5, 0, {FIRST: 5})}
+    copy = Producer(1, 0, level=1, made=3)
+    copy.install(3, {0: []}, gaps)
+    copy.on_view({0: {2: 0}})
+    assert copy.log(0) == told
+
+
+def test_of_two_lines_the_later_epochs_count() -> None:
+    assert merged([{FIRST: 3, SECOND: 1}, {}, {FIRST: 2, SECOND: 4}]) == {FIRST: 3, SECOND: 4}

@@ -31,6 +31,7 @@ from holdfast.core.exchange import Kept
 from holdfast.core.ids import CohortId, ExchangeId, SiteId
 from holdfast.core.layout import Cohort, Guard, View
 from holdfast.core.records import EpochRecord, Range
+from holdfast.core.upstream import Gap
 from holdfast.flow.batches import Track
 from holdfast.flow.graph import Stream
 from holdfast.flow.options import Options
@@ -270,8 +271,8 @@ def handed(
     """Give the unit's state to a fresh one, or what has changed to one that stands by; `between`
     happens between the parts."""
     key = (unit.stage.id, 0)
-    let_go = {x: dict.fromkeys(lanes, -1) for x, lanes in (kept or {}).items()}
-    outgoing = Outgoing(HandOver(key, 9, epoch, kept or {}, let_go, after), unit)
+    gaps = {x: dict.fromkeys(lanes, Gap(-1, -1, -1, 0, {})) for x, lanes in (kept or {}).items()}
+    outgoing = Outgoing(HandOver(key, 9, epoch, kept or {}, gaps, after), unit)
     new = standby or runner(planned, unit.stage.id, unit.cohort.end)
     incoming: Incoming | None = None
     while (part := outgoing.next()) is not None:

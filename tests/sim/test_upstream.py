@@ -1,0 +1,106 @@
+"""Units that are made anew, in the simulated world: what they begin with, where they are right."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from holdfast import discard
+from holdfast.core.sequencer import Budget
+from holdfast.flow.expr import col, count, max_, sum_
+from holdfast.flow.graph import Flow
+from holdfast.flow.sources import rows
+from holdfast.sim import explore, flows, timed
+from holdfast.sim.explore import Case, run
+from holdfast.sim.faults import Fault
+from holdfast.sim.timed import TimedWorld
+
+Patch = pytest.MonkeyPatch
+
+
+def seldom(rows_in: int) -> Flow:
+    """Windows with few rows, and the largest of them: a window that is known in part may be taken
+    for such a one."""
+    flow = Flow("seldom")
+    source = flow.source("events", rows(flows._events(rows_in)), event_time="ts")
+    counts = source.key_by("k").window(time=20, lateness=5).agg(n=count(), x=sum_("v"))
+    few = counts.filter(col("n") <= 1).select("window_start", "n", "x", g=col("k") % 3)
+    few.key_by("g").window(time=60).agg(most=max_("x"), n=sum_("n")).sink("out", discard())
+    return flow
+
+
+def test_two_stages_in_a_row_are_lost_and_the_second_takes_no_half_known_window(
+    monkeypatch: Patch,
+) -> None:
+    """They have one partition each: nobody else knows where the first one is right."""
+    monkeypatch.setitem(flows.FLOWS, "seldom", seldom)
+    budget = Budget(epoch_rows_max=10, epochs_in_flight_max=4)
+    options = replace(
+        explore.OPTIONS, partitions=1, block_rows=5, read_ahead_rows=20, budget=budget
+    )
+    monkeypatch.setattr(explore, "OPTIONS", options)
+    for n in range(0, 40, 2):
+        fault = Fault("crash of two", 0.02 + n * 0.0012, who=1, other=1)
+        done = run(Case(n * 4, "seldom", "upstream", sites=6, faults=(fault,)))
+        assert done.problem is None, f"{n}: {done.problem}"
+
+
+def long(rows_in: int) -> Flow:
+    """Windows that are long compared with what may be kept for a copy that is behind."""
+    flow = Flow("long")
+    source = flow.source("events", rows(flows._events(rows_in)), event_time="ts")
+    source.key_by("k").window(time=400).agg(n=count(), x=sum_("v")).sink("out", discard())
+    return flow
+
+
+def test_a_unit_with_a_long_log_is_not_let_go_because_it_is_behind(monkeypatch: Patch) -> None:
+    """It must be, at first. Letting it go would have it made anew elsewhere, from the same log."""
+    monkeypatch.setitem(flows.FLOWS, "long", long)
+    options = replace(explore.OPTIONS, kept_bytes_max=4_500)
+    monkeypatch.setattr(explore, "OPTIONS", options)
+    monkeypatch.setattr(timed, "Pace", partial(timed.Pace, status=0.003))
+    crash = (Fault("crash", 0.04, who=2),)
+    done = run(Case(1, "long", "upstream", sites=5, rows_in=2_000, faults=crash))
+    assert done.problem is None
+    assert sum("view" in line for line in done.log) < 12, "after a single crash"
+
+
+@pytest.mark.parametrize("seed", [10, 83])
+def test_a_unit_is_lost_while_its_second_copy_is_made(seed: int) -> None:
+    """On the way to a standby. It is made anew at one site, of which then others are made."""
+    kinds = ("crash", "controller", "crash of two", "block", "reset")
+    done = run(Case(seed, "times", "upstream", "upstream", "passive", kinds=kinds))
+    assert done.problem is None
+
+
+def hands_over(world: TimedWorld) -> int | None:
+    """Who hands a unit of the first keyed stage over just now, and has sent some of its state."""
+    view = world.controller.view
+    for number, cohort in enumerate(view.cohorts[1] if view is not None else ()):
+        for joiner in cohort.joining if cohort.copies else ():
+            node, unit = world.nodes[joiner], (1, number)
+            if unit in node.incoming and world.survives(cohort.donor):
+                keeper = node.stages.units[unit].keeper
+                if any(table.size for table in keeper.tables().values()):
+                    return cohort.donor
+    return None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_unit_is_made_anew_where_a_hand_over_broke_off(seed: int) -> None:
+    """Its donor and the controller die together, so nobody is told. Nothing of what was handed
+    over may be in the state that it begins with."""
+    case = Case(seed, "times", "upstream", "upstream", "pairs", faults=(), sites=4)
+    world, lost = case.world(), False
+    while not world.ended:
+        assert world.step() and world.time < 10, world.describe()
+        donor = hands_over(world) if not lost and not world.leaderless else None
+        if donor is not None:
+            world.crash_controller()
+            world.crash(donor)
+            lost = True
+        if lost and not world.leaderless and world.controller.protected:
+            world.gate_is_open = True
+    assert lost and world.error is None
+    right = flows.expected("times", case.rows_in)["out"]
+    assert flows.in_order(world.result("out")).equals(right)
