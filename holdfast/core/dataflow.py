@@ -154,7 +154,7 @@ class Dataflow:
             effects += self._search(unit)
         effects += self.delivered()
         for unit in self.units.values():
-            effects += self._next(unit)
+            effects += [*self._next(unit), *unit.caught_up(self.window)]
         if view.number:  # the last one, too, must reach sites that have no source
             effects.append(AskRecords(self.lacks_records()))
         return effects + self._finish_site()

@@ -95,7 +95,9 @@ def show_failure(case: Case, out: Path, console: Console, bug: Bug | None = None
     for path in draw(outcome, out):
         console.print(f"  see {path}", markup=False, highlight=False)
     again = f"holdfast sim --flow {case.flow} --protocol {case.protocol} --seed {case.seed} --trace"
-    console.print(f"  again: {again}" + (f" --bug '{bug.name}'" if bug else ""), markup=False)
+    again += f" --then {case.then}" if case.then else ""
+    again += f" --bug '{bug.name}'" if bug else ""
+    console.print(f"  again: {again}", markup=False, soft_wrap=True)
 
 
 def draw(outcome: Outcome, out: Path) -> list[Path]:

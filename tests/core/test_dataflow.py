@@ -1,6 +1,6 @@
 """The dataflow of one site, event by event."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.core.dataflow import Dataflow
 from holdfast.core.effects import (
@@ -410,3 +410,17 @@ def test_a_site_without_a_view_has_nothing_to_finish() -> None:
     """Others may know of it, and tell it of the last epoch, before it hears of the view itself."""
     machine = Dataflow(5, SHAPE, window=2)
     assert machine.handle(record(0, last=True)) == []
+
+
+def test_who_stood_by_and_lacks_nothing_has_caught_up_when_it_computes() -> None:
+    """If nothing comes for a while, nobody else would say so."""
+    guards = (Guard(copies=2), Guard(standbys=1, every_ms=100), Guard(copies=2))
+    machine = Dataflow(2, SHAPE.guarded(guards), window=3)
+    machine.handle(PeerConnected(0))
+    stands = View(0, 0, (0, 1, 2), ((Cohort(0, 1, (0,)),), (Cohort(0, 1, (1,), standing=(2,)),)))
+    stands = replace(stands, cohorts=(*stands.cohorts, (Cohort(0, 1, (0,)),)))
+    machine.handle(ViewCommitted(stands))
+    assert machine.units[KEYED].stands
+    effects = machine.handle(ViewCommitted(stands.without([1])))
+    assert not machine.units[KEYED].stands
+    assert ReportCopy(KEYED, "caught_up") in effects
