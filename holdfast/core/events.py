@@ -132,7 +132,7 @@ class CheckpointDue:
 
 @value
 class SinkDurable:
-    """The sink's first copy has written everything up to this epoch for good."""
+    """The sink's first copy has written all rows up to this epoch for good."""
 
     unit: Unit
     epoch: Epoch

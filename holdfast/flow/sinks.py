@@ -39,6 +39,8 @@ class SinkWriter:
     """Takes the rows of one sink on the site that leads its egress."""
 
     def write(self, epoch: int, batch: pa.RecordBatch) -> None:
+        """Take the rows of the next epoch. Who goes on in place of another is not given again
+        those that had none."""
         raise NotImplementedError
 
     def commit(self, epoch: int) -> int:

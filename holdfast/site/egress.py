@@ -65,7 +65,7 @@ class Egress:
 
     @property
     def held(self) -> list[tuple[int, pa.RecordBatch]]:
-        """The epochs that are not known to be durable."""
+        """The epochs with rows that are not known to be durable."""
         return [*self._held, *self._later]
 
     def begin(self, term: int = 0) -> None:
@@ -138,7 +138,8 @@ class Egress:
 
     def take(self, epoch: int, batch: pa.RecordBatch) -> None:
         self.taken = max(self.taken, epoch)
-        if epoch > self.durable:
+        # One without rows may never become durable by itself. Only readers count them.
+        if epoch > self.durable and (batch.num_rows or self._sink.unread_bytes_max is not None):
             self._held.append((epoch, batch))
         # A leader before this one may have got further than this copy has.
         if self.writer is not None and (self._sink.replicated or epoch > self.durable):
@@ -154,6 +155,12 @@ class Egress:
         self.durable = max(self.durable, durable)
         while self._held and self._held[0][0] <= self.durable:
             self._held.popleft()
+
+    @property
+    def safe(self) -> int:
+        """Up to here all rows are durable, if there were any."""
+        held = self.held
+        return held[0][0] - 1 if held else max(self.taken, self.durable)
 
     @property
     def is_drained(self) -> bool:

@@ -687,7 +687,7 @@ class Node:
         assert self.view is not None
         egress = self.stages.egress(effect.sink)
         assert egress is not None
-        message = wire.Delivered(effect.sink, effect.epoch, egress.durable)
+        message = wire.Delivered(effect.sink, effect.epoch, egress.durable, egress.safe)
         copies = self.view.cohort((effect.sink, CohortId(0))).all
         for site in {self.view.sequencers[0], *copies}:
             self._to(site, message)
@@ -699,7 +699,7 @@ class Node:
             if not egress.leads:
                 egress.let_go(message.durable)
                 unit = (StageId(message.sink), CohortId(0))
-                self._handle(SinkDurable(unit, Epoch(message.durable)))
+                self._handle(SinkDurable(unit, Epoch(message.safe)))
         self.sequencing.on_delivered(StageId(message.sink), Epoch(message.epoch))
 
     # --- sources --------------------------------------------------------------------------------

@@ -386,11 +386,12 @@ class TellLog(Message, frozen=True):
 
 class Delivered(Message, frozen=True):
     """A sink has taken everything up to `epoch`, and up to `durable` so that it outlives the site
-    that wrote it."""
+    that wrote it; between that and `safe` there were no rows."""
 
     sink: Number
     epoch: EpochNumber
     durable: EpochNumber
+    safe: EpochNumber
 
 
 # --- handing a unit over to a new copy ----------------------------------------------------------

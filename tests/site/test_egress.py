@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from holdfast import Flow, FlowError, SinkError, rows
+from holdfast import Flow, FlowError, SinkError, outlet, rows
 from holdfast.flow.past import Folder, Past
 from holdfast.flow.plan import plan
 from holdfast.flow.sinks import Authority, Sink, SinkWriter
@@ -75,6 +75,29 @@ def test_rows_become_durable_though_none_follow(sink: Slow, egress: Egress) -> N
     sink.reached = 0
     egress.tend()
     assert (egress.durable, egress.held) == (0, [])
+
+
+def test_an_epoch_without_rows_is_safe_though_it_is_not_durable(sink: Slow, egress: Egress) -> None:
+    egress.begin()
+    for epoch in (0, 1):
+        egress.take(epoch, ROWS.slice(2))
+    assert (egress.durable, egress.safe, egress.held) == (-1, 1, [])
+    egress.take(2, ROWS)
+    egress.take(3, ROWS.slice(2))
+    assert egress.safe == 1 and [e for e, _ in egress.held] == [2]
+    egress.let_go(2)
+    assert (egress.durable, egress.safe, egress.held) == (2, 3, [])
+
+
+def test_an_epoch_without_rows_is_held_for_who_reads_the_sink() -> None:
+    """Readers count epochs, and would not get past it."""
+    flow = Flow("f")
+    flow.source("s", rows(ROWS)).sink("out", outlet())
+    egress = Egress("f", plan(flow).sinks[0])
+    egress.begin()
+    egress.take(0, ROWS.slice(2))
+    answer, _ = egress.answer({"do": "latest", "reader": "r", "after": -1, "rows": -1})
+    assert answer["epoch"] == 0
 
 
 def test_what_goes_wrong_is_heard_of_though_no_row_follows(sink: Slow, egress: Egress) -> None:

@@ -63,7 +63,7 @@ def test_messages_and_bodies_arrive_in_order() -> None:
         big = os.urandom(3_000_000)
         for epoch in range(3):
             body = [b"ab", big] if epoch == 1 else None
-            client.opened[0].send(wire.Delivered(7, epoch, epoch), body)
+            client.opened[0].send(wire.Delivered(7, epoch, epoch, epoch), body)
         await end.until(lambda: len(end.messages) == 3)
         assert [m.epoch for m, _ in end.messages] == [0, 1, 2]
         assert end.messages[1][1] == b"ab" + big
@@ -159,7 +159,7 @@ def test_headers_come_back_as_they_were(message: wire.Message) -> None:
         struct.pack("<II", 0, 0xFFFFFFFF),
         struct.pack("<II", 0xFFFFFFFF, 10),
         struct.pack("<II", 0, 4) + b"\xc1\xc1\xc1\xc1",
-        wire.encode(wire.Delivered(0, 0, 0)),
+        wire.encode(wire.Delivered(0, 0, 0, 0)),
         wire.encode(wire.Hello("site", 0, b"n" * 16, b"p" * 32)),
     ],
 )
