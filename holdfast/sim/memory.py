@@ -94,7 +94,7 @@ class _Remembering(UnitRunner):
         if self._is_behind and self._state is not None and self.stage.operator is not None:
             self._is_behind = False
             self.runner.operator = self.stage.operator.open(self.partitions)
-            self.protect(self.guard)
+            self.protect(self.guard, self.followers)
             self._state.put_into(self.runner.operator)
         return self.runner.operator
 

@@ -91,7 +91,8 @@ class UnitRunner:
         self.stage, self.cohort, self.partitions = stage, cohort, options.partitions
         self.runner = StageRunner(plan, stage, options.partitions)
         self.guard = Guard()
-        self._stored = options.store_every_ms > 0
+        self.followers: tuple[str, ...] = ()
+        """Who gets what has changed of its state, from here."""
         self.routers = routers
         self.ingress: Ingress | None = None
         self.egress: Egress | None = None
@@ -141,10 +142,10 @@ class UnitRunner:
         if self.keeper is not None:
             store_state(folder, stage, self.keeper.tables())
 
-    def protect(self, guard: Guard) -> None:
-        """Follow from now on what this protection has to know of the state."""
-        self.guard = guard
-        followers = [STANDBY] * (guard.standbys > 0) + [KEPT] * self._stored
+    def protect(self, guard: Guard, followers: tuple[str, ...] = ()) -> None:
+        """Follow from now on what this protection, and these followers, have to know of the state.
+        What is removed is noted for each until it asks, so all of them must."""
+        self.guard, self.followers = guard, followers
         for table in self.keeper.tables().values() if self.keeper is not None else ():
             table.follow(births=guard.level > 0, changes=followers)
 
@@ -357,7 +358,7 @@ class SiteStages:
         runner = self._runner(
             self.plan, stage, cohort, self.options, self._routers, self._incarnation
         )
-        runner.protect(self._shape.under(view).stages[unit[0]].guard)
+        runner.protect(*self._protection(unit, view))
         self.units[unit] = runner
         if self.plan.past is not None and begins:
             runner.begin(self.plan.past)
@@ -385,12 +386,12 @@ class SiteStages:
     def on_view(self, view: View) -> None:
         """Lead where a leader is gone; know the other copies of a fed source; follow of the state
         what protection takes."""
-        shaped = self._shape.under(view)
         for unit, runner in self.units.items():
             if unit not in view.units_at(self.site):
                 continue
-            if runner.guard != shaped.stages[unit[0]].guard:
-                runner.protect(shaped.stages[unit[0]].guard)
+            protection = self._protection(unit, view)
+            if (runner.guard, runner.followers) != protection:
+                runner.protect(*protection)
             cohort = view.cohort(unit)
             leads = cohort.led_by(self.site)
             if runner.egress is not None and leads:
@@ -400,6 +401,14 @@ class SiteStages:
                 others = [s for s in cohort.copies if s != self.site]
                 reader.on_copies(leads, others, cohort.joining, view.rank)
 
+    def _protection(self, unit: Unit, view: View) -> tuple[Guard, tuple[str, ...]]:
+        """Of the unit; and to whom this copy gives what has changed. Who begins to do so gives
+        everything at first."""
+        guard, cohort = self._shape.under(view).stages[unit[0]].guard, view.cohort(unit)
+        computes = guard.standbys > 0 and self.site not in cohort.standing
+        stored = self.options.store_every_ms > 0 and cohort.led_by(self.site)
+        return guard, (STANDBY,) * computes + (KEPT,) * stored
+
     def shut(self, unit: Unit) -> None:
         """Forget a unit that is held here no more."""
         runner = self.units.pop(unit)
@@ -407,7 +416,7 @@ class SiteStages:
             runner.egress.abandon()
         if runner.ingress is not None:
             for split in runner.ingress.splits.values():
-                split.reader.close()
+                split.close()
 
     def fed(self) -> dict[int, FedReader]:
         """The readers of fed sources, by stage."""
@@ -476,7 +485,7 @@ class SiteStages:
             if runner.egress is not None:
                 runner.egress.close()
         for _, split in self.splits():
-            split.reader.close()
+            split.close()
 
     def abandon(self) -> None:
         """The site leaves, whatever is left to do."""

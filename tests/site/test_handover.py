@@ -38,6 +38,7 @@ from holdfast.flow.options import Options
 from holdfast.flow.past import Folder, Past, stored_state
 from holdfast.flow.plan import Plan, plan, shape
 from holdfast.flow.sources import Position, Source, SplitReader
+from holdfast.flow.state import STANDBY
 from holdfast.site import handover, wire
 from holdfast.site.bundles import Frames, Router
 from holdfast.site.handover import Checkpoint, Incoming, Outgoing
@@ -113,7 +114,8 @@ def runner(planned: Plan, stage: int, partitions: int) -> UnitRunner:
     }
     cohort = Cohort(0, partitions, (0,))
     made = UnitRunner(planned, planned.stages[stage], cohort, OPTIONS, routers)
-    made.protect(shape(planned, OPTIONS.partitions).stages[stage].guard)
+    guard = shape(planned, OPTIONS.partitions).stages[stage].guard
+    made.protect(guard, (STANDBY,) * guard.standbys)
     return made
 
 
@@ -512,6 +514,7 @@ def test_what_stands_by_begins_with_the_flows_past_like_what_computes(tmp_path) 
     KINDS["running"](flow.source("events", rows(events()), event_time="ts")).sink("out", discard())
     planned = plan(flow)
     old = runner(planned, 1, OPTIONS.partitions)
+    old.protect(old.guard)
     for epoch, frames in enumerate(ingested(planned)[:9]):
         processed(old, epoch, frames)
     folder = Folder(str(tmp_path))
