@@ -59,6 +59,7 @@ class Split:
         """Where the reader was before each batch that has rows in no epoch yet."""
         self._astray = False
         """Whether the reader is not at the next row, as others have given out those before."""
+        self._closed = False
         self._told: deque[tuple[int, Position]] = deque()
         """By row: positions that the copy which gives them out has told."""
         self._hint: Position | None = None
@@ -82,11 +83,14 @@ class Split:
         """What a reader needs to find the row `first`."""
         if self._astray:
             return self._hint
-        return self._positions[0][1] if self._positions else self.reader.position()
+        if self._positions:
+            return self._positions[0][1]
+        return self._hint if self._closed else self.reader.position()
 
     def note(self, row: int, position: Position) -> None:
-        """The copy that reads was there when it was at this row."""
-        self._told.append((row, position))
+        """The copy that reads was there when it was at this row. It says so again and again."""
+        if not self._told or self._told[-1][0] != row:
+            self._told.append((row, position))
 
     def skip(self, end: int) -> None:
         """Be at the row `end`: those before have been given out by another copy."""
@@ -99,13 +103,25 @@ class Split:
         while self._told and self._told[0][0] <= end:
             self._hint = self._told.popleft()[1]
 
+    def close(self) -> None:
+        """Let go of the source. Should rows be wanted after all, it is opened again."""
+        assert self.stage.source is not None
+        if self._closed:
+            return
+        if not self._astray:
+            self._hint = self.position
+        self._astray = not self.stage.source.fed
+        self._closed = True
+        self.reader.close()
+
     def read(self, rows_max: int, *, due: bool = False) -> Block | None:
         """Read some rows; None if there are none now, or (see `ended`) ever."""
         if self._astray:
             assert self.stage.source is not None
-            self.reader.close()
+            if not self._closed:
+                self.reader.close()
             self.reader = self.stage.source.open(self.number, self._next, self._hint)
-            self._astray = False
+            self._astray = self._closed = False
             self._told.clear()
         before = self.reader.position()
         batch = self.reader.read(rows_max, due=due)

@@ -114,6 +114,12 @@ class Sequencing:
             self._note_latency(sink, epoch)
             self.handle(EpochDelivered(sink, epoch))
 
+    def _note_cut(self, record: EpochRecord) -> None:
+        """Only who leads hears of all epochs that they are delivered."""
+        assert self.sequencer is not None
+        if self.sequencer.leads:
+            self._cut_at.setdefault(record.epoch, self._now())
+
     def _note_latency(self, sink: StageId, epoch: Epoch) -> None:
         assert self.sequencer is not None
         others = [e for other, e in self.sequencer.delivered.items() if other != sink]
@@ -125,10 +131,10 @@ class Sequencing:
     def _apply(self, effect: SequencerEffect) -> None:
         match effect:
             case PublishRecord():
-                self._cut_at.setdefault(effect.record.epoch, self._now())
+                self._note_cut(effect.record)
                 self._publish(effect.record)
             case PassRecord():
-                self._cut_at.setdefault(effect.record.epoch, self._now())
+                self._note_cut(effect.record)
                 self._to(effect.site, wire.Pass(effect.record))
             case CopySequencer():
                 self._to(effect.site, wire.SequencerState(**effect.state))

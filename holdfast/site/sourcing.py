@@ -48,6 +48,8 @@ class Sourcing:
         """Read what the sources have, up to the limit; the leading copy offers it."""
         for reader in self._stages.fed().values():
             reader.pull()
+        if self._dataflow.last is not None:
+            return  # what comes now is in no epoch any more
         for unit, split in self._stages.splits():
             held = self._dataflow.units[unit]
             wanted = self._leads(unit) or not only_leading

@@ -2,14 +2,17 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from holdfast import discard
 from holdfast.core.sequencer import Budget
+from holdfast.flow.batches import empty
 from holdfast.flow.expr import col, count, max_, sum_
 from holdfast.flow.graph import Flow
-from holdfast.flow.sources import rows
+from holdfast.flow.sources import Source, SplitReader, rows
 from holdfast.sim import explore, flows, timed
 from holdfast.sim.explore import Case, run
 from holdfast.sim.faults import Fault
@@ -104,3 +107,61 @@ def test_a_unit_is_made_anew_where_a_hand_over_broke_off(seed: int) -> None:
     assert lost and world.error is None
     right = flows.expected("times", case.rows_in)["out"]
     assert flows.in_order(world.result("out")).equals(right)
+
+
+class Strict(Source):
+    """Gives so many rows at first, and none to a reader that is closed: as Kafka does."""
+
+    def __init__(self, source: Source, rows_first: int) -> None:
+        self._source, self.rows_first = source, rows_first
+        self.schema, self.splits = source.schema, source.splits
+
+    def open(self, split: int, offset: int = 0, position: Any = None) -> SplitReader:
+        return StrictReader(self._source.open(split, offset, position), self, offset)
+
+
+class StrictReader(SplitReader):
+    def __init__(self, reader: SplitReader, source: Strict, offset: int) -> None:
+        self._reader, self._source, self._offset = reader, source, offset
+        self._closed = False
+
+    def position(self) -> Any:
+        return self._reader.position()
+
+    def read(self, rows_max: int, *, due: bool = False) -> pa.RecordBatch | None:
+        assert not self._closed, "the reader is closed"
+        if self._offset >= self._source.rows_first and not due:
+            return empty(self._source.schema)
+        batch = self._reader.read(rows_max, due=due)
+        self._offset += batch.num_rows if batch is not None else 0
+        return batch
+
+    def close(self) -> None:
+        assert not self._closed, "the reader is closed twice"
+        self._closed = True
+
+
+def test_a_unit_is_lost_when_its_source_has_finished() -> None:
+    """The flow is drained, and the source's site is through and has closed its readers. It has more
+    to do again when a unit is made anew, but nothing to read."""
+    flow = Flow("ends", protect=explore.PROTOCOLS["upstream"])
+    source = flow.source("events", Strict(rows(flows._events(6_000)), 1_500), event_time="ts")
+    source.key_by("k").window(time=400).agg(n=count()).sink("out", discard())
+    world = TimedWorld(flow, sites=5, seed=0, options=explore.OPTIONS)
+    drained = crashed = False
+    while not world.ended:
+        assert world.step(), world.describe()
+        if not drained and world.time > 0.3:
+            world.drain()
+            drained = True
+        view = world.controller.view
+        if not drained or crashed or view is None:
+            continue
+        source_at, sink_at = view.cohorts[0][0].all, view.cohorts[2][0].all
+        victims = [s for c in view.cohorts[1] for s in c.copies if s not in source_at + sink_at]
+        if victims and world.nodes[source_at[0]].finished:
+            world.crash(victims[0])
+            crashed = True
+            for site in world.nodes:  # so that the others have something to do for a while
+                world.slow(site, 1.0 if site == source_at[0] else 30.0, 1.0)
+    assert crashed and world.error is None

@@ -1,0 +1,99 @@
+"""What a site keeps, however long a flow runs."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from holdfast import col, count, discard, pairs, parquet
+from holdfast.flow.graph import Flow
+from holdfast.flow.options import Options
+from holdfast.flow.protection import Protection, passive, upstream
+from holdfast.flow.sinks import Sink
+from holdfast.flow.sources import rows
+from holdfast.sim import flows
+from holdfast.sim.explore import OPTIONS
+from holdfast.sim.timed import TimedWorld
+from holdfast.site.ingress import Split
+from holdfast.site.node import Node
+
+UPSTREAM, PASSIVE = upstream(apart="process"), passive(every_ms=8, apart="process")
+
+
+def most(world: TimedWorld, measured: Callable[[Node], int]) -> int:
+    """At any site, at any time until the end of the flow."""
+    found = 0
+    while not world.ended and world.step():
+        found = max([found, *map(measured, world.nodes.values())])
+    assert world.error is None
+    return found
+
+
+def counts(
+    protection: Protection,
+    sink: Sink,
+    least: int = 0,
+    sites: int = 4,
+    options: Options = OPTIONS,
+) -> TimedWorld:
+    """How many rows a window had, of windows that had at least so many."""
+    flow = Flow("counts", protect=protection)
+    source = flow.source("events", rows(flows._events(3_000)), event_time="ts")
+    counted = source.key_by("k").window(time=20).agg(n=count())
+    counted.filter(col("n") >= least).sink("out", sink)
+    world = TimedWorld(flow, sites=sites, seed=1, options=options)
+    world.plan.sinks[0].sink = sink
+    return world
+
+
+def kept(node: Node) -> int:
+    lanes = [lane for p in node.dataflow.producers.values() for lane in p.lanes.values()]
+    return max([len(lane.kept) for lane in lanes], default=0)
+
+
+@pytest.mark.parametrize("protection", [UPSTREAM, PASSIVE], ids=["upstream", "passive"])
+def test_a_sink_without_rows_keeps_nothing_back(protection: Protection, tmp_path: Path) -> None:
+    busy, quiet = (
+        most(counts(protection, parquet(tmp_path / str(least), roll_s=0), least), kept)
+        for least in (0, 1_000)
+    )
+    assert quiet <= busy + 20
+
+
+def noted(node: Node) -> int:
+    """For how many calls it is noted which keys were removed, at copies that nobody asks for it."""
+    assert node.view is not None or not node.stages.units
+    found = 0
+    for unit, runner in node.stages.units.items():
+        leads = node.view is not None and node.view.cohort(unit).led_by(node.site)
+        for table in runner.keeper.tables().values() if runner.keeper and not leads else ():
+            found = max([found, *map(len, table._removed.values())])
+    return found
+
+
+def test_a_standby_does_not_note_which_keys_are_gone() -> None:
+    assert most(counts(PASSIVE, discard()), noted) == 0
+
+
+def test_a_copy_that_is_not_stored_does_not_note_which_keys_are_gone(tmp_path: Path) -> None:
+    options = replace(OPTIONS, store=str(tmp_path), store_every_ms=100)
+    world = counts(pairs(apart="process"), discard(), options=options)
+    for node in world.nodes.values():
+        node.stages.recorded = None  # sinks would wait for records, which nobody stores here
+    assert most(world, noted) == 0
+
+
+def test_when_epochs_were_cut_is_forgotten_when_they_are_delivered() -> None:
+    """Also where the sequencer has a copy and no sink has one."""
+    world = counts(pairs(apart="process"), discard(), sites=6)
+    assert 0 < most(world, lambda node: len(node.sequencing._cut_at)) < 20
+
+
+def test_a_position_that_is_told_again_is_known_once() -> None:
+    stage = counts(UPSTREAM, discard()).plan.sources[0]
+    assert stage.source is not None
+    split = Split(stage, 0, stage.source.open(0))
+    for _ in range(9):
+        split.note(5, {"at": 17})
+    assert len(split._told) == 1
