@@ -178,8 +178,8 @@ def _joiners_are_not_counted(_: Any) -> Any:
 
 
 def _acked_before_it_came(right: Any) -> Any:
-    def ack(self: Consumer, producer: CohortId, site: Any) -> Any:
-        found = right(self, producer, site)
+    def ack(self: Consumer, *args: Any) -> Any:
+        found = right(self, *args)
         return replace(found, received=Epoch(found.received + 1))
 
     return ack

@@ -102,14 +102,16 @@ DURABLE_EVERY = 3
 class _Collected(SinkWriter):
     """What a sink has got, by epoch; shared by all copies, like a store outside."""
 
-    def __init__(self, world: World, into: dict[int, pa.RecordBatch]) -> None:
-        self._world, self._into = world, into
+    def __init__(self, world: World, into: dict[int, pa.RecordBatch], filled: set[int]) -> None:
+        self._world, self._into, self._filled = world, into, filled
         self._pending: dict[int, pa.RecordBatch] = {}
 
     def write(self, epoch: int, batch: pa.RecordBatch) -> None:
         if epoch in self._pending:
             raise InvariantError(f"site {self._world.acting} wrote epoch {epoch} twice")
         self._pending[epoch] = batch
+        if batch.num_rows:
+            self._filled.add(epoch)
 
     def commit(self, epoch: int) -> int:
         """Written is not durable: what is not dies with the writer."""
@@ -124,8 +126,10 @@ class _Collected(SinkWriter):
         pending, self._pending = self._pending, {}
         for epoch, batch in pending.items():
             known, newest = self._into.get(epoch), max(self._into, default=-1)
-            if known is None and epoch <= newest and batch.num_rows:
-                raise InvariantError(f"epoch {epoch} was written after {newest}")
+            for left_out in range(newest + 1, epoch):
+                if left_out in self._filled:
+                    raise InvariantError(f"epoch {left_out}, which has rows, was left out")
+                self._into[left_out] = batch.slice(0, 0)
             # Whoever is not in the view any more may not know it. The store takes an epoch once.
             if known is not None and not known.equals(batch):
                 raise InvariantError(f"epoch {epoch} was written twice, with different rows")
@@ -139,12 +143,14 @@ class _Store(Sink):
 
     def __init__(self, world: World, into: dict[int, pa.RecordBatch], with_order: bool) -> None:
         self._world, self._into, self.with_order = world, into, with_order
+        self._filled: set[int] = set()
+        """The epochs that have rows, as far as some writer has had them."""
 
     def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
-        return _Collected(self._world, self._into)
+        return _Collected(self._world, self._into, self._filled)
 
     def resume(self, whose: Authority, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
-        return _Collected(self._world, self._into), max(self._into, default=-1)
+        return _Collected(self._world, self._into, self._filled), max(self._into, default=-1)
 
 
 class _Port:
@@ -311,7 +317,7 @@ class World:
                 order = entry[-1]
                 if not self.stalled(site, order) and node.stages.ready(order):
                     moves.append(lambda s=site, e=entry: self._work(s, e))  # type: ignore[misc]
-            if self._started and not node.finished:
+            if self._started and not node.finished and node.dataflow.last is None:
                 for unit, split in node.stages.splits():
                     room = split.rows_held < self.options.read_ahead_rows
                     held = node.dataflow.units[unit]

@@ -64,6 +64,7 @@ class Checks:
                 _require(self._has_split(message.source, message.split), "there is no such split")
             case wire.Delivered():
                 _require(message.sink in self._sinks, "there is no such sink")
+                _require(message.durable <= message.safe, "a delivery that cannot be")
             case wire.HandOverBegin():
                 outputs = self._unit(message.stage, message.cohort).outputs
                 for gap in message.gaps:

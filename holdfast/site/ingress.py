@@ -58,7 +58,8 @@ class Split:
         self._positions: deque[tuple[int, Position | None]] = deque()
         """Where the reader was before each batch that has rows in no epoch yet."""
         self._astray = False
-        """Whether the reader is not at the next row, as others have given out those before."""
+        """Whether the reader is not at the next row, as others have given out those before, or it
+        is closed."""
         self._closed = False
         self._told: deque[tuple[int, Position]] = deque()
         """By row: positions that the copy which gives them out has told."""
@@ -279,7 +280,7 @@ class Ingress:
                 reader.restore(saved["feeds"][0])
                 reader.restore_tap(saved["taps"][0])
             else:
-                reader.close()
+                split.close()
                 reader = self.stage.source.open(number, offset, position)
             self.splits[number] = Split(self.stage, number, reader, offset, rows)
         if self._mark is not None:

@@ -128,7 +128,7 @@ MESSAGES: list[tuple[wire.Message, bytes]] = [
             wire.SplitAt(0, 0, 7, {"offset": 9}),
             wire.Acks([wire.Ack(0, 0, 1, 0, 1, 3, True, -1, 2**64 - 1)] * 3),
             wire.Acks([wire.Ack(0, 0, 1, 0, 1, 3, True, -1, 7, (1,), (((1, 0, 2),),))]),
-            wire.Delivered(3, 2, 1, 0),
+            wire.Delivered(3, 2, 1, 2),
             wire.HandOverBegin(
                 1, 0, 3, 99, EXTRAS, None, [wire.Gap(0, 0, 2, -1, -1, 0, ((2, 0, 1),))]
             ),
@@ -683,6 +683,7 @@ IMPOSSIBLE: list[wire.Message] = [
     wire.Delivered(99, 0, 0, 0),
     wire.Delivered(0, 0, 0, 0),
     wire.Delivered(4, NEVER, 0, 0),
+    wire.Delivered(3, 2, 1, 0),
     wire.FeedPortion(0, 1, MARKS, []),
     wire.FeedHas(0, 1, True),
     wire.Blocks(99, 0, (), False),
