@@ -46,10 +46,10 @@ class Sourcing:
 
     def read_ahead(self, only_leading: bool) -> None:
         """Read what the sources have, up to the limit; the leading copy offers it."""
-        for reader in self._stages.fed().values():
-            reader.pull()
         if self._dataflow.last is not None:
             return  # what comes now is in no epoch any more
+        for reader in self._stages.fed().values():
+            reader.pull()
         for unit, split in self._stages.splits():
             held = self._dataflow.units[unit]
             wanted = self._leads(unit) or not only_leading

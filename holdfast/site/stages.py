@@ -405,9 +405,10 @@ class SiteStages:
         """Of the unit; and to whom this copy gives what has changed. Who begins to do so gives
         everything at first."""
         guard, cohort = self._shape.under(view).stages[unit[0]].guard, view.cohort(unit)
-        computes = guard.standbys > 0 and self.site not in cohort.standing
+        stands = self.site in cohort.standing
+        given = guard.standbys > 0 and not stands and bool(cohort.standing or cohort.joining)
         stored = self.options.store_every_ms > 0 and cohort.led_by(self.site)
-        return guard, (STANDBY,) * computes + (KEPT,) * stored
+        return guard, (STANDBY,) * given + (KEPT,) * stored
 
     def shut(self, unit: Unit) -> None:
         """Forget a unit that is held here no more."""
