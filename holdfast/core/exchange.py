@@ -159,7 +159,8 @@ class Producer:
         taker.levels = tuple(map(max, known, ack.levels))
         taker.lines = ack.lines
         lane.known = max(lane.known, taker.reached(self.level))
-        lane.line = merged([lane.line, taker.line(self.level)])
+        if ack.lines:
+            lane.line = merged([lane.line, taker.line(self.level)])
         taker.credit = max(taker.credit, ack.credit)
         if ack.take and not taker.takes:
             held = sum(1 for k in lane.kept if k.epoch <= taker.received)
