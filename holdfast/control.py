@@ -381,7 +381,7 @@ class Control:
 
     def _note_record(self, record: EpochRecord) -> None:
         """Keep it, among the last ones: a flow may run for years."""
-        self.records[record.epoch] = record
+        self.records[record.epoch] = record.summary()
         while len(self.records) > RECORDS_MAX:
             del self.records[next(iter(self.records))]
         if self.durable is not None:

@@ -29,6 +29,7 @@ class Dashboard:
             ("epoch", "right"),
             ("rows/s", "right"),
             ("rows", "right"),
+            ("late", "right"),
             ("keys", "right"),
             ("state MB", "right"),
         ):
@@ -57,6 +58,7 @@ class Dashboard:
             str(stage["epoch"]),
             f"{rate:,.0f}",
             f"{stage['rows_in']:,}",
+            f"{stage['late_rows']:,}" if keyed else "",
             f"{stage['keys']:,}" if keyed else "",
             f"{stage['state_bytes'] / 2**20:,.1f}" if keyed else "",
         ]
@@ -83,7 +85,7 @@ def _by_stage(units: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if row is None:
             rows[unit["stage"]] = dict(unit)
             continue
-        for name in ("partitions", "rows_in", "keys", "state_bytes"):
+        for name in ("partitions", "rows_in", "late_rows", "keys", "state_bytes"):
             row[name] += unit[name]
         row["epoch"] = min(row["epoch"], unit["epoch"])
     return list(rows.values())

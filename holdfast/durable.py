@@ -280,7 +280,7 @@ class Durable:
 
     def note(self, record: EpochRecord) -> None:
         """The sequencer has cut an epoch; it may say so more than once."""
-        self._records[record.epoch] = record
+        self._records[record.epoch] = record.summary()
         while len(self._records) > RECORDS_MAX:
             del self._records[next(iter(self._records))]
         self._arrivals.append(time.monotonic())

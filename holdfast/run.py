@@ -309,6 +309,7 @@ class Run:
             "seconds": time.time() - self._started_at,
             "epochs": last.epoch + 1 if last else 0,
             "rows_in": last.base + last.rows if last else 0,
+            "late_rows": _late_rows(sites),
             "sites": sorted(sites, key=lambda s: s["site"]),
             "domains": {int(s): d for s, d in controller.domains.items()} if controller else {},
             **UNKNOWN,
@@ -466,3 +467,17 @@ class Run:
             self._see_to_folders()
             loop.close()
             self._ended.set()
+
+
+def _late_rows(sites: list[dict[str, Any]]) -> dict[str, int]:
+    """By stage: how many rows came too late for it, if any. All replicas of a partition count the
+    same rows, and one that has just joined may not have reported them yet."""
+    found: dict[tuple[str, int], int] = {}
+    for unit in (unit for site in sites for unit in site["stages"]):
+        key = (unit["stage"], unit["first"])
+        found[key] = max(found.get(key, 0), unit["late_rows"])
+    totals: dict[str, int] = {}
+    for (stage, _), rows in found.items():
+        if rows:
+            totals[stage] = totals.get(stage, 0) + rows
+    return totals

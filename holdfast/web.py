@@ -94,6 +94,12 @@ def _by_stage(flow: list[str], sites: list[dict[str, Any]]) -> Iterator[Metric]:
     families = {
         "rows_in": CounterMetricFamily("holdfast_stage_rows_in", "Rows taken", labels=labels),
         "rows_out": CounterMetricFamily("holdfast_stage_rows_out", "Rows given", labels=labels),
+        "late_rows": CounterMetricFamily(
+            "holdfast_stage_late_rows", "Rows that came too late for their windows", labels=labels
+        ),
+        "dead_rows": CounterMetricFamily(
+            "holdfast_stage_dead_rows", "Rows that were put aside as dead letters", labels=labels
+        ),
         "state_bytes": GaugeMetricFamily(
             "holdfast_state_bytes", "Size of the state", labels=labels
         ),

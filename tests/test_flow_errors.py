@@ -196,6 +196,41 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: source().key_by("k").window(time=5).agg(n=count()),
         ["window by (k)", "event time"],
     ),
+    "window on a time that the source does not have": (
+        lambda: source().key_by("k").window(time=5, on="t").agg(n=count()),
+        ["window by (k)", "source 'in' has no event time", "event_time="],
+    ),
+    "window after agg": (
+        lambda: (
+            source(event_time="t")
+            .key_by("k")
+            .agg(n=count())
+            .key_by("k")
+            .window(time=5)
+            .agg(m=count())
+        ),
+        ["window by (k)", "'running aggregate by (k)' does not pass 't' on", "say on="],
+    ),
+    "window after a time that was dropped": (
+        lambda: (
+            source(event_time="t")
+            .select("k", "x")
+            .filter(col("x") > 0)
+            .key_by("k")
+            .window(time=5)
+            .agg(n=count())
+        ),
+        ["window by (k)", "'select' does not pass 't' on"],
+    ),
+    "join after agg": (
+        lambda: (
+            (timed := source(event_time="t").key_by("k"))
+            .agg(n=count())
+            .key_by("k")
+            .join(timed, within=5)
+        ),
+        ["join by (k)", "'running aggregate by (k)' does not pass 't' on", "before it"],
+    ),
     "window on unknown": (
         lambda: source().key_by("k").window(time=5, on="no").agg(n=count()),
         ["window by (k)", "'no'"],

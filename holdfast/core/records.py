@@ -1,25 +1,82 @@
-"""Epoch records: the only place where the input order is decided."""
+"""Epoch records: the only place where the input order is decided.
+
+The watermark is a function of the records, too: a range says at which of its rows the event time of
+its split rises, and a record says which splits are idle. So every ingress, whichever splits it
+reads, works out the same watermark at every row.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import struct
+from bisect import bisect_left
+from dataclasses import dataclass, replace
 
 from holdfast.core.ids import Epoch, StageId
+
+_STEP = struct.Struct("=qq")
+STEP_BYTES = _STEP.size
+
+SplitKey = tuple[StageId, int]
+"""A split: its source, and its number there."""
+
+
+def pack_step(row: int, time: int) -> bytes:
+    """A step of a split's event time: from the row with this offset on, the largest time so far
+    is `time`. Steps are kept packed, in the order of their rows; the core only ever cuts them."""
+    return _STEP.pack(row, time)
+
+
+def cut_steps(steps: bytes, row: int) -> tuple[bytes, bytes]:
+    """The steps of the rows before `row`, and those from there on. Both begin with a step, so that
+    the time of a block's first row is always known.
+
+    >>> before, after = cut_steps(pack_step(0, 50) + pack_step(7, 60), 5)
+    >>> before == pack_step(0, 50), after == pack_step(5, 50) + pack_step(7, 60)
+    (True, True)
+    """
+    rows = memoryview(steps).cast("q")[::2]
+    at = bisect_left(rows, row)
+    before, after = steps[: STEP_BYTES * at], steps[STEP_BYTES * at :]
+    if at and (at == len(rows) or rows[at] != row):
+        after = pack_step(row, _STEP.unpack_from(before, len(before) - STEP_BYTES)[1]) + after
+    return before, after
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Consecutive rows of a split that an ingress has in hand. Epochs are made of whole blocks."""
+    """Consecutive rows of a split that an ingress has in hand."""
 
     start: int
     end: int
     nbytes: int
-    time_max: int | None = None
-    """The largest event time among the rows; None where the source has none."""
+    steps: bytes = b""
+    """Where the largest event time of these rows rises, from the first row on; empty where nothing
+    watches the source's event time."""
 
     @property
     def rows(self) -> int:
         return self.end - self.start
+
+    @property
+    def steps_count(self) -> int:
+        return len(self.steps) // STEP_BYTES
+
+    @property
+    def time_first(self) -> int | None:
+        """The event time of the first row."""
+        return _STEP.unpack_from(self.steps)[1] if self.steps else None
+
+    def row_of_step(self, number: int) -> int:
+        return _STEP.unpack_from(self.steps, STEP_BYTES * number)[0]
+
+    def cut(self, row: int) -> tuple[Block, Block]:
+        """The rows before the offset `row`, and the rest; both have some."""
+        before, after = cut_steps(self.steps, row)
+        nbytes = self.nbytes * (row - self.start) // self.rows
+        return (
+            Block(self.start, row, nbytes, before),
+            Block(row, self.end, self.nbytes - nbytes, after),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +87,21 @@ class Range:
     split: int
     start: int
     end: int
-    time_max: int | None
+    steps: bytes = b""
+    """As in `Block`."""
 
     @property
     def rows(self) -> int:
         return self.end - self.start
+
+    @property
+    def time_max(self) -> int | None:
+        """The largest event time of its steps."""
+        return max(memoryview(self.steps).cast("q")[1::2]) if self.steps else None
+
+    def summary(self) -> Range:
+        time = self.time_max
+        return self if time is None else replace(self, steps=pack_step(self.start, time))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +111,9 @@ class EpochRecord:
     epoch: Epoch
     base: int
     ranges: tuple[Range, ...]
-    idle: tuple[StageId, ...] = ()
-    """Sources that have nothing to say and must not hold the watermark back."""
+    idle: tuple[SplitKey, ...] = ()
+    """Splits that have become idle, or have ended: behind the last row of this epoch they no longer
+    hold the watermark back, until they have a row again."""
     last: bool = False
     """No epoch follows."""
     ended: bool = False
@@ -54,3 +122,8 @@ class EpochRecord:
     @property
     def rows(self) -> int:
         return sum(r.rows for r in self.ranges)
+
+    def summary(self) -> EpochRecord:
+        """The same rows, with one step of event time for each range: for those who keep many
+        records and do not compute the watermark from them."""
+        return replace(self, ranges=tuple(r.summary() for r in self.ranges))

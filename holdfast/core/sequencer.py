@@ -5,6 +5,9 @@ epochs. An epoch is cut as soon as there is something to cut and room for it in 
 stream has tiny epochs and millisecond latency, and a saturated one, whose blocks pile up while
 the budget is used, has large ones.
 
+Where rows have event times, it takes the oldest first: splits that are read from long ago advance
+side by side, and windows over them close. A split that is far ahead of the others is only delayed.
+
 Its copies form a chain: the first one cuts, each passes the record on to the next, and the last
 one publishes it. So a record that anybody acts on is on all copies, and whichever dies, the next
 one knows everything that was ever published. What was announced to the first copy and not yet
@@ -13,9 +16,10 @@ cut is announced again to its successor.
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, assert_never
 
 from holdfast.core.effects import (
@@ -40,11 +44,15 @@ from holdfast.core.events import (
     ViewCommitted,
 )
 from holdfast.core.ids import NO_EPOCH, Epoch, SiteId, StageId
-from holdfast.core.records import Block, EpochRecord, Range
+from holdfast.core.records import Block, EpochRecord, Range, SplitKey
 from holdfast.errors import FlowError, ProtocolError, require
 
 RESENT = 64
 """So many of the latest records go out again when the chain changes: more than can be in flight."""
+STEPS_MAX = 16_384
+"""An epoch has no more steps of event time than this: its record goes to every site."""
+PASSED_OVER_MAX = 64
+"""A split whose rows have waited while this many epochs were cut goes first, whatever its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,8 @@ class Budget:
     only queue behind them, and fills up in the meantime."""
 
     def __post_init__(self) -> None:
+        if self.epoch_rows_max < 1:
+            raise FlowError(f"epoch_rows_max must be at least 1, not {self.epoch_rows_max}")
         if not 1 <= self.epochs_in_flight_max < RESENT:
             raise FlowError(
                 f"epochs_in_flight_max must be at least 1 and less than {RESENT}, "
@@ -75,17 +85,44 @@ class _Split:
     rows_waiting: int = 0
     idle: bool = False
     ended: bool = False
+    let_go: bool = False
+    """Whether a record has said that it is idle, and none has had rows of it since."""
+    passed_over: int = 0
+    """How many epochs were cut while its rows waited."""
+
+    def age(self, key: SplitKey) -> tuple[bool, int, SplitKey]:
+        """Sorts splits with event times by what is to be cut first."""
+        time = self.blocks[0].time_first
+        assert time is not None
+        return self.passed_over < PASSED_OVER_MAX, time, key
+
+    @property
+    def is_quiet(self) -> bool:
+        return (self.idle or self.ended) and not self.blocks
 
     def add(self, block: Block) -> None:
         """Take what follows the rows announced before; of rows that epochs have, only the rest."""
         if block.end <= self.next_offset:
             return
         if block.start < self.next_offset:
-            block = replace(block, start=self.next_offset)
+            block = block.cut(self.next_offset)[1]
         self.next_offset = block.end
         self.blocks.append(block)
         self.rows_waiting += block.rows
         self.idle = False
+
+    def take(self, rows_max: int, steps_max: int) -> Block:
+        """The oldest block, or as much of it as an epoch has room for."""
+        block = self.blocks.popleft()
+        end = min(block.end, block.start + rows_max)
+        if block.steps_count > steps_max:
+            end = min(end, block.row_of_step(steps_max))
+        if end < block.end:
+            block, rest = block.cut(end)
+            self.blocks.appendleft(rest)
+        self.rows_waiting -= block.rows
+        self.passed_over = 0
+        return block
 
     def trim(self) -> None:
         """Of what was announced, keep what is in no epoch."""
@@ -226,6 +263,9 @@ class Sequencer:
             split = self.splits[r.source, r.split]
             split.cut = r.end
             split.next_offset = max(split.next_offset, r.end)
+            split.let_go = False
+        for key in record.idle:
+            self.splits[key].let_go = True
         self._forget_known()
 
     def _forget_known(self) -> None:
@@ -239,14 +279,17 @@ class Sequencer:
             "finished": self.finished,
             "turn": self._turn,
             "cuts": [s.cut for s in self.splits.values()],
+            "let_go": [s.let_go for s in self.splits.values()],
             "history": list(self.history),
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
         self.next_epoch, self.next_seq = state["next_epoch"], state["next_seq"]
         self.finished, self._turn = state["finished"], state["turn"]
-        for split, cut in zip(self.splits.values(), state["cuts"], strict=True):
+        known = zip(self.splits.values(), state["cuts"], state["let_go"], strict=True)
+        for split, cut, let_go in known:
             split.cut = split.next_offset = cut
+            split.let_go = let_go
         self.history = deque(state["history"], maxlen=RESENT)
         self._forget_known()
 
@@ -302,7 +345,7 @@ class Sequencer:
             self.next_epoch,
             self.next_seq,
             tuple(ranges),
-            self._idle_sources(),
+            tuple(k for k, s in self.splits.items() if s.is_quiet and not s.let_go),
             last=exhausted or self._draining,
             ended=exhausted,
         )
@@ -330,38 +373,38 @@ class Sequencer:
         return 2 * sum(s.rows_waiting for s in self.splits.values()) < self.budget.epoch_rows_max
 
     def _take_blocks(self) -> tuple[list[Range], int]:
-        """Whole blocks, a turn for each split, until the epoch is full; then in row order."""
-        taken: dict[tuple[StageId, int], list[Block]] = {}
-        rows = nbytes = 0
+        """Blocks, a turn for each split that has any, until the epoch is full; then in row order.
+        The splits with event times share their turns: each goes to the one with the oldest rows."""
         keys = list(self.splits)
-        waiting = deque(keys[self._turn :] + keys[: self._turn])
-        while waiting and rows < self.budget.epoch_rows_max:
-            key = waiting.popleft()
-            blocks = self.splits[key].blocks
-            if blocks:
-                block = blocks.popleft()
-                self.splits[key].rows_waiting -= block.rows
-                taken.setdefault(key, []).append(block)
-                rows, nbytes = rows + block.rows, nbytes + block.nbytes
-                waiting.append(key)
+        rotated = keys[self._turn :] + keys[: self._turn]
         self._turn = (self._turn + 1) % len(keys)
+        waiting = [key for key in rotated if self.splits[key].blocks]
+        oldest = [self.splits[k].age(k) for k in waiting if self.splits[k].blocks[0].steps]
+        heapq.heapify(oldest)
+        turns = deque(None if self.splits[k].blocks[0].steps else k for k in waiting)
+        taken: dict[SplitKey, list[Block]] = {}
+        rows = nbytes = steps = 0
+        while turns and rows < self.budget.epoch_rows_max and steps < STEPS_MAX:
+            turn = turns.popleft()
+            key = heapq.heappop(oldest)[-1] if turn is None else turn
+            split = self.splits[key]
+            block = split.take(self.budget.epoch_rows_max - rows, STEPS_MAX - steps)
+            taken.setdefault(key, []).append(block)
+            rows, nbytes = rows + block.rows, nbytes + block.nbytes
+            steps += block.steps_count
+            if split.blocks:
+                turns.append(turn)
+                if turn is None:
+                    heapq.heappush(oldest, split.age(key))
+        for key in waiting:
+            if key not in taken:
+                self.splits[key].passed_over += 1
         ranges = [
-            Range(source, split, b.start, b.end, b.time_max)
+            Range(source, split, b.start, b.end, b.steps)
             for (source, split), blocks in sorted(taken.items())
             for b in blocks
         ]
         return _joined(ranges), nbytes
-
-    def _idle_sources(self) -> tuple[StageId, ...]:
-        """Sources all of whose splits are idle or have ended, and have nothing waiting."""
-        sources = sorted({source for source, _ in self.splits})
-        quiet = {
-            s: all(
-                (v.idle or v.ended) and not v.blocks for k, v in self.splits.items() if k[0] == s
-            )
-            for s in sources
-        }
-        return tuple(s for s in sources if quiet[s])
 
     def check_invariants(self) -> None:
         if self.leads:
@@ -377,7 +420,6 @@ def _joined(ranges: list[Range]) -> list[Range]:
     for r in ranges:
         if joined and (joined[-1].source, joined[-1].split) == (r.source, r.split):
             before = joined.pop()
-            times = [t for t in (before.time_max, r.time_max) if t is not None]
-            r = Range(r.source, r.split, before.start, r.end, max(times, default=None))
+            r = Range(r.source, r.split, before.start, r.end, before.steps + r.steps)
         joined.append(r)
     return joined

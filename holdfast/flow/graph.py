@@ -124,6 +124,7 @@ class Flow:
         if event_time is not None:
             require_columns([event_time], source.schema, f"{where}, event_time")
             _require_time(source.schema, event_time, where)
+            source = source.timed(event_time)
         port = Port(source.schema, 1, event_time)
         node = SourceNode(name, source=source, port=port)
         return self._add(node, port)
@@ -392,11 +393,7 @@ class KeyedStream:
         emit, port = {n: wrap(e) for n, e in emit.items()}, self.stream.port
         if timeout is None:
             return self._operate(Sessions(self.keys, port, start, end, emit, where)).out
-        on = port.event_time
-        if on is None:
-            raise FlowError(
-                f"{where}: timeout= needs an event time", hint='flow.source(..., event_time="ts")'
-            )
+        on = _event_time(self.stream, f"{where}, timeout=")
         wait = _units(timeout, port.schema.field(on).type, where)
         return _with_late(
             self._operate(TimedSessions(self.keys, port, start, end, emit, on, wait, where))
@@ -419,18 +416,13 @@ class KeyedStream:
         if other.keys != self.keys:
             raise FlowError(f"{where}: the keys differ: {self.keys} and {other.keys}")
         ports = self.stream.port, other.stream.port
-        for side in ports:
-            if side.event_time is None:
-                raise FlowError(
-                    f"{where}: both sides need an event time (source(..., event_time=...))"
-                )
+        on = (_event_time(self.stream, where), _event_time(other.stream, where))
         for key in self.keys:
             kinds = [p.schema.field(key).type for p in ports]
             if kinds[0] != kinds[1]:
                 raise FlowError(
                     f"{where}: the key {key!r} is {kinds[0]} on the left, {kinds[1]} on the right"
                 )
-        on = (str(ports[0].event_time), str(ports[1].event_time))
         times = [p.schema.field(o).type for p, o in zip(ports, on, strict=True)]
         if times[0] != times[1]:
             raise FlowError(f"{where}: the event times differ in type: {times[0]} and {times[1]}")
@@ -514,7 +506,7 @@ class KeyedStream:
             if lateness != 0:
                 raise FlowError(f"{where}: lateness= goes with event time")
             return None
-        clock = stateful.clock_of(self.stream.port, where)
+        clock = stateful.clock_of(self.stream.port, _event_time(self.stream, where), where)
         return clock.behind(_units(lateness, clock.kind, where))
 
 
@@ -589,19 +581,24 @@ class Windowed:
             every = 1 if self._every is None else self._every
             operator = RowWindow(keyed.keys, port, self._rows, every, aggregates, where)  # type: ignore[arg-type]
             return keyed._operate(operator).out
-        on = self._on or port.event_time
-        if on is None:
-            raise FlowError(
-                f"{where}: which column is the event time?",
-                hint='say flow.source(..., event_time="ts")',
-            )
-        require_columns([on], port.schema, where)
+        on = self._event_time(where)
         kind = _require_time(port.schema, on, where)
         assert self._time is not None
         every = self._time if self._every is None else self._every
         size, step, lateness = (_units(d, kind, where) for d in (self._time, every, self._lateness))
         window = TimeWindow(keyed.keys, port, on, size, step, lateness, aggregates, where)
         return _with_late(keyed._operate(window))
+
+    def _event_time(self, where: str) -> str:
+        """The column that says to which windows a row belongs."""
+        stream = self._keyed.stream
+        if self._on is None:
+            again = ", or keep the time (for example with agg(ts=max_(...))) and say on="
+            return _event_time(stream, where, again)
+        require_columns([self._on], stream.schema, where)
+        _require_time(stream.schema, self._on, where)
+        _require_timed_sources(stream, where)
+        return self._on
 
 
 def _some(aggregates: Mapping[str, Aggregate], where: str) -> None:
@@ -629,6 +626,36 @@ def _require_time(schema: pa.Schema, name: str, where: str) -> pa.DataType:
     if not (pa.types.is_int64(kind) or pa.types.is_timestamp(kind)):
         raise FlowError(f"{where}: an event time is int64 or timestamp, but {name!r} is {kind}")
     return kind
+
+
+def _event_time(stream: Stream, where: str, hint: str = "") -> str:
+    """The column that says when each row of `stream` happened."""
+    _require_timed_sources(stream, where)
+    if stream.port.event_time is None:
+        node, column = _event_time_lost(stream)
+        raise FlowError(
+            f"{where}: the rows have no event time: {node!r} does not pass {column!r} on",
+            hint=f"do this before it{hint}",
+        )
+    return stream.port.event_time
+
+
+def _require_timed_sources(stream: Stream, where: str) -> None:
+    """The watermark comes from the sources: if one has no event time, nothing would ever close."""
+    for node in _ancestors(stream).values():
+        if isinstance(node, SourceNode) and node.port.event_time is None:
+            raise FlowError(
+                f"{where}: source {node.name!r} has no event time",
+                hint=f'say which column it is: flow.source({node.name!r}, ..., event_time="ts")',
+            )
+
+
+def _event_time_lost(stream: Stream) -> tuple[str, str]:
+    """Behind which node a stream without event time has none any more, and what it was called."""
+    timed = [s.port.event_time for s in stream.node.inputs if s.port.event_time is not None]
+    if timed:
+        return stream.node.name, timed[0]
+    return _event_time_lost(stream.node.inputs[0])
 
 
 _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}

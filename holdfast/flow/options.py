@@ -18,7 +18,9 @@ class Options:
     window: int = 4
     block_rows: int = 65_536
     read_ahead_rows: int = 262_144
-    idle_ms: int = 2_000
+    idle_ms: int | None = 2_000
+    """A split that has had no rows for so long does not hold the watermark back until it has some
+    again; None: all splits do, for ever. Longer than a source that comes in bursts pauses."""
     digests: bool = True
     status_ms: int = 500
     lease_s: float = 1.0
@@ -41,6 +43,11 @@ class Options:
             raise FlowError(f"partitions must be between 1 and 65,535, not {self.partitions}")
         if self.lease_s <= 0 or self.catch_up_mb_s <= 0 or self.kept_bytes_max <= 0:
             raise FlowError("lease_s, catch_up_mb_s and kept_bytes_max must be positive")
+        if self.idle_ms is not None and self.idle_ms < 0:
+            raise FlowError(
+                f"idle_ms={self.idle_ms}: after how many milliseconds without rows a split is idle",
+                hint="None means never",
+            )
         if self.log_bytes_max < 0:
             raise FlowError(f"log_bytes_max must not be negative, as {self.log_bytes_max} is")
         if self.store_every_ms < 0 or (self.store_every_ms and self.store is None):

@@ -115,6 +115,12 @@ class Plan:
         return [(StageId(s.id), n) for s in self.stages if s.source for n in range(s.source.splits)]
 
     @property
+    def timed_splits(self) -> list[tuple[StageId, int]]:
+        """Those whose rows move the watermark."""
+        timed = {s.id for s in self.sources if s.event_time is not None}
+        return [key for key in self.splits if key[0] in timed]
+
+    @property
     def sinks(self) -> list[Stage]:
         return [s for s in self.stages if s.kind == "sink"]
 

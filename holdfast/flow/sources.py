@@ -41,6 +41,12 @@ class SplitReader:
         if the row's offset says it all."""
         return None
 
+    def caught_up(self) -> bool:
+        """Whether a `read` that gave no rows means that there are none. False if the source has not
+        answered yet: a split that is only slow must not be taken for idle, or its rows would come
+        late."""
+        return True
+
     def close(self) -> None:
         """Called once, when no more rows will be asked for."""
 
@@ -110,6 +116,10 @@ class Source:
 
     def settled(self, values: Any) -> Source:
         """This source, once that is known."""
+        return self
+
+    def timed(self, event_time: str) -> Source:
+        """This source, once it is known which column is the event time of its rows."""
         return self
 
     def aside(self) -> Source:

@@ -1,19 +1,25 @@
 """The watermark: how far event time has come, row by row, in the recorded input order.
 
-At a row it is the least, over all sources that declare an event time, of the largest time that the
-source has shown up to and including that row; it never falls. A source that has shown none yet
-holds it at `Track.NEVER`, one that is idle does not hold it at all. What leaves this module is
-thinned to the steps that some event-time operator can notice, so a track stays short however many
-rows there are. The batch job and the live ingress both compute it here, and only here.
+At a row it is the least, over all splits of all sources that declare an event time, of the largest
+time that the split has shown up to and including that row; it never falls. So splits that are each
+in order have no late rows, in whatever turns they are read. A split that has shown no row yet holds
+it at `Track.NEVER`; one that is idle, or has ended, does not hold it at all.
+
+A block of rows is announced with the *steps* of its own largest time, thinned to those that some
+event-time operator can notice. They become part of the epoch record, and the watermark is a
+function of the records. What leaves this module is thinned in the same way, so a track stays short
+however many rows there are. The batch job and the live ingress both compute it here, and only here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 
+from holdfast.core.records import EpochRecord, Range
 from holdfast.errors import InputError
 from holdfast.flow.batches import Track, take
 from holdfast.flow.sources import FLAW
@@ -22,98 +28,148 @@ from holdfast.flow.state import Field
 Steps = tuple[np.ndarray, np.ndarray]
 """Sequence numbers, and the watermark from each of those rows on."""
 
+Boundaries = Sequence[tuple[int, int]]
+"""(period, offset) of every set of watermarks at which some operator does something."""
+
 _NO_STEPS: Steps = (np.empty(0, np.int64), np.empty(0, np.int64))
 
 
-class Watermark:
-    """The watermark over rows that come block by block, each block of one source and in order.
+class _Saved(msgspec.Struct):
+    """A watermark as it is handed over and stored."""
 
-    >>> mark = Watermark([0], boundaries=[(10, 0)])
-    >>> seqs, marks = mark.advance(0, np.arange(5), np.array([3, 12, 11, 19, 25]))
+    value: int
+    splits: list[tuple[int, int, int, bool]]
+    """Source, number, largest time, whether it is idle."""
+
+
+class Watermark:
+    """The watermark over rows that come range by range, each of one split and in order.
+
+    >>> mark = Watermark([(0, 0)], boundaries=[(10, 0)])
+    >>> seqs, marks = mark.advance((0, 0), np.arange(5), np.array([3, 12, 11, 19, 25]))
     >>> seqs.tolist(), marks.tolist()
     ([0, 1, 4], [3, 12, 25])
     """
 
-    def __init__(self, sources: Iterable[int], boundaries: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, splits: Iterable[tuple[int, int]], boundaries: Boundaries) -> None:
         self.boundaries = [(period, offset % period) for period, offset in boundaries]
-        self._top = dict.fromkeys(sources, Track.NEVER)
-        self._idle: set[int] = set()
+        self._at = {(source, number): at for at, (source, number) in enumerate(splits)}
+        self._tops = np.full(len(self._at), Track.NEVER)
+        self._idle = np.zeros(len(self._at), bool)
         self._value = Track.NEVER
-        self._reported = Track.NEVER  # the mark at the last row; a step is a move away from it
 
     @property
     def value(self) -> int:
         """The watermark after everything that was said so far."""
         return self._value
 
-    def advance(self, source: int, seqs: np.ndarray, times: np.ndarray) -> Steps:
-        """Take the source's next rows, in order; give the steps at them that matter."""
+    def track(self, record: EpochRecord) -> Track:
+        """How an epoch moves it, from the steps in its record."""
+        start = self._value
+        return track_of(self.follow(record, _recorded), start)
+
+    def follow(self, record: EpochRecord, steps_of: Callable[[Range, int], Steps]) -> list[Steps]:
+        """Take an epoch. `steps_of` says how the largest time of a range rises, by sequence number;
+        the range begins with the one it is given."""
+        seq, steps = record.base, []
+        for r in record.ranges:
+            if (r.source, r.split) in self._at:
+                self._wake((r.source, r.split))
+                steps.append(self.advance((r.source, r.split), *steps_of(r, seq)))
+            seq += r.rows
+        if record.idle:
+            before = self._value
+            self.let_go(*record.idle)
+            # Behind the last row: only rows have a place in the order.
+            steps.append(self._steps(np.array([seq - 1]), np.array([self._value]), before))
+        if record.ended:
+            steps.append(self.end(seq))
+        return steps
+
+    def advance(self, split: tuple[int, int], seqs: np.ndarray, times: np.ndarray) -> Steps:
+        """Take the split's next rows, in order, or those at which its largest time may rise; give
+        the steps at them that matter."""
         if seqs.size == 0:
             return _NO_STEPS
-        self._idle.discard(source)
-        own = np.maximum(np.maximum.accumulate(times), self._top[source])
-        self._top[source] = int(own[-1])
-        marks = np.maximum(np.minimum(own, self._held_at(source)), self._value)
-        self._value = int(marks[-1])
-        return self._thinned(seqs, marks)
+        at = self._wake(split)
+        own = np.maximum(np.maximum.accumulate(times), self._tops[at])
+        marks = np.maximum(np.minimum(own, self._held_at(but=at)), self._value)
+        self._tops[at] = own[-1]
+        before, self._value = self._value, int(marks[-1])
+        return self._steps(seqs, marks, before)
 
-    def observe(self, source: int, max_time: int) -> None:
-        """Rows of `source` have come whose times another machine has: their steps are its to
-        report, here only the largest time is known. Not to be called for an empty block."""
-        self._idle.discard(source)
-        self._top[source] = max(self._top[source], max_time)
-        self._settle()
-        self._reported = self._value
-
-    def idle(self, source: int) -> None:
-        """`source` holds nothing back until it has a row again. What that sets free is a step at
-        the next row of any source: only rows have a place in the order."""
-        self._idle.add(source)
-        self._settle()
-
-    def let_go(self, sources: Iterable[int], end: int) -> Steps:
-        """The sources that an epoch calls idle let go behind its last row, the one before `end`."""
-        for source in sources:
-            if source in self._top:
-                self.idle(source)
-        return np.array([end - 1]), np.array([self._value])
+    def let_go(self, *splits: tuple[int, int]) -> None:
+        """These splits are idle: they hold nothing back until they have a row again."""
+        self._idle[[self._at[split] for split in splits if split in self._at]] = True
+        held = self._held_at()
+        if held != Track.END:  # with all splits idle nothing is known, so nothing moves
+            self._value = max(self._value, held)
 
     def end(self, seq: int) -> Steps:
         """The input has ended before `seq`, which no row has: everything closes there."""
-        self._value = self._reported = Track.END
+        self._value = Track.END
         return np.array([seq], np.int64), np.array([Track.END], np.int64)
 
     def save(self) -> bytes:
-        """All it knows, for the `restore` of another watermark over the same sources."""
-        idle = [source in self._idle for source in self._top]
-        known = [self._value, self._reported, *self._top.values(), *idle]
-        return np.array(known, np.int64).tobytes()
+        """All it knows, for the `restore` of another watermark."""
+        splits = [
+            (source, number, int(self._tops[at]), bool(self._idle[at]))
+            for (source, number), at in self._at.items()
+        ]
+        return msgspec.msgpack.encode(_Saved(self._value, splits))
 
     def restore(self, saved: bytes) -> None:
-        """Go on from where the one that was saved has come to."""
-        self._value, self._reported, *rest = np.frombuffer(saved, np.int64).tolist()
-        tops, idle = rest[: len(self._top)], rest[len(self._top) :]
-        self._top = dict(zip(self._top, tops, strict=True))
-        self._idle = {s for s, away in zip(self._top, idle, strict=True) if away}
+        """Go on from where the one that was saved has come to. A split that it did not know, as the
+        batch job over a history knows only one of each source, has shown no row yet."""
+        known = msgspec.msgpack.decode(saved, type=_Saved)
+        self._value = known.value
+        for source, number, top, idle in known.splits:
+            at = self._at.get((source, number))
+            if at is not None:
+                self._tops[at], self._idle[at] = top, idle
+
+    def _steps(self, seqs: np.ndarray, marks: np.ndarray, before: int) -> Steps:
+        moved = _moves(np.concatenate([[before], marks]), self.boundaries)
+        return seqs[moved], marks[moved]
+
+    def _wake(self, split: tuple[int, int]) -> int:
+        at = self._at[split]
+        self._idle[at] = False
+        return at
 
     def _held_at(self, but: int | None = None) -> int:
-        """Where the sources that count (leaving out one) hold the watermark."""
-        tops = (t for s, t in self._top.items() if s != but and s not in self._idle)
-        return min(tops, default=Track.END)
+        """Where the splits that count (leaving out one) hold the watermark."""
+        counts = ~self._idle
+        if but is not None:
+            counts[but] = False
+        return int(np.min(self._tops, where=counts, initial=Track.END))
 
-    def _settle(self) -> None:
-        held = self._held_at()
-        if held != Track.END:  # with all sources idle nothing is known, so nothing moves
-            self._value = max(self._value, held)
 
-    def _thinned(self, seqs: np.ndarray, marks: np.ndarray) -> Steps:
-        line = np.concatenate([[self._reported], marks])
-        self._reported = self._value
-        moved = np.zeros(marks.size, bool)
-        for period, offset in self.boundaries:
-            cell = cells(line, period, offset)
-            moved |= cell[1:] != cell[:-1]
-        return seqs[moved], marks[moved]
+def _recorded(r: Range, seq: int) -> Steps:
+    rows, times = np.frombuffer(r.steps, np.int64).reshape(-1, 2).T
+    return rows - r.start + seq, times
+
+
+def block_steps(times: np.ndarray, first: int, boundaries: Boundaries) -> bytes:
+    """The steps of a block of rows, of which the first has the offset `first`: that row, and those
+    at which the largest time so far crosses a boundary. Packed as `core.records` has them.
+
+    >>> packed = block_steps(np.array([3, 12, 11, 19, 25]), 100, [(10, 0)])
+    >>> np.frombuffer(packed, np.int64).reshape(-1, 2).tolist()
+    [[100, 3], [101, 12], [104, 25]]
+    """
+    line = np.maximum.accumulate(times)
+    rows = np.append(0, 1 + np.flatnonzero(_moves(line, boundaries)))
+    return np.column_stack([rows + first, line[rows]]).astype(np.int64).tobytes()
+
+
+def _moves(line: np.ndarray, boundaries: Boundaries) -> np.ndarray:
+    """For each but the first of some rising marks, whether it crosses a boundary."""
+    moved = np.zeros(line.size - 1, bool)
+    for period, offset in boundaries:
+        cell = cells(line, period, offset)
+        moved |= cell[1:] != cell[:-1]
+    return moved
 
 
 def cells(marks: np.ndarray, period: int, offset: int) -> np.ndarray:

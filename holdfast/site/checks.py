@@ -10,14 +10,15 @@ Against a member that lies (says to have what it has not) there is no protection
 
 from __future__ import annotations
 
+import numpy as np
+
 from holdfast.core.layout import Shape, StageShape
-from holdfast.core.records import Block, EpochRecord
+from holdfast.core.records import STEP_BYTES, Block, EpochRecord
 from holdfast.core.unit import ROOM_BEHIND
 from holdfast.errors import ProtocolError
 from holdfast.flow.plan import Plan
 from holdfast.site import wire
 
-TIMES = range(-(1 << 63), 1 << 63)
 NUMBERS = range(wire.NUMBER_MAX)
 WITH_BODY = (
     wire.Bundle,
@@ -35,7 +36,6 @@ class Checks:
     def __init__(self, plan: Plan, shape: Shape, window: int) -> None:
         self._shape, self._room = shape, max(window, ROOM_BEHIND)
         self._splits = set(plan.splits)
-        self._sources = {s.id for s in plan.sources}
         self._fed = {s.id for s in plan.sources if s.source is not None and s.source.fed}
         self._sinks = {s.id: s.sink for s in plan.sinks}
 
@@ -130,16 +130,17 @@ class Checks:
 
     def _record(self, record: EpochRecord) -> None:
         _require(record.epoch in NUMBERS and record.base in NUMBERS, "a record that cannot be")
-        _require(self._sources.issuperset(record.idle), "there is no such source")
+        _require(self._splits.issuperset(record.idle), "there is no such split")
         _require(record.last or not record.ended, "a record that cannot be")
         for r in record.ranges:
             _require(self._has_split(r.source, r.split), "there is no such split")
-            block = Block(r.start, r.end, 0, r.time_max)
+            block = Block(r.start, r.end, 0, r.steps)
             _require(_is_sound(block), "a range that cannot be")
 
     def _sequencer(self, message: wire.SequencerState) -> None:
         count = len(self._splits)
-        _require(len(message.cuts) == count and message.turn < count, "other splits than ours")
+        known = len(message.cuts) == len(message.let_go) == count
+        _require(known and message.turn < count, "other splits than ours")
         for record in message.history:
             self._record(record)
         epochs = [r.epoch for r in message.history]
@@ -148,8 +149,19 @@ class Checks:
 
 
 def _is_sound(block: Block) -> bool:
-    timed = block.time_max is None or block.time_max in TIMES
-    return 0 <= block.start < block.end < wire.NUMBER_MAX and block.nbytes in NUMBERS and timed
+    rows = 0 <= block.start < block.end < wire.NUMBER_MAX
+    return rows and block.nbytes in NUMBERS and _has_sound_steps(block)
+
+
+def _has_sound_steps(block: Block) -> bool:
+    """Whether the steps are at rows of the block, in order, and at the first one."""
+    if not block.steps:
+        return True
+    if len(block.steps) % STEP_BYTES:
+        return False
+    rows = np.frombuffer(block.steps, np.int64)[::2]
+    inside = rows[0] == block.start and rows[-1] < block.end
+    return bool(inside and np.all(rows[1:] > rows[:-1]))
 
 
 def _require(condition: bool, complaint: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -16,10 +16,13 @@ from holdfast.flow.past import Past
 from holdfast.flow.plan import Plan, Stage
 from holdfast.flow.sources import FLAW, Position, Source, SplitReader
 from holdfast.flow.steps import conform
-from holdfast.flow.watermark import Steps, Watermark, source_times, track_of
+from holdfast.flow.watermark import Boundaries, Watermark, block_steps, source_times
 from holdfast.site import wire
 from holdfast.site.bundles import rows_of
 from holdfast.site.feed import FedReader
+
+BLOCK_STEPS_MAX = 4_096
+"""A block is announced with no more steps of event time than this."""
 
 
 def _delivered(source: Source) -> pa.Schema:
@@ -37,18 +40,21 @@ def _columns(stage: Stage) -> list[str]:
 
 
 class Split:
-    """One split: its reader, and the rows that were read and not yet put into an epoch."""
+    """One split: its reader, and the rows that were read and not yet put into an epoch. Blocks of
+    them are announced with the steps of event time that cross one of the `boundaries`."""
 
     def __init__(
         self,
         stage: Stage,
         number: int,
         reader: SplitReader,
+        boundaries: Boundaries,
         offset: int = 0,
         held: Sequence[pa.RecordBatch] = (),
     ) -> None:
         assert stage.source is not None
         self.stage, self.number, self.reader = stage, number, reader
+        self._boundaries = boundaries if stage.event_time is not None else ()
         self.ended = False
         self._schema = _delivered(stage.source)
         self._columns = _columns(stage)
@@ -115,8 +121,8 @@ class Split:
         self._closed = True
         self.reader.close()
 
-    def read(self, rows_max: int, *, due: bool = False) -> Block | None:
-        """Read some rows; None if there are none now, or (see `ended`) ever."""
+    def read(self, rows_max: int, *, due: bool = False) -> tuple[Block, ...]:
+        """Read some rows; nothing if there are none now, or (see `ended`) ever."""
         if self._astray:
             assert self.stage.source is not None
             if not self._closed:
@@ -128,14 +134,14 @@ class Split:
         batch = self.reader.read(rows_max, due=due)
         if batch is None:
             self.ended = True
-            return None
+            return ()
         if batch.num_rows == 0:
-            return None
+            return ()
         batch = self.conformed(batch)
         self._held.append(batch)
         self._positions.append((self._next + batch.num_rows, before))
         start, self._next = self._next, self._next + batch.num_rows
-        return self._block(start, batch)
+        return self._blocks_of(start, batch)
 
     def conformed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """What goes on from here of rows as the reader gives them."""
@@ -144,26 +150,34 @@ class Split:
     def read_to(self, end: int, rows_max: int) -> bool:
         """Have the rows before `end`, which another copy has had; False if not all are there."""
         while self._next < end:
-            if self.read(min(rows_max, end - self._next), due=True) is None:
+            if not self.read(min(rows_max, end - self._next), due=True):
                 return False
         return True
 
     def blocks(self) -> tuple[Block, ...]:
         """What is held, as blocks to announce."""
-        found, start = [], self._first
+        found: list[Block] = []
+        start = self._first
         for batch in self._held:
-            found.append(self._block(start, batch))
+            found += self._blocks_of(start, batch)
             start += batch.num_rows
         return tuple(found)
 
-    def _block(self, start: int, batch: pa.RecordBatch) -> Block:
-        return Block(start, start + batch.num_rows, int(batch.nbytes), self._time_max(batch))
+    def _blocks_of(self, start: int, batch: pa.RecordBatch) -> tuple[Block, ...]:
+        """A batch as one block, or as several if its event time rises too often for one."""
+        rest = Block(start, start + batch.num_rows, int(batch.nbytes), self._steps(start, batch))
+        found = []
+        while rest.steps_count > BLOCK_STEPS_MAX:
+            block, rest = rest.cut(rest.row_of_step(BLOCK_STEPS_MAX))
+            found.append(block)
+        return (*found, rest)
 
-    def _time_max(self, batch: pa.RecordBatch) -> int | None:
+    def _steps(self, start: int, batch: pa.RecordBatch) -> bytes:
         name = self.stage.event_time
         if name is None:
-            return None
-        return int(source_times(batch, name, self.stage.name).max())
+            return b""
+        times = source_times(batch, name, self.stage.name)
+        return block_steps(times, start, self._boundaries) if self._boundaries else b""
 
     def take(self, start: int, end: int) -> pa.RecordBatch:
         """Give out the rows ``[start, end)``, which are the oldest held."""
@@ -183,15 +197,17 @@ class Split:
 
 
 class Ingress:
-    """A source's part on one site. Turns epoch records into rows with sequence numbers."""
+    """A source's part on one site. Turns epoch records into rows with sequence numbers, and into
+    the steps of the watermark over all sources, which go along with the rows."""
 
-    def __init__(self, plan: Plan, stage: Stage, splits: dict[int, Split]) -> None:
-        self.stage, self.splits = stage, splits
+    def __init__(self, plan: Plan, stage: Stage, readers: Mapping[int, SplitReader]) -> None:
         assert stage.source is not None
+        self.stage, self._boundaries = stage, plan.boundaries
+        self.splits = {n: Split(stage, n, r, plan.boundaries) for n, r in readers.items()}
         delivered = _delivered(stage.source)
         self._schema = with_order(pa.schema([delivered.field(n) for n in _columns(stage)]), 1)
-        timed = [s.id for s in plan.sources if s.event_time is not None]
-        self._mark = Watermark(timed, plan.boundaries) if plan.boundaries else None
+        mark = Watermark(plan.timed_splits, plan.boundaries)
+        self._mark = mark if plan.boundaries else None
 
     def begin(self, past: Past) -> None:
         """Event time has come so far before the first epoch; and so has the source, if the flow
@@ -209,38 +225,25 @@ class Ingress:
                     split.reader.recover(message, [rows_of(memoryview(b)) for b in bodies])
 
     def epoch(self, record: EpochRecord) -> tuple[pa.RecordBatch, Track]:
-        """This site's rows of an epoch, in order, and the steps the watermark takes at them."""
+        """This site's rows of an epoch, in order, and how the whole epoch moves the watermark."""
         batches: list[pa.RecordBatch] = []
-        steps: list[Steps] = []
         seq = record.base
-        start = Track.NEVER if self._mark is None else self._mark.value
         for r in record.ranges:
-            mine = r.source == self.stage.id and r.split in self.splits
-            if mine:
+            if r.source == self.stage.id and r.split in self.splits:
                 rows = self.splits[r.split].take(r.start, r.end)
-                seqs = np.arange(seq, seq + r.rows)
+                seqs = pa.array(np.arange(seq, seq + r.rows))
                 batches.append(
-                    pa.RecordBatch.from_arrays([*rows.columns, pa.array(seqs)], schema=self._schema)
+                    pa.RecordBatch.from_arrays([*rows.columns, seqs], schema=self._schema)
                 )
-                if self._mark is not None and self.stage.event_time is not None:
-                    times = source_times(rows, self.stage.event_time, self.stage.name)
-                    steps.append(self._mark.advance(r.source, seqs, times))
-            elif self._mark is not None and r.time_max is not None:
-                self._mark.observe(r.source, r.time_max)
             seq += r.rows
-        track = self._track(record, start, steps, seq)
-        return (concat(batches) if batches else empty(self._schema)), track
+        return (concat(batches) if batches else empty(self._schema)), self._track(record)
 
     def follow(self, record: EpochRecord) -> None:
         """Be after an epoch whose rows another copy has given out."""
-        seq = record.base
         for r in record.ranges:
-            seq += r.rows
             if r.source == self.stage.id and r.split in self.splits:
                 self.splits[r.split].skip(r.end)
-            if self._mark is not None and r.time_max is not None:
-                self._mark.observe(r.source, r.time_max)
-        self._track(record, Track.NEVER, [], seq)
+        self._track(record)
 
     def ready(self, records: Iterable[EpochRecord], rows_max: int) -> bool:
         """Whether all rows of the epochs are in hand; those another copy has had are read now."""
@@ -282,15 +285,9 @@ class Ingress:
             else:
                 split.close()
                 reader = self.stage.source.open(number, offset, position)
-            self.splits[number] = Split(self.stage, number, reader, offset, rows)
+            self.splits[number] = Split(self.stage, number, reader, self._boundaries, offset, rows)
         if self._mark is not None:
             self._mark.restore(saved["mark"])
 
-    def _track(self, record: EpochRecord, start: int, steps: list[Steps], end: int) -> Track:
-        if self._mark is None:
-            return UNMOVED
-        if record.idle:
-            steps.append(self._mark.let_go(record.idle, end))
-        if record.ended:
-            steps.append(self._mark.end(end))
-        return track_of(steps, start)
+    def _track(self, record: EpochRecord) -> Track:
+        return UNMOVED if self._mark is None else self._mark.track(record)

@@ -3,10 +3,11 @@ leads, and the other copies are kept in the picture."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from holdfast.core.dataflow import Dataflow
 from holdfast.core.ids import CohortId, SiteId, StageId, Unit
+from holdfast.core.records import Block
 from holdfast.flow.options import Options
 from holdfast.site import wire
 from holdfast.site.ingress import Split
@@ -39,10 +40,16 @@ class Sourcing:
         """The sequencer may be another, or this site may lead where it did not."""
         for unit, split in self._stages.splits():
             if self._leads(unit) and self._dataflow.units[unit].installed:
-                self._to_sequencer(wire.Blocks(unit[0], split.number, split.blocks(), True))
+                self._to_sequencer(wire.Blocks(unit[0], split.number, (), True))
+                self._announce(unit, split, split.blocks())
                 quiet = self._quiet_since.get((unit[0], split.number))
                 if split.ended or quiet == float("inf"):
                     self._to_sequencer(wire.SplitState(unit[0], split.number, split.ended))
+
+    def _announce(self, unit: Unit, split: Split, blocks: Sequence[Block]) -> None:
+        """One message for each block: together their steps could be too much for one."""
+        for block in blocks:
+            self._to_sequencer(wire.Blocks(unit[0], split.number, (block,), False))
 
     def read_ahead(self, only_leading: bool) -> None:
         """Read what the sources have, up to the limit; the leading copy offers it."""
@@ -59,13 +66,13 @@ class Sourcing:
     def read_split(self, unit: Unit, split: Split, block_rows: int) -> None:
         source, leads = unit[0], self._leads(unit)
         while not split.ended and split.rows_held < self._options.read_ahead_rows:
-            block = split.read(block_rows)
-            if block is None:
+            blocks = split.read(block_rows)
+            if not blocks:
                 break
             self._quiet_since.pop((source, split.number), None)
             if leads:
-                self._to_sequencer(wire.Blocks(source, split.number, (block,), False))
-            if block.rows < block_rows:
+                self._announce(unit, split, blocks)
+            if sum(block.rows for block in blocks) < block_rows:
                 return  # that was all there is; asking again at once would only find crumbs
         else:
             return
@@ -76,6 +83,9 @@ class Sourcing:
 
     def _notice_quiet(self, source: int, split: Split) -> None:
         now = self._now()
+        if self._options.idle_ms is None or not split.reader.caught_up():
+            self._quiet_since.pop((source, split.number), None)
+            return
         since = self._quiet_since.setdefault((source, split.number), now)
         if since < now - self._options.idle_ms / 1e3:
             self._quiet_since[source, split.number] = float("inf")  # say it once

@@ -104,8 +104,7 @@ class UnitRunner:
         self.epoch = -1
         if stage.source is not None:
             numbers = range(cohort.first, cohort.end)
-            splits = {n: Split(stage, n, _reader(stage, n)) for n in numbers}
-            self.ingress = Ingress(plan, stage, splits)
+            self.ingress = Ingress(plan, stage, {n: _reader(stage, n) for n in numbers})
         if stage.sink is not None:
             self.egress = Egress(plan.flow, stage, incarnation, plan.past)
 
@@ -294,6 +293,7 @@ class UnitRunner:
         return {
             "stage": self.stage.name,
             "kind": self.stage.kind,
+            "first": self.cohort.first,
             "partitions": self.cohort.end - self.cohort.first,
             "epoch": self.epoch,
             "rows_in": self.rows_in,

@@ -33,7 +33,8 @@ from holdfast.errors import ProtocolError
 PREFIX = struct.Struct("<II")
 """Lengths of the body and of the header, before every message."""
 HANDSHAKE_BYTES_MAX = 1 << 10
-HEADER_BYTES_MAX = 1 << 22
+HEADER_BYTES_MAX = 1 << 25
+"""The largest header is a `SequencerState`, with as many records as the sequencer keeps."""
 BODY_BYTES_MAX = 1 << 30
 
 NUMBER_MAX = 1 << 48
@@ -285,6 +286,7 @@ class SequencerState(Message, frozen=True):
     finished: bool
     turn: Number
     cuts: list[Number]
+    let_go: list[bool]
     history: list[EpochRecord]
 
 

@@ -31,11 +31,14 @@ from holdfast.flow.plan import Exchange, Plan, Stage
 from holdfast.flow.steps import conform
 from holdfast.flow.watermark import Steps, Watermark, source_times, track_of
 from holdfast.spark import parcels
+from holdfast.spark.parcels import SPLIT
 from holdfast.spark.session import described, use_this_python
 
-BLOCK, SPLIT = "__block", "__split"
+BLOCK = "__block"
 _SPLIT_BITS = 20
 _RANGE_ROWS, _RANGES_MAX = 500_000, 64
+_ALONE = (0, 0)
+"""A block of rows by itself, as the only split of the only source."""
 _SURVEY_DDL = "code long, rows long, at array<long>, marks array<long>"
 
 
@@ -53,9 +56,10 @@ def batch(
 
     Rows of an input come in the order of the DataFrame, or of its source's ``order_by`` columns
     (which should tell all rows apart), and one source after the other; with `records`, the epoch
-    records of a live run, in the order of that run. A source with several splits then needs a
-    column ``__split`` that says which split a row is of. `with_order` adds the order key of every
-    result, ``__o0`` and so on, by which the DataFrame can be sorted.
+    records of a live run, in the order of that run. A column ``__split`` says which split of the
+    source a row is of. With `records` a source with several splits needs it; without, its rows
+    come split after split, or, if there is no such column either, by event time. `with_order` adds
+    the order key of every result, ``__o0`` and so on, by which the DataFrame can be sorted.
     """
     use_this_python(spark)
     planned = parcels.checked_plan(flow, inputs, partitions, streaming=False)
@@ -211,6 +215,11 @@ class _Read:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"df": None, "steps": {}}
 
+    @property
+    def splits(self) -> list[int]:
+        """Those that have rows."""
+        return sorted({_split_of(code) for code in self.rows})
+
     def split_rows(self, split: int) -> int:
         return sum(n for code, n in self.rows.items() if _split_of(code) == split)
 
@@ -262,7 +271,7 @@ class Order:
         for stage in planned.sources:
             what = f"Holdfast flow {planned.flow!r} as a batch job: survey of source {stage.name!r}"
             with described(inputs[stage.name].sparkSession, what):
-                reads[stage.id] = _survey(planned, stage, inputs[stage.name], records)
+                reads[stage.id] = _survey(planned, stage, inputs[stage.name])
         if records is None:
             records = [_one_epoch(reads, ended)]
         _number(planned, reads, records)
@@ -276,21 +285,22 @@ class Order:
 def _as_record(record: EpochRecord | Mapping[str, Any]) -> EpochRecord:
     if isinstance(record, EpochRecord):
         return record
-    ranges = tuple(Range(StageId(s), p, a, b, None) for s, p, a, b in record["ranges"])
-    idle = tuple(StageId(s) for s in record.get("idle", ()))
+    ranges = tuple(Range(StageId(s), p, a, b) for s, p, a, b in record["ranges"])
+    idle = tuple((StageId(s), int(n)) for s, n in record.get("idle", ()))
     ended = bool(record.get("ended", False))
     return EpochRecord(Epoch(record["epoch"]), record["base"], ranges, idle, ended, ended)
 
 
 def _one_epoch(reads: dict[int, _Read], ended: bool) -> EpochRecord:
-    """Without records: everything in one epoch, source after source."""
-    ranges = [Range(StageId(s), 0, 0, r.split_rows(0), None) for s, r in reads.items()]
-    return EpochRecord(Epoch(0), 0, tuple(r for r in ranges if r.rows), (), ended, ended)
+    """Without records: everything in one epoch, source after source and split after split."""
+    ranges = [Range(StageId(s), n, 0, r.split_rows(n)) for s, r in reads.items() for n in r.splits]
+    return EpochRecord(Epoch(0), 0, tuple(ranges), (), ended, ended)
 
 
 def _number(planned: Plan, reads: dict[int, _Read], records: list[EpochRecord]) -> None:
     """Tell every source the sequence numbers of its ranges."""
     found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    known = set(planned.splits)
     for record in records:
         seq = record.base
         for r in record.ranges:
@@ -300,6 +310,11 @@ def _number(planned: Plan, reads: dict[int, _Read], records: list[EpochRecord]) 
         if source not in reads:
             raise FlowError(f"flow {planned.flow!r}: the records name {source}, which is no source")
         read = reads[source]
+        if (source, split) not in known:
+            raise FlowError(
+                f"flow {planned.flow!r}, source {read.name!r}: there are rows of split {split}, "
+                f"but the source has {sum(s == source for s, _ in known)}"
+            )
         _refuse_missing(planned.flow, read, split, max(end for _, end, _ in ranges))
         read.ranges[split] = np.array(sorted(ranges), np.int64).T
 
@@ -324,27 +339,27 @@ def _track(
     """The watermark over all recorded rows, from the steps that each block has by itself.
 
     A row can only move the watermark if it does so within its own block; so these few rows, in
-    sequence order, are all that has to be looked at. As live, an epoch's idle sources let go
-    behind its last row.
+    sequence order, are all that has to be looked at. The steps of live records are not believed:
+    the batch job is what a live run is compared with.
     """
-    timed = [s.id for s in planned.sources if s.event_time is not None]
-    mark = Watermark(timed, planned.boundaries)
-    candidates = {s: _candidates(reads[s]) for s in timed}
-    steps: list[Steps] = []
-    end = 0
+    candidates = {s: _candidates(reads[s]) for s, _ in planned.timed_splits}
+    mark = Watermark(_timed_splits(planned, reads), planned.boundaries)
+    steps: list[Steps] = [] if records else [mark.end(0)]
     for record in records:
-        end = record.base
-        for r in record.ranges:
-            if r.source in candidates and r.rows:
-                steps.append(
-                    mark.advance(r.source, *_within(candidates[r.source], end, end + r.rows))
-                )
-            end += r.rows
-        if record.idle:
-            steps.append(mark.let_go(record.idle, end))
-    if not records or records[-1].ended:
-        steps.append(mark.end(end))
+        steps += mark.follow(
+            record, lambda r, seq: _within(candidates[r.source], seq, seq + r.rows)
+        )
     return track_of(steps), mark
+
+
+def _timed_splits(planned: Plan, reads: dict[int, _Read]) -> list[tuple[int, int]]:
+    """The splits whose rows move the watermark. A DataFrame that does not say which split a row is
+    of is one split, however many the source has when it is live."""
+    return [
+        (source, split)
+        for source, split in planned.timed_splits
+        if reads[source].split_column or split == 0
+    ]
 
 
 def _candidates(read: _Read) -> Steps:
@@ -359,22 +374,21 @@ def _candidates(read: _Read) -> Steps:
 
 
 def _within(candidates: Steps, start: int, end: int) -> Steps:
-    """The candidates in ``[start, end)``, and the first row: a row, if of no time that matters,
-    ends its source's idleness."""
+    """The candidates in ``[start, end)``."""
     seqs, marks = candidates
     a, b = np.searchsorted(seqs, [start, end])
-    return np.append(start, seqs[a:b]), np.append(Track.NEVER, marks[a:b])
+    return seqs[a:b], marks[a:b]
 
 
 # --- reading a source -----------------------------------------------------------------------------
 
 
-def _survey(planned: Plan, stage: Stage, df: DataFrame, records: list[EpochRecord] | None) -> _Read:
+def _survey(planned: Plan, stage: Stage, df: DataFrame) -> _Read:
     """Count a source's rows by block and split, and find the steps of their event times."""
     assert stage.source is not None
-    splits = records is not None and SPLIT in df.columns
+    splits = SPLIT in df.columns
     used = [*stage.used["out"], *([SPLIT] if splits else [])]
-    order = parcels.order_columns(stage)
+    order = parcels.order_columns(stage, df)
     blocked = _ranged(df, order, used) if order else _as_it_is(df, used)
     read = _Read(blocked.select(*used, BLOCK), stage.name, splits)
     on = stage.event_time if planned.boundaries else None
@@ -463,10 +477,10 @@ class _SurveyTask:
         for batch in parcels.blocks(batches):
             times = self._times(batch)
             for code, rows, at in places.of(batch):
-                mark = marks.setdefault(code, Watermark([0], self.boundaries))
+                mark = marks.setdefault(code, Watermark([_ALONE], self.boundaries))
                 found = steps.setdefault(code, [])
                 if times is not None:
-                    found.append(mark.advance(0, at, times[rows]))
+                    found.append(mark.advance(_ALONE, at, times[rows]))
         yield self._result(places.seen, steps)
 
     def _times(self, batch: pa.RecordBatch) -> np.ndarray | None:

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 from pyspark.sql import DataFrame
 from pyspark.sql.pandas.types import from_arrow_schema
-from pyspark.sql.types import StructType
+from pyspark.sql.types import AtomicType, StructType
 
 from holdfast.errors import FlowError
 from holdfast.flow.batches import Track, concat, from_ipc, take, to_ipc, user_names
@@ -32,6 +32,8 @@ SCHEMA = pa.schema(
     [("exchange", pa.int32()), ("bucket", pa.int32()), ("low", pa.int64()), ("data", pa.binary())]
 )
 Parcel = tuple[int, int, int, bytes]
+SPLIT = "__split"
+"""The column of an input that says which split of its source a row is of."""
 HEARTBEAT = -1
 """Stands in place of the exchange."""
 BLOCK_ROWS = 65_536
@@ -240,7 +242,7 @@ def checked_plan(
         if df.isStreaming != streaming:
             wanted = "a streaming DataFrame" if streaming else "not a streaming DataFrame"
             raise FlowError(f"{where}: the input must be {wanted}")
-        for name in [*stage.used["out"], *order_columns(stage)]:
+        for name in [*stage.used["out"], *order_columns(stage, df)]:
             if name not in df.columns:
                 raise FlowError(
                     f"{where}: the DataFrame has no column {name!r}",
@@ -249,9 +251,19 @@ def checked_plan(
     return planned
 
 
-def order_columns(stage: Stage) -> list[str]:
-    """The columns that a source was told to order its rows by, if it was."""
-    return list(getattr(stage.source, "order_by", None) or ())
+def order_columns(stage: Stage, df: DataFrame) -> list[str]:
+    """The columns that order a source's rows in a DataFrame; none: they are in order as they are.
+
+    A DataFrame that does not say which rows are of which split may have those of one split behind
+    those of another. Then rows that were in order when they were written are so by event time.
+    """
+    assert stage.source is not None
+    told = list(getattr(stage.source, "order_by", None) or ())
+    if told or stage.event_time is None or stage.source.splits == 1 or SPLIT in df.columns:
+        return told
+    kinds = {f.name: f.dataType for f in df.schema}
+    flat = [n for n in stage.used["out"] if n in kinds and isinstance(kinds[n], AtomicType)]
+    return [*dict.fromkeys([stage.event_time, *flat])]
 
 
 def wanted_sinks(planned: Plan, sink: str | None) -> list[Stage]:

@@ -16,6 +16,7 @@ import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql import DataFrame
 from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import AtomicType
 
 from holdfast.errors import FlowError
 from holdfast.flow.sources import Locate, Source
@@ -41,6 +42,17 @@ class SparkSource(Source):
         self.schema = pa.schema(
             [pa.field(f.name, f.type) for f in to_arrow_schema(df.schema, timezone="UTC")]
         )
+
+    def timed(self, event_time: str) -> SparkSource:
+        """In the order of event time, unless another is given. As Spark has them, rows of one
+        partition come behind those of another, and would be late. The other columns make the order
+        the same however Spark has cut the rows."""
+        if self.order_by or self.df is None:
+            return self
+        flat = [f.name for f in self.df.schema if isinstance(f.dataType, AtomicType)]
+        made = copy.copy(self)
+        made.df, made.order_by = self.df, [*dict.fromkeys([event_time, *flat])]
+        return made
 
     def __getstate__(self) -> dict[str, Any]:
         # Sites need the schema; the DataFrame lives on the driver only.
@@ -81,7 +93,8 @@ class SparkStream(SparkSource):
 
 
 def spark_batch(df: DataFrame, *, order_by: str | Sequence[str] = ()) -> Source:
-    """The rows of a batch DataFrame, ordered by the columns `order_by`, or as Spark has them."""
+    """The rows of a batch DataFrame, ordered by the columns `order_by`; without them by their event
+    time, or, if the source has none, as Spark has them."""
     if df.isStreaming:
         raise FlowError("spark_batch(): this DataFrame is a stream", hint="use spark_stream(df)")
     return SparkBatch(df, [order_by] if isinstance(order_by, str) else order_by)
@@ -96,7 +109,8 @@ def spark_stream(
 ) -> Source:
     """The rows of a streaming DataFrame, with whatever Spark SQL was applied to it.
 
-    Micro-batches are taken in turn, rows within one by `order_by`, or as Spark has them.
+    Micro-batches are taken in turn, rows within one by `order_by`; without it by their event time,
+    or, if the source has none, as Spark has them.
     `checkpoint` is the query's checkpoint location; `trigger` what ``writeStream.trigger`` takes,
     such as ``{"availableNow": True}`` to read what is there and end.
     """

@@ -711,18 +711,12 @@ def event_time_of(name: str, where: str) -> bool:
     return plain.startswith("event")
 
 
-def clock_of(source: Port, where: str) -> Clock:
-    """The watermark that an operator over `source` sees."""
-    if source.event_time is None:
-        raise FlowError(
-            f"{where}: which column is the event time?",
-            hint='say flow.source(..., event_time="ts")',
-        )
-    kind = source.schema.field(source.event_time).type
+def clock_of(source: Port, on: str, where: str) -> Clock:
+    """The watermark that an operator over `source` sees, whose rows have the event time `on`."""
+    kind = source.schema.field(on).type
     if not pa.types.is_timestamp(kind):
         raise FlowError(
-            f"{where}: timers are in milliseconds, and the event time {source.event_time!r} is "
-            f"{kind}",
+            f"{where}: timers are in milliseconds, and the event time {on!r} is {kind}",
             hint="make it a timestamp",
         )
-    return Clock(source.event_time, kind, source.delay)
+    return Clock(on, kind, source.delay)

@@ -9,7 +9,7 @@ operator only for keys with rows in the micro-batch. So a query with event-time 
 with one more stateful operator, the *ingress*: a single group that numbers all rows, follows the
 watermark as a live ingress does, and sends each bucket of the next stages a heartbeat, which they
 pass on. A micro-batch is then what an epoch is to a live run. Spark never says that the input has
-ended, so windows that are open at the end stay open; nor is a source without rows ever idle.
+ended, so windows that are open at the end stay open; nor is a split without rows ever idle.
 
 What PySpark 4.3 offers for this: a single `applyInPandasWithState` is the cheapest. Two of them in
 one query are refused by Spark's analyser, unless its check is switched off
@@ -48,6 +48,7 @@ from holdfast.flow.state import Field
 from holdfast.flow.steps import conform
 from holdfast.flow.watermark import Steps, Watermark, source_times, track_of
 from holdfast.spark import parcels
+from holdfast.spark.parcels import SPLIT
 from holdfast.spark.session import described, use_this_python
 
 BLOCK = "__block"
@@ -70,7 +71,9 @@ def stream(
     """The rows of the flow's sink as a streaming DataFrame; of several sinks, a dict of them.
 
     Rows are taken micro-batch by micro-batch; inside one by the ``order_by`` columns of their
-    source, or else as Spark has them: source by source, partition by partition. `checkpoint` is
+    source, or else as Spark has them: source by source, partition by partition. If a source has
+    several splits, a column ``__split`` says which a row is of; without it rows of such a source
+    come by event time inside a micro-batch. `checkpoint` is
     where queries of this session keep their checkpoints unless they name a place of their own.
     Set ``spark.sql.shuffle.partitions`` to `partitions` or less: more tasks would have no bucket.
     """
@@ -131,9 +134,9 @@ class _Job:
         return reduce(DataFrame.unionAll, made)
 
     def _source(self, stage: Stage, outlet: parcels.Outlet) -> DataFrame:
-        order = parcels.order_columns(stage)
-        rows = _Rows.of(stage)
-        df = self.inputs[stage.name].select(*rows.declared.names)
+        df = self.inputs[stage.name]
+        order, rows = parcels.order_columns(stage, df), _Rows.of(stage, df)
+        df = df.select(*rows.declared.names)
         by_value = len(order) == 1 and len(self.plan.sources) == 1 and _countable(stage, order[0])
         if order and not by_value:
             df = df.coalesce(1)  # the only way to sort a micro-batch: Spark refuses to
@@ -187,14 +190,16 @@ class _TimedJob(_Job):
         entries = []
         for stage in self.plan.sources:
             outlet = parcels.ToParcels(exchanges.get(stage.id, []), self.partitions)
-            entries.append(_Entry(_Rows.of(stage), parcels.shipped(self.plan, stage)[1], outlet))
+            rows = _Rows.of(stage, self.inputs[stage.name])
+            entries.append(_Entry(rows, parcels.shipped(self.plan, stage)[1], outlet))
         planned = parcels.shipped(self.plan, self.plan.sources[0])[0]
         task = _IngressTask(planned, entries, self.partitions)
         return self._stateful([self._raw(s) for s in self.plan.sources], task)
 
     def _raw(self, stage: Stage) -> DataFrame:
-        names = _Rows.of(stage).declared.names
-        df = self.inputs[stage.name].select(*names).withColumn(BLOCK, F.spark_partition_id())
+        df = self.inputs[stage.name]
+        names = [*_Rows.of(stage, df).declared.names, *([SPLIT] if SPLIT in df.columns else [])]
+        df = df.select(*names).withColumn(BLOCK, F.spark_partition_id())
         return df.mapInArrow(_RawTask(stage.id), parcels.DDL)
 
 
@@ -228,14 +233,17 @@ class _Rows:
     schema: pa.Schema
     """The columns in use."""
     order: list[str]
+    splits: int
+    """How many splits the rows may be of: one, if the input does not say of which each is."""
 
     @classmethod
-    def of(cls, stage: Stage) -> _Rows:
+    def of(cls, stage: Stage, df: DataFrame) -> _Rows:
         assert stage.source is not None
         field, used = stage.source.schema.field, stage.used["out"]
-        order = parcels.order_columns(stage)
+        order = parcels.order_columns(stage, df)
         declared = pa.schema([field(n) for n in dict.fromkeys([*used, *order])])
-        return cls(stage.name, declared, pa.schema([field(n) for n in used]), order)
+        splits = stage.source.splits if SPLIT in df.columns else 1
+        return cls(stage.name, declared, pa.schema([field(n) for n in used]), order, splits)
 
     def sorted(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         keys = [(n, "ascending") for n in self.order]
@@ -361,18 +369,19 @@ class _IngressTask:
         made: list[pa.RecordBatch] = []
         held = self._held(frames)
         for entry in self.entries:
-            if entry.stage.id in held:
-                rows = self._numbered(entry, held[entry.stage.id], seq)
+            for split, batch in self._by_split(entry, held.get(entry.stage.id, [])):
+                rows = self._numbered(entry, batch, seq)
                 seq += rows.num_rows
-                steps.append(self._advance(mark, entry, rows))
+                steps.append(self._advance(mark, entry, split, rows))
                 made += self._sent(entry, rows)
         made.append(parcels.heartbeats(track_of(steps, start), range(self.partitions)))
         state = seq.to_bytes(8, "little") + mark.save()
         return [packed.to_pandas() for packed in made], uuid.uuid4().bytes, state
 
     def _watermark(self) -> Watermark:
-        timed = [e.stage.id for e in self.entries if e.stage.event_time is not None]
-        return Watermark(timed, self.plan.boundaries)
+        timed = [e for e in self.entries if e.stage.event_time is not None]
+        splits = [(e.stage.id, n) for e in timed for n in range(e.rows.splits)]
+        return Watermark(splits, self.plan.boundaries)
 
     @staticmethod
     def _held(frames: Iterable[Any]) -> dict[int, list[pa.RecordBatch]]:
@@ -384,19 +393,37 @@ class _IngressTask:
         return {s: [from_ipc(data) for _, data in sorted(p)] for s, p in found.items()}
 
     @staticmethod
-    def _numbered(entry: _Entry, batches: list[pa.RecordBatch], seq: int) -> pa.RecordBatch:
+    def _by_split(
+        entry: _Entry, batches: list[pa.RecordBatch]
+    ) -> Iterator[tuple[int, pa.RecordBatch]]:
+        if not batches:
+            return
         whole = concat(batches)
+        if SPLIT not in whole.schema.names:
+            yield 0, whole
+            return
+        numbers = whole.column(SPLIT).to_numpy(zero_copy_only=False).astype(np.int64)
+        for split in np.unique(numbers).tolist():
+            if not 0 <= split < entry.rows.splits:
+                raise InputError(
+                    f"source {entry.rows.name!r}: there are rows of split {split}, "
+                    f"but the source has {entry.rows.splits}"
+                )
+            yield split, whole.filter(pa.array(numbers == split))
+
+    @staticmethod
+    def _numbered(entry: _Entry, whole: pa.RecordBatch, seq: int) -> pa.RecordBatch:
         ordered = entry.rows.sorted(whole) if entry.rows.order else whole
         seqs = np.arange(seq, seq + whole.num_rows)
         return entry.rows.numbered(entry.rows.conformed(ordered), seqs)
 
     @staticmethod
-    def _advance(mark: Watermark, entry: _Entry, rows: pa.RecordBatch) -> Steps:
+    def _advance(mark: Watermark, entry: _Entry, split: int, rows: pa.RecordBatch) -> Steps:
         on = entry.stage.event_time
         if on is None:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         times = source_times(rows, on, entry.stage.name)
-        return mark.advance(entry.stage.id, rows.column("__o0").to_numpy(), times)
+        return mark.advance((entry.stage.id, split), rows.column("__o0").to_numpy(), times)
 
     def _sent(self, entry: _Entry, rows: pa.RecordBatch) -> Iterable[pa.RecordBatch]:
         if not entry.outlet.exchanges:

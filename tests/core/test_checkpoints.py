@@ -163,9 +163,9 @@ def test_who_leads_no_more_stores_nothing() -> None:
 # --- the sequencer ------------------------------------------------------------------------------
 
 KNOWN = [
-    EpochRecord(5, 50, (Range(0, 0, 50, 57, None),)),
-    EpochRecord(6, 57, (Range(0, 0, 57, 60, None),)),
-    EpochRecord(7, 60, (Range(0, 0, 60, 66, None),)),
+    EpochRecord(5, 50, (Range(0, 0, 50, 57),)),
+    EpochRecord(6, 57, (Range(0, 0, 57, 60),)),
+    EpochRecord(7, 60, (Range(0, 0, 60, 66),)),
 ]
 
 
@@ -194,7 +194,7 @@ def test_rows_that_were_announced_are_cut_once() -> None:
     assert machine.handle(block(50, 63)) == [], "they are in epochs"
     assert machine.handle(block(63, 70)) == []
     machine.handle(EpochDelivered(9, 7))
-    assert machine.history[-1] == EpochRecord(8, 66, (Range(0, 0, 66, 70, None),))
+    assert machine.history[-1] == EpochRecord(8, 66, (Range(0, 0, 66, 70),))
 
 
 def test_a_successor_goes_on_with_those_that_are_left() -> None:

@@ -334,7 +334,7 @@ def test_a_source_that_is_behind_takes_small_epochs_together() -> None:
     assert of(IngestEpochs, machine.handle(record(0)))[0].epoch == 0
     for epoch in range(1, 4):
         assert not machine.handle(record(epoch)), "it is at work"
-    large = EpochRecord(4, 4, (Range(0, 0, 0, AT_ONCE_ROWS + 1, None),))
+    large = EpochRecord(4, 4, (Range(0, 0, 0, AT_ONCE_ROWS + 1),))
     machine.handle(RecordArrived(large))
     (order,) = of(IngestEpochs, machine.handle(processed(SOURCE, 0, x0="a")))
     assert [r.epoch for r in order.records] == [1, 2, 3], "the next one is large"

@@ -8,6 +8,7 @@ from holdfast.core.events import (
     ChainJoined,
     DrainRequested,
     EpochDelivered,
+    PauseRequested,
     RecordPassed,
     SequencerCopied,
     SplitEnded,
@@ -17,8 +18,8 @@ from holdfast.core.events import (
 )
 from holdfast.core.ids import NO_EPOCH
 from holdfast.core.layout import Cohort, View
-from holdfast.core.records import Block, EpochRecord, Range
-from holdfast.core.sequencer import RESENT, Budget, Sequencer
+from holdfast.core.records import Block, EpochRecord, Range, pack_step
+from holdfast.core.sequencer import RESENT, STEPS_MAX, Budget, Sequencer
 from holdfast.errors import ProtocolError
 
 SINK = 9
@@ -45,23 +46,20 @@ def sequencer(splits=((0, 0),), site: int = 0, sites=(0,), **budget) -> Sequence
 
 
 def blocks(
-    start: int, *lengths: int, source: int = 0, split: int = 0, time_max=None, anew: bool = False
+    start: int, *lengths: int, source: int = 0, split: int = 0, time=None, anew: bool = False
 ):
     made = []
     for length in lengths:
-        made.append(Block(start, start + length, 10 * length, time_max))
+        steps = b"" if time is None else pack_step(start, time)
+        made.append(Block(start, start + length, 10 * length, steps))
         start += length
     return BlocksAvailable(source, split, tuple(made), anew)
 
 
 def test_rows_are_cut_at_once_and_numbered_on() -> None:
     machine = sequencer()
-    assert machine.handle(blocks(0, 5)) == [
-        PublishRecord(EpochRecord(0, 0, (Range(0, 0, 0, 5, None),)))
-    ]
-    assert machine.handle(blocks(5, 7)) == [
-        PublishRecord(EpochRecord(1, 5, (Range(0, 0, 5, 12, None),)))
-    ]
+    assert machine.handle(blocks(0, 5)) == [PublishRecord(EpochRecord(0, 0, (Range(0, 0, 0, 5),)))]
+    assert machine.handle(blocks(5, 7)) == [PublishRecord(EpochRecord(1, 5, (Range(0, 0, 5, 12),)))]
 
 
 def test_small_epochs_wait_behind_two_in_flight_and_then_go_together() -> None:
@@ -71,7 +69,7 @@ def test_small_epochs_wait_behind_two_in_flight_and_then_go_together() -> None:
     assert machine.handle(blocks(10, 5)) == []
     assert machine.handle(blocks(15, 5)) == []
     (published,) = machine.handle(EpochDelivered(SINK, 0))
-    assert published.record.ranges == (Range(0, 0, 10, 20, None),)
+    assert published.record.ranges == (Range(0, 0, 10, 20),)
 
 
 def test_a_full_epoch_does_not_wait() -> None:
@@ -100,10 +98,10 @@ def test_within_an_epoch_rows_stand_by_source_and_split() -> None:
     machine.handle(blocks(0, 1, source=0, split=1))
     machine.handle(BlocksAvailable(0, 1, (Block(1, 4, 1),)))
     machine.handle(blocks(0, 2, source=0, split=0))
-    machine.handle(BlocksAvailable(2, 0, (Block(1, 5, 1, 77),)))
+    machine.handle(BlocksAvailable(2, 0, (Block(1, 5, 1, pack_step(1, 77)),)))
     (published,) = machine.handle(EpochDelivered(SINK, 1))
     assert published.record == EpochRecord(
-        2, 2, (Range(0, 0, 0, 2, None), Range(0, 1, 1, 4, None), Range(2, 0, 1, 5, 77))
+        2, 2, (Range(0, 0, 0, 2), Range(0, 1, 1, 4), Range(2, 0, 1, 5, pack_step(1, 77)))
     )
 
 
@@ -112,7 +110,8 @@ def test_the_end_of_all_splits_ends_the_flow() -> None:
     machine.handle(blocks(0, 5))
     assert machine.handle(SplitEnded(0, 0)) == []
     (published,) = machine.handle(SplitEnded(0, 1))
-    assert published.record == EpochRecord(1, 5, (), idle=(0,), last=True, ended=True)
+    idle = ((0, 0), (0, 1))
+    assert published.record == EpochRecord(1, 5, (), idle=idle, last=True, ended=True)
     assert machine.handle(EpochDelivered(SINK, 1)) == []
 
 
@@ -124,13 +123,119 @@ def test_draining_takes_no_more_rows_and_is_no_end() -> None:
     assert published.record == EpochRecord(3, 300, (), last=True)
 
 
-def test_an_idle_source_is_named_until_it_has_rows_again() -> None:
-    machine = sequencer(splits=[(0, 0), (1, 0)])
-    machine.handle(SplitIdle(1, 0))
-    (published,) = machine.handle(blocks(0, 5))
-    assert published.record.idle == (1,)
-    (published,) = machine.handle(blocks(0, 5, source=1))
-    assert published.record.idle == ()
+def test_an_idle_split_is_named_once_until_it_has_rows_again() -> None:
+    machine = sequencer(splits=[(0, 0), (0, 1), (1, 0)], small_in_flight_max=9)
+    machine.handle(SplitIdle(0, 1))
+    assert idle_of(machine.handle(blocks(0, 5))) == ((0, 1),)
+    assert idle_of(machine.handle(blocks(5, 5))) == ()
+    assert idle_of(machine.handle(blocks(0, 5, split=1))) == ()
+    machine.handle(EpochDelivered(SINK, 2))
+    machine.handle(SplitIdle(0, 1))
+    machine.handle(SplitEnded(1, 0))
+    assert idle_of(machine.handle(blocks(10, 5))) == ((0, 1), (1, 0))
+
+
+def idle_of(effects) -> tuple:
+    (published,) = effects
+    return published.record.idle
+
+
+def test_who_takes_over_knows_which_splits_are_known_to_be_idle() -> None:
+    """From the records, or from the state that it was given."""
+    splits = [(0, 0), (0, 1)]
+    first = sequencer(splits=splits, small_in_flight_max=9)
+    first.handle(SplitIdle(0, 1))
+    (published,) = first.handle(blocks(0, 5))
+    first.handle(chain(0, joining=(1, 2), number=1))
+    (copied,) = first.handle(ChainJoined(2, NO_EPOCH))
+    second, third = (sequencer(splits, site=s, sites=(), small_in_flight_max=9) for s in (1, 2))
+    second.handle(chain(0, 1, number=2))
+    second.handle(RecordPassed(published.record))
+    third.handle(SequencerCopied(copied.state))
+    for machine, site in ((second, 1), (third, 2)):
+        machine.handle(chain(site, number=3))
+        machine.handle(SplitIdle(0, 1))
+        assert idle_of(machine.handle(blocks(5, 5))) == ()
+
+
+# --- how much, and what first -----------------------------------------------------------------
+
+
+def test_an_epoch_has_no_more_rows_than_the_budget_whatever_the_blocks() -> None:
+    machine = sequencer(epochs_in_flight_max=9)
+    records = [p.record for p in machine.handle(blocks(0, 250))]
+    assert [(r.base, r.ranges) for r in records] == [
+        (0, (Range(0, 0, 0, 100),)),
+        (100, (Range(0, 0, 100, 200),)),
+        (200, (Range(0, 0, 200, 250),)),
+    ]
+    machine = sequencer(splits=[(0, 0), (0, 1)], small_in_flight_max=9)
+    machine.handle(PauseRequested(True))
+    machine.handle(blocks(0, 70))
+    machine.handle(blocks(0, 70, split=1))
+    (first, second) = machine.handle(PauseRequested(False))
+    assert (first.record.rows, second.record.rows) == (100, 40)
+
+
+def test_an_epoch_has_no_more_steps_than_its_record_can_carry() -> None:
+    limits = {"bytes_in_flight_max": 10**9, "small_in_flight_max": 9}
+    machine = sequencer(epoch_rows_max=10**6, **limits)
+    rows = 2 * STEPS_MAX + 100
+    steps = b"".join(pack_step(row, row) for row in range(rows))
+    published = machine.handle(BlocksAvailable(0, 0, (Block(0, rows, rows, steps),)))
+    assert [p.record.rows for p in published] == [STEPS_MAX, STEPS_MAX, 100]
+    assert b"".join(r.steps for p in published for r in p.record.ranges) == steps
+
+
+def paused(*announced, splits=((0, 0), (0, 1), (0, 2)), **budget) -> list[EpochRecord]:
+    """The records that are cut of these blocks, if all were there before the first."""
+    machine = sequencer(
+        splits, **({"epochs_in_flight_max": 60, "small_in_flight_max": 60} | budget)
+    )
+    machine.handle(PauseRequested(True))
+    for event in announced:
+        machine.handle(event)
+    return [p.record for p in machine.handle(PauseRequested(False))]
+
+
+def test_the_oldest_rows_are_cut_first() -> None:
+    """Splits that are read from long ago advance side by side, however far apart they are."""
+    records = paused(
+        BlocksAvailable(0, 0, tuple(timed(n, 1_000 + n) for n in range(6)), False),
+        BlocksAvailable(0, 1, tuple(timed(n, n) for n in range(6)), False),
+        BlocksAvailable(0, 2, tuple(timed(n, 3 + n) for n in range(6)), False),
+        epoch_rows_max=4,
+    )
+    order = [(r.split, r.start) for record in records for r in record.ranges]
+    assert order == [(1, 0), (1, 4), (2, 0), (2, 2), (0, 0), (0, 4)]
+    assert [r.rows for r in records] == [4, 4, 4, 4, 2]
+
+
+def timed(row: int, time: int) -> Block:
+    return Block(row, row + 1, 1, pack_step(row, time))
+
+
+def test_rows_of_the_far_future_are_delayed_and_not_for_ever() -> None:
+    ahead = BlocksAvailable(0, 0, tuple(timed(n, 10**9) for n in range(3)), False)
+    others = BlocksAvailable(0, 1, tuple(timed(n, n) for n in range(200)), False)
+    machine = sequencer([(0, 0), (0, 1)], epoch_rows_max=1, epochs_in_flight_max=60)
+    machine.handle(PauseRequested(True))
+    machine.handle(ahead)
+    machine.handle(others)
+    cut = [p.record for p in machine.handle(PauseRequested(False))]
+    for epoch in range(150):
+        cut += [p.record for p in machine.handle(EpochDelivered(SINK, epoch))]
+    assert [r.epoch for r in cut if r.ranges[0].split == 0] == [64, 129, 194]
+
+
+def test_splits_without_event_time_have_their_turns() -> None:
+    records = paused(
+        BlocksAvailable(0, 0, tuple(timed(n, n) for n in range(4)), False),
+        blocks(0, 1, 1, 1, 1, split=1),
+        BlocksAvailable(0, 2, tuple(timed(n, 2 + n) for n in range(4)), False),
+        epoch_rows_max=6,
+    )
+    assert records[0].ranges[1] == Range(0, 1, 0, 2), "a third of the epoch"
 
 
 def test_a_gap_in_the_offsets_is_refused() -> None:
@@ -146,7 +251,7 @@ def test_a_gap_in_the_offsets_is_refused() -> None:
 
 
 def record(epoch: int, start: int, end: int) -> EpochRecord:
-    return EpochRecord(epoch, start, (Range(0, 0, start, end, None),))
+    return EpochRecord(epoch, start, (Range(0, 0, start, end),))
 
 
 FIRST = record(0, 0, 5)
@@ -237,7 +342,7 @@ def test_what_is_in_flight_is_counted_by_the_follower_too() -> None:
 
 def test_a_finished_stream_stays_finished() -> None:
     follower = sequencer(site=1, sites=(0, 1))
-    last = EpochRecord(0, 0, (), idle=(0,), last=True, ended=True)
+    last = EpochRecord(0, 0, (), idle=((0, 0),), last=True, ended=True)
     follower.handle(RecordPassed(last))
     assert follower.handle(chain(1, number=1)) == [PublishRecord(last)]
     assert follower.handle(blocks(0, 5, anew=True)) == []

@@ -384,7 +384,7 @@ def test_what_needs_processing_time_is_refused_by_name() -> None:
         )
     with pytest.raises(FlowError, match="'complete' is not supported"):
         keyed.transform_with_state(Visits(), VISITS, output_mode="complete")
-    with pytest.raises(FlowError, match="which column is the event time"):
+    with pytest.raises(FlowError, match="source 's' has no event time"):
         untimed = Flow("f").source("s", rows(batch)).key_by("k")
         untimed.transform_with_state(Visits(), VISITS, time_mode="EventTime")
     with pytest.raises(FlowError, match="not a StatefulProcessor"):

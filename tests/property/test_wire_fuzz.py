@@ -30,7 +30,7 @@ from holdfast import Flow, col, count, discard, generator, max_, pairs, parquet,
 from holdfast.core.events import BlocksAvailable
 from holdfast.core.ids import SiteId
 from holdfast.core.layout import Cohort, Domain, View
-from holdfast.core.records import Block, EpochRecord, Range
+from holdfast.core.records import Block, EpochRecord, Range, pack_step
 from holdfast.core.sequencer import Budget
 from holdfast.errors import HostError, ProtocolError
 from holdfast.flow.batches import Track, frame_digests, to_ipc
@@ -74,7 +74,9 @@ FRAMES = bundles.Frames(
     frame_digests(ROWS, np.array([0, 1, 1, 0]), 2),
 )
 BUNDLE, BUNDLE_BODY = bundles.encode(FRAMES, 1, 3, 0, 1)
-RECORD = EpochRecord(3, 100, (Range(0, 1, 5, 9, 77), Range(0, 2, 0, 1, None)), (1,), False, False)
+RECORD = EpochRecord(
+    3, 100, (Range(0, 1, 5, 9, pack_step(5, 77)), Range(0, 2, 0, 1)), ((0, 1),), False, False
+)
 VIEW = View(2, 7, (0, 3), ((Cohort(0, 4, (0, 3)), Cohort(4, 8, (3,), (5,))), (Cohort(0, 1, (0,)),)))
 MARKS = dict.fromkeys(
     ("committed", "head", "head_taken", "attempt", "total", "passed", "ended", "everywhere"), 0
@@ -122,8 +124,8 @@ MESSAGES: list[tuple[wire.Message, bytes]] = [
             wire.RecordsAfter(None),
             wire.JoinChain(-1, 0),
             wire.Chained(),
-            wire.SequencerState(4, 104, False, 0, [9], [RECORD]),
-            wire.Blocks(0, 0, (Block(0, 5, 40, None), Block(5, 9, 32, 7)), True),
+            wire.SequencerState(4, 104, False, 0, [9], [True], [RECORD]),
+            wire.Blocks(0, 0, (Block(0, 5, 40), Block(5, 9, 32, pack_step(5, 7))), True),
             wire.SplitState(0, 0, True),
             wire.SplitAt(0, 0, 7, {"offset": 9}),
             wire.Acks([wire.Ack(0, 0, 1, 0, 1, 3, True, -1, 2**64 - 1)] * 3),
@@ -512,7 +514,7 @@ ODD = ["x", b"y", 1.5, [], {}, [[1]]]
 EXTREMES = [-(2**63), -(2**40), -7, -2, 2**49, 2**63 - 1, 2**64 - 1]
 UNKNOWN = [17, 99, 1_000, 1 << 40]
 NAMES = "exchange producer consumer stage cohort source split sink turn part rows track digests"
-CREDIBLE = {"time_max": [2**64 - 1], "checksum": [-1], "since": [-1, 2**49]}
+CREDIBLE = {"checksum": [-1], "since": [-1, 2**49]}
 """Where almost any number could be true."""
 
 
@@ -690,20 +692,24 @@ IMPOSSIBLE: list[wire.Message] = [
     wire.Blocks(0, 0, (Block(9, 9, 1),), True),
     wire.Blocks(0, 0, (Block(-9, 9, 1),), True),
     wire.Blocks(0, 0, (Block(0, 9, -1),), True),
-    wire.Blocks(0, 0, (Block(0, 9, 1, 1 << 63),), True),
+    wire.Blocks(0, 0, (Block(0, 9, 1, pack_step(1, 5)),), True),
+    wire.Blocks(0, 0, (Block(0, 9, 1, pack_step(0, 5) + pack_step(9, 6)),), True),
+    wire.Blocks(0, 0, (Block(0, 9, 1, pack_step(0, 5) + pack_step(0, 6)),), True),
+    wire.Blocks(0, 0, (Block(0, 9, 1, b"1234"),), True),
     wire.SplitState(0, 99, True),
     wire.SplitAt(0, 99, 7, {}),
     wire.Record(EpochRecord(-1, 0, ())),
     wire.Record(EpochRecord(NEVER, -1, ())),
-    wire.Record(EpochRecord(NEVER, 0, (Range(0, 9, 0, 1, None),))),
-    wire.Record(EpochRecord(NEVER, 0, (Range(0, 0, 5, 1, None),))),
+    wire.Record(EpochRecord(NEVER, 0, (Range(0, 9, 0, 1),))),
+    wire.Record(EpochRecord(NEVER, 0, (Range(0, 0, 5, 1),))),
     wire.Record(EpochRecord(NEVER, 0, (), (99,))),
     wire.Record(EpochRecord(NEVER, 0, (), (), False, True)),
     wire.Record(EpochRecord(0, 77, ())),  # there is another of this epoch
-    wire.Pass(EpochRecord(NEVER, 0, (Range(9, 9, 0, 1, None),))),
-    wire.SequencerState(3, 0, False, 0, [], []),
-    wire.SequencerState(3, 0, False, 1, [0], []),
-    wire.SequencerState(3, 0, False, 0, [0], [EpochRecord(1, 0, ())]),
+    wire.Pass(EpochRecord(NEVER, 0, (Range(9, 9, 0, 1),))),
+    wire.SequencerState(3, 0, False, 0, [], [], []),
+    wire.SequencerState(3, 0, False, 0, [0], [], []),
+    wire.SequencerState(3, 0, False, 1, [0], [True], []),
+    wire.SequencerState(3, 0, False, 0, [0], [True], [EpochRecord(1, 0, ())]),
     wire.Acks([wire.Ack(99, 0, 0, 0, 0, 1, True, -1, 0)]),
     wire.Acks([wire.Ack(0, 99, 0, 0, 0, 1, True, -1, 0)]),
     wire.Acks([wire.Ack(0, 0, 99, 0, 0, 1, True, -1, 0)]),

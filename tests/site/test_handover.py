@@ -119,18 +119,27 @@ def runner(planned: Plan, stage: int, partitions: int) -> UnitRunner:
     return made
 
 
+def read(source: UnitRunner, start: int, end: int) -> Range:
+    """Read the source up to the row `end`; the range of an epoch that has these rows."""
+    assert source.ingress is not None
+    split = source.ingress.splits[0]
+    assert split.read_to(end, 1_000)
+    (block,) = [b for b in split.blocks() if b.start == start]
+    return Range(0, 0, start, end, block.cut(end)[0].steps if block.end > end else block.steps)
+
+
 def ingested(planned: Plan) -> list[dict[int, Frames]]:
     """What the source sends, epoch by epoch and by exchange."""
     source = runner(planned, 0, 1)
     assert source.ingress is not None
-    while source.ingress.splits[0].read(1_000) is not None:
-        pass
     made = []
     for epoch in range(EPOCHS):
         at = epoch * ROWS
-        span = Range(0, 0, at, at + ROWS, None)
+        span = read(source, at, at + ROWS)
         over = epoch == EPOCHS - 1
-        record = EpochRecord(epoch, at, (span,), idle=(0,) if over else (), last=over, ended=over)
+        record = EpochRecord(
+            epoch, at, (span,), idle=((0, 0),) if over else (), last=over, ended=over
+        )
         (outputs,) = source.run(IngestEpochs((0, 0), (record,)))
         made.append({x: frames[CohortId(0)] for x, frames in outputs.items()})
     return made
@@ -145,10 +154,8 @@ def test_who_follows_a_source_goes_on_as_if_it_had_read_everything() -> None:
     assert first.ingress is not None and second.ingress is not None
     for epoch in range(EPOCHS):
         at = epoch * ROWS
-        first.ingress.splits[0].read_to(at + ROWS, 1_000)
-        latest = max(b.time_max or 0 for b in first.ingress.splits[0].blocks())
-        idle = (0,) if epoch == 1 else ()
-        record = EpochRecord(epoch, at, (Range(0, 0, at, at + ROWS, latest),), idle=idle)
+        idle = ((0, 0),) if epoch == 1 else ()
+        record = EpochRecord(epoch, at, (read(first, at, at + ROWS),), idle=idle)
         (expected,) = first.run(IngestEpochs((0, 0), (record,)))
         if epoch < EPOCHS - 2:
             second.follow(record)
@@ -184,11 +191,10 @@ def test_several_epochs_at_once_give_what_each_of_them_gives() -> None:
         for e in planned.exchanges
     }
     records = [
-        EpochRecord(e, e * ROWS, (Range(0, 0, e * ROWS, (e + 1) * ROWS, None),))
-        for e in range(EPOCHS)
+        EpochRecord(e, e * ROWS, (Range(0, 0, e * ROWS, (e + 1) * ROWS),)) for e in range(EPOCHS)
     ]
-    records[2] = EpochRecord(2, 2 * ROWS, (), idle=(0,))  # and one without rows
-    records[3] = EpochRecord(3, 2 * ROWS, (Range(0, 0, 2 * ROWS, 3 * ROWS, None),))
+    records[2] = EpochRecord(2, 2 * ROWS, (), idle=((0, 0),))  # and one without rows
+    records[3] = EpochRecord(3, 2 * ROWS, (Range(0, 0, 2 * ROWS, 3 * ROWS),))
     one_by_one, together = (
         UnitRunner(planned, planned.stages[0], Cohort(0, 1, (0,)), OPTIONS, routers)
         for _ in range(2)
@@ -409,7 +415,7 @@ def test_a_source_is_read_on_from_where_the_epochs_are() -> None:
     old = runner(planned, 0, 1)
     assert old.ingress is not None
     old.ingress.splits[0].read(100)
-    records = [EpochRecord(e, 40 * e, (Range(0, 0, 40 * e, 40 * e + 40, None),)) for e in range(3)]
+    records = [EpochRecord(e, 40 * e, (Range(0, 0, 40 * e, 40 * e + 40),)) for e in range(3)]
     for record in records[:2]:
         old.run(IngestEpochs((0, 0), (record,)))
     new, _ = handed(planned, old, 1)
@@ -456,11 +462,11 @@ def test_a_source_with_gaps_is_found_again_by_its_position(taken: int) -> None:
     assert old.ingress is not None
     while old.ingress.splits[0].rows_held < 48:
         old.ingress.splits[0].read(13)
-    spans = (Range(0, 0, 0, taken, None),) if taken else ()
+    spans = (Range(0, 0, 0, taken),) if taken else ()
     old.run(IngestEpochs((0, 0), (EpochRecord(0, 0, spans),)))
     new, _ = handed(planned, old, 0)
     assert new.ingress is not None
-    following = EpochRecord(1, taken, (Range(0, 0, taken, taken + 30, None),))
+    following = EpochRecord(1, taken, (Range(0, 0, taken, taken + 30),))
     for unit in (old, new):
         assert unit.ingress is not None and unit.ingress.ready([following], 7)
         ((frames,),) = (out.values() for out in unit.run(IngestEpochs((0, 0), (following,))))

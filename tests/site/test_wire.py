@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.layout import Cohort, Domain, View
-from holdfast.core.records import Block, EpochRecord, Range
+from holdfast.core.records import Block, EpochRecord, Range, pack_step
 from holdfast.site import wire
 from holdfast.site.connection import Connection, dial, listen
 
@@ -115,7 +115,9 @@ def test_a_server_with_another_secret_is_refused() -> None:
 
 
 VIEW = View(2, 7, (0, 3), ((Cohort(0, 4, (0, 3)), Cohort(4, 8, (3,), (5,))), (Cohort(0, 1, (0,)),)))
-RECORD = EpochRecord(3, 100, (Range(0, 1, 5, 9, 77), Range(0, 2, 0, 1, None)), (1,), False, True)
+RECORD = EpochRecord(
+    3, 100, (Range(0, 1, 5, 9, pack_step(5, 77)), Range(0, 2, 0, 1)), ((0, 1),), False, True
+)
 EXTRAS: wire.Extras = {
     "counts": (1, 2, 3, 4),
     "ingress": {
@@ -138,8 +140,8 @@ BUNDLE = wire.Bundle(1, 2, 3, 4, 5, 0, True, 6, 16, 8)
         wire.NewView(VIEW, {0: ("h", 1), 3: ("h", 2)}),
         wire.CopyState(1, 2, 3, 4, "failed", "it broke"),
         wire.Pass(RECORD),
-        wire.SequencerState(4, 104, False, 1, [9, 1], [RECORD]),
-        wire.Blocks(0, 1, (Block(0, 5, 40, None), Block(5, 9, 32, 7)), True),
+        wire.SequencerState(4, 104, False, 1, [9, 1], [True, False], [RECORD]),
+        wire.Blocks(0, 1, (Block(0, 5, 40), Block(5, 9, 32, pack_step(5, 7))), True),
         wire.Acks([wire.Ack(0, 1, 2, 0, -1, 3, True, -1, 2**64 - 1)]),
         wire.HandOverBegin(1, 2, 30, 4_000, EXTRAS, None, []),
         wire.HandOverKept(1, 2, BUNDLE),

@@ -332,7 +332,7 @@ def test_join_in_a_recorded_order(spark: SparkSession) -> None:
         record: Any = {"epoch": epoch, "base": base, "ranges": ranges, "ended": epoch == 9}
         if epoch % 2:
             record = EpochRecord(
-                epoch, base, tuple(Range(*r, None) for r in ranges), (), False, epoch == 9
+                epoch, base, tuple(Range(*r) for r in ranges), (), False, epoch == 9
             )
         records.append(record)
         base += 35

@@ -158,6 +158,7 @@ class KafkaReader(SplitReader):
         flaw = pa.field(FLAW, pa.string())
         self._schema = pa.schema([*delivered, flaw]) if delivered else source.schema
         self._rest = empty(self._schema)
+        self._caught_up = False
         self._consumer: Any = None
         self._watch: _Watch | None = None
 
@@ -180,6 +181,9 @@ class KafkaReader(SplitReader):
             self._begin = self._after
         return batch
 
+    def caught_up(self) -> bool:
+        return self._caught_up
+
     def close(self) -> None:
         if self._consumer is not None:
             self._consumer.close()
@@ -195,6 +199,8 @@ class KafkaReader(SplitReader):
         if self._watch is not None and self._watch.error is not None:
             raise self._watch.error
         messages = self._consumer.consume(min(count, MESSAGES_MAX), 0)
+        if messages:
+            self._caught_up = _is_end(messages[-1])
         errors = [m for m in messages if m.error() is not None]
         if errors:
             for message in errors:
@@ -225,7 +231,7 @@ class KafkaReader(SplitReader):
                 enable_auto_commit=False,
                 enable_auto_offset_store=False,
                 auto_offset_reset="error",
-                enable_partition_eof=self._end is not None,
+                enable_partition_eof=True,
             )
         )
         at = TopicPartition(source.topic, self._split, self._begin["offset"])
@@ -296,6 +302,13 @@ class KafkaReader(SplitReader):
         nulls = [pa.nulls(1, f.type) for f in self._source.schema]
         flaw = pa.array([json.dumps([cause, text])])
         return pa.RecordBatch.from_arrays([*nulls, flaw], schema=self._schema)
+
+
+def _is_end(message: Any) -> bool:
+    """Whether the broker says that there is nothing more for now."""
+    from confluent_kafka import KafkaError
+
+    return message.error() is not None and message.error().code() == KafkaError._PARTITION_EOF
 
 
 def _first_line(error: Exception) -> str:
