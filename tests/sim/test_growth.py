@@ -93,7 +93,7 @@ def test_when_epochs_were_cut_is_forgotten_when_they_are_delivered() -> None:
 def test_a_position_that_is_told_again_is_known_once() -> None:
     stage = counts(UPSTREAM, discard()).plan.sources[0]
     assert stage.source is not None
-    split = Split(stage, 0, stage.source.open(0))
+    split = Split(stage, 0, stage.source.open(0), ())
     for _ in range(9):
         split.note(5, {"at": 17})
     assert len(split._told) == 1

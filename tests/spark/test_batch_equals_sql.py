@@ -531,7 +531,7 @@ def test_idle_sources_and_an_input_that_has_not_ended(spark: SparkSession) -> No
     ]
     # The source without rows holds everything back, until it is declared idle after epoch 2.
     assert batch(flow, spark, inputs, records=parts).count() == 0
-    parts[2]["idle"] = [0]
+    parts[2]["idle"] = [[0, 0]]
     mark = Window.orderBy("i").rowsBetween(Window.unboundedPreceding, -1)
     rated = df.withColumn("mark", F.when(F.col("i") >= 300, F.max("ts").over(mark)))
     rated = rated.withColumn("start", F.expr("floor(ts / 100) * 100"))

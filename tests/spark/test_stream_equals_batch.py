@@ -313,10 +313,10 @@ def ingress(*names: str) -> Any:
     window = first.union(*others).key_by("k").window(time=10)
     window.agg(n=count()).sink("out", discard())
     planned = plan(flow)
-    entries = [
-        stream_module._Entry(stream_module._Rows.of(s), s, parcels.ToParcels(s.outputs, 3))
-        for s in planned.sources
-    ]
+    entries = []
+    for s in planned.sources:
+        rows = stream_module._Rows(s.name, EVENTS, EVENTS, [], 1)
+        entries.append(stream_module._Entry(rows, s, parcels.ToParcels(s.outputs, 3)))
     return stream_module._IngressTask(planned, entries, 3)
 
 
@@ -385,3 +385,59 @@ def test_a_live_operator_is_used_only_for_the_state_it_has() -> None:
     live.keep("place", b"3", runner)
     assert live.take("place", b"3") is runner
     assert live.take("place", b"3") is None, "it may fail half-way and is not kept meanwhile"
+
+
+# --- several splits -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def split_files(tmp_path_factory: Any) -> Path:
+    """Two files, each with the same times of three splits, one split behind the other."""
+    folder = tmp_path_factory.mktemp("splits")
+    for n in range(2):
+        times = list(range(n * 300, n * 300 + 300))
+        parts = [{"ts": times, "k": [t % 4 for t in times], "__split": [s] * 300} for s in range(3)]
+        pq.write_table(pa.concat_tables(map(pa.table, parts)), folder / f"{n}.parquet")
+        dated(folder / f"{n}.parquet", n)
+    return folder
+
+
+def split_flow(splits: int) -> Flow:
+    flow = Flow("splits")
+    empty = pa.RecordBatch.from_pylist(
+        [], schema=pa.schema([("ts", pa.int64()), ("k", pa.int64())])
+    )
+    source = flow.source("events", rows(*[empty] * splits), event_time="ts")
+    source.key_by("k").window(time=50).agg(n=count()).sink("out", discard())
+    return flow
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_no_row_of_splits_that_are_each_in_order_is_late(
+    spark: SparkSession, split_files: Path, tmp_path: Path, told: bool
+) -> None:
+    """Whether a column says which split a row is of, or rows then come by event time."""
+    names = ["ts", "k", *(["__split"] if told else [])]
+    wanted = (
+        spark.read.parquet(str(split_files))
+        .selectExpr("k", "floor(ts / 50) * 50 window_start", "floor(ts / 50) * 50 + 50 window_end")
+        .groupBy("k", "window_start", "window_end")
+        .count()
+    )
+    first, second = (spark.read.parquet(str(split_files / f"{n}.parquet")) for n in range(2))
+    made = batch(split_flow(3), spark, {"events": first.unionAll(second).select(*names)})
+    assert content(made) == content(wanted)
+    df = reading(spark, split_files, 1).select(*names)
+    streamed = written(split_flow(3).stream(spark, {"events": df}, partitions=3), tmp_path)
+    closed = wanted.where("window_end < 600")  # Spark never says that the input has ended
+    assert content(streamed) == content(closed)
+
+
+def test_a_split_that_the_source_does_not_have_is_refused(
+    spark: SparkSession, split_files: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(FlowError, match="rows of split 2, but the source has 2"):
+        batch(split_flow(2), spark, {"events": spark.read.parquet(str(split_files))})
+    df = reading(spark, split_files, 1)
+    with pytest.raises(Exception, match="rows of split 2, but the source has 2"):
+        written(split_flow(2).stream(spark, {"events": df}, partitions=3), tmp_path)
