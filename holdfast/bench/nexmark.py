@@ -123,17 +123,19 @@ class Nexmark:
 
     # --- sources ----------------------------------------------------------------------------------
 
-    def source(self, kind: int, rate: float | None = None) -> Source:
-        """The events of one kind."""
+    def source(self, kind: int, pace: float | None = None) -> Source:
+        """The events of one kind; at the `pace` of so many events of all kinds in a second of the
+        clock, or as fast as they are taken."""
         rows = None if self.cycles is None else self.cycles * SHARE[kind]
+        rate = None if pace is None else pace * SHARE[kind] / CYCLE
         make = partial(self._read, kind)
         return Generator(make, SCHEMAS[kind], rows=rows, rate=rate, splits=self.splits)
 
-    def combined(self, rate: float | None = None) -> Source:
+    def combined(self, pace: float | None = None) -> Source:
         """All events, with a column that says which kind each is of."""
         rows = None if self.cycles is None else self.cycles * CYCLE
         make = partial(self._read, None)
-        return Generator(make, EVENT_SCHEMA, rows=rows, rate=rate, splits=self.splits)
+        return Generator(make, EVENT_SCHEMA, rows=rows, rate=pace, splits=self.splits)
 
     def _read(self, kind: int | None, split: int, offset: int, n: int) -> pa.RecordBatch:
         places = np.arange(offset, offset + n) * self.splits + split
@@ -340,13 +342,22 @@ READS = {"q5": [BID], "q7": [BID], "q8": [PERSON, AUCTION], "sessions": [BID]}
 
 
 def nexmark_flow(
-    query: str, events: Nexmark, sink: Sink, *, sources: int = 1, lateness: int | None = None
+    query: str,
+    events: Nexmark,
+    sink: Sink,
+    *,
+    sources: int = 1,
+    lateness: int | None = None,
+    pace: float | None = None,
 ) -> Flow:
     """A query over one source of all events, or over three; of these, the ones that it does not
     look at are there nevertheless, and count for event time. The windows wait for `lateness`, by
     default for as long as events may be delayed."""
     flow, reads = Flow(query), READS[query]
-    streams = _combined(flow, events, reads) if sources == 1 else _apart(flow, events)
+    if sources == 1:
+        streams = _combined(flow, events, reads, pace)
+    else:
+        streams = _apart(flow, events, pace)
     wait = events.disorder_ms if lateness is None else lateness
     QUERIES[query](streams, wait).sink("out", sink)
     if sources != 1:
@@ -355,10 +366,10 @@ def nexmark_flow(
     return flow
 
 
-def _combined(flow: Flow, events: Nexmark, kinds: Iterable[int]) -> Streams:
-    stream = flow.source("events", events.combined(), event_time="ts")
+def _combined(flow: Flow, events: Nexmark, kinds: Iterable[int], pace: float | None) -> Streams:
+    stream = flow.source("events", events.combined(pace), event_time="ts")
     return {k: stream.filter(col("kind") == k).select(*SCHEMAS[k].names) for k in kinds}
 
 
-def _apart(flow: Flow, events: Nexmark) -> Streams:
-    return {k: flow.source(n, events.source(k), event_time="ts") for k, n in NAMES.items()}
+def _apart(flow: Flow, events: Nexmark, pace: float | None) -> Streams:
+    return {k: flow.source(n, events.source(k, pace), event_time="ts") for k, n in NAMES.items()}
