@@ -1,7 +1,7 @@
 """Nexmark: an auction site as a stream of persons, auctions and bids, and queries over it.
 
-The events follow the public rules of the Nexmark generator: of every 50 events in a row one is a new
-person, three are new auctions and 46 are bids; event times advance at a fixed rate; half of the
+The events follow the public rules of the Nexmark generator: of every 50 events in a row one is a
+new person, three are new auctions and 46 are bids; event times advance at a fixed rate; half of the
 bids go to a hot auction, three quarters of the bids and of the auctions come from a hot person, and
 the rest from those that are active, or about to be. Every event is a function of seed and event
 number alone, so any split can be read from any offset, by any number of readers.
@@ -78,11 +78,15 @@ EVENT_SCHEMA = pa.unify_schemas(
 """All three in one: the columns of the other kinds are null."""
 NAMES = {PERSON: "persons", AUCTION: "auctions", BID: "bids"}
 
-_FIRST_NAMES = "Ada Alan Barbara Donald Edsger Frances Grace Jim John Leslie Radia".split()
-_LAST_NAMES = "Adler Brandt Castro Dietz Eklund Fontaine Garcia Huber Ivanova".split()
-_PERSON_NAMES = pa.array([f"{a} {b}" for a in _FIRST_NAMES for b in _LAST_NAMES])
-_CITIES = pa.array("Bend Boise Cheyenne Kent Phoenix Portland Redmond Seattle".split())
-_STATES = pa.array("AZ CA ID OR WA WY".split())
+_PERSON_NAMES = pa.array(
+    [
+        f"{first} {last}"
+        for first in ("Ada", "Alan", "Barbara", "Donald", "Edsger", "Frances", "Grace", "Leslie")
+        for last in ("Adler", "Brandt", "Castro", "Dietz", "Eklund", "Garcia", "Huber", "Ivanova")
+    ]
+)
+_CITIES = pa.array(["Bend", "Boise", "Cheyenne", "Kent", "Phoenix", "Portland", "Seattle"])
+_STATES = pa.array(["AZ", "CA", "ID", "OR", "WA", "WY"])
 
 _STRIDE = 953
 """Coprime to the size of every group of events that is shuffled, for it is prime."""

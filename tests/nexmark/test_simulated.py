@@ -16,7 +16,6 @@ from holdfast import discard, pairs
 from holdfast.bench.nexmark import AUCTION, BID, EVENT_SCHEMA, PERSON, QUERIES, SCHEMAS, Nexmark
 from holdfast.bench.nexmark import nexmark_flow as flow_of
 from holdfast.core.sequencer import Budget
-from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
 from holdfast.sim.world import World
 
@@ -211,5 +210,3 @@ def _moments(choice: random.Random) -> Iterator[int]:
         at += choice.choice([choice.randint(1, 60), choice.randint(100, 700)])
     while True:
         yield 10**9
-
-
