@@ -198,7 +198,7 @@ def window_of_a_join(streams: Sequence[Stream], how: How) -> dict[str, Stream]:
         .join(streams[-1].key_by("k"), within=PERIOD // 2, lateness=how.lateness)
     )
     sums = joined.key_by("g").window(time=PERIOD)
-    return {"out": sums.agg(n=count(), s=sum_("v"), r=sum_("v_right"))}
+    return {"pairs": joined, "out": sums.agg(**how.folds)}
 
 
 def sessions_of_windows(streams: Sequence[Stream], how: How) -> dict[str, Stream]:
