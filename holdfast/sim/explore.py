@@ -35,6 +35,8 @@ OPTIONS = Options(
     window=4,
     block_rows=20,
     read_ahead_rows=60,
+    # Rows that wait behind the gate are not late when it opens.
+    idle_ms=3_600_000,
     lease_s=0.1,
 )
 

@@ -1,7 +1,8 @@
 """The flows that are simulated, and what they must give.
 
 Their rows are few and their keys few, so that every epoch touches most of the state. What a flow
-gives does not depend on how its splits are interleaved: no key gets rows from two of them.
+gives does not depend on how its splits are interleaved: no key gets rows from two of them; or its
+windows, for which no row is late, only count, add up whole numbers and look for the largest.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ import numpy as np
 import pyarrow as pa
 
 from holdfast.flow.expr import at_start, col, count, lit, max_, mean, sum_
-from holdfast.flow.graph import Flow
+from holdfast.flow.graph import Flow, Stream
 from holdfast.flow.protection import Protection, none
 from holdfast.flow.sinks import discard
 from holdfast.flow.sources import rows
 from holdfast.sim.world import World
 
 ROWS = 1_000
-SPLITS = {"splits": 3}
-"""How many splits the sources of a flow have, if not one."""
+SPLITS = {"splits": 3, "sources": 3, "joins": 4}
+"""How many splits the sources of a flow have together, if not one; all are equally long."""
 EVEN = {"dmz"}
 """Flows whose epochs all have the same number of rows; those of the others vary with the time."""
 POISONED = {"poison"}
@@ -95,6 +96,33 @@ def diamond(rows_in: int = ROWS) -> Flow:
     return flow
 
 
+def sources(rows_in: int = ROWS) -> Flow:
+    """Two sources, one with two splits, together and one of them alone; windows of windows."""
+    flow = Flow("sources")
+    left, right = _two_sources(flow, rows_in, (2, 1))
+    both = left.union(right).key_by("k").window(time=20, every=10, lateness=DELAY)
+    counts = both.agg(n=count(), x=sum_("v")).select("window_start", "n", "x", g=col("k") % 3)
+    counts.key_by("g").window(time=40).agg(n=sum_("n"), most=max_("x")).sink("out", discard())
+    # Rows of the other source close these windows, too.
+    alone = left.key_by("g").window(time=20, lateness=DELAY).agg(n=count(), x=sum_("v"))
+    alone.sink("alone", discard())
+    return flow
+
+
+def joins(rows_in: int = ROWS) -> Flow:
+    """What windows of two sources give is joined, and windows are made of that."""
+    flow = Flow("joins")
+    counts = []
+    for source in _two_sources(flow, rows_in, (2, 2)):
+        window = source.key_by("k").window(time=20, lateness=DELAY)
+        counts.append(window.agg(n=count(), x=sum_("v")).select("window_start", "k", "n", "x"))
+    keys = ("k", "window_start")
+    both = counts[0].key_by(*keys).join(counts[1].key_by(*keys), within=20)
+    both = both.select("window_start", "k", n=col("n") * col("n_right"), x=col("x_right"))
+    both.key_by("k").window(time=60).agg(n=sum_("n"), most=max_("x")).sink("out", discard())
+    return flow
+
+
 def poison(rows_in: int = ROWS) -> Flow:
     """A row in the middle makes a function raise: the flow must stop there, and name it."""
     flow = Flow("poison")
@@ -117,6 +145,8 @@ FLOWS: dict[str, Callable[[int], Flow]] = {
     "times": times,
     "timeouts": timeouts,
     "diamond": diamond,
+    "sources": sources,
+    "joins": joins,
     "poison": poison,
 }
 
@@ -129,9 +159,12 @@ def make(name: str, protection: Protection, rows_in: int = ROWS) -> Flow:
 
 @cache
 def expected(name: str, rows_in: int = ROWS) -> dict[str, pa.Table]:
-    """What each sink gets on one site, without a fault; nothing is said of a flow that stops."""
+    """What each sink must get: what is known without the engine, or else what it gets on one site
+    without a fault. Nothing is said of a flow that stops."""
     if name in POISONED:
         return {}
+    if name in ANSWERS:
+        return {sink: in_order(table) for sink, table in ANSWERS[name](rows_in).items()}
     world = World(make(name, none(), rows_in), sites=1)
     world.run()
     return {sink: in_order(world.result(sink)) for sink in world.results}
@@ -168,3 +201,108 @@ def _events(count_: int, seed: int = 1) -> pa.RecordBatch:
             "v": random.integers(0, 50, count_),
         }
     )
+
+
+# --- several sources ------------------------------------------------------------------------------
+
+DELAY = 5
+"""How far a row's time may be behind that of another before it in its split."""
+
+
+def _two_sources(flow: Flow, rows_in: int, splits: tuple[int, int]) -> list[Stream]:
+    return [
+        flow.source(name, rows(*_timed(rows_in, splits, which)), event_time="ts")
+        for which, name in enumerate(("left", "right"))
+    ]
+
+
+@cache
+def _timed(rows_in: int, splits: tuple[int, int], which: int) -> list[pa.RecordBatch]:
+    """The splits of one of two sources. They have the same keys and cover the same time, each at
+    a pace of its own that changes on the way."""
+    each = rows_in // sum(splits)
+    made = []
+    for split in range(splits[which]):
+        random = np.random.default_rng([which, split])
+        pace = np.sort(random.random(each)) ** (1.0 + 0.5 * split)
+        ts = (pace * rows_in / 4).astype(np.int64) + DELAY - random.integers(0, DELAY + 1, each)
+        columns = {"ts": ts, "k": random.integers(0, 7, each), "g": random.integers(0, 2, each)}
+        made.append(pa.record_batch(columns | {"v": random.integers(0, 50, each)}))
+    return made
+
+
+def _plain(rows_in: int, splits: tuple[int, int], which: int) -> list[dict[str, int]]:
+    return [row for batch in _timed(rows_in, splits, which) for row in batch.to_pylist()]
+
+
+Window = dict[tuple[int, int], list[dict[str, int]]]
+"""By key and start: the rows."""
+
+
+def _windowed(given: list[dict[str, int]], key: str, on: str, size: int, every: int = 0) -> Window:
+    found: Window = {}
+    every = every or size
+    for row in given:
+        for start in range(row[on] // every * every, row[on] - size, -every):
+            found.setdefault((row[key], start), []).append(row)
+    return found
+
+
+def _sources_answer(rows_in: int) -> dict[str, pa.Table]:
+    left, right = (_plain(rows_in, (2, 1), which) for which in (0, 1))
+    small = [
+        {"g": k % 3, "at": start, "n": len(found), "x": _total(found)}
+        for (k, start), found in _windowed(left + right, "k", "ts", 20, 10).items()
+    ]
+    large = _windowed(small, "g", "at", 40)
+    alone = _windowed(left, "g", "ts", 20)
+    return {
+        "out": _table(
+            "g",
+            40,
+            {
+                key: {"n": sum(r["n"] for r in found), "most": max(r["x"] for r in found)}
+                for key, found in large.items()
+            },
+        ),
+        "alone": _table(
+            "g",
+            20,
+            {k: {"n": len(found), "x": _total(found)} for k, found in alone.items()},
+        ),
+    }
+
+
+def _joins_answer(rows_in: int) -> dict[str, pa.Table]:
+    left, right = (_windowed(_plain(rows_in, (2, 2), which), "k", "ts", 20) for which in (0, 1))
+    pairs = [
+        {"k": k, "at": at, "n": len(left[k, at]) * len(right[k, at]), "x": _total(right[k, at])}
+        for k, at in left.keys() & right.keys()
+    ]
+    large = _windowed(pairs, "k", "at", 60)
+    folded = {
+        key: {"n": sum(r["n"] for r in found), "most": max(r["x"] for r in found)}
+        for key, found in large.items()
+    }
+    return {"out": _table("k", 60, folded)}
+
+
+def _total(found: list[dict[str, int]]) -> int:
+    return sum(row["v"] for row in found)
+
+
+def _table(key: str, size: int, folded: dict[tuple[int, int], dict[str, int]]) -> pa.Table:
+    """As the sink of a window gets it."""
+    return pa.Table.from_pylist(
+        [
+            {key: k, "window_start": start, "window_end": start + size, **values}
+            for (k, start), values in folded.items()
+        ]
+    )
+
+
+ANSWERS: dict[str, Callable[[int], dict[str, pa.Table]]] = {
+    "sources": _sources_answer,
+    "joins": _joins_answer,
+}
+"""What flows must give, by plain loops over their rows: one site could be wrong, too."""

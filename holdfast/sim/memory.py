@@ -20,6 +20,7 @@ from holdfast.core.effects import ProcessBundles
 from holdfast.core.ids import ExchangeId
 from holdfast.flow.batches import Track, content_of, row_digests
 from holdfast.flow.operators.base import KeyedOperator
+from holdfast.flow.state import StateTable
 from holdfast.site import wire
 from holdfast.site.stages import Outputs, UnitRunner
 
@@ -85,6 +86,11 @@ class _Remembering(UnitRunner):
         self._state: _State | None = None
         self._is_behind = False
         """Whether the operator does not have that state yet."""
+        operator = self.runner.operator
+        self._tells_all = operator is None or all(
+            isinstance(table, StateTable) for table in operator.tables().values()
+        )
+        """Whether what the operator gives out is all it knows. A join also knows when rows came."""
 
     def _consumers(self) -> list[Any]:
         return [c for e in self.stage.outputs for c in self.routers[ExchangeId(e.id)].cohorts]
@@ -122,6 +128,8 @@ class _Remembering(UnitRunner):
         return known or self.memory.keep(key, super().merge(order))
 
     def process(self, order: ProcessBundles) -> list[Outputs]:
+        if not self._tells_all:
+            return super().process(order)
         if self._state is None:
             assert self.operator is not None
             self._state = _State.of(self.operator)

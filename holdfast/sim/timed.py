@@ -67,28 +67,28 @@ class _Gated(Source):
     not end before it has recovered."""
 
     def __init__(self, world: TimedWorld, source: Source, rows: int) -> None:
-        self._world, self._source, self._rows = world, source, rows
+        self.world, self._source, self._rows = world, source, rows
         self.schema, self.splits = source.schema, source.splits
 
     def open(self, split: int, offset: int = 0, position: Position | None = None) -> SplitReader:
         reader = self._source.open(split, offset, position)
-        return _GatedReader(self._world, reader, self._rows - offset)
+        return _GatedReader(self, reader, self._rows - offset)
 
 
 class _GatedReader(SplitReader):
-    def __init__(self, world: TimedWorld, reader: SplitReader, rows: int) -> None:
-        self._world, self._reader, self._free = world, reader, rows
+    def __init__(self, source: _Gated, reader: SplitReader, rows: int) -> None:
+        self._source, self._reader, self._free = source, reader, rows
 
     def position(self) -> Position | None:
         return self._reader.position()
 
     def read(self, rows_max: int, *, due: bool = False) -> pa.RecordBatch | None:
-        if due or self._world.gate_is_open:
+        if due or self._source.world.gate_is_open:
             batch = self._reader.read(rows_max, due=due)
         elif self._free > 0:
             batch = self._reader.read(min(rows_max, self._free))
         else:
-            return empty(self._world.plan.sources[0].ports["out"].schema)
+            return empty(self._source.schema)
         self._free -= batch.num_rows if batch is not None else 0
         return batch
 

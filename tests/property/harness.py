@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from holdfast.flow.batches import Track, is_order_name, merge, order_of, with_order
 from holdfast.flow.execute import StageRunner
@@ -32,12 +32,24 @@ def examples(count: int) -> settings:
     return settings(max_examples=count, deadline=None, derandomize=CI, database=None)
 
 
+def runs(count: int) -> settings:
+    """For examples that are whole runs of a simulated world: looking for smaller ones that fail
+    would take many minutes, and they are small anyway."""
+    return settings(examples(count), phases=[Phase.explicit, Phase.generate])
+
+
 @dataclass
 class Input:
     """The rows of all sources in their recorded order: `turns[seq]` is the source of row `seq`."""
 
     batches: dict[str, pa.RecordBatch]
     turns: list[str]
+    splits: list[int] | None = None
+    """The split of each row; None if no source has more than one."""
+    idle: Mapping[int, Sequence[Collection[tuple[str, int]]]] = field(default_factory=dict)
+    """By row: the splits (and their sources) that let go of the watermark right behind it, those
+    of one epoch after those of another."""
+    ended: bool = True
 
     @classmethod
     def of(cls, **batches: pa.RecordBatch) -> Input:
@@ -108,19 +120,35 @@ def bits_of(value: float) -> tuple[str, int]:
 
 
 def naive_marks(p: Plan, given: Input) -> list[int]:
-    """The watermark after every row: the lowest, over the sources, of the highest time so far."""
-    times = {}
+    """The watermark after every row: the lowest, over all splits of all sources that have event
+    times, of the highest time so far. A split that has shown no time yet holds it back, and one
+    that is idle does not. It never falls."""
+    times, highest = {}, {}
     for stage in p.sources:
         if stage.event_time is not None:
+            assert stage.source is not None
             column = given.batches[stage.name].column(stage.event_time)
             times[stage.name] = iter(_comparable(column))
-    highest = dict.fromkeys(times, Track.NEVER)
-    marks = []
-    for source in given.turns:
-        if source in times:
-            highest[source] = max(highest[source], next(times[source]))
-        marks.append(min(highest.values(), default=Track.NEVER))
+            highest |= {(stage.name, n): Track.NEVER for n in range(stage.source.splits)}
+    splits = given.splits or [0] * len(given.turns)
+    idle = {place for places in given.idle.get(-1, ()) for place in places}
+    mark, marks = Track.NEVER, []
+    for seq, place in enumerate(zip(given.turns, splits, strict=True)):
+        if place in highest:
+            idle.discard(place)
+            highest[place] = max(highest[place], next(times[place[0]]))
+            mark = _held(highest, idle, mark)
+        for places in given.idle.get(seq, ()):
+            idle |= set(places)
+            mark = _held(highest, idle, mark)
+        marks.append(mark)
     return marks
+
+
+def _held(highest: Mapping[tuple[str, int], int], idle: set[tuple[str, int]], mark: int) -> int:
+    """Where the watermark is after `mark`; with all splits idle, it stays."""
+    held = [time for place, time in highest.items() if place not in idle]
+    return max(mark, min(held, default=mark))
 
 
 class _Cluster:
@@ -185,7 +213,7 @@ class _Cluster:
             if self.marks[seq] > marks[-1] and self._noticed(marks[-1], self.marks[seq]):
                 seqs.append(seq)
                 marks.append(self.marks[seq])
-        if last:
+        if last and self.given.ended:
             seqs.append(len(self.given.turns))
             marks.append(Track.END)
         track = Track(np.array(seqs, np.int64), np.array(marks, np.int64))
@@ -301,6 +329,7 @@ __all__ = [
     "naive_marks",
     "rows_of",
     "run",
+    "runs",
     "through_ipc",
     "without_order",
 ]

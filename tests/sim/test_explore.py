@@ -25,6 +25,7 @@ PARTS = [
     *(("times", "upstream", at) for at in range(0, 40, AT_ONCE)),
     *(("timeouts", protocol, 0) for protocol in ("upstream", "rollback")),
     *((f, "passive", 0) for f in ("windows", "times", "timeouts", "dmz")),
+    ("joins", "upstream", 0),
     ("windows", "active", 0),
     ("dmz", "upstream", 0),
 ]

@@ -1,0 +1,3 @@
+from ..site.conftest import kept
+
+__all__ = ["kept"]

@@ -1,0 +1,364 @@
+"""Flows with several sources and splits, live on simulated sites, against the reference executor.
+
+The sites, the cuts and the order in which sources and splits are read come from a seed. Whatever
+they are, every sink gets what `reference` makes of the records: the same rows at the same places.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.core.sequencer import Budget
+from holdfast.flow.batches import user_names
+from holdfast.flow.expr import (
+    Aggregate,
+    at_start,
+    col,
+    count,
+    first,
+    last,
+    lit,
+    max_,
+    mean,
+    min_,
+    sum_,
+)
+from holdfast.flow.graph import Flow, Stream
+from holdfast.flow.options import Options
+from holdfast.flow.plan import plan
+from holdfast.flow.protection import pairs
+from holdfast.flow.sources import rows
+from holdfast.sim.world import World
+
+from .harness import Shape, run, runs
+from .reference import check, ordered, recorded, reference
+
+SCHEMA = pa.schema([("ts", pa.int64()), ("k", pa.int64()), ("g", pa.int64()), ("v", pa.float64())])
+PERIOD = 8
+"""Windows are of so much time, or of twice as much."""
+
+
+@dataclass
+class Sources:
+    """The rows of some sources: one list of batches, a batch for each split, for each of them."""
+
+    splits: list[list[pa.RecordBatch]]
+    disorder: int
+    """How far a row's time may be behind that of one before it in its split."""
+
+    def streams(self, flow: Flow) -> list[Stream]:
+        return [
+            flow.source(f"s{n}", rows(*batches), event_time="ts")
+            for n, batches in enumerate(self.splits)
+        ]
+
+
+@dataclass
+class Cut:
+    """How a live run is cut and spread."""
+
+    seed: int
+    sites: int
+    options: Options
+
+    def world(self, flow: Flow) -> World:
+        return World(flow, sites=self.sites, seed=self.seed, options=self.options)
+
+
+@st.composite
+def sources(draw: st.DrawFn, disorder: int | None = None, most: int = 3) -> Sources:
+    """One to three sources with one to three splits, as long as they may be: some are empty, and
+    some end long before others do."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    if disorder is None:
+        disorder = draw(st.sampled_from([0, 3, 20]))
+    lengths = st.lists(st.integers(0, 25), min_size=1, max_size=3)
+    wanted = draw(st.lists(lengths, min_size=1, max_size=most))
+    return Sources([[_rows(rng, n, disorder) for n in each] for each in wanted], disorder)
+
+
+def _rows(rng: np.random.Generator, n: int, disorder: int) -> pa.RecordBatch:
+    """Splits begin at different times, and their times advance at different rates."""
+    steps = rng.integers(0, rng.integers(2, 9), n)
+    ts = rng.integers(0, 30) + np.cumsum(steps) - rng.integers(0, disorder + 1, n)
+    return pa.RecordBatch.from_arrays(
+        [
+            pa.array(ts.astype(np.int64)),
+            pa.array(rng.integers(0, 4, n)),
+            pa.array(rng.integers(0, 2, n)),
+            # Sums of these depend on the order in which they are added up.
+            pa.array(rng.normal(size=n) * 10.0 ** rng.integers(-6, 6, n)),
+        ],
+        schema=SCHEMA,
+    )
+
+
+@st.composite
+def cuts(draw: st.DrawFn, sites: int = 4) -> Cut:
+    block = draw(st.sampled_from([3, 10, 40]))
+    budget = Budget(
+        epoch_rows_max=draw(st.sampled_from([8, 25, 100])),
+        epochs_in_flight_max=draw(st.integers(1, 5)),
+        small_in_flight_max=draw(st.integers(1, 3)),
+    )
+    options = Options(
+        partitions=draw(st.sampled_from([1, 3, 8])),
+        budget=budget,
+        window=draw(st.integers(1, 3)),
+        block_rows=block,
+        read_ahead_rows=block * draw(st.integers(1, 4)),
+    )
+    return Cut(draw(st.integers(0, 2**20)), draw(st.integers(1, sites)), options)
+
+
+# --- flows ----------------------------------------------------------------------------------------
+
+Folds = dict[str, Aggregate]
+STRICT: Folds = {"n": count(), "s": sum_("v"), "m": mean("v"), "a": first("v"), "z": last("v")}
+"""Aggregates that tell every order from every other."""
+LOOSE: Folds = {"n": count(), "s": sum_("g"), "m": max_("v"), "a": min_("v"), "z": max_("g")}
+"""Those that come out the same in any order."""
+
+
+@dataclass
+class How:
+    """How long windows wait for late rows, and what they make of the others."""
+
+    lateness: int
+    folds: Folds
+
+    def window(self, stream: Stream) -> Any:
+        keyed = stream.key_by("k")
+        windows = keyed.window(time=2 * PERIOD, every=PERIOD, lateness=self.lateness)
+        return windows.agg(**self.folds)
+
+
+Build = Callable[[Sequence[Stream], How], dict[str, Stream]]
+"""From the sources' streams to what is put into sinks."""
+
+
+def window_of_a_union(streams: Sequence[Stream], how: How) -> dict[str, Stream]:
+    windows = how.window(streams[0].union(*streams[1:]))
+    return {"out": windows, "late": windows.late}
+
+
+def windows_apart(streams: Sequence[Stream], how: How) -> dict[str, Stream]:
+    """A window over each source by itself: rows of the others close it."""
+    found: dict[str, Stream] = {}
+    for n, stream in enumerate(streams):
+        windows = how.window(stream)
+        found |= {f"out {n}": windows, f"late {n}": windows.late}
+    return found
+
+
+def union_of_windows(streams: Sequence[Stream], how: How) -> dict[str, Stream]:
+    windows = [how.window(s) for s in streams]
+    both = windows[0].union(*windows[1:])
+    totals = both.key_by("k").agg(n=sum_("n"), s=sum_("s"), a=first("window_start"), z=last("m"))
+    return {"out": totals}
+
+
+def window_of_windows(streams: Sequence[Stream], how: How) -> dict[str, Stream]:
+    found = {}
+    for n, stream in enumerate(streams):
+        small = how.window(stream).select("window_start", "n", v=col("s"), g=col("k") % 2)
+        large = small.key_by("g").window(time=4 * PERIOD)
+        found[f"out {n}"] = large.agg(**how.folds, rows=sum_("n"))
+    return found
+
+
+def join_with_a_window(streams: Sequence[Stream], how: How) -> dict[str, Stream]:
+    windows = how.window(streams[-1]).select("window_start", "k", "n", "s")
+    joined = streams[0].key_by("k").join(windows.key_by("k"), within=PERIOD, lateness=how.lateness)
+    return {"out": joined, "late": joined.late, "late right": joined.late_right}
+
+
+def join_of_windows(streams: Sequence[Stream], how: How) -> dict[str, Stream]:
+    names = ("window_start", "k", "n", "s")
+    left, right = (how.window(s).select(*names) for s in (streams[0], streams[-1]))
+    joined = left.key_by("k").join(right.key_by("k"), within=PERIOD)
+    sums = joined.key_by("k").window(time=2 * PERIOD)
+    return {"pairs": joined, "out": sums.agg(n=sum_("n"), s=sum_("s"), r=sum_("s_right"))}
+
+
+def window_of_a_join(streams: Sequence[Stream], how: How) -> dict[str, Stream]:
+    joined = (
+        streams[0]
+        .key_by("k")
+        .join(streams[-1].key_by("k"), within=PERIOD // 2, lateness=how.lateness)
+    )
+    sums = joined.key_by("g").window(time=PERIOD)
+    return {"pairs": joined, "out": sums.agg(**how.folds)}
+
+
+def sessions_of_windows(streams: Sequence[Stream], how: How) -> dict[str, Stream]:
+    """Sessions of what the windows of all sources give, and windows of what becomes of them."""
+    windows = [how.window(s) for s in streams]
+    emit = {"k": col("k"), "window_start": at_start("window_start"), "ended": lit(1)}
+    sessions = (
+        windows[0]
+        .union(*windows[1:])
+        .key_by("k")
+        .sessions(start=col("n") > 2, end=col("n") == 1, emit=emit, timeout=3 * PERIOD)
+    )
+    expired = sessions.expired.select("k", "window_start", ended=lit(0))
+    both = sessions.union(expired).key_by("k").window(time=4 * PERIOD)
+    late = sessions.late.select("k", "window_start", "n")
+    return {"out": both.agg(n=count(), ended=sum_("ended")), "late": late}
+
+
+def sessions_of_rows(streams: Sequence[Stream], how: How) -> dict[str, Stream]:
+    sessions = (
+        streams[0]
+        .union(*streams[1:])
+        .key_by("k")
+        .sessions(start=col("v") > 0, end=col("g") == 1, time="ts", timeout=PERIOD)
+    )
+    found = {"out": sessions, "expired": sessions.expired}
+    return found | {"late": sessions.late.select("k", "ts", "v")}
+
+
+def no_event_time(streams: Sequence[Stream], how: How) -> dict[str, Stream]:
+    """Rows only, in their order; one of the sources is also windowed."""
+    totals = streams[0].union(*streams[1:]).key_by("k").agg(**how.folds)
+    again = totals.key_by("n").window(rows=3).agg(top=max_("s"), z=last("z"))
+    return {"out": again, "windows": how.window(streams[-1])}
+
+
+BUILD: dict[str, Build] = {
+    build.__name__.replace("_", " "): build
+    for build in (
+        window_of_a_union,
+        windows_apart,
+        union_of_windows,
+        window_of_windows,
+        join_with_a_window,
+        join_of_windows,
+        window_of_a_join,
+        sessions_of_windows,
+        sessions_of_rows,
+        no_event_time,
+    )
+}
+
+
+def made(name: str, given_: Sources, lateness: int, folds: Folds = STRICT) -> Flow:
+    """The flow. Sources that it does not look at have sinks of their own, but count for it."""
+    flow = Flow(name)
+    streams = given_.streams(flow)
+    for sink, stream in BUILD[name](streams, How(lateness, folds)).items():
+        stream.sink(sink, ordered())
+    used = {id(s.node) for node in flow.nodes for s in node.inputs}
+    for stream in streams:
+        if id(stream.node) not in used:
+            stream.sink(f"rows of {stream.node.name}", ordered())
+    return flow
+
+
+# --- properties -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BUILD)
+@runs(12)
+@given(sources(), cuts(), st.sampled_from([0, 5]))
+def test_a_live_run_gives_what_its_records_say(
+    name: str, given_: Sources, cut: Cut, lateness: int
+) -> None:
+    world = cut.world(made(name, given_, lateness))
+    world.run()
+    taken = sum(record.rows for record in world.records)
+    assert taken == sum(b.num_rows for each in given_.splits for b in each)
+    right = check(world)
+    units = [u for node in world.nodes.values() for u in node.stages.units.values()]
+    assert sum(u.operator.late_rows for u in units if u.operator) == right.late_rows
+
+
+@pytest.mark.parametrize("name", BUILD)
+@runs(6)
+@given(sources(), cuts(), st.integers(0, 99))
+def test_the_reference_does_not_depend_on_cuts(
+    name: str, given_: Sources, cut: Cut, seed: int
+) -> None:
+    """The same records, and with them the same places in the order, cut and spread otherwise."""
+    world = cut.world(made(name, given_, 0))
+    world.run()
+    p = plan(made(name, given_, 0))
+    whole, order = reference(p, world.records), recorded(p, world.records)
+    rng = random.Random(seed)
+    total = len(order.turns)
+    places = [rng.randint(0, total) for _ in range(rng.randint(0, 9))]
+    shape = Shape(cuts=places, partitions=5, sites=rng.randint(1, 3), thin=seed % 2 == 0, seed=seed)
+    spread = run(p, order, shape)
+    for sink in whole.sinks:
+        assert spread.rows(sink) == whole.rows(sink), sink
+    assert spread.late_rows == whole.late_rows
+
+
+@pytest.mark.parametrize("name", BUILD)
+@runs(6)
+@given(sources(most=2), cuts(), st.integers(0, 99))
+def test_sites_die_and_the_records_still_say_it_all(
+    name: str, given_: Sources, cut: Cut, seed: int
+) -> None:
+    flow = made(name, given_, 5)
+    flow.protection = pairs(apart="process")
+    cut.sites = 3 + seed % 2
+    world, rng = cut.world(flow), random.Random(seed)
+    due, crashes = rng.randint(20, 200), 3
+    while not world.ended:
+        if crashes and world.steps >= due and world.controller.running:
+            victim = rng.choice(sorted(world.nodes))
+            if world.survives(victim):
+                world.crash(victim)
+                due, crashes = world.steps + rng.randint(1, 200), crashes - 1
+        assert world.step(), world.describe()
+    assert world.error is None
+    check(world)
+
+
+def rows_in(world: World, sink: str) -> Counter:
+    """How often a sink has got each row, wherever it stands in the order."""
+    table = world.result(sink)
+    columns = [table.column(name).to_pylist() for name in user_names(table.schema)]
+    return Counter(zip(*columns, strict=True))
+
+
+IN_ANY_ORDER = sorted(BUILD.keys() - {"union of windows", "no event time"})
+IN_ANY_ORDER = [name for name in IN_ANY_ORDER if not name.startswith("sessions")]
+
+
+@pytest.mark.parametrize("name", IN_ANY_ORDER)
+@runs(12)
+@given(sources(disorder=0), st.lists(cuts(), min_size=2, max_size=2), st.sampled_from([0, 20]))
+def test_no_row_is_late_without_need(
+    name: str, given_: Sources, both: list[Cut], lateness: int
+) -> None:
+    """Every split is in order, or windows wait long enough. So whatever the cuts are, and the order
+    in which splits are read, no row is late; and the results are those of all rows."""
+    if lateness:
+        given_ = Sources([[delayed(b, lateness) for b in s] for s in given_.splits], lateness)
+    worlds = [cut.world(made(name, given_, lateness, LOOSE)) for cut in both]
+    for world in worlds:
+        world.run()
+        units = [u for node in world.nodes.values() for u in node.stages.units.values()]
+        late = {u.stage.name: u.operator.late_rows for u in units if u.operator}
+        assert not any(late.values()), late
+    for sink in worlds[0].results:
+        assert rows_in(worlds[0], sink) == rows_in(worlds[1], sink)
+
+
+def delayed(batch: pa.RecordBatch, by: int) -> pa.RecordBatch:
+    """The same rows in another order, in which none is more than `by` behind."""
+    ts = batch.column("ts").to_numpy()
+    rng = np.random.default_rng(batch.num_rows)
+    return batch.take(pa.array(np.argsort(ts + rng.integers(0, by + 1, ts.size), kind="stable")))
