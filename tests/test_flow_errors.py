@@ -478,6 +478,23 @@ def test_dead_letters_that_nobody_takes() -> None:
         plan(flow)
 
 
+def test_event_times_of_different_units_are_refused_if_anything_watches_them() -> None:
+    """Seconds of one source and microseconds of another have no common watermark."""
+
+    def two(window: bool) -> Flow:
+        flow = Flow("units")
+        for name, kind in (("a", pa.timestamp("s")), ("b", pa.timestamp("us"))):
+            batch = pa.record_batch({"k": pa.array([1]), "at": pa.array([1], kind)})
+            keyed = flow.source(name, rows(batch), event_time="at").key_by("k")
+            results = keyed.window(time=SECONDS).agg(n=count()) if window else keyed.agg(n=count())
+            results.sink(f"out {name}", discard())
+        return flow
+
+    with pytest.raises(FlowError, match=r"'a': timestamp\[s\], 'b': timestamp\[us\]"):
+        plan(two(window=True))
+    plan(two(window=False))
+
+
 # --- rows and functions that fail while the flow runs -------------------------------------------
 
 SMALL = pa.record_batch(

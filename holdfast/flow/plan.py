@@ -264,6 +264,8 @@ class _Planner:
         if any((s.protection or none()).name == "rollback" for s in self.stages):
             self._refuse_uneven()
         boundaries = {b for s in self.stages if s.operator for b in s.operator.boundaries}
+        if boundaries:
+            self._refuse_mixed_times()
         return Plan(
             self.flow.name,
             self.flow.on_error,
@@ -272,6 +274,25 @@ class _Planner:
             sorted(boundaries),
             self.flow.past,
         )
+
+    def _refuse_mixed_times(self) -> None:
+        """There is one watermark, so event times must be comparable as numbers."""
+        units: dict[str, Stage] = {}
+        for stage in self.stages:
+            if stage.event_time is not None:
+                assert stage.source is not None
+                kind = stage.source.schema.field(stage.event_time).type
+                units.setdefault(kind.unit if pa.types.is_timestamp(kind) else "", stage)
+        if len(units) > 1:
+            kinds = [
+                f"{s.name!r}: {s.ports['out'].schema.field(s.event_time).type}"
+                for s in units.values()
+            ]
+            raise FlowError(
+                f"flow {self.flow.name!r}: the event times of its sources differ in type: "
+                f"{', '.join(kinds)}",
+                hint="convert them to one type before they come here",
+            )
 
     def _settled(self, node: SourceNode) -> Source:
         values = self.flow.settled.get(node.name)

@@ -423,7 +423,7 @@ BUGS = [
     Bug("store not asked", "a sink that takes over writes what is durable already",
         Egress, "lead", _store_not_asked, kinds=("crash",)),
     Bug("held rows left behind", "a sink's new copy lacks what is not durable yet",
-        UnitRunner, "held", _nothing_held, kinds=("crash",)),
+        UnitRunner, "held", _nothing_held, kinds=("crash",), seeds=120),
     Bug("joiner steps in", "a copy that is being made counts when no other is left",
         Cohort, "without", _joiners_step_in, kinds=("crash",), beyond=1.0),
     _passive("half a checkpoint", "what comes of a checkpoint counts before it is complete",

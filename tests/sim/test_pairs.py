@@ -27,6 +27,7 @@ from holdfast.flow.protection import Protection
 from holdfast.flow.sources import Position, Source, SplitReader
 from holdfast.sim.world import CONTROLLER, World
 from holdfast.site import wire
+from tests.property import reference
 
 from .test_world import SMALL, Ordered, diamond, events, result
 
@@ -218,10 +219,7 @@ def test_several_splits_are_read_again_in_the_recorded_order(seed: int) -> None:
     world = World(line(parts, PAIRS), sites=4, seed=seed, options=TINY)
     go(world, Faults(seed, crashes=3, resets=4))
     assert world.error is None
-    ordered = [parts[r.split].slice(r.start, r.rows) for e in world.records for r in e.ranges]
-    plain = undisturbed(pa.concat_batches(ordered))
-    for sink in SINKS:
-        assert result(world, sink).equals(plain[sink])
+    reference.check(world)
 
 
 @pytest.mark.parametrize("seed", [3, 4])

@@ -11,6 +11,7 @@ from holdfast.core.sequencer import Budget
 from holdfast.errors import SiteLostError
 from holdfast.flow.options import Options
 from holdfast.sim.world import World
+from tests.property import reference
 
 SMALL = Options(
     partitions=7,
@@ -91,12 +92,7 @@ def test_several_splits_are_ordered_by_the_records() -> None:
     parts = [events(200, seed=s) for s in (1, 2, 3)]
     world = World(diamond(parts), sites=2, seed=3, options=SMALL)
     world.run()
-    # The same rows in the recorded order, as a single split.
-    ordered = [parts[r.split].slice(r.start, r.rows) for e in world.records for r in e.ranges]
-    again = World(diamond([pa.concat_batches(ordered)]), sites=1)
-    again.run()
-    for sink in ("out", "windows"):
-        assert result(world, sink).equals(result(again, sink))
+    reference.check(world)
 
 
 @pytest.mark.parametrize("stage", ["running aggregate by (k) #2", "row window by (k)", "out"])
