@@ -8,7 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from holdfast import FlowError, parquet
-from holdfast.flow.past import Folder, Past
+from holdfast.flow.files import Folder
+from holdfast.flow.past import Past
 from tests.integration import object_store
 from tests.site.test_durable import Driver, drivers, kill_again_and_again, undisturbed
 from tests.site.test_pairs import one_line, until
@@ -40,9 +41,10 @@ def test_files_are_there_when_they_are_whole(store: object_store.Server) -> None
     folder.write("a/b/whole.arrow", [batch, batch])
     assert folder.list("a") == ["a/b/whole.arrow"] and folder.folders("a") == ["a/b"]
     assert [b.num_rows for b in folder.read("a/b/whole.arrow")] == [3, 3]
-    assert folder.missing(["a/b/whole.arrow", "a/half.arrow"]) == ["a/half.arrow"]
+    assert folder.sizes(["a/b/whole.arrow", "a/half.arrow"])["a/half.arrow"] is None
+    assert folder.unfinished() == []
     folder.remove()
-    assert folder.list("") == []
+    assert folder.list() == []
 
 
 def test_a_flow_is_stopped_and_goes_on(store: object_store.Server, kept, tmp_path: Path) -> None:

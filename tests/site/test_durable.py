@@ -214,12 +214,8 @@ def test_it_goes_on_with_other_sites_partitions_elsewhere_and_another_protection
     third.stop(timeout=PATIENCE_S)
     past = Past.load(store)
     assert not past.lost, "it was stopped"
-    assert sorted(f.name for f in Path(store).iterdir()) == [
-        "manifest.arrow",
-        "owner.arrow",
-        "sources",
-        "state",
-    ]
+    files = sorted(str(f.relative_to(store)) for f in Path(store).rglob("*.arrow"))
+    assert files == sorted({"generations/000002.arrow", "manifests/000002.arrow", *past.files})
     # What it begins with is elsewhere until there is a checkpoint.
     again = {"store": str(tmp_path / "other"), "store_every_ms": 60_000}
     fourth = start(kept, mixed(made(RATE), out), resume=store, **again)
@@ -316,10 +312,11 @@ def test_what_cannot_be_gone_on_from_is_refused(kept: list[Run], tmp_path: Path)
     layer.write_bytes(b"nothing of ours")
     go_on("is damaged, or nothing that Holdfast has written")
     (tmp_path / "moved").rename(layer)
-    manifest = (store / "manifest.arrow").read_bytes()
-    (store / "manifest.arrow").write_bytes(manifest[:200])
-    go_on("manifest.arrow at .* is damaged")
-    (store / "manifest.arrow").write_bytes(manifest)
+    (manifest,) = (store / "manifests").iterdir()
+    data = manifest.read_bytes()
+    manifest.write_bytes(data[:200])
+    go_on("manifests/000000.arrow at .* is damaged")
+    manifest.write_bytes(data)
     lose(start(kept, mixed(made(RATE), out), resume=str(store)))
 
 
