@@ -38,9 +38,9 @@ V = TypeVar("V")
 class CheckpointStore:
     """A generation's hold on a folder."""
 
-    def __init__(self, place: str, generation: int, folder: Folder | None = None) -> None:
+    def __init__(self, place: str, generation: int) -> None:
         self.place, self.generation = place, generation
-        self.folder = folder or Folder(place)
+        self.folder = Folder(place)
 
     def begin(self, past: Past) -> None:
         """Before the flow starts: see to it that there is something to go on from if it is lost at
@@ -174,14 +174,14 @@ def manifest_of(
 # --- what is there ------------------------------------------------------------------------------
 
 
-def claimed(place: str, flow: str, after: int, folder: Folder | None = None) -> Past:
+def claimed(place: str, flow: str, after: int) -> Past:
     """What there is to go on from, and what is known of the epochs after it; for the caller and
     nobody else. `after` is the generation that the caller has seen."""
-    folder = folder or Folder(place)
+    folder = Folder(place)
     generation = generations.claim(folder, flow, after)
     # The generation before may have written until now.
-    past = known(Past.load(place, folder), folder)
-    past.check(folder if not past.elsewhere else None)
+    past = known(Past.load(place), folder)
+    past.check()
     return msgspec.structs.replace(past, life=generation)
 
 
@@ -219,8 +219,8 @@ def known_records(folder: Folder, past: Past) -> list[EpochRecord]:
 
 def read_records(folder: Folder, file: str) -> list[EpochRecord]:
     span = layout.records_name(file)
-    data = [d for batch in folder.read(file) for d in batch.column("data").to_pylist()]
     try:
+        data = folder.read_data(file)
         records = [msgspec.msgpack.decode(d, type=EpochRecord) for d in data]
     except msgspec.MsgspecError as error:
         raise folder.damaged(file, f"it holds no records: {error}") from error

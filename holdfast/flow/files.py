@@ -1,10 +1,10 @@
 """Files of a store: Arrow streams that say whether they are whole, in a folder that any disk holds.
 
-A file ends with a *trailer*: how many bytes and rows come before it, and their checksum. Whoever
-reads the file checks all three before it looks at any row, so a file that was cut or changed is
-refused by name, whatever is in it. The checksum is CRC-32: it finds every change of up to 32
-neighbouring bits, and of all others all but one in four billion; it is as fast as memory allows
-(2.5 GB/s here; BLAKE2b 0.9, SHA-256 1.7) and in the standard library. It is no protection against
+A file ends with a *trailer*: how many bytes and rows come before it, and the checksum of these and
+of the file's name. Whoever reads the file checks all three before it looks at any row, so a file
+that was cut, changed or exchanged is refused by name. The checksum is CRC-32: it finds every change
+of up to 32 neighbouring bits, and of all others all but one in four billion; it is the fastest one
+of the standard library (2.5 GB/s here; SHA-256 1.7, BLAKE2b 0.9). It is no protection against
 somebody who changes files on purpose.
 
 A file gets its name when it is whole. On a local disk what is written with `sync` outlives a loss
@@ -205,9 +205,9 @@ def disk_of(place: str) -> tuple[Disk, str]:
 class Folder:
     """A folder on this machine, or wherever pyarrow gets to (``s3://``, ``hdfs://``, ...)."""
 
-    def __init__(self, place: str, disk: Disk | None = None) -> None:
+    def __init__(self, place: str) -> None:
         self.place = place
-        self._disk, self._root = (disk, place) if disk is not None else disk_of(place)
+        self._disk, self._root = disk_of(place)
         self._synced: set[str] = set()
         """Folders whose own names outlive a loss of power."""
 
@@ -221,7 +221,13 @@ class Folder:
         self, name: str, batches: Sequence[pa.RecordBatch], *, sync: bool = False
     ) -> FileInfo:
         """Add a file; it is there when it is whole. With `sync` it outlives a loss of power."""
-        with self.growing(name, batches[0].schema, sync=sync) as out:
+        return self._write(name, name, batches, sync)
+
+    def _write(
+        self, name: str, sealed_as: str, batches: Sequence[pa.RecordBatch], sync: bool
+    ) -> FileInfo:
+        path = f"{self._root}/{name}"
+        with Growing(self._disk, path, sealed_as, batches[0].schema, sync) as out:
             for batch in batches:
                 for start in range(0, batch.num_rows, PART_ROWS):
                     out.add(batch.slice(start, PART_ROWS))
@@ -232,7 +238,7 @@ class Folder:
     def growing(self, name: str, schema: pa.Schema, *, sync: bool = False) -> Growing:
         """A file that is written a part at a time. With `sync` what is in it outlives a loss of
         power; `Folder.sync` is for its name."""
-        return Growing(self._disk, f"{self._root}/{name}", schema, sync)
+        return Growing(self._disk, f"{self._root}/{name}", name, schema, sync)
 
     def sync(self, name: str) -> None:
         """The names of files like this one outlive a loss of power, too, and so do those of the
@@ -254,7 +260,7 @@ class Folder:
         """Write a value under a name that nobody has taken: whether this call was the one that
         took it. Only on a local disk."""
         hidden = f"{name}.{uuid.uuid4().hex}{HIDDEN}"
-        self.write(hidden, [_batch_of(value)], sync=True)
+        self._write(hidden, name, [_batch_of(value)], True)
         try:
             self._disk.link(f"{self._root}/{hidden}", f"{self._root}/{name}")
         except FileExistsError:
@@ -268,12 +274,18 @@ class Folder:
 
     def get(self, name: str, kind: type[T]) -> T:
         """What `put` has written."""
-        batches = self.read(name)
         try:
-            (batch,) = batches
-            return msgspec.msgpack.decode(batch.column("data")[0].as_py(), type=kind)
-        except (msgspec.MsgspecError, KeyError, ValueError, TypeError, IndexError) as error:
+            return msgspec.msgpack.decode(self.read_data(name)[0], type=kind)
+        except msgspec.MsgspecError as error:
             raise self.damaged(name, f"it holds no {kind.__name__}: {error}") from error
+
+    def read_data(self, name: str) -> Sequence[bytes]:
+        """The rows of a file that has one column, of bytes, and at least one row."""
+        batches = self.read(name)
+        wanted = pa.schema([("data", pa.binary())])
+        if not batches or any(batch.schema != wanted for batch in batches):
+            raise self.damaged(name, "it holds other columns")
+        return [data for batch in batches for data in batch.column("data").to_pylist()]
 
     def read(self, name: str, expected: FileInfo | None = None) -> list[pa.RecordBatch]:
         """The rows of a file, if it is whole, and the one that is `expected`."""
@@ -284,7 +296,7 @@ class Folder:
         except (OSError, pa.ArrowException) as error:
             raise self.damaged(name, f"it cannot be read: {error}") from error
         try:
-            info, body = unsealed(data)
+            info, body = unsealed(name, data)
             if expected is not None and info != expected:
                 raise ValueError(f"it is another file than the manifest names: {info}")
             batches = list(pa.ipc.open_stream(body)) if body.size else []
@@ -354,18 +366,19 @@ def sealed(nbytes: int, rows: int, crc: int) -> tuple[FileInfo, bytes]:
     return FileInfo(nbytes + TRAILER.size, rows, crc), TRAILER.pack(MAGIC, nbytes, rows, crc)
 
 
-def unsealed(data: pa.Buffer) -> tuple[FileInfo, pa.Buffer]:
-    """What the trailer of a file says, and what comes before it; ValueError if these differ."""
+def unsealed(name: str, data: pa.Buffer) -> tuple[FileInfo, pa.Buffer]:
+    """What the trailer of a file of this name says, and what comes before it; ValueError if these
+    differ."""
     nbytes = data.size - TRAILER.size
     if nbytes < 0:
         raise ValueError(f"it has {data.size} bytes, and was cut off")
     body = data.slice(0, nbytes)
     magic, length, rows, crc = TRAILER.unpack(memoryview(data)[nbytes:])
     if magic != MAGIC:
-        raise ValueError("it does not end as such files do: it was cut off, or an older version")
+        raise ValueError("it was cut off, or is of an earlier version: it has no trailer")
     if length != nbytes:
         raise ValueError(f"it has {nbytes} bytes instead of {length}")
-    info, _ = sealed(nbytes, rows, zlib.crc32(body))
+    info, _ = sealed(nbytes, rows, zlib.crc32(body, zlib.crc32(name.encode())))
     if info.crc != crc:
         raise ValueError(f"its checksum is {info.crc:08x} instead of {crc:08x}")
     return info, body
@@ -376,9 +389,9 @@ class _Summing:
 
     closed = False
 
-    def __init__(self, out: Any) -> None:
+    def __init__(self, out: Any, name: str) -> None:
         self._out = out
-        self.nbytes = self.crc = 0
+        self.nbytes, self.crc = 0, zlib.crc32(name.encode())
 
     def write(self, data: Any) -> int:
         view = memoryview(data)
@@ -397,12 +410,12 @@ class _Summing:
 class Growing:
     """A file that is being written. It is there when it is closed, and not at all if that fails."""
 
-    def __init__(self, disk: Disk, path: str, schema: pa.Schema, sync: bool) -> None:
+    def __init__(self, disk: Disk, path: str, name: str, schema: pa.Schema, sync: bool) -> None:
         self._disk, self._path, self._sync = disk, path, sync
         self._hidden = f"{path}.{uuid.uuid4().hex}{HIDDEN}"
         self._rows, self._info = 0, cast(FileInfo | None, None)
         self._out = disk.open(self._hidden)
-        self._summing = _Summing(self._out)
+        self._summing = _Summing(self._out, name)
         self._writer = pa.ipc.new_stream(pa.PythonFile(self._summing, mode="w"), schema)
 
     @property

@@ -137,17 +137,17 @@ class Past(msgspec.Struct, frozen=True):
         """What came in of a fed source since the checkpoint: a header, and rows as Arrow IPC."""
         folder = Folder(self.home or self.place)
         for file in self.portions.get(source, []):
-            header, *bodies = [d for b in folder.read(file) for d in b.column("data").to_pylist()]
+            header, *bodies = folder.read_data(file)
             yield header, bodies
 
-    def save(self, folder: Folder | None = None) -> None:
+    def save(self, folder: Folder) -> None:
         """So that `load` finds it: the last thing that is written."""
-        (folder or Folder(self.home)).put(layout.manifest_file(self.life), self)
+        folder.put(layout.manifest_file(self.life), self)
 
     @classmethod
-    def load(cls, place: str, folder: Folder | None = None) -> Past:
+    def load(cls, place: str) -> Past:
         """What was saved there last. Only of the latest generation anything counts."""
-        folder = folder or Folder(place)
+        folder = Folder(place)
         generation = layout.latest(folder.list(layout.MANIFESTS))
         if generation < 0:
             raise _nothing_in(folder)
@@ -174,10 +174,10 @@ class Past(msgspec.Struct, frozen=True):
         named += [stored.file for stored in self.sinks.values() if stored.file]
         return named + [file for files in self.results.values() for file in files]
 
-    def check(self, folder: Folder | None = None) -> None:
+    def check(self) -> None:
         """Whether all files are there, and as long as they were: those who read them would only
         find out when the flow runs. What is in them is checked by whoever reads it."""
-        named, folder = self.named(), folder or Folder(self.place)
+        named, folder = self.named(), Folder(self.place)
         sizes = folder.sizes(named)
         missing = [name for name in named if sizes[name] is None]
         if missing:

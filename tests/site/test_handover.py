@@ -33,9 +33,9 @@ from holdfast.core.layout import Cohort, Guard, View
 from holdfast.core.records import EpochRecord, Range
 from holdfast.core.upstream import Gap
 from holdfast.flow.batches import Track
+from holdfast.flow.files import Folder
 from holdfast.flow.graph import Stream
 from holdfast.flow.options import Options
-from holdfast.flow.files import Folder
 from holdfast.flow.past import Past, store_state, stored_state
 from holdfast.flow.plan import Plan, plan, shape
 from holdfast.flow.sources import Position, Source, SplitReader
