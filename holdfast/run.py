@@ -161,12 +161,16 @@ def start(
     )
     control.route = route
     run = Run(control, host)
-    run._prepare_store()
-    if http is not None:
-        from holdfast.web import Web
+    try:
+        run._prepare_store()
+        if http is not None:
+            from holdfast.web import Web
 
-        run.web = Web(run, http)
-    run._begin(start_timeout)
+            run.web = Web(run, http)
+        run._begin(start_timeout)
+    except BaseException:
+        run._give_up()
+        raise
     return run
 
 
@@ -463,6 +467,14 @@ class Run:
                     f"{len(missing)} of {len(controller.sites)} sites have not registered",
                     hint=f"are there free task slots for them? last events: {reason or 'none'}",
                 )
+
+    def _give_up(self) -> None:
+        """It could not be started, or somebody does not want it any more."""
+        if self._thread.is_alive():
+            self._control.stop(drain=False)
+            self._ended.wait(30)
+        elif not self._ended.is_set():
+            self._see_to_folders()
 
     def _prepare_store(self) -> None:
         """There is something to go on from from now on, if the flow is stored while it runs; and
