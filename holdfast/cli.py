@@ -418,6 +418,14 @@ def _run_here(options: argparse.Namespace, console: Console, spark: Any) -> None
         store_every_ms=_store_every_ms(options),
         resume=options.resume,
     )
+    if options.resume and run.options.store is not None:
+        every_s = run.options.store_every_ms / 1e3
+        often = f"every {every_s:g} s, and " if every_s else ""
+        console.print(
+            f"going on from {options.resume}; stored at {run.options.store} {often}when stopped",
+            highlight=False,
+            soft_wrap=True,
+        )
     with run:
         try:
             if options.quiet:

@@ -121,7 +121,7 @@ def start(
         elif past.lost and past.every_ms:
             raise _to_be_stored_there(resume, store)
         elif store is None:
-            log.warning("flow %r is in several applications: without store= it is not stored", flow)
+            log.warning("several applications host %r: without store= it is not stored", flow.name)
     if store is not None and not here:
         _refuse_used(store)
     if store_every_ms is not None:

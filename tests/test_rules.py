@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "flow": {"errors", "core"},
     "site": {"errors", "core", "flow"},
     "checkpoint_store": {"errors", "core", "flow", "site"},
+    "checking": {"errors", "checkpoint_store", "flow"},
     "durable": {"errors", "checkpoint_store", "core", "flow", "site"},
     "signs": {"core", "site"},
     "hosting": {"errors", "core", "flow", "site"},

@@ -354,6 +354,19 @@ def test_a_flow_that_is_only_stored_when_it_is_stopped_is_not_resumed_twice(
     assert results(out)["running"]["__o0"].to_pylist() == list(range(ROWS))
 
 
+def test_state_that_cannot_be_written_when_it_is_stopped_is_an_error(
+    kept: list[Run], tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    run = mixed(made(20_000), tmp_path / "out").start(sites=1, partitions=4, store=str(store))
+    kept.append(run)
+    until_rows(run, 1_000)
+    (store / "checkpoints").touch()  # no folder can be made there
+    with pytest.raises(FlowError, match="that is stopped cannot be written to"):
+        run.stop(timeout=PATIENCE_S)
+    assert Folder(str(store)).list() == [], "there is nothing to go on from"
+
+
 def test_stored_state_that_was_damaged_is_refused_and_checked(
     kept: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
