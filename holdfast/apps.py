@@ -16,6 +16,7 @@ import os
 import pickle
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -199,11 +200,11 @@ class Apps:
                 raise self.error
         return ended
 
-    def stop(self, *, drain: bool = True) -> None:
+    def stop(self, *, drain: bool = True, timeout: float | None = 60.0) -> None:
         """End the flow, and all applications."""
         command = self._directory / ("drain" if drain else "stop")
         command.touch()
-        self._over.wait(60)
+        self._over.wait(timeout)
 
     def close(self) -> None:
         """End what still runs, and clean up."""
@@ -325,5 +326,7 @@ def free_ports(count: int) -> list[int]:
 
 
 if __name__ == "__main__":
+    # Whoever ends the supervisor may reach this process as well: the supervisor sees to it.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     sys.exit(run_app(pickle.load(sys.stdin.buffer)))

@@ -1,5 +1,5 @@
-"""The command line: ``holdfast run``, ``advise``, ``demo``, ``bench``, ``sim``, ``paper`` and
-``chaos``."""
+"""The command line: ``holdfast run``, ``check``, ``advise``, ``demo``, ``bench``, ``sim``,
+``paper`` and ``chaos``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ import argparse
 import os
 import random
 import runpy
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -22,6 +26,7 @@ from holdfast.flow.options import Options
 from holdfast.hosting import Place
 
 WIDTH = 132
+STOPPING = "stopping; once more (Ctrl-C, SIGTERM) gives up what was taken"
 BENCHES = ("throughput", "scaling", "failover", "protections", "sim", "ends")
 
 
@@ -36,8 +41,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     except HoldfastError as error:
         print(f"holdfast: {error}", file=sys.stderr)
         return 2
+    except Terminated:
+        return 128 + signal.SIGTERM
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: to be stopped, as by Ctrl-C."""
+
+
+@contextmanager
+def _stoppable(*, by_sigterm: bool = True) -> Iterator[None]:
+    """Both Ctrl-C and SIGTERM interrupt what is done here. To be entered when Spark has started:
+    its own handler of Ctrl-C cancels all jobs, and sites are jobs."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+    numbers = [signal.SIGINT, *([signal.SIGTERM] if by_sigterm else [])]
+    before = {number: signal.getsignal(number) for number in numbers}
+    if threading.current_thread() is not threading.main_thread():
+        before = {}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -46,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_run(commands)
+    _add_check(commands)
     _add_advise(commands)
     demo = commands.add_parser(
         "demo",
@@ -114,7 +148,9 @@ def _add_run(commands: Any) -> None:
         help="run a flow file",
         description="Runs a Python file that defines `flow` (a holdfast.Flow), or a function "
         "`flow(spark)` that returns one. The same file can go to spark-submit if it starts the "
-        "flow itself under `if __name__ == '__main__'`.",
+        "flow itself under `if __name__ == '__main__'`. SIGTERM and Ctrl-C stop the flow: no more "
+        "rows are taken, those that were are delivered, and with --store its state is written. "
+        "A second one gives that up.",
         epilog="example: holdfast run examples/dmz.py --sites 4 --master 'local[8]'",
     )
     run.add_argument("file", metavar="FLOW.py", help="the file that defines the flow")
@@ -164,10 +200,36 @@ def _add_run(commands: Any) -> None:
         type=float,
         help="and so often while it runs, so that it can be resumed if everything is lost",
     )
-    run.add_argument("--resume", metavar="FOLDER", help="go on from what --store has written")
+    run.add_argument(
+        "--resume",
+        metavar="FOLDER",
+        help="go on from what --store has written, and store it there again, as often as before",
+    )
     run.add_argument("--quiet", action="store_true", help="no live table")
     run.add_argument("--json", metavar="FILE", help="write the final status to FILE")
     run.set_defaults(command=_run)
+
+
+def _add_check(commands: Any) -> None:
+    check = commands.add_parser(
+        "check",
+        help="verify what --store has written",
+        description="Reads everything in a folder that a flow was stored in, and says what is in "
+        "it, what is damaged, and what can be done. Exit status 1 if something is damaged, or if "
+        "there is nothing to go on from. A flow that runs is not disturbed.",
+        epilog="example: holdfast check s3://bucket/calls",
+    )
+    check.add_argument("folder", metavar="FOLDER", help="the folder, or URL")
+    check.set_defaults(command=_check)
+
+
+def _check(options: argparse.Namespace, console: Console) -> int:
+    from holdfast.checking import check_store
+
+    report = check_store(options.folder)
+    for line in report.lines():
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return 0 if report.sound else 1
 
 
 def _add_advise(commands: Any) -> None:
@@ -327,45 +389,58 @@ def _add_chaos(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace, console: Console) -> int:
-    from holdfast.dashboard import watch
-
     if options.apps > 1:
         return _run_apps(options, console)
     spark = _session(options) if options.host == "spark" else None
     try:
-        flow = load_flow(options.file, spark)
-        run = flow.start(
-            spark,
-            sites=options.sites,
-            standbys=options.standbys,
-            partitions=options.partitions,
-            listen=options.listen,
-            place=_place(options),
-            secret=_secret(options),
-            http=options.http,
-            store=options.store,
-            store_every_ms=_store_every_ms(options),
-            resume=options.resume,
-        )
-        with run:
-            try:
-                if options.quiet:
-                    run.ended(options.seconds)
-                else:
-                    until = time.monotonic() + (options.seconds or float("inf"))
-                    watch(run, console, lambda: time.monotonic() >= until)
-            except KeyboardInterrupt:
-                if run.options.store is None:
-                    raise
-                console.print("stopping; press Ctrl-C again to give up what was taken")
-                run.stop()
-        run.wait()
-        if options.json:
-            write_json(options.json, run.status())
+        # An application of several is only taken away from the flow, which goes on without it.
+        with _stoppable(by_sigterm=options.app is None):
+            _run_here(options, console, spark)
     finally:
         if spark is not None:
             spark.stop()
     return 0
+
+
+def _run_here(options: argparse.Namespace, console: Console, spark: Any) -> None:
+    from holdfast.dashboard import watch
+
+    run = load_flow(options.file, spark).start(
+        spark,
+        sites=options.sites,
+        standbys=options.standbys,
+        partitions=options.partitions,
+        listen=options.listen,
+        place=_place(options),
+        secret=_secret(options),
+        http=options.http,
+        store=options.store,
+        store_every_ms=_store_every_ms(options),
+        resume=options.resume,
+    )
+    if options.resume and run.options.store is not None:
+        every_s = run.options.store_every_ms / 1e3
+        often = f"every {every_s:g} s, and " if every_s else ""
+        console.print(
+            f"going on from {options.resume}; stored at {run.options.store} {often}when stopped",
+            highlight=False,
+            soft_wrap=True,
+        )
+    with run:
+        try:
+            if options.quiet:
+                run.ended(options.seconds)
+            else:
+                until = time.monotonic() + (options.seconds or float("inf"))
+                watch(run, console, lambda: time.monotonic() >= until)
+        except KeyboardInterrupt:
+            if options.app is not None:
+                raise
+            console.print(STOPPING)
+            run.stop(timeout=None)
+    run.wait()
+    if options.json:
+        write_json(options.json, run.status())
 
 
 def _advise(options: argparse.Namespace, console: Console) -> int:
@@ -421,16 +496,19 @@ def _run_apps(options: argparse.Namespace, console: Console) -> int:
         options=Options(partitions=options.partitions),
         http=options.http,
     )
-    with apps:
+    with _stoppable(), apps:
         until = time.monotonic() + (options.seconds or float("inf"))
-        while not apps.status()["sites"] and not apps.ended(0.2):
-            pass
-        if options.quiet:
-            apps.ended(options.seconds)
-        else:
-            watch(apps, console, lambda: time.monotonic() >= until)
+        try:
+            while not apps.status()["sites"] and not apps.ended(0.2):
+                pass
+            if options.quiet:
+                apps.ended(options.seconds)
+            else:
+                watch(apps, console, lambda: time.monotonic() >= until)
+        except KeyboardInterrupt:
+            console.print(STOPPING)
         if not apps.ended(0):
-            apps.stop()
+            apps.stop(timeout=None)
         apps.wait()
         if options.json:
             write_json(options.json, apps.status())

@@ -21,6 +21,7 @@ import pyarrow as pa
 
 from holdfast import errors
 from holdfast.arbiter import Arbiter, Entry, arbiter
+from holdfast.checkpoint_store import CheckpointStore
 from holdfast.core.controller import Controller, State, first_id
 from holdfast.core.effects import (
     CommitView,
@@ -49,10 +50,10 @@ from holdfast.core.events import (
     ViewSeen,
     WaitOver,
 )
-from holdfast.core.ids import CohortId, SiteId, StageId
+from holdfast.core.ids import CohortId, SiteId, StageId, Unit
 from holdfast.core.layout import Domain, Guard, View, place
 from holdfast.core.records import EpochRecord
-from holdfast.durable import Durable
+from holdfast.durable import Durable, common_past
 from holdfast.errors import ArbiterAway, Superseded
 from holdfast.flow.batches import user_names
 from holdfast.flow.graph import Flow
@@ -147,8 +148,15 @@ class Control:
         self._feeders: list[Feeder] = []
         self.durable: Durable | None = None
         """Who sees to it that the flow can be gone on from if it is lost."""
-        if options.store_every_ms:
-            self.durable = Durable(flow, plan, options, wire.incarnation(secret))
+        self.final: dict[Unit, wire.UnitFiles] = {}
+        """Of a flow that is being stopped: the units that are stored."""
+        self.store: CheckpointStore | None = None
+        """Where the flow is stored; of a flow in several applications nobody has the folder."""
+        if options.store is not None and place.apps == 1:
+            self.store = CheckpointStore(options.store, options.generation)
+        if self.store is not None and options.store_every_ms:
+            common = common_past(flow, plan, options, wire.incarnation(secret))
+            self.durable = Durable(self.store, common, flow.past)
             self.durable.view = lambda: self.controller.view if self.controller else None
             self.durable.tell = self._send_all
             self.durable.fail = lambda error: self._handle(FlowFailed(SiteId(-1), error))
@@ -185,6 +193,11 @@ class Control:
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
+
+    @property
+    def started(self) -> bool:
+        """Whether rows may have been taken."""
+        return self._started
 
     @property
     def address(self) -> tuple[str, int]:
@@ -481,6 +494,8 @@ class Control:
                     self.status[site] = msgspec.json.decode(message.figures)
             case wire.Cut():
                 self._note_record(message.record)
+            case wire.UnitFiles() if message.final:
+                self.final[StageId(message.stage), CohortId(message.cohort)] = message
             case wire.UnitFiles() | wire.NotStored():
                 if self.durable is not None:
                     self.durable.on_message(message)

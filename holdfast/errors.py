@@ -36,6 +36,14 @@ class FlowError(HoldfastError):
     """The flow, as written, cannot run: an unknown column, a cycle, a name used twice."""
 
 
+class StoreDamagedError(FlowError):
+    """A file of a store is not what was written: it was cut, changed or exchanged."""
+
+
+class StoreTakenError(FlowError):
+    """Another process goes on from a store, or writes to it."""
+
+
 class InputError(HoldfastError):
     """A source delivered rows that do not fit the schema it was declared with."""
 

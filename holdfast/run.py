@@ -18,21 +18,29 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
+import pyarrow as pa
+
 from holdfast import errors
+from holdfast.checkpoint_store import CheckpointStore, first_manifest
 from holdfast.control import Control
 from holdfast.core.controller import Controller
 from holdfast.core.records import EpochRecord
+from holdfast.durable import common_past
+from holdfast.flow.files import Folder, located
+from holdfast.flow.generations import claim
 from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
-from holdfast.flow.past import Folder, Past
+from holdfast.flow.past import Kind, Past
 from holdfast.flow.plan import plan, protected_otherwise
 from holdfast.flow.protection import Protection
+from holdfast.flow.store_layout import GENERATIONS
 from holdfast.hosting import Host, Place, Route, direct
 from holdfast.settle import settled
 from holdfast.site import wire
 from holdfast.site.process_host import ProcessHost
 from holdfast.site.reading import ViewReader, url_of
-from holdfast.stopped import resumed, write_manifest
+from holdfast.stopped import resumed, write_ended, write_stopped
 
 if TYPE_CHECKING:
     from holdfast.web import Web
@@ -92,8 +100,8 @@ def start(
     With `store`, a folder or URL, the flow's state is written there when it is stopped. With
     `store_every_ms` it is also written while the flow runs, that often, and so are the epochs'
     records: then the flow can be gone on from if it is lost with everything. With `resume` a flow
-    of the same stages goes on from there, where all sources and sinks were; one that was lost is
-    stored in the same folder, and as often, from then on.
+    of the same stages goes on from there, where all sources and sinks were, and is stored in the
+    same folder, as often as before, from then on; one that was stopped may be stored elsewhere.
     """
     if sites < 1 or standbys < 0:
         raise errors.FlowError(
@@ -103,14 +111,23 @@ def start(
     if history is not None and resume is not None:
         raise errors.FlowError("a flow begins with a history, or goes on with resume=, not both")
     flow = _settled(flow, place or Place(), secret, options, history, partitions, history_at)
-    if resume is not None and (past := Past.load(resume)).lost:
-        store, store_every_ms = _same_folder(resume, store), store_every_ms or past.every_ms
-    else:
-        store = _new_folder(store)
+    several = place is not None and place.apps > 1
+    store, resume = store and located(store), resume and located(resume)
+    here = resume is not None and store in (None, resume) and not several
+    if resume is not None:
+        past = Past.load(resume)
+        if here:
+            store, store_every_ms = resume, store_every_ms or past.every_ms or None
+        elif past.lost and past.every_ms:
+            raise _to_be_stored_there(resume, store)
+        elif store is None:
+            log.warning("several applications host %r: without store= it is not stored", flow.name)
+    if store is not None and not here:
+        _refuse_used(store)
     if store_every_ms is not None:
         _refuse_to_store(flow, store, place or Place())
     if resume is not None:
-        flow = resumed(flow, resume, partitions)
+        flow = resumed(flow, resume, partitions, here=here)
     planned = plan(flow)
     if host is None and spark is not None:
         from holdfast.spark.host import SparkHost
@@ -122,8 +139,15 @@ def start(
         host.listen_host = listen
         if not wire.is_wildcard(listen):
             host.advertise_host = listen
+    generation = flow.past.life if here and flow.past is not None else 0
+    if store is not None and not here and not several:
+        generation = claim(Folder(store), flow.name)
     options = replace(
-        options, partitions=partitions, store=store, store_every_ms=store_every_ms or 0
+        options,
+        partitions=partitions,
+        store=store,
+        store_every_ms=store_every_ms or 0,
+        generation=generation,
     )
     control = Control(
         flow,
@@ -136,14 +160,17 @@ def start(
         place or Place(),
     )
     control.route = route
-    if control.durable is not None:
-        control.durable.prepare()
     run = Run(control, host)
-    if http is not None:
-        from holdfast.web import Web
+    try:
+        run._prepare_store()
+        if http is not None:
+            from holdfast.web import Web
 
-        run.web = Web(run, http)
-    run._begin(start_timeout)
+            run.web = Web(run, http)
+        run._begin(start_timeout)
+    except BaseException:
+        run._give_up()
+        raise
     return run
 
 
@@ -167,11 +194,14 @@ def _settled(
         return settled(flow, place, secret, options.lease_s, before)
 
 
-def _new_folder(store: str | None) -> str | None:
-    """Nothing must be in it from another time."""
-    if store is not None and Folder(store).list("."):
-        raise errors.FlowError(f"store={store!r} is not empty", hint="give each run one of its own")
-    return store
+def _refuse_used(store: str) -> None:
+    """Nothing must be in it from another time, but for a claim that came to nothing."""
+    found = [name for name in Folder(store).list() if not name.startswith(f"{GENERATIONS}/")]
+    if found:
+        raise errors.FlowError(
+            f"store={store!r} is not empty",
+            hint="give each run one of its own; to go on with what is in it, write resume=",
+        )
 
 
 def _refuse_to_store(flow: Flow, store: str | None, place: Place) -> None:
@@ -201,14 +231,12 @@ def _refuse_to_store(flow: Flow, store: str | None, place: Place) -> None:
             )
 
 
-def _same_folder(resume: str, store: str | None) -> str:
+def _to_be_stored_there(resume: str, store: str | None) -> errors.FlowError:
     """A flow that was lost goes on in its own folder: at any moment there is one to resume from."""
-    if store is not None and store.rstrip("/") != resume.rstrip("/"):
-        raise errors.FlowError(
-            f"the flow in {resume} was lost while it ran, and goes on being stored there",
-            hint=f"leave out store={store!r}; to go on from elsewhere, stop it first",
-        )
-    return resume
+    return errors.FlowError(
+        f"the flow in {resume} was lost while it ran, and goes on being stored there",
+        hint=f"leave out store={store!r}; to go on from elsewhere, stop it first",
+    )
 
 
 class Run:
@@ -223,6 +251,8 @@ class Run:
         self._running = threading.Event()
         self._served = threading.Event()
         """Nothing changes any more."""
+        self.stored = False
+        """Whether it was stopped, and its state is in its folder."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="holdfast-controller", daemon=True)
         control.on_running = self._running.set
@@ -395,15 +425,18 @@ class Run:
         return self._ended.wait(timeout)
 
     def stop(self, *, drain: bool = True, timeout: float | None = 60.0) -> None:
-        """End the flow: take no more rows and, with `drain`, deliver those that were taken."""
+        """End the flow: take no more rows and, with `drain`, deliver those that were taken. If that
+        takes longer than `timeout` the flow ends all the same; that is an error if it was to be
+        stored."""
         if not self._ended.is_set():
             self._control.stop(drain)
         if not self.wait(timeout):
-            log.warning(
-                "flow %r did not drain within %s s; it is ended now", self.flow.name, timeout
-            )
+            late = f"flow {self.flow.name!r} did not drain within {timeout} s"
+            log.warning("%s; it is ended now", late)
             self._control.stop(drain=False)
             self.wait()
+            if drain and self.options.store is not None and not self.stored:
+                raise errors.FlowError(f"{late}, so it was not stored", hint=self._if_not_stored())
 
     def __enter__(self) -> Run:
         return self
@@ -436,23 +469,69 @@ class Run:
                     hint=f"are there free task slots for them? last events: {reason or 'none'}",
                 )
 
+    def _give_up(self) -> None:
+        """It could not be started, or somebody does not want it any more."""
+        if self._thread.is_alive():
+            self._control.stop(drain=False)
+            self._ended.wait(30)
+        elif not self._ended.is_set():
+            self._see_to_folders()
+
+    def _prepare_store(self) -> None:
+        """There is something to go on from from now on, if the flow is stored while it runs; and
+        others can tell that it runs if it is not."""
+        store, past = self._control.store, self.flow.past
+        if store is not None:
+            store.begin(first_manifest(self._common(), past))
+
+    def _common(self) -> Past:
+        return common_past(
+            self.flow, self.plan, self.options, wire.incarnation(self._control.secret)
+        )
+
+    def _if_not_stored(self) -> str:
+        if self.options.store_every_ms:
+            return f"resume={self.options.store!r} goes on from its last checkpoint"
+        return "give it more time, or store it while it runs, with store_every_ms="
+
     def _see_to_folders(self) -> None:
         """What the flow began with, and what it leaves behind."""
-        if self.error is not None:
-            return
-        past, records = self.flow.past, self._control.records
-        if past is not None and not past.stopped:
+        past = self.flow.past
+        if self.error is None and past is not None and not past.stopped:
             past.remove()
-        last = records[max(records)] if records else None
-        if self.options.store is not None and last is not None and last.last and not last.ended:
-            try:
-                write_manifest(self.options.store, self.plan, self.options.partitions, last)
-                if self._control.durable is not None:
-                    self._control.durable.clean()
-            except (errors.HoldfastError, OSError) as error:
+        if self.options.store is None:
+            return
+        try:
+            self._store_the_end()
+        except (errors.HoldfastError, OSError, pa.ArrowException) as error:
+            if self.error is None:
                 self._control.error = errors.FlowError(
                     f"the state of flow {self.flow.name!r} could not be stored: {error}"
                 )
+
+    def _store_the_end(self) -> None:
+        assert self.options.store is not None
+        records, control, past = self._control.records, self._control, self.flow.past
+        last = records[max(records)] if records else None
+        drained = self.error is None and last is not None and last.last
+        view = control.controller.view if control.controller is not None else None
+        store = control.store
+        if store is None:  # of several applications only the leading one knows all of it
+            if not drained or view is None or last is None or last.ended:
+                return
+            store = CheckpointStore(self.options.store, 0)
+            claim(store.folder, self.flow.name, -1)
+        if drained and last is not None and view is not None and not last.ended:
+            write_stopped(store, self._common(), view, last, control.final)
+            self.stored = True
+        elif drained and last is not None and not self.options.store_every_ms:
+            write_ended(store, self._common(), last)
+        elif not drained and not self.options.store_every_ms:
+            if past is None or past.home != self.options.store:
+                store.withdraw()
+            elif not control.started:  # it is still where it was stopped
+                stopped = msgspec.structs.replace(past, kind=Kind.STOPPED, life=store.generation)
+                store.save(stopped)
 
     def _serve(self) -> None:
         loop = self._control.loop

@@ -243,3 +243,37 @@ def from_ipc(data: pa.Buffer | bytes) -> pa.RecordBatch:
     """The inverse of `to_ipc`; the rows stay in `data`, uncopied."""
     with pa.ipc.open_stream(data) as reader:
         return reader.read_next_batch()
+
+
+def validate(batch: pa.RecordBatch) -> None:
+    """Whether all of it can be read: an offset that is wrong would have us read memory that is not
+    ours. What the values are is not looked at: text that is no UTF-8 came in that way."""
+    batch.validate()
+    for column in batch.columns:
+        bare = _layout(column.type)
+        if not pa.types.is_primitive(bare):
+            column.view(bare).validate(full=True)
+
+
+@lru_cache(maxsize=1024)
+def _layout(kind: pa.DataType) -> pa.DataType:
+    """A type with the same buffers, of which any values are valid."""
+    if pa.types.is_string(kind):
+        return pa.binary()
+    if pa.types.is_large_string(kind):
+        return pa.large_binary()
+    if pa.types.is_string_view(kind):
+        return pa.binary_view()
+    if pa.types.is_map(kind):
+        return pa.map_(_layout(kind.key_type), _layout(kind.item_type))
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_layout(kind.value_type)))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(_layout(kind.value_type)))
+    if pa.types.is_struct(kind):
+        return pa.struct([f.with_type(_layout(f.type)) for f in kind])
+    if pa.types.is_temporal(kind) and kind.bit_width <= 64:
+        return pa.int32() if kind.bit_width == 32 else pa.int64()
+    if pa.types.is_decimal(kind):
+        return pa.binary(kind.bit_width // 8)
+    return kind

@@ -37,6 +37,8 @@ class Options:
     """Where the state goes when the flow is stopped."""
     store_every_ms: int = 0
     """How often it goes there while the flow runs; 0: never."""
+    generation: int = 0
+    """Which one of those that have written there: see `holdfast.flow.generations`."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.partitions <= 65_535:

@@ -14,28 +14,32 @@ to come again as they were, for sinks may have their results or not.
 from __future__ import annotations
 
 import contextlib
-import os
-import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any
 
 import msgspec
 import pyarrow as pa
-import pyarrow.fs as pafs
 
 from holdfast.core.records import EpochRecord
-from holdfast.errors import FlowError
+from holdfast.errors import FlowError, StoreDamagedError
+from holdfast.flow import generations
+from holdfast.flow import store_layout as layout
+from holdfast.flow.files import FileInfo, Folder
 from holdfast.flow.state import StateTable
 
-STATE, RESULTS, SOURCES, WAITING = "state", "results", "sources", "waiting"
-CHECKPOINTS, RECORDS, PORTIONS = "checkpoints", "records", "portions"
-MANIFEST = "manifest.arrow"
-PART_ROWS = 50_000
-"""So many rows of state are put in at once."""
 
-T = TypeVar("T")
+class Kind(Enum):
+    """What a past is of."""
+
+    HISTORY = "history"
+    """Rows that a batch job went through."""
+    RUNNING = "running"
+    """A flow that runs, or was lost while it ran."""
+    STOPPED = "stopped"
+    """A flow that was stopped and drained: its sinks have everything up to here."""
+    ENDED = "ended"
+    """A flow whose sources have ended: there is nothing to go on with."""
 
 
 class Layer(msgspec.Struct, frozen=True, array_like=True):
@@ -93,25 +97,32 @@ class Past(msgspec.Struct, frozen=True):
     incarnation: str = ""
     """That of the flow when it was started first: to its sinks it is still the same."""
     life: int = 0
-    """How often it has been gone on from."""
+    """The generation that has written it: see `holdfast.flow.generations`."""
     every_ms: int = 0
-    """How often it is written anew; 0 if the flow has ended."""
-    owner: str = ""
-    """Who writes it: see `holdfast.durable`."""
+    """How often a checkpoint is stored while the flow runs; 0: only when it is stopped."""
     fresh: bool = False
-    """Whether it was written before the flow was started."""
+    """Whether the flow had not begun when it was written first."""
+    first: bool = False
+    """Whether it is the first manifest of its generation. Then it has the records and portions that
+    were known when that began."""
     elsewhere: bool = False
     """Whether its files are at `place`, and not beside the manifest."""
+    kind: Kind = Kind.HISTORY
+    files: dict[str, FileInfo] = {}
+    """What every file of state, results and rows must be like. Of a history nothing is known but
+    what the files say of themselves."""
+    home: str = ""
+    """Where the manifest is, and the portions are."""
 
     @property
     def stopped(self) -> bool:
         """Whether it is that of a flow that was stopped, or lost."""
-        return bool(self.sources) or self.lost
+        return self.kind in (Kind.STOPPED, Kind.RUNNING)
 
     @property
     def lost(self) -> bool:
         """Whether it is that of a flow that has not come to an end."""
-        return self.every_ms > 0
+        return self.kind is Kind.RUNNING
 
     @property
     def untouched(self) -> bool:
@@ -120,49 +131,78 @@ class Past(msgspec.Struct, frozen=True):
 
     def waiting_of(self, source: int) -> list[pa.RecordBatch]:
         """The rows of a fed source that are in no epoch."""
-        folder = Folder(self.place)
-        return [batch for file in self.waiting.get(source, []) for batch in folder.read(file)]
+        return [batch for file in self.waiting.get(source, []) for batch in self._read(file)]
 
     def portions_of(self, source: int) -> Iterator[tuple[bytes, list[bytes]]]:
         """What came in of a fed source since the checkpoint: a header, and rows as Arrow IPC."""
-        folder = Folder(self.place)
+        folder = Folder(self.home or self.place)
         for file in self.portions.get(source, []):
-            header, *bodies = [d for b in folder.read(file) for d in b.column("data").to_pylist()]
+            header, *bodies = folder.read_data(file)
             yield header, bodies
 
-    def save(self) -> None:
+    def save(self, folder: Folder) -> None:
         """So that `load` finds it: the last thing that is written."""
-        Folder(self.place).put(MANIFEST, self)
+        folder.put(layout.manifest_file(self.life), self)
 
     @classmethod
     def load(cls, place: str) -> Past:
-        """What `save` has put there."""
-        past = Folder(place).get(MANIFEST, cls)
-        return past if past.elsewhere else msgspec.structs.replace(past, place=place)
+        """What was saved there last. Only of the latest generation anything counts."""
+        folder = Folder(place)
+        generation = layout.latest(folder.list(layout.MANIFESTS))
+        if generation < 0:
+            raise _nothing_in(folder)
+        name = layout.manifest_file(generation)
+        past = folder.get(name, cls)
+        if past.life != generation:
+            raise folder.damaged(name, f"it is the manifest of generation {past.life}")
+        strange = [file for file in past.named() if not layout.is_known(file)]
+        if strange or past.epochs < 0 or past.rows < 0:
+            raise folder.damaged(
+                name, f"it says what cannot be: {strange[0] if strange else past.epochs}"
+            )
+        unknown = [file for file in past.named() if file not in past.files]
+        if unknown and not past.elsewhere:
+            raise folder.damaged(name, f"it does not say how long {unknown[0]} is")
+        where = past.place if past.elsewhere else place
+        return msgspec.structs.replace(past, place=where, home=place)
 
-    def check(self) -> None:
-        """Whether all files are there; those who need them would only find out when it runs."""
+    def named(self) -> list[str]:
+        """All files that it consists of, but for portions."""
         named = [layer.file for layers in self.layers.values() for layer in layers]
         named += [file for stage in self.state.values() for _, _, file in stage]
         named += [file for files in self.waiting.values() for file in files]
         named += [stored.file for stored in self.sinks.values() if stored.file]
-        named += [file for files in self.results.values() for file in files]
-        missing = Folder(self.place).missing(named)
+        return named + [file for files in self.results.values() for file in files]
+
+    def check(self) -> None:
+        """Whether all files are there, and as long as they were: those who read them would only
+        find out when the flow runs. What is in them is checked by whoever reads it."""
+        named, folder = self.named(), Folder(self.place)
+        sizes = folder.sizes(named)
+        missing = [name for name in named if sizes[name] is None]
         if missing:
-            raise FlowError(
+            raise StoreDamagedError(
                 f"{self.place} is not whole: {missing[0]} is missing"
                 + (f", and {len(missing) - 1} more files" if len(missing) > 1 else ""),
-                hint="were files removed, or copied while the flow ran?",
+                hint="were files removed, or copied while the flow ran? "
+                f"`holdfast check {self.home or self.place}` says what else is wrong",
             )
+        for name in named:
+            expected = self.files.get(name)
+            if expected is not None and sizes[name] != expected.nbytes:
+                wrong = f"it has {sizes[name]} bytes instead of {expected.nbytes}"
+                raise folder.damaged(name, wrong)
+
+    def _read(self, file: str) -> list[pa.RecordBatch]:
+        return Folder(self.place).read(file, self.files.get(file))
 
     def state_of(self, stage: int, first: int, end: int) -> Iterator[tuple[Layer, pa.RecordBatch]]:
         """The state of a stage's partitions ``[first, end)`` in the order in which it is to be put
         in, and perhaps that of others."""
-        folder = Folder(self.place)
         layers = [Layer(p, p + 1, table, file) for p, table, file in self.state.get(stage, [])]
         for layer in layers + self.layers.get(stage, []):
             if layer.first < end and first < layer.end:
-                for batch in folder.read(layer.file):
+                for batch in self._read(layer.file):
                     yield layer, batch
 
     def held_by(self, sink: int) -> list[tuple[int, pa.RecordBatch]]:
@@ -170,7 +210,7 @@ class Past(msgspec.Struct, frozen=True):
         stored = self.sinks[sink]
         found: list[tuple[int, pa.RecordBatch]] = []
         if stored.epochs:
-            rows = pa.Table.from_batches(Folder(self.place).read(stored.file)).combine_chunks()
+            rows = pa.Table.from_batches(self._read(stored.file)).combine_chunks()
             (batch,) = rows.to_batches()
             at = 0
             for epoch, count in stored.epochs:
@@ -181,7 +221,7 @@ class Past(msgspec.Struct, frozen=True):
     def result_of(self, sink: int, epoch: int, schema: pa.Schema) -> pa.RecordBatch:
         """What a sink gets in one of its first epochs."""
         files = self.results.get(sink, [])
-        found = Folder(self.place).read(files[epoch]) if epoch < len(files) else ()
+        found = self._read(files[epoch]) if epoch < len(files) else ()
         table = pa.Table.from_batches(found, None if found else schema).combine_chunks()
         (batch,) = table.to_batches() or [pa.RecordBatch.from_pylist([], schema)]
         return batch
@@ -192,174 +232,39 @@ class Past(msgspec.Struct, frozen=True):
             Folder(self.place).remove()
 
 
+def _nothing_in(folder: Folder) -> FlowError:
+    """Why there is nothing to go on from."""
+    if folder.sizes([layout.FIRST_FORMAT])[layout.FIRST_FORMAT] is not None:
+        return FlowError(
+            f"{folder.place} was written by an earlier version of Holdfast, whose files have no "
+            "checksums: whether they are whole cannot be told",
+            hint="go on with the version that wrote it, or start the flow from its sources",
+        )
+    begun = generations.holder(folder, generations.last_generation(folder))
+    if begun is not None:
+        return FlowError(
+            f"nothing has been stored at {folder.place} yet: flow {begun.flow!r} was started there "
+            f"({begun.who}) and lost before it ran",
+            hint="start it again with store=, without resume=",
+        )
+    return FlowError(
+        f"what the flow begins with is not at {folder.place} ({layout.MANIFESTS} is missing)",
+        hint="the folder must be one that the driver and all executors reach",
+    )
+
+
 def store_state(folder: Folder, stage: int, tables: Mapping[str, StateTable]) -> None:
     """Write the tables of a stage, or of some of its partitions: a file for each of these."""
     for name, table in tables.items():
         for partition in table.held():
-            file = f"{STATE}/{stage}/{partition}/{name}.arrow"
+            file = f"{layout.STATE}/{stage}/{partition}/{name}.arrow"
             folder.write(file, [table.extract([partition])])
 
 
 def stored_state(folder: Folder) -> dict[int, list[tuple[int, str, str]]]:
     """What `store_state` has written, as a `Past` has it."""
     state: dict[int, list[tuple[int, str, str]]] = {}
-    for file in folder.list(STATE):
+    for file in folder.list(layout.STATE):
         _, stage, partition, table = file.removesuffix(".arrow").split("/")
         state.setdefault(int(stage), []).append((int(partition), table, file))
     return state
-
-
-class Folder:
-    """A folder on this machine, or wherever pyarrow gets to (``s3://``, ``hdfs://``, ...)."""
-
-    def __init__(self, place: str) -> None:
-        self._place = place
-        self._files: pafs.FileSystem
-        self._root: str
-        try:
-            if urlsplit(place).scheme in ("", "file"):
-                self._files, self._root = pafs.LocalFileSystem(), urlsplit(place).path
-            else:
-                self._files, self._root = pafs.FileSystem.from_uri(place)
-        except (pa.ArrowException, OSError) as error:
-            raise FlowError(f"cannot get to {place}: {error}") from error
-        self._root = self._root.rstrip("/")
-        self._is_local = isinstance(self._files, pafs.LocalFileSystem)
-        self._known: set[str] = set()
-        """Folders whose own names are on the disk."""
-
-    def write(self, name: str, batches: Sequence[pa.RecordBatch], *, sync: bool = False) -> None:
-        """Add a file; it is there when it is whole. With `sync` it outlives a loss of power."""
-        with self.growing(name, batches[0].schema, sync=sync) as out:
-            for batch in batches:
-                for start in range(0, batch.num_rows, PART_ROWS):
-                    out.add(batch.slice(start, PART_ROWS))
-        if sync:
-            self.sync(name)
-
-    def sync(self, name: str) -> None:
-        """The names of files like this one outlive a loss of power, too."""
-        if self._is_local:
-            folder = os.path.dirname(f"{self._root}/{name}")
-            _sync(folder)
-            if folder not in self._known:  # it may be new
-                _sync(os.path.dirname(folder))
-                self._known.add(folder)
-
-    def growing(self, name: str, schema: pa.Schema, *, sync: bool = False) -> Growing:
-        """A file that is written a part at a time. With `sync` what is in it outlives a loss of
-        power; `Folder.sync` is for its name."""
-        return Growing(self._files, f"{self._root}/{name}", schema, sync and self._is_local)
-
-    def put(self, name: str, value: msgspec.Struct) -> None:
-        """Write a value, in place of what has the name. It outlives a loss of power."""
-        data = msgspec.msgpack.encode(value)
-        self.write(name, [pa.record_batch({"data": [data]})], sync=True)
-
-    def get(self, name: str, kind: type[T]) -> T:
-        """What `put` has written."""
-        try:
-            (batch,) = self.read(name)
-            return msgspec.msgpack.decode(batch.column("data")[0].as_py(), type=kind)
-        except (msgspec.MsgspecError, KeyError, ValueError, TypeError) as error:
-            raise self._damaged(name, error) from error
-
-    def read(self, name: str) -> list[pa.RecordBatch]:
-        try:
-            with self._files.open_input_stream(f"{self._root}/{name}") as file:
-                return list(pa.ipc.open_stream(file))
-        except FileNotFoundError:
-            raise FlowError(
-                f"what the flow begins with is not at {self._place} ({name} is missing)",
-                hint="the folder must be one that the driver and all executors reach",
-            ) from None
-        except (pa.ArrowException, EOFError) as error:
-            raise self._damaged(name, error) from error
-
-    def _damaged(self, name: str, error: Exception) -> FlowError:
-        return FlowError(
-            f"{name} at {self._place} is damaged, or nothing that Holdfast has written: {error}",
-            hint="is this the folder that was given with store=?",
-        )
-
-    def missing(self, names: Iterable[str]) -> list[str]:
-        """Which of these files are not there."""
-        names = list(names)
-        found = self._files.get_file_info([f"{self._root}/{name}" for name in names])
-        return [name for name, info in zip(names, found, strict=True) if not info.is_file]
-
-    def folders(self, name: str) -> list[str]:
-        """The names of the folders in a folder of this one."""
-        where = pafs.FileSelector(f"{self._root}/{name}", allow_not_found=True)
-        kind = pafs.FileType.Directory
-        found = (info.path for info in self._files.get_file_info(where) if info.type == kind)
-        return sorted(path[len(self._root) + 1 :] for path in found)
-
-    def list(self, name: str) -> list[str]:
-        """The names of all whole files in a folder of this one."""
-        where = pafs.FileSelector(f"{self._root}/{name}", allow_not_found=True, recursive=True)
-        found = (info.path for info in self._files.get_file_info(where) if info.is_file)
-        start = len(self._root) + 1
-        return sorted(path[start:] for path in found if path.endswith(".arrow"))
-
-    def remove(self, name: str = "") -> None:
-        """Remove everything, or a folder or file of this one, if it is there."""
-        path = f"{self._root}/{name}" if name else self._root
-        self._known.discard(path)
-        info = self._files.get_file_info(path)
-        if info.type == pafs.FileType.Directory:
-            self._files.delete_dir(path)
-        elif info.type != pafs.FileType.NotFound:
-            self._files.delete_file(path)
-
-
-class Growing:
-    """A file that is being written. It is there when it is closed, and not at all if that fails."""
-
-    def __init__(self, files: pafs.FileSystem, path: str, schema: pa.Schema, sync: bool) -> None:
-        self._files, self._path, self._sync = files, path, sync
-        self._hidden = f"{path}.{uuid.uuid4().hex}.part"
-        files.create_dir(path.rsplit("/", 1)[0])
-        self._out = files.open_output_stream(self._hidden)
-        self._writer = pa.ipc.new_stream(self._out, schema)
-
-    def add(self, batch: pa.RecordBatch) -> None:
-        self._writer.write_batch(batch)
-
-    def close(self) -> None:
-        self._writer.close()
-        self._out.close()
-        if self._sync:
-            _sync(self._hidden)
-        self._files.move(self._hidden, self._path)
-
-    def abandon(self) -> None:
-        """Leave nothing behind."""
-        with contextlib.suppress(OSError, pa.ArrowException):
-            self._out.close()
-        with contextlib.suppress(OSError):
-            self._files.delete_file(self._hidden)
-
-    def __enter__(self) -> Growing:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self.abandon()
-            return
-        try:
-            self.close()
-        except BaseException:
-            self.abandon()
-            raise
-
-
-def _sync(path: str) -> None:
-    """Have the disk write what it was given of a file, or of a folder's names."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -27,6 +27,7 @@ from holdfast.flow.batches import (
     from_ipc,
     row_digests,
     take,
+    validate,
 )
 from holdfast.flow.keys import key_words, partition_of
 from holdfast.flow.plan import Exchange
@@ -177,42 +178,8 @@ def rows_of(body: memoryview) -> pa.RecordBatch:
         raise ProtocolError("rows that are no Arrow batch: nothing at all")
     with _from_a_peer():
         batch = from_ipc(pa.py_buffer(body))
-        _validate(batch)
+        validate(batch)
     return batch
-
-
-def _validate(batch: pa.RecordBatch) -> None:
-    """Whether all of it can be read: an offset that is wrong would have us read memory that is not
-    ours. What the values are is not looked at: text that is no UTF-8 came in that way."""
-    batch.validate()
-    for column in batch.columns:
-        bare = _layout(column.type)
-        if not pa.types.is_primitive(bare):
-            column.view(bare).validate(full=True)
-
-
-@lru_cache(maxsize=1024)
-def _layout(kind: pa.DataType) -> pa.DataType:
-    """A type with the same buffers, of which any values are valid."""
-    if pa.types.is_string(kind):
-        return pa.binary()
-    if pa.types.is_large_string(kind):
-        return pa.large_binary()
-    if pa.types.is_string_view(kind):
-        return pa.binary_view()
-    if pa.types.is_map(kind):
-        return pa.map_(_layout(kind.key_type), _layout(kind.item_type))
-    if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(_layout(kind.value_type)))
-    if pa.types.is_large_list(kind):
-        return pa.large_list(kind.value_field.with_type(_layout(kind.value_type)))
-    if pa.types.is_struct(kind):
-        return pa.struct([f.with_type(_layout(f.type)) for f in kind])
-    if pa.types.is_temporal(kind) and kind.bit_width <= 64:
-        return pa.int32() if kind.bit_width == 32 else pa.int64()
-    if pa.types.is_decimal(kind):
-        return pa.binary(kind.bit_width // 8)
-    return kind
 
 
 def decode(message: wire.Bundle, body: memoryview, schema: pa.Schema) -> Frames:
@@ -228,7 +195,7 @@ def decode(message: wire.Bundle, body: memoryview, schema: pa.Schema) -> Frames:
         return Frames(empty(schema), track, digests)
     with _from_a_peer():
         batch = pa.ipc.read_record_batch(pa.py_buffer(body[head:]), schema)
-        _validate(batch)
+        validate(batch)
     if batch.num_rows != message.rows:
         raise ProtocolError(f"bundle of exchange {message.exchange}: {batch.num_rows} rows")
     if any(c.null_count and not f.nullable for c, f in zip(batch.columns, schema, strict=True)):

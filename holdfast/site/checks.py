@@ -91,6 +91,10 @@ class Checks:
                 read = sink is not None and sink.unread_bytes_max is not None
                 _require(read, "there is no such sink that is read")
 
+    def record(self, record: EpochRecord) -> None:
+        """One that was stored, and not sent."""
+        self._record(record)
+
     def _bundle(self, bundle: wire.Bundle) -> None:
         producer, consumer = self._ends(bundle.exchange, bundle.producer, bundle.consumer)
         whole = bundle.last and bundle.part == 0

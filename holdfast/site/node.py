@@ -129,9 +129,17 @@ class Node:
         self._transport, self._now, self._spill = transport, now, spill
         self._shelf = shelf
         self.storing: dict[Unit, Storing] = {}
+        self._final: dict[Unit, wire.UnitFiles] = {}
+        """The units that are stored as the flow is stopped with them."""
+        self._finalizing: set[Unit] = set()
+        """Those that are on their way there."""
+        self._finishes = False
+        """Whether nothing is left to do here in this view but to store units."""
         self._codec = codec or Codec()
         self.view: View | None = None
-        self.stages = SiteStages(plan, site, options, incarnation, runner, shelf)
+        self.stages = SiteStages(
+            plan, site, options, incarnation, runner, shelf if options.store_every_ms else None
+        )
         self.stages.send = transport.send
         shaped = shape(plan, options.partitions)
         self._sinks = [StageId(s.id) for s in plan.sinks]
@@ -164,7 +172,7 @@ class Node:
         known = self.view
         if not view.replaces(known):
             return
-        self.view, self.finished, self._over = view, False, False
+        self.view, self.finished, self._over, self._finishes = view, False, False, False
         if known is None and self.site in view.sequencers:
             self.sequencing.open()
         for unit, incoming in list(self.incoming.items()):
@@ -234,6 +242,8 @@ class Node:
     def report_again(self) -> None:
         """Say again what a controller may not have heard, or a new one must know."""
         if self.view is not None:
+            for message in self._final.values():
+                self._transport.tell(message)
             if self.finished:
                 self._transport.tell(wire.Finished(self.view.number))
             for unit in self.view.units_at(self.site):
@@ -493,13 +503,37 @@ class Node:
         assert self.view is not None
         egresses = [r.egress for r in self.stages.units.values() if r.egress is not None]
         self._over = not all(egress.is_drained for egress in egresses)
+        self._finishes = not self._over
         if self._over:
             return
+        if self._shelf is not None and not self.dataflow.ended and self._is_to_store():
+            return
         self.finished = True
-        if self.options.store is not None and not self.dataflow.ended:
-            self.stages.store(self.options.store, self.view)
         self.stages.close()
         self._transport.tell(wire.Finished(self.view.number))
+
+    def _is_to_store(self) -> bool:
+        """Whether units are led here that are not stored as the flow is stopped with them; they are
+        from now on."""
+        assert self.view is not None and self._shelf is not None
+        assert self.dataflow.last is not None
+        led = [u for u in self.stages.units if self.view.cohort(u).led_by(self.site)]
+        missing = [u for u in led if u not in self._final]
+        for unit in (u for u in missing if u not in self._finalizing):
+            self._abandon_store(unit)  # of a checkpoint that the last one replaces
+            self._finalizing.add(unit)
+            order = StoreState(unit, self.dataflow.last, None)
+            runner = self.stages.units[unit]
+            self.storing[unit] = Storing(order, runner, self._shelf, self._on_stored)
+        return bool(missing)
+
+    def _on_stored(self, message: wire.UnitFiles) -> None:
+        unit = (StageId(message.stage), CohortId(message.cohort))
+        self._finalizing.discard(unit)
+        self._final[unit] = message
+        self._transport.tell(message)
+        if self._finishes:
+            self._finish()
 
     def _enqueue(self, order: Order) -> None:
         # The oldest epoch first; within it the stage nearest to the sinks.
@@ -573,6 +607,8 @@ class Node:
         return sum(r.work_s for r in self.stages.units.values() if r.guard.recovery_ms)
 
     def _on_store(self, message: wire.Store) -> None:
+        if self._finalizing or self._final:
+            return  # the flow is being stopped
         for unit in list(self.storing):
             self._abandon_store(unit)
         after = None if message.after is None else Epoch(message.after)
@@ -580,6 +616,7 @@ class Node:
             self._handle(StoreOrdered(Epoch(message.epoch), after))
 
     def _abandon_store(self, unit: Unit) -> None:
+        self._finalizing.discard(unit)
         storing = self.storing.pop(unit, None)
         if storing is not None:
             storing.close()

@@ -134,7 +134,9 @@ def serve(control: socket.socket) -> Work:
     """Fork a process for every request until nobody is left who could send one. Returns only in
     those processes, each time with what it is to do."""
     # Ctrl-C is for whoever runs the flow, and may want it to drain. Without that one a site leaves.
+    # The same goes for SIGTERM, which a service manager sends to all processes of a service.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     waking, wake = socket.socketpair()
     wake.setblocking(False)

@@ -104,9 +104,9 @@ class Site:
         spill = Spill(config.options.spill, config.options.log_bytes_max)
         planned = plan(flow)
         self._shelf: Shelf | None = None
-        if config.options.store is not None and config.options.store_every_ms:
-            life = planned.past.life if planned.past else 0
-            self._shelf = Shelf(config.options.store, life, self._tell_soon, self._soon)
+        if config.options.store is not None:
+            where = (config.options.store, config.options.generation, config.site)
+            self._shelf = Shelf(*where, self._tell_soon, self._soon)
         self.node = Node(
             planned,
             self.id,

@@ -16,15 +16,16 @@ from holdfast.core.events import UnitProcessed
 from holdfast.core.ids import NO_EPOCH, STORE, CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
 from holdfast.core.layout import Cohort, Guard, View
 from holdfast.core.records import EpochRecord
-from holdfast.errors import ProtocolError
+from holdfast.errors import FlowError, ProtocolError
 from holdfast.flow.batches import Track, concat, order_of
 from holdfast.flow.execute import StageRunner
 from holdfast.flow.operators.base import KeyedOperator, OperatorSnapshot
 from holdfast.flow.options import Options
-from holdfast.flow.past import PORTIONS, SOURCES, WAITING, Folder, Past, store_state
+from holdfast.flow.past import Past
 from holdfast.flow.plan import Plan, Stage, shape
 from holdfast.flow.sources import SplitReader
 from holdfast.flow.state import STANDBY, StateTable
+from holdfast.flow.store_layout import portion_file
 from holdfast.flow.view import ViewWriter
 from holdfast.site import bundles, wire
 from holdfast.site.bundles import Frames, Router
@@ -121,25 +122,20 @@ class UnitRunner:
     def _install(self, past: Past, keeper: Keeper) -> None:
         first, end = self.cohort.first, self.cohort.end
         for layer, batch in past.state_of(self.stage.id, first, end):
-            table = keeper.tables()[layer.table]
-            if layer.gone:
-                table.take_out(batch)
-            elif first <= layer.first and layer.end <= end:
-                keeper.install({layer.table: batch})
-            else:
-                keeper.install({layer.table: table.within(batch, first, end)})
-
-    def store(self, folder: Folder) -> None:
-        """Write down where this unit is, for a flow that goes on from there."""
-        stage, first = self.stage.id, self.cohort.first
-        if self.ingress is not None:
-            saved = msgspec.msgpack.encode(self.ingress.save())
-            name = f"{SOURCES}/{stage}/{first}.arrow"
-            folder.write(name, [pa.record_batch({"data": [saved]})])
-            if waiting := [rows for _, rows in self.held()]:
-                folder.write(f"{WAITING}/{stage}/{first}.arrow", waiting)
-        if self.keeper is not None:
-            store_state(folder, stage, self.keeper.tables())
+            try:
+                table = keeper.tables()[layer.table]
+                if layer.gone:
+                    table.take_out(batch)
+                elif first <= layer.first and layer.end <= end:
+                    keeper.install({layer.table: batch})
+                else:
+                    keeper.install({layer.table: table.within(batch, first, end)})
+            except (KeyError, ValueError, TypeError, IndexError, pa.ArrowException) as error:
+                raise FlowError(
+                    f"stage {self.stage.name!r} cannot go on with the state that is in "
+                    f"{layer.file} at {past.place}: {error!r}",
+                    hint="its operator must be the one that has left it there",
+                ) from error
 
     def protect(self, guard: Guard, followers: tuple[str, ...] = ()) -> None:
         """Follow from now on what this protection, and these followers, have to know of the state.
@@ -315,7 +311,7 @@ class UnitRunner:
 class Shelf(Protocol):
     """Writes files for a flow that is stored while it runs: see `holdfast.site.storing`."""
 
-    life: int
+    generation: int
 
     def write(self, name: str, batches: list[pa.RecordBatch], done: Callable[[], None]) -> None: ...
 
@@ -378,7 +374,7 @@ class SiteStages:
         portion: wire.FeedPortion,
         rows: Any,
     ) -> None:
-        name = f"{PORTIONS}/{portion.source}/{number:012d}-{shelf.life}-{rank}.arrow"
+        name = portion_file(shelf.generation, portion.source, number, rank)
         data = [msgspec.msgpack.encode(portion), *(memoryview(b).tobytes() for b in rows)]
         batches = [pa.record_batch({"data": [d]}) for d in data]
         shelf.write(name, batches, partial(reader.on_has, STORE, number, False))
@@ -472,13 +468,6 @@ class SiteStages:
         return [
             {"cohort": unit[1], **runner.figures()} for unit, runner in sorted(self.units.items())
         ]
-
-    def store(self, place: str, view: View) -> None:
-        """Write down where the units are that this site is the first to hold."""
-        folder = Folder(place)
-        for unit, runner in self.units.items():
-            if view.cohort(unit).led_by(self.site):
-                runner.store(folder)
 
     def close(self) -> None:
         """The last epoch is through: make what the sinks wrote readable, let go of the sources."""

@@ -1,4 +1,4 @@
-"""Storing units while the flow runs: the site's part in its checkpoints.
+"""Storing units while the flow runs, and when it is stopped: the site's part in its checkpoints.
 
 A unit's tables are frozen between two epochs, and given out a part at a time between the site's
 orders, as for a new copy. A thread writes the parts to files, and says so when they are there; the
@@ -13,34 +13,40 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 
 from holdfast.core.effects import StoreState
 from holdfast.errors import FlowError
+from holdfast.flow.files import FileInfo, Folder, Growing
 from holdfast.flow.operators.base import OperatorSnapshot
-from holdfast.flow.past import CHECKPOINTS, Folder, Growing
+from holdfast.flow.store_layout import unit_file
 from holdfast.site import wire
 from holdfast.site.stages import KEPT, Keeper, UnitRunner
 
 RETRY_S = (0.1, 0.5, 1.0, 2.0)
 """How long to wait before rows are written again that could not be; then the flow ends."""
 PART_BYTES = 1 << 20
+Done = Callable[[wire.UnitFiles], None]
 QUEUED_BYTES_MAX = 16 << 20
 """So much may wait for the disk."""
 
 
 class Shelf:
-    """Writes to the folder of a flow, in its `life`. `tell` gets what is to be said of units that
-    are there, and `soon` what is to be done then; both call back in the site's own thread."""
+    """Writes to the folder of a flow, in its generation, as one of its sites. `tell` gets what is
+    to be said of units that are there, and `soon` what is to be done then; both call back in the
+    site's own thread."""
 
     def __init__(
         self,
         place: str,
-        life: int,
+        generation: int,
+        site: int,
         tell: Callable[[wire.Message], None],
         soon: Callable[[Callable[[], None]], None],
     ) -> None:
-        self.life, self._tell, self._soon = life, tell, soon
+        self.generation, self.site = generation, site
+        self._tell, self._soon = tell, soon
         self._place, self._folder = place, Folder(place)
         self._rows = ThreadPoolExecutor(1, thread_name_prefix="holdfast-portions")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-store")
@@ -59,16 +65,28 @@ class Shelf:
         files.add(self._folder, name, batch)
         self._written += int(batch.nbytes)
 
-    def finish(self, files: UnitFiles, message: wire.UnitFiles) -> None:
-        self._submit(self._finish, files, message)
+    def finish(self, files: UnitFiles, message: wire.UnitFiles, done: Done | None = None) -> None:
+        """All of a unit was added: say so when it is on the disk, or do what is to be done then."""
+        self._submit(self._finish, files, message, done)
 
-    def _finish(self, files: UnitFiles, message: wire.UnitFiles) -> None:
-        files.close(self._folder)
+    def _finish(self, files: UnitFiles, message: wire.UnitFiles, done: Done | None) -> None:
+        infos = files.close(self._folder)
+        message = msgspec.structs.replace(message, infos=infos)
         unit = (message.stage, message.cohort)
-        if files.error is not None:
+        if done is not None and files.error is not None:
+            self._soon(partial(self._fail_to_stop, files.error))
+        elif done is not None:
+            self._soon(partial(done, message))
+        elif files.error is not None:
             self._tell(wire.NotStored(*unit, message.epoch, files.error, False))
         else:
             self._tell(message)
+
+    def _fail_to_stop(self, error: str) -> None:
+        raise FlowError(
+            f"the state of a flow that is stopped cannot be written to {self._place}: {error}",
+            hint="what its sinks have got stays; only with store_every_ms can it be resumed now",
+        )
 
     def drop(self, files: UnitFiles) -> None:
         self._submit(files.abandon)
@@ -125,14 +143,17 @@ class UnitFiles:
             except Exception as error:  # whatever it is, the checkpoint is not to wait for it
                 self._fail(error)
 
-    def close(self, folder: Folder) -> None:
+    def close(self, folder: Folder) -> dict[str, FileInfo]:
+        """Have the disk write everything; what the files are like."""
         try:
             for file in self._growing.values() if self.error is None else ():
                 file.close()
             for name in list(self._growing)[:1]:
                 folder.sync(name)
+            return {name: file.info for name, file in self._growing.items()}
         except Exception as error:
             self._fail(error)
+        return {}
 
     def _fail(self, error: Exception) -> None:
         self.abandon()
@@ -146,17 +167,30 @@ class UnitFiles:
 
 
 class Storing:
-    """A unit on its way to the shelf; `next` brings it a part further."""
+    """A unit on its way to the shelf; `next` brings it a part further. With `done` it is the state
+    that a flow is stopped with: everything, without what its sinks hold, as that is about to be
+    written."""
 
-    def __init__(self, order: StoreState, runner: UnitRunner, shelf: Shelf) -> None:
-        self._order, self._shelf = order, shelf
-        self._after, self._snapshot = _frozen(runner.keeper, order.after)
-        self._extras = runner.extras()
-        self._held = [(epoch, rows) for epoch, rows in runner.held() if rows.num_rows]
-        self._fed = runner.fed
-        self._submitted = self._fed.submitted if self._fed is not None else 0
+    def __init__(
+        self, order: StoreState, runner: UnitRunner, shelf: Shelf, done: Done | None = None
+    ) -> None:
+        self._order, self._shelf, self._done = order, shelf, done
+        self._runner, self._fed = runner, runner.fed
         self._files = UnitFiles()
         self._named: dict[str, tuple[str, str, bool]] = {}
+        self._snapshot: OperatorSnapshot | None = None
+        self._begun = False
+        if done is None:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Freeze the unit as it is now."""
+        runner, self._begun = self._runner, True
+        self._after, self._snapshot = _frozen(runner.keeper, self._order.after)
+        self._extras = runner.extras()
+        held = runner.held() if self._done is None or runner.egress is None else []
+        self._held = [(epoch, rows) for epoch, rows in held if rows.num_rows]
+        self._submitted = self._fed.submitted if self._fed is not None else 0
         if self._snapshot is not None:
             for table, gone in self._snapshot.gone.items():
                 if gone.num_rows:
@@ -168,7 +202,12 @@ class Storing:
         """Hand the next part over; how many bytes it had, None after the last."""
         if not self._shelf.room:
             return 0
-        if self._fed is not None and not self._fed.is_kept(self._submitted):
+        if not self._begun:
+            if self._fed is not None and self._fed.has < self._fed.submitted:
+                return 0  # the last rows that were taken are still on their way to all copies
+            self._begin()
+        waits = self._fed is not None and self._done is None
+        if waits and self._fed is not None and not self._fed.is_kept(self._submitted):
             return 0  # what the extras say was read must not be lost
         part = self._snapshot.next(self._rows) if self._snapshot is not None else None
         if part is not None:
@@ -183,9 +222,9 @@ class Storing:
         self._shelf.add(self._files, name, batch)
 
     def _name(self, what: str) -> str:
-        epoch, unit = self._order.epoch, self._order.unit
-        folder = f"{CHECKPOINTS}/{epoch:012d}-{self._shelf.life}"
-        return f"{folder}/{unit[0]}-{unit[1]}-{what}.arrow"
+        generation, site, order = self._shelf.generation, self._shelf.site, self._order
+        stop = self._done is not None
+        return unit_file(generation, order.epoch, order.unit, site, what, stop=stop)
 
     def _finish(self) -> None:
         for _, rows in self._held:
@@ -198,8 +237,10 @@ class Storing:
             self._extras,
             [(epoch, rows.num_rows) for epoch, rows in self._held],
             self._name("held") if self._held else "",
+            {},
+            self._done is not None,
         )
-        self._shelf.finish(self._files, message)
+        self._shelf.finish(self._files, message, self._done)
 
     def close(self) -> None:
         """Nobody wants it any more."""

@@ -29,6 +29,7 @@ from holdfast.core.ids import CohortId, Epoch, StageId, Unit
 from holdfast.core.layout import Domain, View
 from holdfast.core.records import Block, EpochRecord
 from holdfast.errors import ProtocolError
+from holdfast.flow.files import FileInfo
 
 PREFIX = struct.Struct("<II")
 """Lengths of the body and of the header, before every message."""
@@ -222,7 +223,8 @@ class UnitFiles(Message, frozen=True):
     """A unit is stored as it was after `epoch`: in these files, in this order (table, name, whether
     it has what is gone), with this besides. Of a sink, `held` are the epochs of which rows are in
     the last file, and how many; of a fed source, that file has the rows in no epoch. `after`: only
-    what has changed since that epoch."""
+    what has changed since that epoch. `infos`: what each of the files must be like. `final`: it is
+    the flow's last epoch, and the flow is being stopped."""
 
     stage: Number
     cohort: Number
@@ -232,6 +234,8 @@ class UnitFiles(Message, frozen=True):
     extras: Extras
     held: list[tuple[Number, Number]]
     held_file: str
+    infos: dict[str, FileInfo]
+    final: bool
 
 
 class NotStored(Message, frozen=True):

@@ -21,11 +21,13 @@ from pyspark.sql import functions as F
 
 from holdfast.errors import FlowError, HoldfastError
 from holdfast.flow.batches import concat
+from holdfast.flow.files import Folder
 from holdfast.flow.graph import Flow
 from holdfast.flow.operators.base import KeyedOperator
-from holdfast.flow.past import RESULTS, Folder, Past, store_state, stored_state
+from holdfast.flow.past import Past, store_state, stored_state
 from holdfast.flow.plan import Stage, plan
 from holdfast.flow.steps import conform
+from holdfast.flow.store_layout import RESULTS
 from holdfast.spark import parcels
 from holdfast.spark.batch import Job, Order
 from holdfast.spark.session import cause, use_this_python

@@ -8,10 +8,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from holdfast import FlowError, parquet
-from holdfast.flow.past import Folder, Past
+from holdfast.checking import check_store
+from holdfast.errors import StoreTakenError
+from holdfast.flow import generations
+from holdfast.flow.files import Folder
+from holdfast.flow.past import Past
 from tests.integration import object_store
 from tests.site.test_durable import Driver, drivers, kill_again_and_again, undisturbed
 from tests.site.test_pairs import one_line, until
+from tests.site.test_store import raced
 
 __all__ = ["drivers", "undisturbed"]
 
@@ -40,9 +45,10 @@ def test_files_are_there_when_they_are_whole(store: object_store.Server) -> None
     folder.write("a/b/whole.arrow", [batch, batch])
     assert folder.list("a") == ["a/b/whole.arrow"] and folder.folders("a") == ["a/b"]
     assert [b.num_rows for b in folder.read("a/b/whole.arrow")] == [3, 3]
-    assert folder.missing(["a/b/whole.arrow", "a/half.arrow"]) == ["a/half.arrow"]
+    assert folder.sizes(["a/b/whole.arrow", "a/half.arrow"])["a/half.arrow"] is None
+    assert folder.unfinished() == []
     folder.remove()
-    assert folder.list("") == []
+    assert folder.list() == []
 
 
 def test_a_flow_is_stopped_and_goes_on(store: object_store.Server, kept, tmp_path: Path) -> None:
@@ -55,6 +61,7 @@ def test_a_flow_is_stopped_and_goes_on(store: object_store.Server, kept, tmp_pat
     until(lambda: run.status()["rows_in"] > 10_000, "some rows are taken")
     run.stop()
     run.wait()
+    assert check_store(url).sound
     rows = Past.load(url).rows + 10_000
     again = one_line(out, rows=rows).start(sites=3, partitions=6, resume=url)
     alone = one_line(parquet(tmp_path / "right"), rows=rows).start(sites=1, partitions=6)
@@ -75,3 +82,16 @@ def test_everything_is_killed_again_and_again(
 def test_a_store_that_cannot_be_reached_is_an_error(store: object_store.Server) -> None:
     with pytest.raises(FlowError, match="nowhere"):
         Past.load(store.url("nowhere"))
+
+
+def test_of_those_who_resume_at_once_one_wins(store: object_store.Server) -> None:
+    url = store.url("raced")
+    first = generations.claim(Folder(url), "f")
+    for last in range(first, first + 3):
+        won = raced(4, lambda _, last=last: generations.claim(Folder(url), "f", last))
+        assert len(won) <= 1
+        if not won:  # all have seen each other, and given up
+            generations.claim(Folder(url), "f", last)
+        with pytest.raises(StoreTakenError, match="another flow goes on from"):
+            generations.check(Folder(url), last)
+        generations.check(Folder(url), last + 1)

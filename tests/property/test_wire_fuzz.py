@@ -34,6 +34,7 @@ from holdfast.core.records import Block, EpochRecord, Range, pack_step
 from holdfast.core.sequencer import Budget
 from holdfast.errors import HostError, ProtocolError
 from holdfast.flow.batches import Track, frame_digests, to_ipc
+from holdfast.flow.files import FileInfo
 from holdfast.flow.options import Options
 from holdfast.flow.plan import plan, shape
 from holdfast.flow.sources import Source
@@ -78,6 +79,7 @@ RECORD = EpochRecord(
     3, 100, (Range(0, 1, 5, 9, pack_step(5, 77)), Range(0, 2, 0, 1)), ((0, 1),), False, False
 )
 VIEW = View(2, 7, (0, 3), ((Cohort(0, 4, (0, 3)), Cohort(4, 8, (3,), (5,))), (Cohort(0, 1, (0,)),)))
+INFO = FileInfo(100, 3, 12345)
 MARKS = dict.fromkeys(
     ("committed", "head", "head_taken", "attempt", "total", "passed", "ended", "everywhere"), 0
 )
@@ -100,7 +102,9 @@ MESSAGES: list[tuple[wire.Message, bytes]] = [
             wire.Stock(4),
             wire.Recorded(7),
             wire.Store(9, None),
-            wire.UnitFiles(1, 0, 9, 5, [("state", "a.arrow", True)], EXTRAS, [(8, 3)], "b.arrow"),
+            wire.UnitFiles(
+                1, 0, 9, 5, [("state", "a", True)], EXTRAS, [(8, 3)], "b", {"a": INFO}, False
+            ),
             wire.NotStored(1, 0, 9, "no room", False),
             wire.CopyState(1, 0, 3, 4, "failed", "it broke"),
             wire.Behind(1, "slow"),

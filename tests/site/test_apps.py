@@ -1,8 +1,11 @@
 """One flow in two applications on plain processes: either of them may die, or stand still."""
 
+import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -205,3 +208,38 @@ def test_a_stop_that_comes_while_another_leads_is_not_forgotten(tmp_path: Path) 
         ended = run.wait(20)
         control.stop(drain=False)
         assert run.wait(20) and ended
+
+
+def test_sigterm_to_the_supervisor_drains_the_flow(out: Path, tmp_path: Path) -> None:
+    """It reaches the applications and their sites, too, as a service manager would have it."""
+    status, root = tmp_path / "status.json", str(Path(__file__).parents[2])
+    arguments = ["run", FILE, "--apps", "2", "--sites", "2", "--host", "process", "--quiet"]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "holdfast.cli", *arguments, "--json", str(status)],
+        env=os.environ | {"PYTHONPATH": root},
+    )
+    try:
+        deadline = time.monotonic() + 90.0
+        while not any(out.glob("*.parquet")):
+            assert running.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        applications = [p for p in children(running.pid) if "holdfast.apps" in command_of(p)]
+        assert len(applications) == 2
+        for process in (running.pid, *applications):
+            os.kill(process, signal.SIGTERM)
+        assert running.wait(90) == 0
+    finally:
+        running.kill()
+        running.wait()
+    said = json.loads(status.read_text())
+    assert said["state"] == "done"
+    assert pq.read_table(out).num_rows == said["rows_in"] > 0
+
+
+def children(parent: int) -> list[int]:
+    tasks = Path(f"/proc/{parent}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def command_of(process: int) -> str:
+    return Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ")

@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -214,12 +215,8 @@ def test_it_goes_on_with_other_sites_partitions_elsewhere_and_another_protection
     third.stop(timeout=PATIENCE_S)
     past = Past.load(store)
     assert not past.lost, "it was stopped"
-    assert sorted(f.name for f in Path(store).iterdir()) == [
-        "manifest.arrow",
-        "owner.arrow",
-        "sources",
-        "state",
-    ]
+    files = sorted(str(f.relative_to(store)) for f in Path(store).rglob("*.arrow"))
+    assert files == sorted({"generations/000002.arrow", "manifests/000002.arrow", *past.files})
     # What it begins with is elsewhere until there is a checkpoint.
     again = {"store": str(tmp_path / "other"), "store_every_ms": 60_000}
     fourth = start(kept, mixed(made(RATE), out), resume=store, **again)
@@ -251,6 +248,38 @@ def test_it_is_lost_before_its_first_checkpoint_and_while_it_goes_on(
     again = start(kept, mixed(made(None), out), resume=store)
     assert again.wait(PATIENCE_S), "it had ended, and does so again"
     assert results(out)["running"].num_rows == ROWS
+
+
+def test_of_two_that_resume_at_once_one_goes_on(
+    kept: list[Run], undisturbed: dict[str, pa.Table], tmp_path: Path
+) -> None:
+    out, store = tmp_path / "out", str(tmp_path / "store")
+    first = start(kept, mixed(made(RATE), out), store=store, store_every_ms=200)
+    until_stored(first)
+    lose(first)
+    together = threading.Barrier(2)
+    ended: list[Exception | None] = []
+
+    def resume() -> None:
+        together.wait()
+        try:
+            start(kept, mixed(made(None), out), sites=1, resume=store).wait(PATIENCE_S)
+            ended.append(None)
+        except FlowError as error:
+            ended.append(error)
+
+    both = [threading.Thread(target=resume) for _ in range(2)]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join()
+    refused = [error for error in ended if error is not None]
+    assert len(ended) == 2 and len(refused) == 1
+    # One that is overtaken while it starts may find that the other has removed what it reads.
+    assert any(said in str(refused[0]) for said in ("another flow goes on from", "is missing"))
+    found = results(out)
+    for name, table in undisturbed.items():
+        assert found[name].equals(table), name
 
 
 def test_what_goes_wrong_with_the_folder(
@@ -316,10 +345,11 @@ def test_what_cannot_be_gone_on_from_is_refused(kept: list[Run], tmp_path: Path)
     layer.write_bytes(b"nothing of ours")
     go_on("is damaged, or nothing that Holdfast has written")
     (tmp_path / "moved").rename(layer)
-    manifest = (store / "manifest.arrow").read_bytes()
-    (store / "manifest.arrow").write_bytes(manifest[:200])
-    go_on("manifest.arrow at .* is damaged")
-    (store / "manifest.arrow").write_bytes(manifest)
+    (manifest,) = (store / "manifests").iterdir()
+    data = manifest.read_bytes()
+    manifest.write_bytes(data[:200])
+    go_on("manifests/000000.arrow at .* is damaged")
+    manifest.write_bytes(data)
     lose(start(kept, mixed(made(RATE), out), resume=str(store)))
 
 

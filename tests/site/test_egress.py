@@ -6,7 +6,8 @@ import pyarrow as pa
 import pytest
 
 from holdfast import Flow, FlowError, SinkError, outlet, rows
-from holdfast.flow.past import Folder, Past
+from holdfast.flow.files import Folder
+from holdfast.flow.past import Past
 from holdfast.flow.plan import plan
 from holdfast.flow.sinks import Authority, Sink, SinkWriter
 from holdfast.site.egress import Egress

@@ -33,9 +33,10 @@ from holdfast.core.layout import Cohort, Guard, View
 from holdfast.core.records import EpochRecord, Range
 from holdfast.core.upstream import Gap
 from holdfast.flow.batches import Track
+from holdfast.flow.files import Folder
 from holdfast.flow.graph import Stream
 from holdfast.flow.options import Options
-from holdfast.flow.past import Folder, Past, stored_state
+from holdfast.flow.past import Past, store_state, stored_state
 from holdfast.flow.plan import Plan, plan, shape
 from holdfast.flow.sources import Position, Source, SplitReader
 from holdfast.flow.state import STANDBY
@@ -524,7 +525,7 @@ def test_what_stands_by_begins_with_the_flows_past_like_what_computes(tmp_path) 
     for epoch, frames in enumerate(ingested(planned)[:9]):
         processed(old, epoch, frames)
     folder = Folder(str(tmp_path))
-    old.store(folder)
+    store_state(folder, 1, old.operator.tables())
     past = Past(str(tmp_path), 9, 9 * ROWS, b"", stored_state(folder), {})
     elsewhere = Cohort(0, 1, (SiteId(0),))
     keyed = Cohort(0, OPTIONS.partitions, (SiteId(0),), standing=(SiteId(1),))

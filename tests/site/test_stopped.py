@@ -1,9 +1,12 @@
 """A flow is stopped, and goes on later from what it has written down, as if nothing had been."""
 
+from __future__ import annotations
+
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -24,7 +27,10 @@ from holdfast import (
     upstream,
     view,
 )
-from holdfast.flow.past import Past
+from holdfast.cli import main
+from holdfast.errors import HostError
+from holdfast.flow.files import Folder
+from holdfast.flow.past import Kind, Past
 from holdfast.flow.protection import Protection
 from holdfast.flow.sources import Source, generator
 from holdfast.run import Run
@@ -174,7 +180,7 @@ def test_what_does_not_fit_is_refused(kept: list[Run], tmp_path: Path) -> None:
     other.source("events", made(None)).sink("running", parquet(tmp_path / "out"))
     with pytest.raises(FlowError, match=r"its stages are \['events', 'running'\]"):
         other.start(sites=1, partitions=4, resume=store)
-    with pytest.raises(FlowError, match=r"\(manifest.arrow is missing\)"):
+    with pytest.raises(FlowError, match=r"\(manifests is missing\)"):
         mixed(made(None), tmp_path / "out").start(sites=1, resume=str(tmp_path))
 
 
@@ -195,22 +201,196 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_ctrl_c_drains_a_flow_that_has_a_store(tmp_path: Path) -> None:
-    """It reaches the sites, too, which leave it to whoever runs the flow."""
-    file, store = tmp_path / "flow.py", tmp_path / "store"
-    file.write_text(FILE.format(out=str(tmp_path / "out")))
-    arguments = ["run", str(file), "--host", "process", "--quiet", "--store", str(store)]
-    root = str(Path(__file__).parents[2])
-    running = subprocess.Popen(
-        [sys.executable, "-c", AT_A_TERMINAL, *arguments],
-        env=os.environ | {"PYTHONPATH": root},
-        start_new_session=True,
-    )
-    try:
-        until(lambda: any((tmp_path / "out" / "running").glob("*.parquet")), "rows come out")
-        os.killpg(running.pid, signal.SIGINT)
-        assert running.wait(PATIENCE_S) == 0
-    finally:
-        running.kill()
-    past = Past.load(str(store))
-    assert past.rows == pq.read_table(tmp_path / "out" / "running").num_rows > 0
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[Command]:
+    commands = Command(tmp_path)
+    yield commands
+    commands.close()
+
+
+class Command:
+    """``holdfast`` in processes of its own, in the folder of the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._started = folder, []
+        (folder / "flow.py").write_text(FILE.format(out=str(folder / "out")))
+
+    def run(self, *more: str) -> subprocess.Popen[str]:
+        return self("run", "flow.py", "--host", "process", "--quiet", *more)
+
+    def __call__(self, *arguments: str) -> subprocess.Popen[str]:
+        root = str(Path(__file__).parents[2])
+        started = subprocess.Popen(
+            [sys.executable, "-c", AT_A_TERMINAL, *arguments],
+            cwd=self.folder,
+            env=os.environ | {"PYTHONPATH": root},
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._started.append(started)
+        return started
+
+    def until_rows(self, running: subprocess.Popen[str], more: int = 1) -> None:
+        """More rows come out."""
+        files = (self.folder / "out" / "running").glob
+        before = len(list(files("*.parquet")))
+
+        def come() -> bool:
+            assert running.poll() is None, running.communicate()
+            return len(list(files("*.parquet"))) >= before + more
+
+        until(come, "rows come out")
+
+    def close(self) -> None:
+        for started in self._started:
+            if started.poll() is None:
+                os.killpg(started.pid, signal.SIGKILL)
+            started.communicate()
+
+
+def test_sigterm_stops_and_stores_and_what_is_resumed_is_stored_again(
+    command: Command, tmp_path: Path
+) -> None:
+    """In a folder with a bare name. Signals reach the sites, too, which leave it to whoever runs
+    the flow."""
+    rows = 0
+    for how, where in ((signal.SIGTERM, "--store"), (signal.SIGINT, "--resume")):
+        running = command.run(where, "st1")
+        command.until_rows(running)
+        os.killpg(running.pid, how)
+        said, complaints = running.communicate(timeout=PATIENCE_S)
+        assert running.returncode == 0, said + complaints
+        assert "stopping" in said
+        past = Past.load(str(tmp_path / "st1"))
+        assert past.kind is Kind.STOPPED and past.rows > rows
+        assert past.rows == pq.read_table(tmp_path / "out" / "running").num_rows
+        rows = past.rows
+    counts = results(tmp_path / "out")["running"]
+    assert counts["__o0"].to_pylist() == list(range(rows)), "each row once"
+
+
+def test_a_flow_that_is_stored_while_it_runs_is_so_again_when_it_was_stopped(
+    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running = command.run("--store", "st1", "--store-every", "0.2")
+    command.until_rows(running)
+    os.kill(running.pid, signal.SIGTERM)
+    assert running.wait(PATIENCE_S) == 0
+    stopped = Past.load(str(tmp_path / "st1"))
+    assert (stopped.kind, stopped.every_ms) == (Kind.STOPPED, 200)
+    running = command.run("--resume", "st1")
+    until(lambda: Past.load(str(tmp_path / "st1")).epochs > stopped.epochs, "it is stored again")
+    os.killpg(running.pid, signal.SIGKILL)
+    running.wait()
+    assert main(["check", str(tmp_path / "st1")]) == 0
+    said = capsys.readouterr().out
+    assert "runs, or was lost" in said and "--resume" in said
+    running = command.run("--resume", "st1")
+    command.until_rows(running)
+    os.kill(running.pid, signal.SIGTERM)
+    assert running.wait(PATIENCE_S) == 0
+    past = Past.load(str(tmp_path / "st1"))
+    counts = results(tmp_path / "out")["running"]
+    assert counts["__o0"].to_pylist() == list(range(past.rows)), "each row once"
+
+
+def test_a_second_signal_gives_up(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "flow.py").write_text(STUCK)
+    running = command.run("--store", "st1")
+    until((tmp_path / "begun").exists, "the sink has rows")
+    os.kill(running.pid, signal.SIGTERM)
+    assert running.stdout is not None and "stopping" in running.stdout.readline()
+    os.kill(running.pid, signal.SIGTERM)
+    assert running.wait(PATIENCE_S) == 128 + signal.SIGTERM
+    assert Folder(str(tmp_path / "st1")).list() == [], "there is nothing to go on from"
+
+
+STUCK = """
+import time
+from pathlib import Path
+from holdfast import Flow, callback
+from tests.site.test_stopped import made
+
+def stuck(epoch, batch):
+    Path("begun").touch()
+    while not Path("go on").exists():
+        time.sleep(0.01)
+
+flow = Flow("stuck")
+flow.source("events", made(5_000)).sink("out", callback(stuck))
+"""
+
+
+def test_a_flow_that_is_only_stored_when_it_is_stopped_is_not_resumed_twice(
+    kept: list[Run], tmp_path: Path
+) -> None:
+    """What its sinks have got since nobody knows; another that is running would write the same."""
+    out, store = tmp_path / "out", str(tmp_path / "store")
+
+    def start(rate: int | None = 5_000, sites: int = 1, **more: str) -> Run:
+        kept.append(mixed(made(rate), out).start(sites=sites, partitions=4, **more))
+        return kept[-1]
+
+    first = start(store=store)
+    until_rows(first, 2_000)
+    with pytest.raises(FlowError, match="has not been stopped"):
+        start(resume=store, store=str(tmp_path / "other"))
+    first.stop(timeout=PATIENCE_S)
+    with pytest.raises(HostError):  # it could not be started, and is still where it was
+        start(resume=store, sites=1, start_timeout=0.0)
+    second = start(resume=store)
+    until_rows(second, 2_000)
+    with pytest.raises(FlowError, match="a flow that was started there runs, or was lost"):
+        start(resume=store)
+    second.stop(timeout=PATIENCE_S)
+    stopped = Past.load(store)
+    assert stopped.kind is Kind.STOPPED and stopped.life == 2
+    third = start(None, resume=store)
+    assert third.wait(PATIENCE_S)
+    with pytest.raises(FlowError, match="it has ended"):
+        start(resume=store)
+    assert results(out)["running"]["__o0"].to_pylist() == list(range(ROWS))
+
+
+def test_state_that_cannot_be_written_when_it_is_stopped_is_an_error(
+    kept: list[Run], tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    run = mixed(made(20_000), tmp_path / "out").start(sites=1, partitions=4, store=str(store))
+    kept.append(run)
+    until_rows(run, 1_000)
+    (store / "checkpoints").touch()  # no folder can be made there
+    with pytest.raises(FlowError, match="that is stopped cannot be written to"):
+        run.stop(timeout=PATIENCE_S)
+    assert Folder(str(store)).list() == [], "there is nothing to go on from"
+
+
+def test_stored_state_that_was_damaged_is_refused_and_checked(
+    kept: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+    run = mixed(made(20_000), tmp_path / "out").start(sites=2, partitions=4, store=str(store))
+    kept.append(run)
+    until_rows(run, 5_000)
+    run.stop(timeout=PATIENCE_S)
+    assert main(["check", str(store)]) == 0
+    said = capsys.readouterr().out
+    assert "flow 'mixed'" in said and "stopped after epoch" in said and "nothing is damaged" in said
+    state = max(store.rglob("checkpoints/**/*.arrow"), key=lambda file: file.stat().st_size)
+    data = state.read_bytes()
+    flipped = bytearray(data)
+    flipped[len(data) // 2] ^= 4
+    state.write_bytes(flipped)
+    with pytest.raises(FlowError, match=f"{state.name} at .* is damaged.*checksum"):
+        start_again = mixed(made(20_000), tmp_path / "out")
+        kept.append(start_again.start(sites=2, partitions=4, resume=str(store)))
+    assert main(["check", str(store)]) == 1
+    said = capsys.readouterr().out
+    assert f"{state.name}: its checksum is" in said and "put these files back" in said
+    state.write_bytes(data)
+    assert main(["check", str(store)]) == 0
+    kept.append(start_again.start(sites=2, partitions=4, resume=str(store)))
+    kept[-1].stop(timeout=PATIENCE_S)
+    assert main(["check", str(tmp_path / "nowhere")]) == 1

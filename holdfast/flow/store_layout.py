@@ -1,0 +1,130 @@
+"""The layout of a store's folder: every name in it, made and read here and nowhere else.
+
+    generations/000002.arrow                    who has the folder: the highest number does
+    manifests/000002.arrow                      what there is to go on from, of each generation
+    checkpoints/000002-000000000815/...         state after an epoch, by unit, site and table
+    checkpoints/000002-000000000990-stop/...    the same, of a flow that was stopped after it
+    records/000002/000000000816-...             which rows the epochs after a checkpoint have
+    portions/000002/3/...                       rows of source 3 that nobody else keeps
+
+All but `generations` carry the number of the generation that has written them, so that no two
+processes ever write a file of the same name. A history (`holdfast.spark.history`) has `state` and
+`results` in a folder of its own, and no manifest.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+STATE, RESULTS = "state", "results"
+GENERATIONS, MANIFESTS = "generations", "manifests"
+CHECKPOINTS, RECORDS, PORTIONS = "checkpoints", "records", "portions"
+FIRST_FORMAT = "manifest.arrow"
+"""Where the manifest was before files had checksums."""
+
+_GENERATION = re.compile(rf"({GENERATIONS}|{MANIFESTS})/(\d{{6,}})(-[0-9a-f-]+)?\.arrow")
+_CHECKPOINT = re.compile(rf"{CHECKPOINTS}/(\d{{6,}})-(\d{{12,}})(-stop)?")
+_RECORDS = re.compile(rf"{RECORDS}/(\d{{6,}})/(\d{{12,}})-(\d{{12,}})\.arrow")
+_PORTION = re.compile(rf"{PORTIONS}/(\d{{6,}})/(\d+)/(\d{{12,}})-(\d+)\.arrow")
+
+
+def generation_file(generation: int, bid: str = "") -> str:
+    """`bid` tells rivals apart where a name cannot be taken exclusively."""
+    return f"{GENERATIONS}/{generation:06d}{'-' if bid else ''}{bid}.arrow"
+
+
+def manifest_file(generation: int) -> str:
+    return f"{MANIFESTS}/{generation:06d}.arrow"
+
+
+def generation_of(name: str) -> int | None:
+    """Of an entry of `generations`, or a manifest.
+
+    >>> generation_of("manifests/000012.arrow"), generation_of("manifests/x.arrow")
+    (12, None)
+    """
+    found = _GENERATION.fullmatch(name)
+    return int(found[2]) if found else None
+
+
+def latest(names: Iterable[str]) -> int:
+    """The highest generation of these names; -1 if there is none."""
+    return max((g for name in names if (g := generation_of(name)) is not None), default=-1)
+
+
+def unit_file(
+    generation: int, epoch: int, unit: tuple[int, int], site: int, what: str, *, stop: bool = False
+) -> str:
+    folder = f"{CHECKPOINTS}/{generation:06d}-{epoch:012d}{'-stop' if stop else ''}"
+    return f"{folder}/{unit[0]}-{unit[1]}-{site}-{what}.arrow"
+
+
+class CheckpointName(NamedTuple):
+    generation: int
+    epoch: int
+
+
+def checkpoint_name(folder: str) -> CheckpointName | None:
+    """
+    >>> checkpoint_name("checkpoints/000002-000000000990-stop")
+    CheckpointName(generation=2, epoch=990)
+    """
+    found = _CHECKPOINT.fullmatch(folder)
+    return CheckpointName(int(found[1]), int(found[2])) if found else None
+
+
+class RecordsName(NamedTuple):
+    generation: int
+    first: int
+    last: int
+
+
+def records_file(generation: int, first: int, last: int) -> str:
+    return f"{RECORDS}/{generation:06d}/{first:012d}-{last:012d}.arrow"
+
+
+def records_name(name: str) -> RecordsName | None:
+    """
+    >>> records_name(records_file(2, 7, 9))
+    RecordsName(generation=2, first=7, last=9)
+    """
+    found = _RECORDS.fullmatch(name)
+    return RecordsName(*map(int, found.groups())) if found else None
+
+
+class PortionName(NamedTuple):
+    generation: int
+    source: int
+    number: int
+    rank: int
+
+
+def portion_file(generation: int, source: int, number: int, rank: int) -> str:
+    return f"{PORTIONS}/{generation:06d}/{source}/{number:012d}-{rank}.arrow"
+
+
+def portion_name(name: str) -> PortionName | None:
+    """
+    >>> portion_name(portion_file(2, 0, 7, 1))
+    PortionName(generation=2, source=0, number=7, rank=1)
+    """
+    found = _PORTION.fullmatch(name)
+    return PortionName(*map(int, found.groups())) if found else None
+
+
+def is_known(name: str) -> bool:
+    """Whether it is a file of a store.
+
+    >>> is_known("checkpoints/000000-000000000007/1-0-2-groups.arrow"), is_known("../secret.arrow")
+    (True, False)
+    """
+    folder, _, file = name.rpartition("/")
+    return (
+        generation_of(name) is not None
+        or records_name(name) is not None
+        or portion_name(name) is not None
+        or (_CHECKPOINT.fullmatch(folder) is not None and file.endswith(".arrow"))
+        or (name.startswith((f"{STATE}/", f"{RESULTS}/")) and ".." not in name.split("/"))
+    )
