@@ -37,7 +37,7 @@ NO_EXTRAS: dict[str, Any] = {"counts": (0, 0, 0, 0), "operator": None, "egress":
 
 def record(epoch: int, last: bool = False) -> EpochRecord:
     start = epoch * ROWS
-    return EpochRecord(epoch, start, (Range(1, 0, start, start + ROWS, None),), last=last)
+    return EpochRecord(epoch, start, (Range(1, 0, start, start + ROWS),), last=last)
 
 
 def state(epoch: int) -> pa.RecordBatch:
