@@ -59,6 +59,19 @@ class SinkError(HoldfastError):
     """A store outside refuses a sink's rows, or is not as the sink needs it."""
 
 
+class SinkRewoundError(SinkError):
+    """A store outside has less than a sink has put there: it was restored, or rows were removed."""
+
+    def __init__(self, sink: str, committed: int, found: int, hint: str) -> None:
+        has = f"rows up to epoch {found} only" if found >= 0 else "no epoch of it"
+        super().__init__(
+            f"sink {sink!r}: the flow knows its rows up to epoch {committed} as durable, but the "
+            f"sink has {has}",
+            hint=hint,
+        )
+        self.sink, self.committed, self.found = sink, committed, found
+
+
 class HostError(HoldfastError):
     """The host (Spark, or this machine) cannot carry the flow as asked."""
 
