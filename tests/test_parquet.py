@@ -15,6 +15,7 @@ import pytest
 
 from holdfast import FlowError, SinkError, parquet
 from holdfast.errors import SinkRewoundError
+from holdfast.flow import parquet as parquet_module
 from holdfast.flow.sinks import Authority, Sink, SinkWriter
 
 PATIENCE_S = 60
@@ -156,6 +157,39 @@ def test_a_new_leader_goes_on_behind_what_the_old_one_published(
     settle(new, 3)
     new.close()
     assert rows_in(out) == expected(0, 1, 2, 3) and (out / "_SUCCESS").exists()
+
+
+def test_a_writer_that_was_overtaken_keeps_quiet_for_a_while(
+    sink: Sink, out: Path, writers: list[SinkWriter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its site is told that it leads no more, and must not end the flow before it hears that."""
+    old = sink.open(authority(term=1), SCHEMA)
+    new, _ = sink.resume(authority(term=2), SCHEMA, -1)
+    writers += [old, new]
+    put(new, 0)
+    give(old, 0, 1)
+    until(lambda: old.report()["held_rows"] == 0, "it gives up")
+    assert old.commit(1) == -1 and old.room() and not old.finish()
+    monkeypatch.setattr(parquet_module, "QUIET_S", -1.0)
+    with pytest.raises(FlowError, match="a later leader of the flow has written"):
+        old.commit(1)
+    assert rows_in(out) == expected(0)
+
+
+def test_what_writers_keep_beside_the_files_may_be_removed(
+    sink: Sink, out: Path, writers: list[SinkWriter]
+) -> None:
+    writer = sink.open(authority(), SCHEMA)
+    put(writer, 0)
+    shutil.rmtree(out / "_holdfast")
+    put(writer, 1)
+    shutil.rmtree(out / "_holdfast")
+    new, _ = sink.resume(authority(term=2), SCHEMA, 1)
+    writers += [writer, new]
+    put(new, 2)
+    give(writer, 2)
+    until(lambda: writer.report()["held_rows"] == 0, "it is fenced all the same")
+    assert rows_in(out) == expected(0, 1, 2)
 
 
 def test_a_flow_that_was_started_twice_with_one_secret_is_refused(
@@ -398,6 +432,7 @@ def test_rows_wait_for_a_disk_that_fails(
     out: Path,
     writers: list[SinkWriter],
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     sink = parquet(out, roll_s=0, held_bytes_max=200)
     writer = sink.open(authority(), SCHEMA)
@@ -411,7 +446,8 @@ def test_rows_wait_for_a_disk_that_fails(
     until(lambda: writer.report()["away"], "it says so")
     assert os.strerror(error) in writer.report()["away"]
     until(lambda: len(calls) > 3, "it tries again")
-    assert not writer.room() and writer.commit(last) == 0
+    assert not writer.room() and writer.commit(last) == 0 and writer.report()["away"]
+    assert sum("rows are held" in r.message for r in caplog.records) == 1, "it is logged once"
     calls.clear()
     settle(writer, last)
     assert writer.room() and writer.report()["away"] is None
@@ -459,6 +495,12 @@ def test_a_file_is_on_the_disk_before_it_is_seen_and_its_name_before_it_counts(
     file = os.stat(out / "part-000000000000.parquet").st_ino
     at = durable.index(("link", file))
     assert ("sync", file) in durable[:at] and ("sync", os.stat(out).st_ino) in durable[at:]
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(sink: Sink, out: Path) -> None:
+    out.write_text("a file")
+    with pytest.raises(SinkError, match=r"cannot write to the folder .*/out"):
+        sink.open(authority(), SCHEMA)
 
 
 def test_a_folder_without_hard_links_is_refused(

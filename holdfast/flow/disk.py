@@ -21,15 +21,17 @@ class Disk:
     name by `sync_folder` of the folder it is in."""
 
     def make_folders(self, path: str) -> None:
-        """Make a folder, and those above it, durably."""
-        missing = []
-        while not os.path.isdir(path):
-            missing.append(path)
-            path = os.path.dirname(path)
-        for path in reversed(missing):
+        """Make a folder, and those above it, durably. Those that are there are synced, too: whoever
+        made them may have died before it could."""
+        above = os.path.dirname(path)
+        if above == path:
+            return
+        self.make_folders(above)
+        if not self.exists(path):
             with contextlib.suppress(FileExistsError):
-                os.mkdir(path)
-            self.sync_folder(os.path.dirname(path))
+                self.make_folder(path)
+        with contextlib.suppress(PermissionError):  # one in which nobody here can have made it
+            self.sync_folder(above)
 
     def make_folder(self, path: str) -> None:
         """Make one folder; the one above it must be there."""

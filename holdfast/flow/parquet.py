@@ -223,7 +223,8 @@ class ParquetWriter(SinkWriter):
         while self._wait_until_due():
             try:
                 self._step()
-                pause = RETRY_S
+                if self._away is None:
+                    pause = RETRY_S
             except OSError as error:
                 self._note_away(error)
                 self._wait(pause)
@@ -275,12 +276,13 @@ class ParquetWriter(SinkWriter):
     def _reach(self, durable: int) -> None:
         """Everything up to this epoch is published, and what follows can be written."""
         with self._changed:
+            if durable > self._durable or self._phase is Phase.CLAIMING:
+                self._away, self._rolled = None, time.monotonic()
             self._durable = max(self._durable, durable)
             while self._held and self._held[0][0] <= self._durable:
                 _, batch = self._held.popleft()
                 self._held_bytes -= batch.nbytes
                 self._held_rows -= batch.num_rows
-            self._away, self._rolled = None, time.monotonic()
             self._move(Phase.WRITING)
 
     def _enter(self, phase: Phase) -> None:

@@ -358,6 +358,8 @@ class PartFolder:
             and n != EMPTY
             and not _PART.fullmatch(n)
         )
+        if beginning is not Beginning.TAKE_OVER and firsts:
+            self._check_overtaken(_name(firsts[-1]))
         if beginning is Beginning.FIRST:
             self._expect_none([n for n in names if n in foreign or _PART.fullmatch(n)])
             return Chain(-1, 0)
@@ -367,6 +369,17 @@ class PartFolder:
         if beginning is Beginning.AFTER_STOP and later:
             raise self._from_after(_name(later[0]))
         return self._later_chain(chain, later, foreign)
+
+    def _check_overtaken(self, name: str) -> None:
+        """Before it has claimed: whether a later leader of the same flow has published."""
+        with contextlib.suppress(FlowError):  # a file of somebody else
+            part = self._part(name)
+            if part is not None and part.incarnation == self.whose.incarnation:
+                self._check_term(part)
+
+    def _check_term(self, part: Part) -> None:
+        if part.term > self.whose.term:
+            raise Overtaken
 
     def _expect_none(self, names: Sequence[str]) -> None:
         if names:
@@ -413,8 +426,7 @@ class PartFolder:
             self._check_author(name, part)
             if part.incarnation != self.whose.incarnation:
                 raise self._from_after(name)
-            if part.term > self.whose.term:
-                raise Overtaken
+            self._check_term(part)
             if first != end + 1 and not self._allow_missing:
                 raise self._rewound(part.last_epoch, end)
             end, number, last = part.last_epoch, part.number + 1, name
@@ -561,10 +573,10 @@ class PartFolder:
             self.whose.sink,
             committed,
             found,
-            f"files were removed from {self._path}, or it was restored from an older copy: put "
-            f"those with the epochs {found + 1} to {committed} back and resume the flow. If they "
-            "are meant to be missing (moved elsewhere, or a new folder), say "
-            "parquet(..., allow_missing=True)",
+            f"files were removed from {self._path}, or it was restored from an older copy, or is "
+            f"not the same folder on all machines: put the files with the epochs {found + 1} to "
+            f"{committed} back and resume the flow. If they are meant to be missing (moved "
+            "elsewhere, or a new folder), say parquet(..., allow_missing=True)",
         )
 
 
