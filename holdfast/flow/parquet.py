@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from holdfast.errors import FlowError, HoldfastError, SinkError, require
 from holdfast.flow.disk import Disk
-from holdfast.flow.parquet_folder import Beginning, Overtaken, PartFolder, RoomGone
+from holdfast.flow.parquet_folder import Beginning, Overtaken, PartFolder, StagingGone
 from holdfast.flow.sinks import Authority, Sink, SinkWriter
 
 log = logging.getLogger("holdfast.parquet")
@@ -229,7 +229,7 @@ class ParquetWriter(SinkWriter):
                 self._note_away(error)
                 self._wait(pause)
                 pause = min(2 * pause, RETRY_S_MAX)
-            except RoomGone:
+            except StagingGone:
                 self._enter(Phase.CLAIMING)
             except Overtaken:
                 self._overtaken_at = time.monotonic()

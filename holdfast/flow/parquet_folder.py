@@ -6,27 +6,28 @@ publish, and what it publishes follows on what is there.
     out/part-000000000000.parquet      the rows of the epochs 0 to 6
         part-000000000007.parquet      and from 7 on: a file is named after its first epoch
         _SUCCESS                       while no flow writes
-        _holdfast/flow-000000          a flow that wrote here; and the one that came after it
+        _holdfast/flow-000000          a flow that wrote here, and the one that came after it
         _holdfast/flow-000001
-        _holdfast/writer-000001-...    the room of a writer of the last one
+        _holdfast/writer-000001-...    the staging folder of the writer that leads
 
-**Fencing.** A writer prepares each file in a *room* of its own, a folder with a unique name, and
-publishes it with a hard link. Whoever takes over removes the rooms of all before it, and only then
-looks what is published. Since the source of a link must exist, a writer that was stopped at any
-call and wakes up later fails at its link, or at making another file; the same holds for
-``_SUCCESS``, which is linked out of the room, and renamed into it. It does not matter what clock,
-lease or connection that writer believes in.
+**Fencing.** A writer prepares each file in a *staging folder* of its own, with a unique name, and
+publishes it with a hard link. A new leader removes the staging folders of all writers before it,
+and only then lists what is published. A link needs its source. So a writer that was stopped at any
+call, and wakes up later, fails at its link or at creating another file. The same holds for
+``_SUCCESS``, which is linked out of the staging folder and renamed into it. No clock, lease or
+connection is involved.
 
-**Order.** Rooms are ordered by flow and by the leader's term. A writer makes its room first and
-looks at the others afterwards; so of two that claim at once at least the later one in that order
-sees the other, and the earlier one, if it is not seen, sees the later. Flows are numbered by
-linking ``flow-N``, which succeeds once: a flow that is resumed after a stop is another one, and
-writers of the earlier are fenced as well. One that was lost and goes on is the same flow, in a
-later term.
+**Order.** Staging folders are ordered by flow, then by the leader's term. A writer creates its own
+first and lists the others afterwards. So of two that claim at the same time, either the later one
+sees and removes the folder of the earlier, or the earlier one sees that of the later and gives up.
+Flows get their numbers by linking ``flow-N``, which succeeds once. A flow that is resumed after a
+stop is another flow, and fences the writers of the earlier one, too. A flow that was lost and
+resumed is the same flow in a later term.
 
 **Chain.** A file's metadata says which flow, sink, incarnation and term wrote it, which epochs it
-has, and how many files are before it. So a listing and a few footers tell whether anything is
-missing, was added, or was torn.
+has, and how many files precede it. A listing and a few footers therefore tell whether files are
+missing, torn, or of somebody else. Since names are taken once, even two writers that are not fenced
+from each other (somebody removed ``_holdfast``) cannot publish ranges that overlap.
 
 Nothing here waits, retries or has a thread; that is the writer's. Every method may raise `OSError`
 and can then be called again.
@@ -80,9 +81,9 @@ class Overtaken(Exception):
     """A writer of a later term has taken over; this one must keep quiet."""
 
 
-class RoomGone(Exception):
-    """Somebody has removed this writer's room, but no row and for no other writer: it can claim
-    again."""
+class StagingGone(Exception):
+    """Somebody removed this writer's staging folder, but no rows, and no other writer leads: it can
+    claim again."""
 
 
 class FlowMark(msgspec.Struct, frozen=True):
@@ -134,9 +135,9 @@ class PartFolder:
         self._path, self.whose, self._allow_missing = path, whose, allow_missing
         self._disk = disk
         self._id = uuid.uuid4().hex
-        self._room = ""
+        self._staging = ""
         self._staged: list[str] = []
-        """Files of the room that are of no use any more."""
+        """Files in the staging folder that are not needed any more."""
         self._marked = False
         """Whether the folder has, or had, the mark of this flow."""
         self.chain = Chain(-1, 0)
@@ -148,7 +149,7 @@ class PartFolder:
         published; `durable` is the last one of which the flow knows that it was."""
         self._disk.make_folders(self._in(HIDDEN))
         flow = self._enter(beginning, durable)
-        self._make_room(flow)
+        self._make_staging(flow)
         self._fence(flow)
         self._refresh()
         self.chain = self._examine(beginning, durable)
@@ -287,21 +288,21 @@ class PartFolder:
         self._disk.sync_folder(self._in(HIDDEN))
         return True
 
-    def _make_room(self, flow: int) -> None:
-        self._room = self._in(HIDDEN, f"writer-{flow:06d}-{self.whose.term:020d}-{self._id}")
+    def _make_staging(self, flow: int) -> None:
+        self._staging = self._in(HIDDEN, f"writer-{flow:06d}-{self.whose.term:020d}-{self._id}")
         self._staged.clear()
         with contextlib.suppress(FileExistsError):  # a claim that failed half-way made it
-            self._disk.make_folder(self._room)
+            self._disk.make_folder(self._staging)
         self._disk.sync_folder(self._in(HIDDEN))
 
     def _fence(self, flow: int) -> None:
-        """Remove the rooms of all writers before this one, unless there is a later one."""
+        """Remove the staging folders of all earlier writers, unless there is a later one."""
         names = self._disk.list(self._in(HIDDEN))
         self._check_latest(flow, names)
         mine = (flow, self.whose.term)
         for name in names:
             if (match := _WRITER.fullmatch(name)) and (int(match[1]), int(match[2])) < mine:
-                self._remove_room(self._in(HIDDEN, name))
+                self._remove_staging(self._in(HIDDEN, name))
         self._disk.sync_folder(self._in(HIDDEN))
 
     def _check_latest(self, flow: int, names: Sequence[str]) -> None:
@@ -318,14 +319,14 @@ class PartFolder:
                 hint="each start needs a secret of its own (HOLDFAST_SECRET)",
             )
 
-    def _remove_room(self, room: str) -> None:
-        """Its writer may be adding files meanwhile; once the room is gone it cannot."""
+    def _remove_staging(self, path: str) -> None:
+        """Its writer may be adding files meanwhile; once the folder is gone it cannot."""
         while True:
             try:
-                for name in self._disk.list(room):
+                for name in self._disk.list(path):
                     with contextlib.suppress(FileNotFoundError):
-                        self._disk.remove(f"{room}/{name}")
-                self._disk.remove_folder(room)
+                        self._disk.remove(f"{path}/{name}")
+                self._disk.remove_folder(path)
             except FileNotFoundError:
                 return  # somebody else removed it
             except OSError as error:
@@ -492,17 +493,17 @@ class PartFolder:
             )
             self._disk.rename(self._in(name), self._fresh(""))
 
-    # --- the room -------------------------------------------------------------------------------
+    # --- the staging folder ---------------------------------------------------------------------
 
     def _in(self, *names: str) -> str:
         return "/".join((self._path, *names))
 
     def _fresh(self, suffix: str) -> str:
-        """A name in the room that nobody has used."""
-        return f"{self._room}/{uuid.uuid4().hex}{suffix}"
+        """A name in the staging folder that nobody has used."""
+        return f"{self._staging}/{uuid.uuid4().hex}{suffix}"
 
     def _stage(self, table: pa.Table, part: Part) -> str:
-        """A file in the room, on the disk."""
+        """A file in the staging folder, synced."""
         self._tidy()
         staged = self._fresh(".parquet")
         metadata = {**(table.schema.metadata or {}), **part.metadata()}
@@ -521,8 +522,8 @@ class PartFolder:
             self._disk.link(staged, self._in(name))
 
     def _tidy(self) -> None:
-        """Remove what is in the room; a file that is published has another name. What cannot be
-        removed now is in nobody's way."""
+        """Remove staged files; one that is published has another name. What cannot be removed now
+        is tried again later."""
         left = []
         for staged in self._staged:
             try:
@@ -534,23 +535,23 @@ class PartFolder:
         self._staged = left
 
     def _explain(self, error: FileNotFoundError) -> NoReturn:
-        """Why the room, the folder or the last file is not there."""
-        room = self._room.rpartition("/")[2]
+        """Raise the reason why a file or folder that a call needs is not there."""
+        staging = self._staging.rpartition("/")[2]
         try:
             names, marks = self._disk.list(self._in(HIDDEN)), self._marks()
         except FileNotFoundError:
             names, marks = [], []
         if marks and not self._is_among(marks):
             raise self._taken(marks[-1][1]) from error
-        if marks and (match := _WRITER.fullmatch(room)):
+        if marks and (match := _WRITER.fullmatch(staging)):
             self._check_latest(int(match[1]), names)
-        if room in names:
+        if staging in names:
             raise error  # a file in it is missing; the next attempt makes another
         try:
             self._examine(Beginning.TAKE_OVER, self.chain.end)
         except FileNotFoundError:
             raise self._rewound(self.chain.end, -1) from error
-        raise RoomGone from error
+        raise StagingGone from error
 
     # --- errors ---------------------------------------------------------------------------------
 

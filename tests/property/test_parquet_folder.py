@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import HoldfastError
 from holdfast.flow.disk import Disk
-from holdfast.flow.parquet_folder import Beginning, Overtaken, PartFolder, RoomGone
+from holdfast.flow.parquet_folder import Beginning, Overtaken, PartFolder, StagingGone
 from holdfast.flow.sinks import Authority
 
 SCHEMA = pa.schema([("incarnation", pa.string()), ("epoch", pa.int64())])
@@ -290,7 +290,7 @@ class Writer:
                         self.closed = True
                     return
                 self.flow.durable.append(max(end, self.flow.durable[-1]))
-            except RoomGone:
+            except StagingGone:
                 self.claimed, self.beginning = False, Beginning.TAKE_OVER
             except OSError:
                 if not self.claimed and self.beginning is not Beginning.TAKE_OVER:
