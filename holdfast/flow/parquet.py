@@ -40,6 +40,8 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 class Parquet(Sink):
     """See `parquet`."""
 
+    disk = Disk()
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -57,8 +59,6 @@ class Parquet(Sink):
         self.path = _folder(path)
         self.roll_s, self.with_order = roll_s, with_order
         self.held_bytes_max, self.allow_missing = held_bytes_max, allow_missing
-
-    disk = Disk()
 
     def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
         return self._begin(Beginning.FIRST, whose, schema, -1)

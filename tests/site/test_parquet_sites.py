@@ -53,7 +53,7 @@ def told(tmp_path: Path) -> Path:
 
 def sink(out: Path, told: Path, **more: int) -> Parquet:
     made = Parquet(out, roll_s=0.1, **more)
-    made.disk = Told(told)  # type: ignore[misc]
+    made.disk = Told(told)
     return made
 
 
