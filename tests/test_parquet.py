@@ -287,21 +287,21 @@ def test_the_results_of_another_flow_are_not_gone_on_from(sink: Sink) -> None:
 def test_files_that_were_removed_before_a_flow_goes_on_are_missed(sink: Sink, out: Path) -> None:
     stopped(sink, 3)
     (out / "part-000000000003.parquet").unlink()
-    with pytest.raises(SinkRewoundError, match=r"up to epoch 3 .* up to epoch 2") as caught:
+    with pytest.raises(SinkRewoundError, match=r"up to 3, .* up to 2") as caught:
         sink.go_on(authority("second"), SCHEMA, 3)
     assert (caught.value.sink, caught.value.committed, caught.value.found) == ("out", 3, 2)
     (out / "part-000000000001.parquet").unlink()
-    with pytest.raises(SinkRewoundError, match=r"up to epoch 3 .* up to epoch 0"):
+    with pytest.raises(SinkRewoundError, match=r"up to 3, .* up to 0"):
         sink.go_on(authority("second"), SCHEMA, 3)
     shutil.rmtree(out)
-    with pytest.raises(SinkRewoundError, match=r"up to epoch 3 .* no epoch"):
+    with pytest.raises(SinkRewoundError, match=r"up to 3, .* nothing of this flow"):
         sink.go_on(authority("second"), SCHEMA, 3)
 
 
 def test_a_file_that_was_removed_from_the_middle_is_missed(sink: Sink, out: Path) -> None:
     stopped(sink, 3)
     (out / "part-000000000001.parquet").unlink()
-    with pytest.raises(SinkRewoundError, match=r"up to epoch 3 .* up to epoch 0"):
+    with pytest.raises(SinkRewoundError, match=r"up to 3, .* up to 0"):
         sink.go_on(authority("second"), SCHEMA, 3)
 
 
@@ -314,7 +314,7 @@ def test_files_that_were_removed_are_missed_by_a_new_leader(
     new, _ = sink.resume(authority(term=2), SCHEMA, 2)
     writers += [old, new]
     give(new, 3)
-    refused(new, SinkRewoundError, r"up to epoch 2 .* up to epoch 1", 3)
+    refused(new, SinkRewoundError, r"up to 2, .* up to 1", 3)
     assert names(out) == ["part-000000000000.parquet", "part-000000000001.parquet"]
 
 
@@ -331,7 +331,7 @@ def test_files_that_are_removed_while_the_flow_runs_are_missed(
         for file in out.glob("part-000000000001.*" if gone == "the last file" else "*.parquet"):
             file.unlink()
     give(writer, 2)
-    refused(writer, SinkRewoundError, "up to epoch 1", 2)
+    refused(writer, SinkRewoundError, "up to 1,", 2)
     assert not any(out.glob("part-000000000002.parquet"))
 
 
