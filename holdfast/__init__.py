@@ -26,9 +26,10 @@ from holdfast.flow.graph import Flow, KeyedStream, Stream
 from holdfast.flow.kafka import kafka_sink, kafka_source
 from holdfast.flow.operators.custom import KeyedFunction, Rows
 from holdfast.flow.outlet import outlet
+from holdfast.flow.parquet import parquet
 from holdfast.flow.postgres import postgres
 from holdfast.flow.protection import active, none, pairs, passive, rollback, upstream
-from holdfast.flow.sinks import callback, console, discard, parquet
+from holdfast.flow.sinks import callback, console, discard
 from holdfast.flow.sources import generator, rows
 from holdfast.flow.taps import follow, lines
 from holdfast.flow.view import view

@@ -26,8 +26,8 @@ from holdfast.apps import Apps
 from holdfast.bench.dmz import SCHEMA, DmzRows, dmz_flow
 from holdfast.dashboard import watch
 from holdfast.flow.graph import Flow
+from holdfast.flow.parquet import parquet
 from holdfast.flow.protection import pairs
-from holdfast.flow.sinks import parquet
 from holdfast.spark.parcels import spark_schema
 from holdfast.spark.session import local_session
 from holdfast.spark.sources import spark_batch

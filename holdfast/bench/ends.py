@@ -27,7 +27,7 @@ from holdfast.chaos import kafka
 from holdfast.errors import InvariantError
 from holdfast.flow.kafka import kafka_source
 from holdfast.flow.outlet import outlet
-from holdfast.flow.sinks import parquet
+from holdfast.flow.parquet import parquet
 from holdfast.run import Run
 from holdfast.spark.session import local_session
 from holdfast.spark.sources import spark_stream

@@ -24,7 +24,8 @@ from holdfast.bench.report import Figure, PeakRss, show
 from holdfast.errors import InvariantError
 from holdfast.flow.expr import at_start, col, max_, mean
 from holdfast.flow.graph import Flow
-from holdfast.flow.sinks import Sink, discard, parquet
+from holdfast.flow.parquet import parquet
+from holdfast.flow.sinks import Sink, discard
 from holdfast.flow.sources import Generator, Source
 from holdfast.run import Run
 from holdfast.spark.session import local_session

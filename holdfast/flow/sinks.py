@@ -7,17 +7,14 @@ complete; only then is it counted as delivered.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from holdfast.errors import FlowError
 from holdfast.flow.batches import row_digests
@@ -52,6 +49,11 @@ class SinkWriter:
     def room(self) -> bool:
         """Whether another epoch can be taken now. If not it waits, and the source with it; the
         question is asked again and again."""
+        return True
+
+    def finish(self) -> bool:
+        """No epoch follows. Whether all that were committed are durable: asked until they are, so
+        that a site does not stand still while a store outside is away."""
         return True
 
     def close(self) -> None:
@@ -106,114 +108,6 @@ class Sink:
         """Go on in place of a writer that is gone, which said last that `durable` was durable.
         Also gives the epoch that was durable in truth: the first to write is the one after it."""
         return self.open(whose, schema), durable
-
-
-class Parquet(Sink):
-    """A directory of parquet files that Spark reads back, each the rows of a range of epochs.
-
-    A file is named after its first epoch and says in its metadata which is its last; the next one
-    begins right after it. A name can be taken only once: of two writers that both believe to lead
-    one adds the file, and the other goes on from where that ends. So ranges never overlap.
-    """
-
-    def __init__(
-        self, path: str | os.PathLike[str], *, roll_s: float = 1.0, with_order: bool = False
-    ) -> None:
-        self.path, self.roll_s, self.with_order = Path(path).absolute(), roll_s, with_order
-
-    def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
-        if any(self.path.glob("*.parquet")):
-            raise FlowError(
-                f"sink {whose.sink!r}: the directory {self.path} already holds parquet files",
-                hint="give each run a directory of its own, or empty it first",
-            )
-        self.path.mkdir(parents=True, exist_ok=True)
-        return _ParquetWriter(self, schema, -1)
-
-    def go_on(self, whose: Authority, schema: pa.Schema, durable: int) -> SinkWriter:
-        later = [f for f in self.path.glob("part-*.parquet") if f >= self.file(durable + 1)]
-        if later:
-            raise FlowError(
-                f"sink {whose.sink!r}: {later[0]} is from after the flow was stopped",
-                hint="another flow has gone on from there; give this one a directory of its own",
-            )
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "_SUCCESS").unlink(missing_ok=True)
-        return _ParquetWriter(self, schema, durable)
-
-    def resume(self, whose: Authority, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "_SUCCESS").unlink(missing_ok=True)
-        while (last := self.last_epoch(durable + 1)) is not None:
-            durable = last
-        return _ParquetWriter(self, schema, durable), durable
-
-    def file(self, first: int) -> Path:
-        return self.path / f"part-{first:012d}.parquet"
-
-    def last_epoch(self, first: int) -> int | None:
-        """The last epoch of the file that begins with `first`; None if there is none."""
-        try:
-            metadata = pq.read_metadata(self.file(first)).metadata
-        except FileNotFoundError:
-            return None
-        return int(metadata[_LAST])
-
-
-_LAST = b"holdfast.last_epoch"
-
-
-class _ParquetWriter(SinkWriter):
-    """Buffers until `roll_s` has passed, then writes one file under a name that hides it from
-    readers until it is whole."""
-
-    _ROWS_MAX = 1 << 20
-
-    def __init__(self, sink: Parquet, schema: pa.Schema, durable: int) -> None:
-        self._sink, self._schema = sink, schema
-        self._batches: list[tuple[int, pa.RecordBatch]] = []
-        self._rows = 0
-        self._durable = self._committed = durable
-        self._rolled = time.monotonic()
-
-    def write(self, epoch: int, batch: pa.RecordBatch) -> None:
-        if batch.num_rows:
-            self._batches.append((epoch, batch))
-            self._rows += batch.num_rows
-
-    def commit(self, epoch: int) -> int:
-        self._committed = epoch
-        due = time.monotonic() - self._rolled >= self._sink.roll_s
-        if self._batches and (due or self._rows >= self._ROWS_MAX):
-            self._roll()
-        return self._durable
-
-    def _roll(self) -> None:
-        """Add a file with everything that was committed."""
-        while self._durable < self._committed:
-            first = self._durable + 1
-            hidden = self._sink.path / f".part-{first:012d}-{os.getpid()}.tmp"
-            pq.write_table(self._table(), hidden)
-            try:
-                os.link(hidden, self._sink.file(first))
-                self._durable = self._committed
-            except FileExistsError:
-                self._durable = self._sink.last_epoch(first) or first
-            os.unlink(hidden)
-            self._batches = [(e, b) for e, b in self._batches if e > self._durable]
-        self._rows = sum(b.num_rows for _, b in self._batches)
-        self._rolled = time.monotonic()
-
-    def _table(self) -> pa.Table:
-        metadata = {**(self._schema.metadata or {}), _LAST: str(self._committed).encode()}
-        table = pa.Table.from_batches([b for _, b in self._batches], self._schema)
-        return table.replace_schema_metadata(metadata)
-
-    def close(self) -> None:
-        if self._batches or not any(self._sink.path.glob("*.parquet")):
-            self._committed = max(self._committed, 0)  # an empty result must be readable, too
-            self._roll()
-        (self._sink.path / "_SUCCESS").touch()
 
 
 class Discard(Sink):
@@ -306,11 +200,6 @@ class _CallbackWriter(SinkWriter):
     def write(self, epoch: int, batch: pa.RecordBatch) -> None:
         if batch.num_rows:
             self._function(epoch, batch)
-
-
-def parquet(path: str | os.PathLike[str], *, roll_s: float = 1.0, with_order: bool = False) -> Sink:
-    """Write a directory of parquet files; a new one at most every `roll_s` seconds."""
-    return Parquet(path, roll_s=roll_s, with_order=with_order)
 
 
 def discard(clock: str | None = None) -> Sink:

@@ -133,8 +133,14 @@ class Egress:
     def tend(self) -> None:
         """Called every now and then: what was taken becomes durable also when nothing follows it,
         and what goes wrong is heard of."""
-        if self.writer is not None and self.leads and self.durable < self.taken:
-            self.let_go(self.writer.commit(self.taken))
+        if self.writer is not None and self.leads and self.durable < self._given:
+            self.let_go(self.writer.commit(self._given))
+
+    @property
+    def _given(self) -> int:
+        """Up to here the writer that leads has been given all rows. What was taken while another
+        one led may wait for epochs that are stored."""
+        return self.taken if self._recalled >= self._stored else self._recalled - 1
 
     def take(self, epoch: int, batch: pa.RecordBatch) -> None:
         self.taken = max(self.taken, epoch)
@@ -212,8 +218,16 @@ class Egress:
         if self.writer is not None:
             self.writer.restore(saved["writer"])
 
+    def finish(self) -> bool:
+        """The last epoch is through; whether the sink has made everything durable. Asked again
+        until it has."""
+        if self.writer is None or not self.leads:
+            return True
+        self.let_go(self.writer.commit(self.taken))
+        return self.writer.finish()
+
     def close(self) -> None:
-        """The last epoch is through."""
+        """The last epoch is through, and everything durable."""
         if self.writer is not None and self.leads:
             self.writer.close()
 

@@ -499,10 +499,12 @@ class Node:
             self._finish()
 
     def _finish(self) -> None:
-        """Nothing is left to do here; wait for those who read what is kept."""
+        """Nothing is left to do here; wait for those who read what is kept, and for sinks that
+        have yet to make it durable."""
         assert self.view is not None
         egresses = [r.egress for r in self.stages.units.values() if r.egress is not None]
-        self._over = not all(egress.is_drained for egress in egresses)
+        done = [egress.is_drained and egress.finish() for egress in egresses]
+        self._over = not all(done)
         self._finishes = not self._over
         if self._over:
             return
@@ -747,6 +749,8 @@ class Node:
             self.stages.recall()
             self.checkpoint()
             self.sourcing.read_ahead(only_leading)
+            if self._over:
+                self._finish()
 
     def _on_feed_counted(self, source: int) -> None:
         unit = (StageId(source), CohortId(0))

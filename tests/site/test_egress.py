@@ -190,6 +190,42 @@ def test_whoever_leads_next_goes_on_with_what_is_stored(tmp_path: Path) -> None:
     assert egress.held == [] and egress.durable == 4
 
 
+class Told(Log):
+    """Believes what it is told: everything up to the epoch that is committed is durable."""
+
+    def commit(self, epoch: int) -> int:
+        self.reached = max(self.reached, epoch)
+        return self.reached
+
+
+def test_what_is_stored_is_not_said_to_be_written_before_it_is(tmp_path: Path) -> None:
+    """A new leader has later epochs, which wait, and is tended to before it recalls any."""
+    log = Told()
+    egress = with_past(log, tmp_path)
+    egress.take(4, ROWS)
+    egress.lead(1)
+    egress.tend()
+    assert log.reached == -1 and egress.durable == -1
+    while not egress.ready:
+        egress.recall()
+        egress.tend()
+    assert log.rows == [*STORED, (4, [1, 2])] and egress.durable == 4
+
+
+def test_an_egress_is_not_finished_before_its_sink_is(sink: Slow, egress: Egress) -> None:
+    """Epochs without rows count: whoever goes on later expects the sink to have come so far."""
+    egress.take(0, ROWS)
+    assert egress.finish(), "another one leads"
+    committed: list[int] = []
+    sink.commit = lambda epoch: committed.append(epoch) or sink.reached  # type: ignore[method-assign]
+    sink.finish = lambda: sink.reached >= committed[-1]  # type: ignore[method-assign]
+    egress.lead(1)
+    egress.take(1, ROWS.slice(2))
+    assert not egress.finish() and committed[-1] == 1
+    sink.reached = 1
+    assert egress.finish() and egress.held == []
+
+
 def test_a_copy_that_was_made_of_a_leader_recalls_nothing_twice(tmp_path: Path) -> None:
     one, other = Log(), Log()
     old, new = with_past(one, tmp_path), with_past(other, tmp_path)
