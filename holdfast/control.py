@@ -814,9 +814,6 @@ def _address(text: str) -> tuple[str, int]:
 def _rebuilt(message: wire.Failed) -> Exception:
     """A site's error as an exception of this process; only our own classes are made."""
     kind = getattr(errors, message.kind, None)
-    detail: dict[str, Any] = dict(message.detail)
-    if kind is errors.OperatorError:
-        return errors.OperatorError(**detail)
     if not (isinstance(kind, type) and issubclass(kind, errors.HoldfastError)):
         kind = errors.HoldfastError
-    return kind(detail["message"], hint=detail.get("hint"))
+    return kind.rebuilt(message.detail)

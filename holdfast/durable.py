@@ -48,6 +48,7 @@ from holdfast.flow.past import (
     MANIFEST,
     PORTIONS,
     RECORDS,
+    SINKS,
     SOURCES,
     STATE,
     WAITING,
@@ -217,7 +218,7 @@ class Durable:
         """Before the flow starts: see to it that there is something to go on from if it is lost at
         once."""
         if self._goes_on:
-            for name in (STATE, SOURCES, WAITING):  # it was about to stop
+            for name in (STATE, SOURCES, WAITING, SINKS):  # it was about to stop
                 self._folder.remove(name)
         else:
             owner = claim(self._folder, 0)

@@ -8,11 +8,22 @@ survive pickling, because Spark carries exceptions between processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 
 class HoldfastError(Exception):
     """Base of all errors raised by Holdfast."""
+
+    fields: ClassVar[tuple[str, ...]] = ("message", "hint")
+    """The attributes that are sent to another process, which calls `rebuilt` with them."""
+
+    @classmethod
+    def rebuilt(cls, detail: Mapping[str, Any]) -> HoldfastError:
+        """The error whose `fields` these are."""
+        if cls.fields != HoldfastError.fields:
+            return cls(**detail)
+        return cls(detail["message"], hint=detail.get("hint"))
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message if hint is None else f"{message}\n  hint: {hint}")
@@ -43,6 +54,8 @@ class InputError(HoldfastError):
 class OperatorError(HoldfastError):
     """A step raised, or returned something of the wrong shape, while the flow ran."""
 
+    fields = ("flow", "stage", "operator", "epoch", "row", "cause")
+
     def __init__(
         self, *, flow: str, stage: str, operator: str, epoch: int, row: str, cause: str
     ) -> None:
@@ -59,6 +72,23 @@ class SinkError(HoldfastError):
     """A store outside refuses a sink's rows, or is not as the sink needs it."""
 
 
+class SinkRewoundError(SinkError):
+    """A store outside has less than it has confirmed before: a standby was promoted that lacked the
+    last transactions, an older copy was restored, or what says how far the rows reach was deleted.
+    Going on would leave a gap or repeat rows."""
+
+    fields = ("sink", "committed", "found", "hint")
+
+    def __init__(self, sink: str, committed: int, found: int, hint: str) -> None:
+        known = f"epochs up to {committed}" if committed >= 0 else "that it knew this flow"
+        has = f"only epochs up to {found}" if found >= 0 else "nothing of this flow"
+        super().__init__(
+            f"sink {sink!r} went backwards: its store confirmed {known}, but now it has {has}",
+            hint=hint,
+        )
+        self.sink, self.committed, self.found = sink, committed, found
+
+
 class HostError(HoldfastError):
     """The host (Spark, or this machine) cannot carry the flow as asked."""
 
@@ -70,6 +100,8 @@ class SiteLostError(HoldfastError):
 class Superseded(HoldfastError):
     """Somebody else leads the flow, or has committed since: what was meant to be done is void."""
 
+    fields = ("flow", "term", "cause")
+
     def __init__(self, *, flow: str, term: int, cause: str) -> None:
         super().__init__(
             f"flow {flow!r}: term {term} may not commit: {cause}",
@@ -80,6 +112,8 @@ class Superseded(HoldfastError):
 
 class ArbiterAway(HoldfastError):
     """The arbiter cannot be reached just now; whether the call took effect is not known."""
+
+    fields = ("where", "cause")
 
     def __init__(self, *, where: str, cause: str) -> None:
         super().__init__(

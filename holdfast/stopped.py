@@ -15,7 +15,7 @@ from holdfast.core.records import EpochRecord
 from holdfast.durable import claimed
 from holdfast.errors import FlowError
 from holdfast.flow.graph import Flow
-from holdfast.flow.past import SOURCES, WAITING, Folder, Past, stored_state
+from holdfast.flow.past import SINKS, SOURCES, WAITING, Folder, Past, Stored, stored_state
 from holdfast.flow.plan import Plan, plan
 from holdfast.site import wire
 
@@ -36,9 +36,26 @@ def write_manifest(place: str, planned: Plan, partitions: int, last: EpochRecord
     names = [stage.name for stage in planned.stages]
     rows = last.base + last.rows
     past = Past(
-        place, last.epoch + 1, rows, mark, state, {}, saved, waiting, offsets, names, partitions
+        place,
+        last.epoch + 1,
+        rows,
+        mark,
+        state,
+        {},
+        saved,
+        waiting,
+        offsets,
+        names,
+        partitions,
+        sinks=_sinks(folder),
     )
     past.save()
+
+
+def _sinks(folder: Folder) -> dict[int, Stored]:
+    """What the store of every sink has confirmed, and what is kept for its readers."""
+    known = [file for file in folder.list(SINKS) if file.endswith("/known.arrow")]
+    return {int(file.split("/")[1]): folder.get(file, Stored) for file in known}
 
 
 def _sources(folder: Folder) -> dict[int, wire.IngressExtras]:

@@ -811,6 +811,7 @@ def _all_errors() -> list[HoldfastError]:
         OperatorError(flow="f", stage="s", operator="o", epoch=3, row="r", cause="c"),
         errors.Superseded(flow="f", term=3, cause="term 4 leads"),
         errors.ArbiterAway(where="zk://a,b/flow", cause="no answer"),
+        errors.SinkRewoundError("out", 7, 3, "go back"),
     ]
     made = [k("what failed", hint="do this") for k in kinds if k not in map(type, special)]
     return [*made, *special, FlowError("no hint")]
@@ -824,6 +825,21 @@ def test_errors_survive_pickling(error: HoldfastError) -> None:
         assert str(again) == str(error)
         assert again.args == error.args
         assert vars(again) == vars(error)
+
+
+@pytest.mark.parametrize("error", _all_errors(), ids=lambda e: type(e).__name__)
+def test_a_site_tells_the_control_what_failed(error: HoldfastError) -> None:
+    """Nothing is pickled there: the class is made again of the fields that it names."""
+    detail = {name: getattr(error, name) for name in error.fields}
+    again = type(error).rebuilt(detail)
+    assert str(again) == str(error) and vars(again) == vars(error)
+
+
+def test_a_store_that_went_backwards_is_described() -> None:
+    error = errors.SinkRewoundError("out", 7, 3, "go back")
+    assert "sink 'out' went backwards" in str(error)
+    assert "confirmed epochs up to 7, but now it has only epochs up to 3" in str(error)
+    assert "now it has nothing of this flow" in str(errors.SinkRewoundError("o", 7, -1, "h"))
 
 
 def test_a_hint_is_part_of_the_text() -> None:

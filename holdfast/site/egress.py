@@ -41,7 +41,13 @@ class Egress:
         lost = past if past is not None and past.lost and not past.untouched else None
         self._lost = lost is not None
         self._sink = stage.sink
-        self._whose = Authority(flow, stage.name, lost.incarnation if lost else incarnation)
+        self._whose = Authority(
+            flow,
+            stage.name,
+            lost.incarnation if lost else incarnation,
+            after=past.epochs - 1 if past and past.stopped and not lost else -1,
+            lost=lost is not None,
+        )
         self._life = lost.life if lost else 0
         schema = stage.inputs[0].schema
         self.columns = schema.names if stage.sink.with_order else user_names(schema)
@@ -54,11 +60,17 @@ class Egress:
             self.writer = stage.sink.open(self._whose, self._schema)
 
     def recover(self, past: Past) -> None:
-        """Be as the egress was of a flow that was lost: what it held may be durable or not."""
+        """Be as the egress was of a flow that was lost: what it held may be durable or not. Of one
+        that was stopped everything is, but for rows that are kept for readers."""
         stored = past.sinks.get(self._stage)
-        if stored is not None:
-            saved = msgspec.msgpack.decode(stored.saved, type=wire.EgressExtras)
-            self.restore(saved, past.held_by(self._stage))
+        if stored is None:
+            return
+        saved = msgspec.msgpack.decode(stored.saved, type=wire.EgressExtras)
+        writer = saved.get("incarnation", self._whose.incarnation)
+        if writer == self._whose.incarnation or self._sink.unread_bytes_max is not None:
+            self.restore(saved, past.held_by(self._stage, self._schema))
+        else:
+            self._whose = replace(self._whose, before=(writer, saved["durable"]))
 
     def _in_term(self, term: int) -> Authority:
         return replace(self._whose, term=(self._life << LIFE_BITS) + term)
@@ -93,6 +105,11 @@ class Egress:
             self._later = self.held
             self._held.clear()
             self._go_on()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether readers ask this site for the rows."""
+        return self._sink.unread_bytes_max is not None
 
     @property
     def ready(self) -> bool:
@@ -199,6 +216,7 @@ class Egress:
             "durable": self.durable,
             "recalled": self._recalled,
             "writer": saved,
+            "incarnation": self._whose.incarnation,
         }
 
     def restore(self, saved: wire.EgressExtras, held: list[tuple[int, pa.RecordBatch]]) -> None:
@@ -213,9 +231,11 @@ class Egress:
             self.writer.restore(saved["writer"])
 
     def close(self) -> None:
-        """The last epoch is through."""
+        """The last epoch is through. What the store confirms of it counts for a flow that goes on
+        from here: it will find out whether the store still has that."""
         if self.writer is not None and self.leads:
             self.writer.close()
+            self.let_go(self.writer.commit(self.taken))
 
     def abandon(self) -> None:
         """Write nothing more, whatever is left."""

@@ -496,9 +496,10 @@ class Node:
         if self._over:
             return
         self.finished = True
+        self.stages.close_sinks()  # before it is stored how far they reach
         if self.options.store is not None and not self.dataflow.ended:
             self.stages.store(self.options.store, self.view)
-        self.stages.close()
+        self.stages.close_sources()
         self._transport.tell(wire.Finished(self.view.number))
 
     def _enqueue(self, order: Order) -> None:

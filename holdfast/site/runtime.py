@@ -33,7 +33,7 @@ import pyarrow as pa
 from holdfast.core.effects import IngestEpochs
 from holdfast.core.ids import NO_EPOCH, STORE, Epoch, SiteId
 from holdfast.core.layout import Domain
-from holdfast.errors import HoldfastError, OperatorError, ProtocolError
+from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
 from holdfast.flow.plan import plan
@@ -268,11 +268,8 @@ class Site:
         """Tell the controller what is wrong and stop working; it will end the flow."""
         self._started = False
         detail: dict[str, str | int | None]
-        if isinstance(error, OperatorError):
-            names = ("flow", "stage", "operator", "epoch", "row", "cause")
-            detail = {n: getattr(error, n) for n in names}
-        elif isinstance(error, HoldfastError):
-            detail = {"message": error.message, "hint": error.hint}
+        if isinstance(error, HoldfastError):
+            detail = {name: getattr(error, name) for name in error.fields}
         else:
             text = "".join(traceback.format_exception(error))
             detail = {"message": f"site {self.id}: {text}", "hint": None}

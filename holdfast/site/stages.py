@@ -21,7 +21,16 @@ from holdfast.flow.batches import Track, concat, order_of
 from holdfast.flow.execute import StageRunner
 from holdfast.flow.operators.base import KeyedOperator, OperatorSnapshot
 from holdfast.flow.options import Options
-from holdfast.flow.past import PORTIONS, SOURCES, WAITING, Folder, Past, store_state
+from holdfast.flow.past import (
+    PORTIONS,
+    SINKS,
+    SOURCES,
+    WAITING,
+    Folder,
+    Past,
+    Stored,
+    store_state,
+)
 from holdfast.flow.plan import Plan, Stage, shape
 from holdfast.flow.sources import SplitReader
 from holdfast.flow.state import STANDBY, StateTable
@@ -139,8 +148,20 @@ class UnitRunner:
             folder.write(name, [pa.record_batch({"data": [saved]})])
             if waiting := [rows for _, rows in self.held()]:
                 folder.write(f"{WAITING}/{stage}/{first}.arrow", waiting)
+        if self.egress is not None:
+            self._store_sink(folder, self.egress)
         if self.keeper is not None:
             store_state(folder, stage, self.keeper.tables())
+
+    def _store_sink(self, folder: Folder, egress: Egress) -> None:
+        """What the sink's store has confirmed, and what only readers have yet to read."""
+        held = [(epoch, rows) for epoch, rows in egress.held if egress.is_read]
+        file = f"{SINKS}/{self.stage.id}/held.arrow" if held else ""
+        if held:
+            folder.write(file, [rows for _, rows in held])
+        saved = msgspec.msgpack.encode(egress.save())
+        stored = Stored(saved, [(epoch, rows.num_rows) for epoch, rows in held], file)
+        folder.put(f"{SINKS}/{self.stage.id}/known.arrow", stored)
 
     def protect(self, guard: Guard, followers: tuple[str, ...] = ()) -> None:
         """Follow from now on what this protection, and these followers, have to know of the state.
@@ -480,11 +501,13 @@ class SiteStages:
             if view.cohort(unit).led_by(self.site):
                 runner.store(folder)
 
-    def close(self) -> None:
-        """The last epoch is through: make what the sinks wrote readable, let go of the sources."""
+    def close_sinks(self) -> None:
+        """The last epoch is through: make what the sinks wrote readable."""
         for runner in self.units.values():
             if runner.egress is not None:
                 runner.egress.close()
+
+    def close_sources(self) -> None:
         for _, split in self.splits():
             split.close()
 

@@ -21,7 +21,7 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Mapping
-from typing import Annotated, Any, TypedDict, Union
+from typing import Annotated, Any, NotRequired, TypedDict, Union
 
 import msgspec
 
@@ -411,6 +411,8 @@ class EgressExtras(TypedDict):
     durable: EpochNumber
     recalled: Number
     writer: dict[str, Any]
+    incarnation: NotRequired[str]
+    """By which the sink's store knows the flow."""
 
 
 class Extras(TypedDict):

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+import msgspec
 import pyarrow as pa
 import pytest
 
 from holdfast import Flow, FlowError, SinkError, outlet, rows
-from holdfast.flow.past import Folder, Past
+from holdfast.flow.past import Folder, Past, Stored
 from holdfast.flow.plan import plan
 from holdfast.flow.sinks import Authority, Sink, SinkWriter
 from holdfast.site.egress import Egress
@@ -114,6 +115,70 @@ def test_a_sink_is_left_alone_by_whoever_leaves(sink: Slow, egress: Egress) -> N
     egress.begin()
     egress.abandon()
     assert sink.over
+
+
+# --- what the store must have ---------------------------------------------------------------------
+
+
+class Asked(Slow):
+    """Notes in whose name, and after which epoch, it is gone on with."""
+
+    whose: Authority
+    after: int
+
+    def go_on(self, whose: Authority, schema: pa.Schema, durable: int) -> SinkWriter:
+        self.whose, self.after = whose, durable
+        return self
+
+    def resume(self, whose: Authority, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
+        self.whose, self.after = whose, durable
+        return self, durable
+
+
+def stopped(place: Path, sink: Slow, **more: object) -> Past:
+    """A flow that has taken epochs 0 to 4; its store has confirmed epoch 2, and then came no
+    rows."""
+    flow = Flow("f")
+    flow.source("s", rows(ROWS)).sink("out", sink)
+    (stage,) = plan(flow).sinks
+    egress = Egress("f", stage, "first")
+    egress.begin()
+    for epoch in range(5):
+        egress.take(epoch, ROWS if epoch < 3 else ROWS.slice(2))
+    sink.reached = 2
+    egress.close()
+    stored = Stored(msgspec.msgpack.encode(egress.save()))
+    return Past(str(place), 5, 10, b"", {}, {}, sources={0: b""}, sinks={stage.id: stored}, **more)
+
+
+def egress_of(sink: Sink, incarnation: str, past: Past) -> Egress:
+    flow = Flow("f")
+    flow.source("s", rows(ROWS)).sink("out", sink)
+    egress = Egress("f", plan(flow).sinks[0], incarnation, past)
+    egress.recover(past)
+    return egress
+
+
+def test_a_flow_that_goes_on_knows_what_the_stopped_one_was_told(tmp_path: Path) -> None:
+    """The store was told of no epoch after the last one with rows."""
+    sink = Asked()
+    egress_of(sink, "second", stopped(tmp_path, sink)).begin(1)
+    assert sink.after == sink.whose.after == 4 and sink.whose.before == ("first", 2)
+    assert sink.whose.confirmed(4) is None, "the store may not know this one yet"
+    assert sink.whose.confirmed(5) == 5
+
+
+def test_whoever_leads_before_anybody_has_written_expects_nothing(tmp_path: Path) -> None:
+    sink = Asked()
+    egress_of(sink, "second", stopped(tmp_path, sink)).lead(2)
+    assert sink.whose.confirmed(sink.after) is None
+
+
+def test_a_flow_that_was_lost_expects_what_it_was_told_last(tmp_path: Path) -> None:
+    sink = Asked()
+    lost = {"every_ms": 100, "incarnation": "first", "flow": "f", "life": 1}
+    egress_of(sink, "second", stopped(tmp_path, sink, **lost)).begin(1)
+    assert sink.whose.incarnation == "first" and sink.whose.confirmed(sink.after) == 2
 
 
 # --- a flow with a past --------------------------------------------------------------------------
