@@ -1,5 +1,5 @@
-"""The command line: ``holdfast run``, ``advise``, ``demo``, ``bench``, ``sim``, ``paper`` and
-``chaos``."""
+"""The command line: ``holdfast run``, ``readers``, ``advise``, ``demo``, ``bench``, ``sim``,
+``paper`` and ``chaos``."""
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_run(commands)
+    _add_readers(commands)
     _add_advise(commands)
     demo = commands.add_parser(
         "demo",
@@ -168,6 +169,26 @@ def _add_run(commands: Any) -> None:
     run.add_argument("--quiet", action="store_true", help="no live table")
     run.add_argument("--json", metavar="FILE", help="write the final status to FILE")
     run.set_defaults(command=_run)
+
+
+def _add_readers(commands: Any) -> None:
+    readers = commands.add_parser(
+        "readers",
+        help="list the queries that read an outlet of a running flow, or have one forgotten",
+        description="Lists the readers of a sink that is an outlet: up to which epoch each has "
+        "everything, and what is held for it. With --forget nothing is held any more for a reader "
+        "that will not come back; if it does and lacks rows that have gone, it is refused.",
+        epilog="example: HOLDFAST_FLOW=holdfast://... holdfast readers alerts --forget nightly",
+    )
+    readers.add_argument("sink", metavar="SINK", help="the outlet's name in the flow")
+    readers.add_argument(
+        "--flow",
+        metavar="URL",
+        help="what run.url of the running flow says (the environment's HOLDFAST_FLOW, where other "
+        "users of the machine do not see the secret in it)",
+    )
+    readers.add_argument("--forget", metavar="NAME", help="hold nothing for this reader any more")
+    readers.set_defaults(command=_readers)
 
 
 def _add_advise(commands: Any) -> None:
@@ -365,6 +386,30 @@ def _run(options: argparse.Namespace, console: Console) -> int:
     finally:
         if spark is not None:
             spark.stop()
+    return 0
+
+
+def _readers(options: argparse.Namespace, console: Console) -> int:
+    from rich.table import Table
+
+    from holdfast.site.reading import forget_reader, readers_of
+
+    url = options.flow or os.environ.get("HOLDFAST_FLOW")
+    if not url:
+        raise FlowError(
+            "holdfast readers needs the address of the flow",
+            hint="set HOLDFAST_FLOW, or give --flow, to what run.url of the running flow says",
+        )
+    if options.forget is not None:
+        forget_reader(url, options.sink, options.forget)
+    found = readers_of(url, options.sink)
+    table = Table("reader", "state", "epoch", "epochs behind", "bytes held", "seen s ago")
+    for row in found:
+        seen = row["seen_s_ago"]
+        figures = (row["epoch"], row["epochs_behind"], row["bytes_held"])
+        ago = "" if seen is None else f"{seen:.1f}"
+        table.add_row(row["reader"], row["state"], *(f"{n:,}" for n in figures), ago)
+    console.print(table if found else f"nobody has read {options.sink!r} yet")
     return 0
 
 

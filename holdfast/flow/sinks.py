@@ -86,6 +86,15 @@ class SinkWriter:
         its answer is given."""
         raise FlowError("this sink is not one that can be asked")
 
+    def drop_reader(self, held_bytes: int) -> bool:
+        """Of a sink that is read where it is written, called every now and then at the leading copy
+        until it says no: whether a reader for which rows are held was dropped just now."""
+        return False
+
+    def is_attended(self) -> bool:
+        """Whether a reader that lacks rows was seen just now."""
+        return False
+
     def save(self) -> dict[str, Any]:
         """Of a replicated sink: what a new copy needs to go on."""
         return {}

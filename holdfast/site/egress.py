@@ -56,6 +56,7 @@ class Egress:
         self.leads = False
         self.taken = self.durable = past.epochs - 1 if past and past.stopped else -1
         self._held: deque[tuple[int, pa.RecordBatch]] = deque()
+        self._held_bytes = 0
         if stage.sink.replicated:
             self.writer = stage.sink.open(self._whose, self._schema)
 
@@ -67,7 +68,7 @@ class Egress:
             return
         saved = msgspec.msgpack.decode(stored.saved, type=wire.EgressExtras)
         writer = saved.get("incarnation", self._whose.incarnation)
-        if writer == self._whose.incarnation or self._sink.unread_bytes_max is not None:
+        if writer == self._whose.incarnation or self.is_read:
             self.restore(saved, past.held_by(self._stage, self._schema))
         else:
             self._whose = replace(self._whose, before=(writer, saved["durable"]))
@@ -103,7 +104,7 @@ class Egress:
             self.let_go(self.durable)
             self._recalled = self.durable + 1
             self._later = self.held
-            self._held.clear()
+            self._hold([])
             self._go_on()
 
     @property
@@ -114,7 +115,7 @@ class Egress:
     @property
     def ready(self) -> bool:
         """Whether an epoch can be taken now."""
-        return not (self._writes and self._recalled < self._stored) and self._has_room()
+        return self.is_recalled and self._has_room()
 
     @property
     def _writes(self) -> bool:
@@ -122,7 +123,7 @@ class Egress:
 
     def _has_room(self) -> bool:
         most = self._sink.unread_bytes_max
-        if most is not None and sum(int(batch.nbytes) for _, batch in self._held) >= most:
+        if most is not None and self._held_bytes >= most:
             return False
         return self.writer is None or not self.leads or self.writer.room()
 
@@ -149,15 +150,19 @@ class Egress:
 
     def tend(self) -> None:
         """Called every now and then: what was taken becomes durable also when nothing follows it,
-        and what goes wrong is heard of."""
-        if self.writer is not None and self.leads and self.durable < self.taken:
+        what goes wrong is heard of, and readers that are away for too long are dropped."""
+        if self.writer is None or not self.leads:
+            return
+        while self.is_read and self.writer.drop_reader(self._held_bytes):
+            self.let_go(self.writer.commit(self.taken))
+        if self.durable < self.taken:
             self.let_go(self.writer.commit(self.taken))
 
     def take(self, epoch: int, batch: pa.RecordBatch) -> None:
         self.taken = max(self.taken, epoch)
-        # One without rows may never become durable by itself. Only readers count them.
-        if epoch > self.durable and (batch.num_rows or self._sink.unread_bytes_max is not None):
+        if epoch > self.durable and batch.num_rows:  # one without may never become durable
             self._held.append((epoch, batch))
+            self._held_bytes += int(batch.nbytes)
         # A leader before this one may have got further than this copy has.
         if self.writer is not None and (self._sink.replicated or epoch > self.durable):
             self._write(epoch, batch)
@@ -171,7 +176,11 @@ class Egress:
         """Everything up to this epoch is durable."""
         self.durable = max(self.durable, durable)
         while self._held and self._held[0][0] <= self.durable:
-            self._held.popleft()
+            self._held_bytes -= int(self._held.popleft()[1].nbytes)
+
+    def _hold(self, held: list[tuple[int, pa.RecordBatch]]) -> None:
+        self._held = deque(held)
+        self._held_bytes = sum(int(batch.nbytes) for _, batch in held)
 
     @property
     def safe(self) -> int:
@@ -182,9 +191,17 @@ class Egress:
     @property
     def is_drained(self) -> bool:
         """Whether nobody is expected to read any more of it."""
-        if self._writes and self._recalled < self._stored:
-            return False
-        return self._sink.unread_bytes_max is None or not self._held
+        return self.is_recalled and (not self.is_read or self.durable >= self.taken)
+
+    @property
+    def is_recalled(self) -> bool:
+        """Whether all that is stored has been taken."""
+        return not (self._writes and self._recalled < self._stored)
+
+    @property
+    def is_attended(self) -> bool:
+        """Whether a reader is about to read what is held."""
+        return self.writer is not None and self.leads and self.writer.is_attended()
 
     def answer(self, request: Mapping[str, Any]) -> tuple[dict[str, int], list[pa.RecordBatch]]:
         """See `SinkWriter.answer`."""
@@ -196,12 +213,11 @@ class Egress:
     @property
     def notes(self) -> dict[str, Any]:
         """What readers have told the writer."""
-        kept = self.writer is not None and self._sink.unread_bytes_max is not None
-        return self.writer.save() if kept and self.writer is not None else {}
+        return self.writer.save() if self.writer is not None and self.is_read else {}
 
     def note(self, notes: dict[str, Any]) -> None:
         """What they have told the copy that leads."""
-        if self.writer is None or self._sink.unread_bytes_max is None:
+        if self.writer is None or not self.is_read:
             raise ProtocolError(f"sink {self._whose.sink!r} has no readers")
         self.writer.restore(notes)
         self.let_go(self.writer.commit(self.taken))
@@ -226,9 +242,11 @@ class Egress:
             )
         self.taken, self.durable = saved["taken"], saved["durable"]
         self._recalled = saved["recalled"]
-        self._held = deque(held)
+        self._hold(held)
         if self.writer is not None:
             self.writer.restore(saved["writer"])
+            if self.is_read:
+                self.let_go(self.writer.commit(self.taken))
 
     def close(self) -> None:
         """The last epoch is through. What the store confirms of it counts for a flow that goes on
