@@ -1,6 +1,8 @@
 """A sink that is read where it is written: nothing is let go that a reader lacks."""
 
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -9,13 +11,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from holdfast import Flow, FlowError, HostError, count, generator, outlet, pairs, sum_
+from holdfast import Flow, FlowError, HostError, count, generator, outlet, pairs, rows, sum_
+from holdfast.cli import main
+from holdfast.core.ids import SiteId, StageId
 from holdfast.flow.options import Options
 from holdfast.flow.outlet import Outlet, OutletWriter
+from holdfast.flow.plan import plan
 from holdfast.flow.readers import DROPPED_MAX
 from holdfast.flow.sinks import Authority, Sink
 from holdfast.run import Run
+from holdfast.site import wire
+from holdfast.site.egress import Egress
 from holdfast.site.reading import SinkReader, parse, url_of
+from holdfast.site.serving import Serving
 from tests.site.test_pairs import (
     SCHEMA,
     copies,
@@ -370,6 +378,59 @@ TestTold = Told.TestCase
 TestTold.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
+def reading(egress: Egress) -> Serving:
+    """A site that leads an outlet of which site 1 has the other copy."""
+    view = SimpleNamespace(
+        cohort=lambda _: SimpleNamespace(copies=(SiteId(0), SiteId(1)), led_by=lambda s: s == 0)
+    )
+    serving = Serving(lambda _: egress, lambda *said: SENT.append(said), lambda: egress.taken)
+    serving.on_view(view, SiteId(0), [StageId(0)])  # type: ignore[arg-type]
+    SENT.clear()
+    return serving
+
+
+SENT: list[Any] = []
+
+
+def egress_of(sink: Sink) -> Egress:
+    flow = Flow("f")
+    flow.source("s", rows(batch(1))).sink("out", sink)
+    return Egress("f", plan(flow).sinks[0], "life")
+
+
+def test_other_copies_hear_of_readers_that_were_dropped() -> None:
+    egress = egress_of(outlet(reader_bytes_max=1))
+    egress.begin()
+    serving = reading(egress)
+    egress.take(0, batch(1))
+    egress.answer({"do": "begin", "reader": "a", "latest": 0})
+    serving.tend()
+    assert [m.readers for _, m in SENT] == [{"a": (-1, "life", "reading")}]
+    serving.tend()
+    egress.tend()
+    assert egress.durable == 0 and egress.held == []
+    serving.tend()
+    _, notes = SENT[-1]
+    assert len(SENT) == 2 and notes.readers == {"a": (-1, "life", "behind")}
+    other = egress_of(outlet(reader_bytes_max=1))
+    other.take(0, batch(1))
+    other.note(wire.fields(notes))
+    assert other.held == [] and other.durable == 0
+
+
+def test_a_site_owes_an_answer_until_the_other_copies_know() -> None:
+    """If it left before, the reader would ask again, and find nobody."""
+    egress = egress_of(outlet())
+    egress.begin()
+    serving, answers = reading(egress), []
+    egress.take(0, batch(1))
+    commit = {"do": "commit", "reader": "a", "epoch": 0}
+    serving.ask(wire.Ask(0, commit), lambda *answer: answers.append(answer), None)
+    assert egress.is_drained and serving.owes_answers and not answers
+    serving.on_kept(SiteId(1), wire.NotesKept(0, SENT[-1][1].number))
+    assert not serving.owes_answers and answers[0][0].values["over"] == 1
+
+
 def test_an_address_says_where_and_proves_who() -> None:
     url = url_of("a/b", b"secret", [("host", 1), ("::1", 2)])
     assert parse(url) == ("a/b", b"secret", [("host", 1), ("::1", 2)])
@@ -451,6 +512,72 @@ def test_readers_get_every_row_once_whoever_dies(kept: list[Run]) -> None:
     right = expected()
     assert all(reader.table().equals(right) for reader in readers)
     assert run.wait(60), "it ends when they have everything"
+
+
+def test_a_reader_that_never_comes_back_is_forgotten(
+    kept: list[Run], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when another site leads than the one that has heard it."""
+    run = begin(paced(outlet()), kept)
+    until_protected(run, 3)
+    with SinkReader(run.url, "out") as gone:
+        gone.ask({"do": "begin", "reader": "gone", "latest": 0})
+    other = Reading(run.url, "other")
+    kill(run, copies(run)["out", 0][0])
+    other.table()
+    found = {row["reader"]: row for row in run.readers("out")}
+    assert set(found) == {"gone", "other"} and not run.ended(0)
+    assert found["gone"]["bytes_held"] > found["other"]["bytes_held"] == 0
+    monkeypatch.setenv("HOLDFAST_FLOW", run.url)
+    assert main(["readers", "out", "--forget", "gnoe"]) == 2
+    assert "it has 'gone', 'other'" in capsys.readouterr().err
+    assert main(["readers", "out"]) == 0
+    assert "reading" in capsys.readouterr().out
+    run.forget_reader("out", "gone")
+    assert run.wait(60), "nobody lacks anything now"
+    monkeypatch.delenv("HOLDFAST_FLOW")
+    assert main(["readers", "out"]) == 2 and "HOLDFAST_FLOW" in capsys.readouterr().err
+
+
+def test_a_flow_ends_though_a_reader_never_comes_back(kept: list[Run]) -> None:
+    run = begin(one_line(outlet(reader_idle_s_max=1.0), rows=2_000), kept)
+    with SinkReader(run.url, "out") as reader:
+        reader.ask({"do": "begin", "reader": "gone", "latest": 0})
+    assert run.wait(60)
+
+
+def test_a_reader_goes_on_with_a_flow_that_was_stopped(kept: list[Run], tmp_path: Path) -> None:
+    """It is away when the flow is stopped: what it lacks is stored, and so is that it will come."""
+    store = str(tmp_path / "store")
+    flow = Flow("line", protect=pairs(apart="process"))
+    flow.source("numbers", generator(numbers, SCHEMA, rate=20_000.0)).sink("out", outlet())
+    run = flow.start(sites=3, partitions=6, store=store)
+    kept.append(run)
+    who = {"reader": "nightly", "incarnation": wire.incarnation(parse(run.url)[1])}
+    with SinkReader(run.url, "out") as reader:
+        until(lambda: reader.ask({"do": "look"})[0]["epoch"] > 3, "there are results")
+        reader.ask({"do": "begin", "latest": 0, **who})
+        values, found = reader.ask({"do": "read", "after": -1, "upto": 2, **who})
+        assert values["epoch"] == 2
+        reader.ask({"do": "commit", "epoch": 2, **who})
+    run.stop()
+    before = sum(record.rows for record in run.records())
+    got, after = list(found), 2
+    assert sum(b.num_rows for b in got) < before
+    again = flow.start(sites=2, partitions=6, resume=store)
+    kept.append(again)
+    until_protected(again, 2)
+    kill(again, copies(again)["out", 0][0])  # the other copy knows the reader, too
+    assert [row["epoch"] for row in again.readers("out")] == [after]
+    until(lambda: again.status()["rows_in"] > before + 1_000, "it goes on")
+    with SinkReader(again.url, "out") as reader:
+        upto = reader.ask({"do": "latest", "after": after, "rows": -1, **who})[0]["epoch"]
+        while after < upto:
+            values, more = reader.ask({"do": "read", "after": after, "upto": upto, **who})
+            got, after = got + more, values["epoch"]
+    table = pa.Table.from_batches(got)
+    assert table.num_rows >= before
+    assert table.equals(pa.Table.from_batches([numbers(0, 0, table.num_rows)]))
 
 
 def test_a_flow_waits_for_its_readers(kept: list[Run]) -> None:
