@@ -8,6 +8,7 @@ from holdfast.errors import (
     InputError,
     OperatorError,
     SinkError,
+    SinkRewoundError,
     SiteLostError,
 )
 from holdfast.flow.expr import (
@@ -48,6 +49,7 @@ __all__ = [
     "OperatorError",
     "Rows",
     "SinkError",
+    "SinkRewoundError",
     "SiteLostError",
     "Stream",
     "active",

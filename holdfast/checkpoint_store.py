@@ -148,7 +148,7 @@ def manifest_of(
             layers.setdefault(stage, []).extend(old)
         new = [Layer(cohort.first, cohort.end, *named) for named in said.files]
         layers.setdefault(stage, []).extend(new)
-        if extras["egress"] is not None and common.lost:
+        if extras["egress"] is not None:
             saved = msgspec.msgpack.encode(extras["egress"])
             sinks[stage] = Stored(saved, said.held, said.held_file)
         elif extras["ingress"] is not None:

@@ -1,5 +1,5 @@
-"""The command line: ``holdfast run``, ``check``, ``advise``, ``demo``, ``bench``, ``sim``,
-``paper`` and ``chaos``."""
+"""The command line: ``holdfast run``, ``check``, ``readers``, ``advise``, ``demo``, ``bench``,
+``sim``, ``paper`` and ``chaos``."""
 
 from __future__ import annotations
 
@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_run(commands)
     _add_check(commands)
+    _add_readers(commands)
     _add_advise(commands)
     demo = commands.add_parser(
         "demo",
@@ -230,6 +231,26 @@ def _check(options: argparse.Namespace, console: Console) -> int:
     for line in report.lines():
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0 if report.sound else 1
+
+
+def _add_readers(commands: Any) -> None:
+    readers = commands.add_parser(
+        "readers",
+        help="list the queries that read an outlet of a running flow, or have one forgotten",
+        description="Lists the readers of a sink that is an outlet: up to which epoch each has "
+        "everything, and what is held for it. With --forget nothing is held any more for a reader "
+        "that will not come back; if it does and lacks rows that have gone, it is refused.",
+        epilog="example: HOLDFAST_FLOW=holdfast://... holdfast readers alerts --forget nightly",
+    )
+    readers.add_argument("sink", metavar="SINK", help="the outlet's name in the flow")
+    readers.add_argument(
+        "--flow",
+        metavar="URL",
+        help="what run.url of the running flow says (the environment's HOLDFAST_FLOW, where other "
+        "users of the machine do not see the secret in it)",
+    )
+    readers.add_argument("--forget", metavar="NAME", help="hold nothing for this reader any more")
+    readers.set_defaults(command=_readers)
 
 
 def _add_advise(commands: Any) -> None:
@@ -441,6 +462,30 @@ def _run_here(options: argparse.Namespace, console: Console, spark: Any) -> None
     run.wait()
     if options.json:
         write_json(options.json, run.status())
+
+
+def _readers(options: argparse.Namespace, console: Console) -> int:
+    from rich.table import Table
+
+    from holdfast.site.reading import forget_reader, readers_of
+
+    url = options.flow or os.environ.get("HOLDFAST_FLOW")
+    if not url:
+        raise FlowError(
+            "holdfast readers needs the address of the flow",
+            hint="set HOLDFAST_FLOW, or give --flow, to what run.url of the running flow says",
+        )
+    if options.forget is not None:
+        forget_reader(url, options.sink, options.forget)
+    found = readers_of(url, options.sink)
+    table = Table("reader", "state", "epoch", "epochs behind", "bytes held", "seen s ago")
+    for row in found:
+        seen = row["seen_s_ago"]
+        figures = (row["epoch"], row["epochs_behind"], row["bytes_held"])
+        ago = "" if seen is None else f"{seen:.1f}"
+        table.add_row(row["reader"], row["state"], *(f"{n:,}" for n in figures), ago)
+    console.print(table if found else f"nobody has read {options.sink!r} yet")
+    return 0
 
 
 def _advise(options: argparse.Namespace, console: Console) -> int:

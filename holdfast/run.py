@@ -39,7 +39,7 @@ from holdfast.hosting import Host, Place, Route, direct
 from holdfast.settle import settled
 from holdfast.site import wire
 from holdfast.site.process_host import ProcessHost
-from holdfast.site.reading import ViewReader, url_of
+from holdfast.site.reading import ViewReader, forget_reader, readers_of, url_of
 from holdfast.stopped import resumed, write_ended, write_stopped
 
 if TYPE_CHECKING:
@@ -284,6 +284,16 @@ class Run:
     def view(self, sink: str) -> ViewReader:
         """Look at a sink that is a view, while the flow runs."""
         return ViewReader(self.url, sink)
+
+    def readers(self, sink: str) -> list[dict[str, Any]]:
+        """Who reads a sink that is an outlet: a dict for each with its name, its state, up to which
+        epoch it has everything, how many epochs and bytes it is behind, and when it was seen."""
+        return readers_of(self.url, sink)
+
+    def forget_reader(self, sink: str, name: str) -> None:
+        """Hold no rows any more for a reader of an outlet that will not come back. If it does, and
+        lacks rows that have gone, its query fails and says which."""
+        forget_reader(self.url, sink, name)
 
     def protect(self, stage: str, protection: Protection) -> None:
         """Protect a keyed stage otherwise from now on, while the flow runs. Until the new

@@ -260,10 +260,12 @@ class Folder:
         """Write a value under a name that nobody has taken: whether this call was the one that
         took it. Only on a local disk."""
         hidden = f"{name}.{uuid.uuid4().hex}{HIDDEN}"
-        self._write(hidden, name, [_batch_of(value)], True)
         try:
+            self._write(hidden, name, [_batch_of(value)], True)
             self._disk.link(f"{self._root}/{hidden}", f"{self._root}/{name}")
         except FileExistsError:
+            return False
+        except FileNotFoundError:  # one that has taken the folder meanwhile has cleared it up
             return False
         finally:
             self.remove(hidden)

@@ -54,8 +54,8 @@ class Layer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True):
-    """A sink of a flow that was lost: what its egress knew, as it saves that, and how many rows of
-    which epochs are in the file, because they were not durable elsewhere."""
+    """A sink of a flow that was stopped or lost: what its egress knew, as it saves that, and how
+    many rows of which epochs are in the file, because they were not durable elsewhere."""
 
     saved: bytes
     epochs: list[tuple[int, int]] = []
@@ -205,12 +205,13 @@ class Past(msgspec.Struct, frozen=True):
                 for batch in self._read(layer.file):
                     yield layer, batch
 
-    def held_by(self, sink: int) -> list[tuple[int, pa.RecordBatch]]:
+    def held_by(self, sink: int, schema: pa.Schema) -> list[tuple[int, pa.RecordBatch]]:
         """The rows that a sink had, and that were not durable elsewhere, by epoch."""
         stored = self.sinks[sink]
         found: list[tuple[int, pa.RecordBatch]] = []
         if stored.epochs:
-            rows = pa.Table.from_batches(self._read(stored.file)).combine_chunks()
+            batches = list(self._read(stored.file))
+            rows = pa.Table.from_batches(batches, None if batches else schema).combine_chunks()
             (batch,) = rows.to_batches()
             at = 0
             for epoch, count in stored.epochs:

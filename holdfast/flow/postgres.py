@@ -76,19 +76,24 @@ class Postgres(Sink):
     def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
         session = Session(self, whose, schema)
         session.begin()
-        return _PostgresWriter(self, session, -1)
+        return _PostgresWriter(self, session, whose.after, whose.after)
 
     def resume(self, whose: Authority, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
         """The server is asked by the writer's thread: it may be away just now."""
-        return _PostgresWriter(self, Session(self, whose, schema), durable), durable
+        session = Session(self, whose, schema)
+        return _PostgresWriter(self, session, durable, whose.confirmed(durable)), durable
 
 
 class _PostgresWriter(SinkWriter):
     """Holds rows until a thread has added them. The server may be away for any time: then rows are
     held until there are `held_bytes_max` bytes, and from there on the sink has no room."""
 
-    def __init__(self, sink: Postgres, session: Session, durable: int) -> None:
+    def __init__(
+        self, sink: Postgres, session: Session, durable: int, confirmed: int | None
+    ) -> None:
         self._sink, self._session = sink, session
+        self._confirmed = confirmed
+        """The server has had at least this epoch; None if it may not know of the flow."""
         self._changed = threading.Condition()
         self._held: deque[tuple[int, pa.RecordBatch]] = deque()
         self._held_bytes = 0
@@ -115,7 +120,7 @@ class _PostgresWriter(SinkWriter):
             self._committed = epoch
             self._changed.notify()
             self._raise()
-            return self._epoch if self._held else max(epoch, self._epoch)
+            return self._epoch
 
     def room(self) -> bool:
         with self._changed:
@@ -205,8 +210,9 @@ class _PostgresWriter(SinkWriter):
 
     def _find_out(self) -> None:
         """Claim, and go on from what is there. If another one has a later term this one is done: it
-        does not lead any more, and will be told."""
-        epoch = self._session.claim()
+        does not lead any more, and will be told. If less is there than before, rows are gone that
+        nobody here has any more."""
+        epoch = self._session.claim(self._confirmed)
         self._claimed = True
         if epoch is None:
             with self._changed:
@@ -216,7 +222,7 @@ class _PostgresWriter(SinkWriter):
 
     def _reach(self, epoch: int, rows: int) -> None:
         with self._changed:
-            self._epoch = epoch
+            self._epoch = self._confirmed = epoch
             self._rows += rows
             while self._held and self._held[0][0] <= epoch:
                 self._held_bytes -= self._held.popleft()[1].nbytes

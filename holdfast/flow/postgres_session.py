@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from holdfast.errors import SinkError
+from holdfast.errors import SinkError, SinkRewoundError
 from holdfast.flow.postgres_columns import Column, sql_type, to_csv
 from holdfast.flow.sinks import Authority
 
@@ -100,15 +100,59 @@ class Session:
                 self._create_table()
             self._check_columns()
             self._try_statements()
+            self._check_predecessor()
             epoch = self.claim()
         except psycopg.Error as error:
             raise self._error(said(error), "see the message of the server") from error
-        if epoch is not None and epoch >= 0:
+        if epoch is not None and epoch > self._whose.after:
             raise self._error(
                 f"there are already results of this incarnation, up to epoch {epoch}",
                 "start the flow with another secret (HOLDFAST_SECRET), or delete its row from "
                 f"{self._sink.progress} and its results",
             )
+
+    def _check_predecessor(self) -> None:
+        """What a flow has written that was stopped must be here before this one adds to it."""
+        if self._whose.before is not None:
+            incarnation, confirmed = self._whose.before
+            found = self._epoch_of(incarnation)
+            if found is None or found < confirmed:
+                raise self._rewound(incarnation, confirmed, found)
+
+    def _epoch_of(self, incarnation: str) -> int | None:
+        """How far the results of an incarnation reach; None if it is not known here."""
+        sql = driver().sql
+        statement = sql.SQL(
+            "SELECT epoch FROM {} WHERE flow = {} AND sink = {} AND incarnation = {}"
+        )
+        row = self._execute(
+            statement.format(
+                _identifier(self._sink.progress), self._whose.flow, self._whose.sink, incarnation
+            )
+        ).fetchone()
+        return None if row is None else int(row[0])
+
+    def _rewound(self, incarnation: str, confirmed: int, found: int | None) -> SinkRewoundError:
+        sql = driver().sql
+        mend = sql.SQL(
+            "INSERT INTO {} VALUES ({}, {}, {}, {}, 0) "
+            "ON CONFLICT (flow, sink, incarnation) DO UPDATE SET epoch = EXCLUDED.epoch"
+        ).format(
+            _identifier(self._sink.progress),
+            self._whose.flow,
+            self._whose.sink,
+            incarnation,
+            sql.Literal(confirmed),
+        )
+        return SinkRewoundError(
+            self._whose.sink,
+            confirmed,
+            -1 if found is None else found,
+            f"table {self._sink.table}: is this another server, a standby that lacked the last "
+            f"transactions, or a restored copy? Go back to the server that has them and go on with "
+            f"resume=. To go on without these rows, or after you have added them, first execute: "
+            f"{mend.as_string(self._connection)}",
+        )
 
     def _error(self, what: str, hint: str | None = None) -> SinkError:
         return SinkError(
@@ -191,12 +235,19 @@ class Session:
 
     # --- epochs ---------------------------------------------------------------------------------
 
-    def claim(self) -> int | None:
+    def claim(self, confirmed: int | None = None) -> int | None:
         """Let no earlier term write any more. Gives the last epoch that is there; None if a later
-        term has claimed."""
-        self._execute(self._sql["admit"])
+        term has claimed. `confirmed` is the least that must be there (see `Authority.confirmed`):
+        a server that has less has lost it, which is an error."""
+        if confirmed is None:
+            self._execute(self._sql["admit"])
+        elif not self._exists(self._sink.progress):
+            raise self._rewound(self._whose.incarnation, confirmed, None)
         row = self._execute(self._sql["claim"]).fetchone()
-        return None if row is None else int(row[0])
+        found = self._epoch_of(self._whose.incarnation) if row is None else int(row[0])
+        if confirmed is not None and (found is None or found < confirmed):
+            raise self._rewound(self._whose.incarnation, confirmed, found)
+        return None if row is None else found
 
     def put(self, after: int, upto: int, batches: Sequence[pa.RecordBatch]) -> bool:
         """Add the rows of the epochs above `after` up to `upto`; whether that could still be."""
@@ -234,8 +285,8 @@ class Session:
             whose.flow, whose.sink, whose.incarnation, whose.term
         )
         self._sql["admit"] = sql.SQL(
-            "INSERT INTO {} VALUES ({}, {}, {}, -1, {}) ON CONFLICT DO NOTHING"
-        ).format(progress, whose.flow, whose.sink, whose.incarnation, whose.term)
+            "INSERT INTO {} VALUES ({}, {}, {}, {}, {}) ON CONFLICT DO NOTHING"
+        ).format(progress, whose.flow, whose.sink, whose.incarnation, whose.after, whose.term)
         self._sql["claim"] = sql.SQL("UPDATE {} SET term = {} WHERE {} RETURNING epoch").format(
             progress, whose.term, mine
         )

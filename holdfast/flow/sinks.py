@@ -30,6 +30,18 @@ class Authority:
     """Of the flow: another one each time it is started anew."""
     term: int = 0
     """Whoever leads the egress after another has a higher one."""
+    after: int = -1
+    """The last epoch before the first of this incarnation: a flow that goes on from one that was
+    stopped counts on."""
+    before: tuple[str, int] | None = None
+    """The incarnation that was stopped, and the last epoch that its store has confirmed."""
+    lost: bool = False
+    """Whether this incarnation has run before and was lost. Then its store knows of it."""
+
+    def confirmed(self, durable: int) -> int | None:
+        """The least that the store must have of this incarnation, if `durable` is what it said
+        last. None if it may never have heard of it."""
+        return durable if self.lost or durable > self.after else None
 
 
 class SinkWriter:
@@ -43,7 +55,9 @@ class SinkWriter:
     def commit(self, epoch: int) -> int:
         """All rows up to and including `epoch` have been written. The answer is the last epoch
         whose rows outlive this process: up to there nobody will ever be asked to write again.
-        While that is not the last one, the same is said again every now and then."""
+        While that is not the last one, the same is said again every now and then. Never more than
+        the store itself has confirmed (epochs without rows that it was not told of are not
+        counted): whoever leads next takes a store that knows of less for one that has lost it."""
         return epoch
 
     def room(self) -> bool:
@@ -74,6 +88,15 @@ class SinkWriter:
         its answer is given."""
         raise FlowError("this sink is not one that can be asked")
 
+    def drop_reader(self, held_bytes: int) -> bool:
+        """Of a sink that is read where it is written, called every now and then at the leading copy
+        until it says no: whether a reader for which rows are held was dropped just now."""
+        return False
+
+    def is_attended(self) -> bool:
+        """Whether a reader that lacks rows was seen just now."""
+        return False
+
     def save(self) -> dict[str, Any]:
         """Of a replicated sink: what a new copy needs to go on."""
         return {}
@@ -101,12 +124,13 @@ class Sink:
 
     def go_on(self, whose: Authority, schema: pa.Schema, durable: int) -> SinkWriter:
         """Begin with the epoch after `durable`, in a flow that goes on from where an earlier one
-        was stopped."""
+        was stopped. Raises `SinkRewoundError` if the store lacks what that one has written."""
         return self.open(whose, schema)
 
     def resume(self, whose: Authority, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
         """Go on in place of a writer that is gone, which said last that `durable` was durable.
-        Also gives the epoch that was durable in truth: the first to write is the one after it."""
+        Also gives the epoch that was durable in truth: the first to write is the one after it.
+        Raises `SinkRewoundError`, now or when rows are written, if the store has less."""
         return self.open(whose, schema), durable
 
 

@@ -150,7 +150,12 @@ class _Store(Sink):
         return _Collected(self._world, self._into, self._filled)
 
     def resume(self, whose: Authority, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
-        return _Collected(self._world, self._into, self._filled), max(self._into, default=-1)
+        found = max(self._into, default=-1)
+        if durable > found:  # a real store would be taken for one that went backwards
+            raise InvariantError(
+                f"site {self._world.acting} expects epoch {durable} in a store that has {found}"
+            )
+        return _Collected(self._world, self._into, self._filled), found
 
 
 class _Port:

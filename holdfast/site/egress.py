@@ -41,7 +41,13 @@ class Egress:
         lost = past if past is not None and past.lost and not past.untouched else None
         self._lost = lost is not None
         self._sink = stage.sink
-        self._whose = Authority(flow, stage.name, lost.incarnation if lost else incarnation)
+        self._whose = Authority(
+            flow,
+            stage.name,
+            lost.incarnation if lost else incarnation,
+            after=past.epochs - 1 if past and past.stopped and not lost else -1,
+            lost=lost is not None,
+        )
         self._life = lost.life if lost else 0
         schema = stage.inputs[0].schema
         self.columns = schema.names if stage.sink.with_order else user_names(schema)
@@ -50,15 +56,22 @@ class Egress:
         self.leads = False
         self.taken = self.durable = past.epochs - 1 if past and past.stopped else -1
         self._held: deque[tuple[int, pa.RecordBatch]] = deque()
+        self._held_bytes = 0
         if stage.sink.replicated:
             self.writer = stage.sink.open(self._whose, self._schema)
 
     def recover(self, past: Past) -> None:
-        """Be as the egress was of a flow that was lost: what it held may be durable or not."""
+        """Be as the egress was of a flow that was lost: what it held may be durable or not. Of one
+        that was stopped everything is, but for rows that are kept for readers."""
         stored = past.sinks.get(self._stage)
-        if stored is not None:
-            saved = msgspec.msgpack.decode(stored.saved, type=wire.EgressExtras)
-            self.restore(saved, past.held_by(self._stage))
+        if stored is None:
+            return
+        saved = msgspec.msgpack.decode(stored.saved, type=wire.EgressExtras)
+        writer = saved.get("incarnation", self._whose.incarnation)
+        if writer == self._whose.incarnation or self.is_read:
+            self.restore(saved, past.held_by(self._stage, self._schema))
+        else:
+            self._whose = replace(self._whose, before=(writer, saved["durable"]))
 
     def _in_term(self, term: int) -> Authority:
         return replace(self._whose, term=(self._life << LIFE_BITS) + term)
@@ -91,13 +104,18 @@ class Egress:
             self.let_go(self.durable)
             self._recalled = self.durable + 1
             self._later = self.held
-            self._held.clear()
+            self._hold([])
             self._go_on()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether readers ask this site for the rows."""
+        return self._sink.unread_bytes_max is not None
 
     @property
     def ready(self) -> bool:
         """Whether an epoch can be taken now."""
-        return not (self._writes and self._recalled < self._stored) and self._has_room()
+        return self.is_recalled and self._has_room()
 
     @property
     def _writes(self) -> bool:
@@ -105,7 +123,7 @@ class Egress:
 
     def _has_room(self) -> bool:
         most = self._sink.unread_bytes_max
-        if most is not None and sum(int(batch.nbytes) for _, batch in self._held) >= most:
+        if most is not None and self._held_bytes >= most:
             return False
         return self.writer is None or not self.leads or self.writer.room()
 
@@ -132,8 +150,12 @@ class Egress:
 
     def tend(self) -> None:
         """Called every now and then: what was taken becomes durable also when nothing follows it,
-        and what goes wrong is heard of."""
-        if self.writer is not None and self.leads and self.durable < self._given:
+        what goes wrong is heard of, and readers that are away for too long are dropped."""
+        if self.writer is None or not self.leads:
+            return
+        while self.is_read and self.writer.drop_reader(self._held_bytes):
+            self.let_go(self.writer.commit(self._given))
+        if self.durable < self._given:
             self.let_go(self.writer.commit(self._given))
 
     @property
@@ -144,9 +166,9 @@ class Egress:
 
     def take(self, epoch: int, batch: pa.RecordBatch) -> None:
         self.taken = max(self.taken, epoch)
-        # One without rows may never become durable by itself. Only readers count them.
-        if epoch > self.durable and (batch.num_rows or self._sink.unread_bytes_max is not None):
+        if epoch > self.durable and batch.num_rows:  # one without may never become durable
             self._held.append((epoch, batch))
+            self._held_bytes += int(batch.nbytes)
         # A leader before this one may have got further than this copy has.
         if self.writer is not None and (self._sink.replicated or epoch > self.durable):
             self._write(epoch, batch)
@@ -160,7 +182,11 @@ class Egress:
         """Everything up to this epoch is durable."""
         self.durable = max(self.durable, durable)
         while self._held and self._held[0][0] <= self.durable:
-            self._held.popleft()
+            self._held_bytes -= int(self._held.popleft()[1].nbytes)
+
+    def _hold(self, held: list[tuple[int, pa.RecordBatch]]) -> None:
+        self._held = deque(held)
+        self._held_bytes = sum(int(batch.nbytes) for _, batch in held)
 
     @property
     def safe(self) -> int:
@@ -171,9 +197,17 @@ class Egress:
     @property
     def is_drained(self) -> bool:
         """Whether nobody is expected to read any more of it."""
-        if self._writes and self._recalled < self._stored:
-            return False
-        return self._sink.unread_bytes_max is None or not self._held
+        return self.is_recalled and (not self.is_read or self.durable >= self.taken)
+
+    @property
+    def is_recalled(self) -> bool:
+        """Whether all that is stored has been taken."""
+        return not (self._writes and self._recalled < self._stored)
+
+    @property
+    def is_attended(self) -> bool:
+        """Whether a reader is about to read what is held."""
+        return self.writer is not None and self.leads and self.writer.is_attended()
 
     def answer(self, request: Mapping[str, Any]) -> tuple[dict[str, int], list[pa.RecordBatch]]:
         """See `SinkWriter.answer`."""
@@ -185,12 +219,11 @@ class Egress:
     @property
     def notes(self) -> dict[str, Any]:
         """What readers have told the writer."""
-        kept = self.writer is not None and self._sink.unread_bytes_max is not None
-        return self.writer.save() if kept and self.writer is not None else {}
+        return self.writer.save() if self.writer is not None and self.is_read else {}
 
     def note(self, notes: dict[str, Any]) -> None:
         """What they have told the copy that leads."""
-        if self.writer is None or self._sink.unread_bytes_max is None:
+        if self.writer is None or not self.is_read:
             raise ProtocolError(f"sink {self._whose.sink!r} has no readers")
         self.writer.restore(notes)
         self.let_go(self.writer.commit(self.taken))
@@ -205,6 +238,7 @@ class Egress:
             "durable": self.durable,
             "recalled": self._recalled,
             "writer": saved,
+            "incarnation": self._whose.incarnation,
         }
 
     def restore(self, saved: wire.EgressExtras, held: list[tuple[int, pa.RecordBatch]]) -> None:
@@ -214,9 +248,11 @@ class Egress:
             )
         self.taken, self.durable = saved["taken"], saved["durable"]
         self._recalled = saved["recalled"]
-        self._held = deque(held)
+        self._hold(held)
         if self.writer is not None:
             self.writer.restore(saved["writer"])
+            if self.is_read:
+                self.let_go(self.writer.commit(self.taken))
 
     def finish(self) -> bool:
         """The last epoch is through; whether the sink has made everything durable. Asked again
@@ -227,9 +263,11 @@ class Egress:
         return self.writer.finish()
 
     def close(self) -> None:
-        """The last epoch is through, and everything durable."""
+        """The last epoch is through. What the store confirms of it counts for a flow that goes on
+        from here: it will find out whether the store still has that."""
         if self.writer is not None and self.leads:
             self.writer.close()
+            self.let_go(self.writer.commit(self.taken))
 
     def abandon(self) -> None:
         """Write nothing more, whatever is left."""

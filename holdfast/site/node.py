@@ -88,6 +88,9 @@ log = logging.getLogger("holdfast.site")
 
 Order = IngestEpochs | ProcessBundles
 
+READERS_S = 10.0
+"""A flow that is stopped and stored waits so long, at the most, for readers that are there."""
+
 
 class Transport(Protocol):
     """How a node reaches others. What cannot be sent is dropped: the other side will ask again."""
@@ -145,6 +148,7 @@ class Node:
         self._sinks = [StageId(s.id) for s in plan.sinks]
         self._over = False
         """Whether nothing is left to do here, but that somebody reads what is kept."""
+        self._over_since = 0.0
         self._checks = Checks(plan, shaped, options.window)
         self._begun = Epoch(plan.past.epochs - 1) if plan.past else NO_EPOCH
         self.dataflow = Dataflow(site, shaped, options.window, self._begun)
@@ -202,6 +206,8 @@ class Node:
         self.sourcing.tell_positions()
         if not self.finished:
             self.stages.tend()
+            self.serving.tend()
+            self._after_reading()
 
     def make_room(self) -> None:
         """Called every now and then: what is kept for others goes to disk if it is much."""
@@ -337,6 +343,7 @@ class Node:
                 self._after_reading()
             case wire.NotesKept():
                 self.serving.on_kept(site, message)
+                self._after_reading()
             case _:
                 raise ProtocolError(f"a site does not expect {type(message).__name__}")
 
@@ -499,19 +506,33 @@ class Node:
             self._finish()
 
     def _finish(self) -> None:
-        """Nothing is left to do here; wait for those who read what is kept, and for sinks that
-        have yet to make it durable."""
+        """Nothing is left to do here; wait for sinks that have yet to make it durable, and for
+        those who read what is kept. If it is stored they can read it later, so only those are
+        waited for that are about to."""
         assert self.view is not None
         egresses = [r.egress for r in self.stages.units.values() if r.egress is not None]
-        done = [egress.is_drained and egress.finish() for egress in egresses]
-        self._over = not all(done)
-        self._finishes = not self._over
+        stores = self._shelf is not None and not self.dataflow.ended
+        if not self._over:
+            self._over_since = self._now()
+        patient = not stores or self._now() - self._over_since < READERS_S
+        # A reader that is not told that it has everything would ask again, and find nobody.
+        read = [
+            egress.is_recalled
+            and (egress.is_drained or not patient or (stores and not egress.is_attended))
+            for egress in egresses
+        ]
+        done = [ready and e.finish() for ready, e in zip(read, egresses, strict=True)]
+        self._over = self.serving.owes_answers or not all(done)
         if self._over:
+            self._finishes = False
             return
-        if self._shelf is not None and not self.dataflow.ended and self._is_to_store():
+        if not self._finishes:
+            self._finishes = True
+            self.stages.close_sinks()  # before it is stored how far they reach
+        if stores and self._is_to_store():
             return
         self.finished = True
-        self.stages.close()
+        self.stages.close_sources()
         self._transport.tell(wire.Finished(self.view.number))
 
     def _is_to_store(self) -> bool:

@@ -141,6 +141,20 @@ class SinkReader:
         self.close()
 
 
+def readers_of(url: str, sink: str) -> list[dict[str, Any]]:
+    """Who reads a sink that is an outlet: of each its name, its state, up to which epoch it has
+    everything, how many epochs and bytes it is behind, and how long ago it was seen."""
+    with SinkReader(url, sink) as reader:
+        return [row for batch in reader.ask({"do": "list"})[1] for row in batch.to_pylist()]
+
+
+def forget_reader(url: str, sink: str, name: str) -> None:
+    """Hold no rows any more for a reader that will not come back. If it does, and lacks some that
+    have gone, it is refused."""
+    with SinkReader(url, sink) as reader:
+        reader.ask({"do": "forget", "reader": name})
+
+
 class ViewReader:
     """Looks at a view: see `holdfast.view`."""
 

@@ -45,7 +45,14 @@ class Serving:
         self._others: dict[StageId, tuple[SiteId, ...]] = {}
         self._leaders: dict[StageId, SiteId] = {}
         self._number = 0
+        self._passed: dict[StageId, dict[str, Any]] = {}
+        """The notes that the other copies were sent last."""
         self._waiting: list[_Waiting] = []
+
+    @property
+    def owes_answers(self) -> bool:
+        """Whether a reader waits until other copies have what it said."""
+        return bool(self._waiting)
 
     def leader(self, sink: int) -> SiteId | None:
         return self._leaders.get(StageId(sink))
@@ -94,8 +101,18 @@ class Serving:
         self._give()
         return True
 
+    def tend(self) -> None:
+        """Called every now and then: the other copies hear of readers that were dropped. Until then
+        one that leads in place of this one holds more than it must."""
+        for sink in self._others:
+            egress = self._egress(sink)
+            led = egress is not None and egress.leads
+            if egress is not None and led and egress.notes != self._passed.get(sink, {}):
+                self._pass_on(sink, egress)
+
     def _pass_on(self, sink: StageId, egress: Egress) -> None:
         self._number += 1
+        self._passed[sink] = egress.notes
         for site in self._others.get(sink, ()):
             self._send(site, wire.Notes(sink, self._number, **egress.notes))
 

@@ -469,11 +469,13 @@ class SiteStages:
             {"cohort": unit[1], **runner.figures()} for unit, runner in sorted(self.units.items())
         ]
 
-    def close(self) -> None:
-        """The last epoch is through: make what the sinks wrote readable, let go of the sources."""
+    def close_sinks(self) -> None:
+        """The last epoch is through: make what the sinks wrote readable."""
         for runner in self.units.values():
             if runner.egress is not None:
                 runner.egress.close()
+
+    def close_sources(self) -> None:
         for _, split in self.splits():
             split.close()
 

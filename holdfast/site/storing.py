@@ -166,6 +166,12 @@ class UnitFiles:
         self._growing = {}
 
 
+def _keeps_rows(runner: UnitRunner) -> bool:
+    """Whether rows are left when the flow is stopped: of a fed source those in no epoch, of an
+    outlet those that were not read. All other sinks have made theirs durable by then."""
+    return runner.egress is None or runner.egress.is_read
+
+
 class Storing:
     """A unit on its way to the shelf; `next` brings it a part further. With `done` it is the state
     that a flow is stopped with: everything, without what its sinks hold, as that is about to be
@@ -188,7 +194,7 @@ class Storing:
         runner, self._begun = self._runner, True
         self._after, self._snapshot = _frozen(runner.keeper, self._order.after)
         self._extras = runner.extras()
-        held = runner.held() if self._done is None or runner.egress is None else []
+        held = runner.held() if self._done is None or _keeps_rows(runner) else []
         self._held = [(epoch, rows) for epoch, rows in held if rows.num_rows]
         self._submitted = self._fed.submitted if self._fed is not None else 0
         if self._snapshot is not None:

@@ -21,7 +21,7 @@ import hashlib
 import hmac
 import struct
 from collections.abc import Mapping
-from typing import Annotated, Any, TypedDict, Union
+from typing import Annotated, Any, Literal, NotRequired, TypedDict, Union
 
 import msgspec
 
@@ -417,6 +417,8 @@ class EgressExtras(TypedDict):
     durable: EpochNumber
     recalled: Number
     writer: dict[str, Any]
+    incarnation: NotRequired[str]
+    """By which the sink's store knows the flow."""
 
 
 class Extras(TypedDict):
@@ -590,13 +592,17 @@ class Answer(Message, frozen=True):
     sizes: list[Number] = []
 
 
+ReaderWord = Literal["reading", "idle", "behind", "forgotten"]
+
+
 class Notes(Message, frozen=True):
     """The leading egress to its other copies: up to which epoch each of its readers has everything,
-    how many of them are yet to come, and what was let go."""
+    of which incarnation, and whether it reads on or was dropped (see `ReaderState`); how many of
+    them are yet to come, and what was let go."""
 
     sink: Number
     number: Number
-    readers: dict[str, EpochNumber]
+    readers: dict[str, tuple[EpochNumber, str, ReaderWord]]
     awaited: Number
     durable: EpochNumber
 

@@ -4,13 +4,15 @@ and ``spark.read``: a view of it as a batch one.
 Offsets are epochs, with the flow's incarnation and the name of the reader. Tasks fetch the rows
 from the site that leads the egress; when a micro-batch has been committed the flow lets go of it.
 So any Spark sink that takes a micro-batch once has every row once.
+
+A reader has a name that it keeps, because the flow holds rows for it until it has read them: one
+without would be another reader whenever its query begins without a checkpoint.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +25,12 @@ from pyspark.sql.datasource import (
     InputPartition,
 )
 from pyspark.sql.pandas.types import from_arrow_schema
-from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
 from pyspark.sql.types import StructType
 
 from holdfast.errors import FlowError, HostError
@@ -31,10 +38,17 @@ from holdfast.site.reading import PATIENCE_S, PAUSE_S, SinkReader, ViewReader
 
 Offset = dict[str, Any]
 
+_HINTS = {
+    "flow": "give run.url of the running flow",
+    "sink": "give the sink's name",
+    "reader": "give the query a name that no other has, and the same whenever it is started: the "
+    "flow holds rows for every name that it has heard, until that reader has them",
+}
+
 
 class HoldfastSource(DataSource):
-    """Options: *flow*, what ``run.url`` says; *sink*, its name in the flow; *reader*, a name for
-    the query (made up if there is none); *startingEpochs*, ``earliest`` (what is kept) or
+    """Options: *flow*, what ``run.url`` says; *sink*, its name in the flow; *reader*, a name that
+    the query keeps (only of a stream); *startingEpochs*, ``earliest`` (what is kept) or
     ``latest``; *maxRowsPerBatch*; *partitions*, into how many tasks a micro-batch is cut."""
 
     @classmethod
@@ -44,9 +58,8 @@ class HoldfastSource(DataSource):
     def _option(self, name: str, default: str | None = None) -> str:
         value = self.options.get(name, default)
         if value is None:
-            hint = {"flow": "give run.url of the running flow", "sink": "give the sink's name"}
             raise FlowError(
-                f"the data source 'holdfast' needs the option {name!r}", hint=hint[name]
+                f"the data source 'holdfast' needs the option {name!r}", hint=_HINTS[name]
             )
         return str(value)
 
@@ -70,7 +83,7 @@ class HoldfastSource(DataSource):
         return OutletReader(
             self._option("flow"),
             self._option("sink"),
-            self._option("reader", ""),
+            self._option("reader"),
             start == "latest",
             self._number("maxRowsPerBatch", 1 << 31),
             self._number("partitions", 1),
@@ -90,13 +103,14 @@ class _ViewScan(DataSourceReader):
 
 @dataclass
 class _Epochs(InputPartition):
-    """The rows of the epochs after `after`, up to `upto`."""
+    """The rows of the epochs after `after`, up to `upto`, as a life of the flow counts them."""
 
     after: int
     upto: int
+    incarnation: str
 
 
-class OutletReader(DataSourceStreamReader):
+class OutletReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """One query's: some of it runs beside the driver, `read` in tasks."""
 
     def __init__(
@@ -107,6 +121,8 @@ class OutletReader(DataSourceStreamReader):
         self._asks: SinkReader | None = None
         self._is_over = False
         """Whether this query has everything, and nothing will follow."""
+        self._target: int | None = None
+        """The last epoch to read, if the query is to end with what was there when it began."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_asks": None}
@@ -114,54 +130,89 @@ class OutletReader(DataSourceStreamReader):
     def _ask(self, request: dict[str, str | int]) -> dict[str, int]:
         if self._asks is None:
             self._asks = SinkReader(self._flow, self._sink)
-        return self._asks.ask(request)[0]
+        return self._asks.ask({"reader": self._reader, **request})[0]
 
     @property
     def _incarnation(self) -> str:
         return SinkReader(self._flow, self._sink).incarnation
 
     def _check(self, offset: Offset) -> Offset:
-        if offset["incarnation"] != self._incarnation:
+        if offset["reader"] != self._reader:
             raise FlowError(
-                f"sink {self._sink!r}: the query has read another life of the flow, whose epochs "
-                "have nothing to do with those of this one",
-                hint="start the query with a new checkpoint",
+                f"sink {self._sink!r}: the query's checkpoint is that of reader "
+                f"{offset['reader']!r}, but its option 'reader' is {self._reader!r}",
+                hint="give it the name it had; with another one it needs a checkpoint of its own",
             )
         return offset
 
     def initialOffset(self) -> Offset:
-        reader = self._reader or uuid.uuid4().hex[:12]
         values = self._ask({"do": "begin", "latest": int(self._latest)})
-        return {"incarnation": self._incarnation, "reader": reader, "epoch": values["epoch"]}
+        return {
+            "incarnation": self._incarnation,
+            "reader": self._reader,
+            "epoch": values["epoch"],
+        }
 
     def getDefaultReadLimit(self) -> ReadLimit:
         return ReadMaxRows(self._rows_max)
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        self._target = self._ask({"do": "look"})["epoch"]
 
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:
         self._check(start)
         if self._is_over:
             return start
         rows = -1 if isinstance(limit, ReadAllAvailable) else limit.max_rows
-        request = {"do": "latest", "reader": start["reader"], "after": start["epoch"], "rows": rows}
+        request = {
+            "do": "latest",
+            "incarnation": start["incarnation"],
+            "after": start["epoch"],
+            "rows": rows,
+        }
         # Spark asks what comes after a micro-batch when that is in its commit log; that it has been
         # committed it says only when it has found another one.
-        values = self._ask(request)
-        self._is_over = bool(values["over"])
-        return start | {"epoch": values["epoch"]}
+        upto = self._upto(start["epoch"], request)
+        if upto <= start["epoch"]:
+            return start
+        return start | {"epoch": upto, "incarnation": self._incarnation}
+
+    def _upto(self, after: int, request: dict[str, str | int]) -> int:
+        """The last epoch of the next micro-batch. If the query has a target, it is waited for:
+        whoever leads now may not be there yet, and Spark takes no news for the end."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            values = self._ask(request)
+            self._is_over = bool(values["over"])
+            upto = values["epoch"]
+            if self._target is None:
+                return upto
+            if upto > after or after >= self._target:
+                return max(after, min(upto, self._target))
+            if time.monotonic() > deadline:
+                raise HostError(f"sink {self._sink!r} does not come to epoch {after + 1}")
+            time.sleep(PAUSE_S)
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
         self._check(start)
         after, count = start["epoch"], end["epoch"] - start["epoch"]
         tasks = min(self._partitions, count)
         edges = [after + count * i // tasks for i in range(tasks + 1)] if tasks else []
-        return [_Epochs(low, high) for low, high in itertools.pairwise(edges)]
+        life = end["incarnation"]
+        return [_Epochs(low, high, life) for low, high in itertools.pairwise(edges)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, _Epochs)
         after, moved = partition.after, time.monotonic()
+        request: dict[str, str | int] = {
+            "do": "read",
+            "reader": self._reader,
+            "incarnation": partition.incarnation,
+            "upto": partition.upto,
+        }
         with SinkReader(self._flow, self._sink) as reader:
             while after < partition.upto:
-                values, batches = reader.ask({"do": "read", "after": after, "upto": partition.upto})
+                values, batches = reader.ask({**request, "after": after})
                 if values["epoch"] > after:
                     moved = time.monotonic()
                 elif time.monotonic() - moved > PATIENCE_S:
@@ -172,7 +223,8 @@ class OutletReader(DataSourceStreamReader):
                 yield from batches
 
     def commit(self, end: Offset) -> None:
-        self._ask({"do": "commit", "reader": end["reader"], "epoch": end["epoch"]})
+        request = {"do": "commit", "incarnation": end["incarnation"], "epoch": end["epoch"]}
+        self._ask(request)
 
     def stop(self) -> None:
         if self._asks is not None:

@@ -90,6 +90,18 @@ class Server:
             self._process.send_signal(signal.SIGQUIT)
             self._process.wait()
 
+    def copy(self) -> None:
+        """Keep the data as they are now: as a standby has them that gets nothing from now on."""
+        self.crash()
+        subprocess.run(["cp", "-a", self._data, self._home / "copy"], check=True)
+        self.start()
+
+    def go_back(self) -> None:
+        """While it does not run: to what was kept."""
+        shutil.rmtree(self._data)
+        (self._home / "copy").rename(self._data)
+        (self._data / "postmaster.pid").unlink(missing_ok=True)
+
     def remove(self) -> None:
         self.crash()
         shutil.rmtree(self._home)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,6 +24,7 @@ from holdfast import (
     HostError,
     InputError,
     OperatorError,
+    SinkRewoundError,
     col,
     count,
     discard,
@@ -466,11 +468,19 @@ class Writers:
         self.topics, self.topic = topics, topics.create()
         self._sink = kafka_sink(topics.servers, self.topic)
 
-    def make(self, term: int, fresh: bool = False) -> Ledger:
+    def make(
+        self, term: int, fresh: bool = False, confirmed: int | None = None, **more: Any
+    ) -> Ledger:
         assert isinstance(self._sink, sink.KafkaSink)
-        whose = Authority("writers", self.topic, "life", term)
+        whose = Authority("writers", self.topic, **{"incarnation": "life", "term": term, **more})
         format = Json(pa.schema([("e", pa.int64())]))
-        return Ledger(self._sink, whose, format, fresh=fresh, stopped=lambda: False)
+        return Ledger(
+            self._sink, whose, format, fresh=fresh, confirmed=confirmed, stopped=lambda: False
+        )
+
+    @property
+    def group(self) -> str:
+        return f"holdfast-writers-{self.topic}"
 
     @property
     def epochs(self) -> list[int]:
@@ -516,6 +526,100 @@ def test_what_was_not_committed_is_not_there(topics: Kafka) -> None:
         assert new.begin() == -1
         assert new.append(group(0)) == 0
     assert writers.epochs == [0]
+
+
+# --- a broker that has less than before ---------------------------------------------------------
+
+
+def test_a_claim_that_the_broker_has_forgotten_is_noticed(topics: Kafka) -> None:
+    """By whoever wrote, by whoever leads next, and by a flow that was lost."""
+    writers = Writers(topics)
+    with writers.make(1, fresh=True) as old:
+        assert old.begin() == -1 and old.append(group(0, 3)) == 3
+        topics.forget(writers.group, writers.topic)
+        with pytest.raises(SinkRewoundError) as caught:
+            old.begin()
+        assert (caught.value.committed, caught.value.found) == (3, -1)
+    for known in (3, -1):
+        with writers.make(2, confirmed=known) as new, pytest.raises(SinkRewoundError):
+            new.begin()
+    topics.set_offset(writers.group, writers.topic, 4)  # as the error says
+    with writers.make(3, confirmed=3) as new:
+        assert new.begin() == 3 and new.append(group(4)) == 4
+    assert writers.epochs == [0, 3, 4]
+
+
+def test_a_claim_of_less_than_was_confirmed_is_noticed(topics: Kafka) -> None:
+    writers = Writers(topics)
+    with writers.make(1, fresh=True) as old, writers.make(2, confirmed=5) as new:
+        assert old.begin() == -1 and old.append(group(0, 3)) == 3
+        with pytest.raises(SinkRewoundError) as caught:
+            new.begin()
+    assert (caught.value.committed, caught.value.found) == (5, 3)
+
+
+def test_a_flow_goes_on_from_a_stopped_one_only_where_its_results_are(topics: Kafka) -> None:
+    writers = Writers(topics)
+    with writers.make(1, fresh=True) as first:
+        assert first.begin() == -1 and first.append(group(0, 3)) == 3
+    goes_on = {"fresh": True, "after": 6, "incarnation": "second"}
+    with (
+        writers.make(1, **goes_on, before=("life", 4)) as short,
+        pytest.raises(SinkRewoundError),
+    ):
+        short.begin()
+    with writers.make(1, **goes_on, before=("life", 3)) as second:
+        assert second.begin() == 6 and second.begin() == 6 and second.append(group(8)) == 8
+    with writers.make(1, **{**goes_on, "incarnation": "third"}, before=("life", 3)) as third:
+        assert third.begin() == 6, "another flow wrote since: the claim says nothing"
+
+
+def test_a_claim_is_renewed_while_there_are_no_rows(
+    topics: Kafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The broker forgets it when it is old, but an idle flow must be able to go on."""
+    monkeypatch.setattr(sink, "RENEW_S", 0.01)
+    topic = topics.create()
+    made = kafka_sink(topics.servers, topic)
+    writer = made.open(Authority("idle", topic, "life", 1), pa.schema([("e", pa.int64())]))
+    until(lambda: writer.report()["transactions"] > 3, "it says again where it is")
+    writer.write(0, group(0)[0][1])
+    until(lambda: writer.commit(0) == 0, "the row is there")
+    writer.close()
+    with Ledger(
+        made, Authority("idle", topic, "life", 2), Json(pa.schema([("e", pa.int64())])),
+        fresh=False, confirmed=0, stopped=lambda: False,
+    ) as new:  # fmt: skip
+        assert new.begin() == 0
+
+
+def test_a_flow_that_was_stopped_for_too_long_says_what_to_do(
+    topics: Kafka, kept, tmp_path
+) -> None:
+    out, store = topics.create(), str(tmp_path / "store")
+
+    def start(**more: str) -> Run:
+        flow = Flow("paused", protect=none())
+        flow.source("in", generator(numbers, SCHEMA, rate=5_000.0)).sink(
+            "out", kafka_sink(topics.servers, out)
+        )
+        kept.append(flow.start(sites=2, partitions=4, **more))
+        return kept[-1]
+
+    run = start(store=store)
+    until_taken(run, 1_000)
+    run.stop(timeout=PATIENCE_S)
+    rows = sum(r.rows for r in run.records())
+    topics.forget("holdfast-paused-out", out)
+    with pytest.raises(SinkRewoundError) as caught:
+        start(resume=store).wait(PATIENCE_S)
+    assert caught.value.committed >= 0 and caught.value.found == -1
+    topics.set_offset("holdfast-paused-out", out, caught.value.committed + 1)
+    run = start(resume=store)
+    until_taken(run, rows + 1_000)
+    run.stop(timeout=PATIENCE_S)
+    rows += sum(r.rows for r in run.records())
+    assert [r["v"] for r in topics.rows(out)] == numbers(0, 0, rows)["v"].to_pylist()
 
 
 # --- Spark's own connector ----------------------------------------------------------------------

@@ -5,12 +5,14 @@ import datetime
 import decimal
 import math
 import os
+import pickle
 import random
 import signal
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,11 +21,23 @@ import psycopg
 import pyarrow as pa
 import pytest
 
-from holdfast import Flow, FlowError, SinkError, count, generator, pairs, postgres, rows, sum_
+from holdfast import (
+    Flow,
+    FlowError,
+    SinkError,
+    SinkRewoundError,
+    count,
+    generator,
+    pairs,
+    postgres,
+    rows,
+    sum_,
+)
 from holdfast.flow.options import Options
 from holdfast.flow.postgres import Postgres
 from holdfast.flow.postgres_session import Session
 from holdfast.flow.sinks import Authority, Sink, SinkWriter
+from holdfast.run import Run
 from tests.integration.postgres_server import Server
 from tests.site.test_pairs import (
     SCHEMA,
@@ -312,12 +326,21 @@ def test_results_of_another_incarnation_stay(database, name, ask) -> None:
         sink.open(whose(flow=name, incarnation="one"), ROWS)
 
 
-def test_epochs_without_rows_are_durable_at_once(database, name) -> None:
-    writer = postgres(database.dsn, name, create=True).open(whose(flow=name), ROWS)
-    assert give(writer, 0, some()) == 0
-    assert give(writer, 1, some(5)) < 1
-    until(lambda: writer.commit(2) == 2, "the row is there")
+def test_only_what_the_server_confirms_is_durable(database, name, ask) -> None:
+    """It is not told of epochs without rows. Another leader must not expect them there."""
+    sink = postgres(database.dsn, name, create=True, roll_s=0)
+    writer = sink.open(whose(flow=name), ROWS)
+    assert give(writer, 0, some()) == -1
+    give(writer, 1, some(5))
+    until(lambda: writer.commit(1) == 1, "the row is there")
+    for epoch in range(2, 6):
+        durable = give(writer, epoch, some())
     writer.close()
+    assert durable == 1 == progress(ask, name)
+    new, _ = sink.resume(whose(2, flow=name), ROWS, durable)
+    give(new, 6, some(6))
+    new.close()
+    assert ask(f"SELECT n FROM {name} ORDER BY n") == [(5,), (6,)]
 
 
 def test_whoever_was_overtaken_writes_nothing_more(database, name, ask) -> None:
@@ -338,6 +361,148 @@ def test_whoever_was_overtaken_writes_nothing_more(database, name, ask) -> None:
     assert sorted(ask(f"SELECT n, s FROM {name}")) == [(0, "x"), (1, "x"), (2, "x")]
 
 
+# --- a server that has less than before ---------------------------------------------------------
+
+
+def progress(ask, name: str) -> int:
+    ((epoch,),) = ask(f"SELECT epoch FROM holdfast_sinks WHERE flow = '{name}'")
+    return epoch
+
+
+def wait_for_error(writer: SinkWriter) -> SinkRewoundError:
+    found: list[SinkRewoundError] = []
+
+    def fails() -> bool:
+        try:
+            writer.room()
+        except SinkRewoundError as error:
+            found.append(error)
+        return bool(found)
+
+    until(fails, "it is noticed")
+    return found[0]
+
+
+def with_three_epochs(sink: Sink, name: str) -> SinkWriter:
+    writer = sink.open(whose(flow=name), ROWS)
+    for epoch in range(3):
+        give(writer, epoch, some(epoch))
+        until(lambda epoch=epoch: writer.commit(epoch) == epoch, "the row is there")
+    return writer
+
+
+def lose(ask, name: str, after: int) -> None:
+    """As on a standby that lacked the last transactions when it was promoted; and whoever was
+    connected is not any more."""
+    ask(f"DELETE FROM {name} WHERE n > {after}")
+    ask(f"UPDATE holdfast_sinks SET epoch = {after} WHERE flow = '{name}'")
+    ask(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+        f"WHERE application_name = 'holdfast {name}/out'"
+    )
+
+
+def test_a_writer_that_connects_again_finds_out_that_epochs_are_lost(database, name, ask) -> None:
+    writer = with_three_epochs(postgres(database.dsn, name, create=True, roll_s=0), name)
+    lose(ask, name, after=0)
+    give(writer, 3, some(3))
+    error = wait_for_error(writer)
+    assert (error.sink, error.committed, error.found) == ("out", 2, 0)
+    assert ask(f"SELECT n FROM {name}") == [(0,)], "epoch 3 would leave a gap"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+@pytest.mark.parametrize("how", ["less", "nothing", "no table"])
+def test_a_new_leader_finds_out_that_epochs_are_lost(database, name, ask, how) -> None:
+    sink = postgres(database.dsn, name, create=True, roll_s=0, progress=f"p{name}")
+    with_three_epochs(sink, name).close()
+    if how == "no table":
+        ask(f"DROP TABLE p{name}")
+    else:
+        ask(f"UPDATE p{name} SET epoch = 1" if how == "less" else f"DELETE FROM p{name}")
+    writer, _ = sink.resume(whose(2, flow=name), ROWS, 2)
+    give(writer, 3, some(3))
+    error = wait_for_error(writer)
+    assert (error.committed, error.found) == (2, 1 if how == "less" else -1)
+    assert (3,) not in ask(f"SELECT n FROM {name}")
+    if how != "no table":  # what the error says helps
+        assert error.hint is not None
+        ask(error.hint.rpartition("execute: ")[2])
+        writer, _ = sink.resume(whose(3, flow=name), ROWS, 2)
+        give(writer, 3, some(3))
+        writer.close()
+        assert ask(f"SELECT n FROM {name} ORDER BY n") == [(n,) for n in range(4)]
+
+
+def test_a_flow_that_was_lost_expects_to_be_known(database, name, ask) -> None:
+    """Though it had heard of no epoch that was durable: some may have been."""
+    sink = postgres(database.dsn, name, create=True, roll_s=0)
+    with_three_epochs(sink, name).close()
+    again = replace(whose(1 << 48, flow=name), lost=True)
+    writer, _ = sink.resume(again, ROWS, -1)
+    give(writer, 3, some(3))
+    writer.close()
+    ask(f"DELETE FROM holdfast_sinks WHERE flow = '{name}'")
+    writer, _ = sink.resume(again, ROWS, -1)
+    give(writer, 4, some(4))
+    assert (wait_for_error(writer).committed, progress_rows(ask, name)) == (-1, [])
+
+
+def progress_rows(ask, name: str) -> list[tuple]:
+    return ask(f"SELECT incarnation, epoch FROM holdfast_sinks WHERE flow = '{name}' ORDER BY 1")
+
+
+def test_a_flow_goes_on_from_a_stopped_one_only_where_its_results_are(database, name, ask) -> None:
+    sink = postgres(database.dsn, name, create=True, roll_s=0)
+    with_three_epochs(sink, name).close()
+    second = replace(whose(flow=name, incarnation="second"), after=5, before=("first", 2))
+    writer = sink.go_on(second, ROWS, 5)
+    give(writer, 6, some(6))
+    writer.close()
+    assert progress_rows(ask, name) == [("first", 2), ("second", 6)]
+    taking_over, _ = sink.resume(replace(second, term=2, before=None), ROWS, 5)
+    give(taking_over, 7, some(7))
+    taking_over.close()
+    ask(f"UPDATE holdfast_sinks SET epoch = 1 WHERE flow = '{name}' AND incarnation = 'first'")
+    with pytest.raises(SinkRewoundError) as caught:
+        sink.go_on(replace(second, incarnation="third"), ROWS, 5)
+    assert (caught.value.committed, caught.value.found) == (2, 1)
+
+
+def until_added(run: Run, rows: int) -> None:
+    until(lambda: run.sink_report("out").get("rows", 0) > rows, "rows are there")
+
+
+def test_a_flow_stops_when_a_standby_takes_over_that_lacks_results(
+    database, name, ask, kept
+) -> None:
+    """A server with an older copy of the data answers at the same address."""
+    server = Server()
+    server.start()
+    try:
+        flow = Flow(name, protect=pairs(apart="process"))
+        source = flow.source("in", generator(numbers, SCHEMA, rate=20_000.0))
+        source.sink("out", postgres(server.dsn, name, create=True, roll_s=0.05))
+        run = flow.start(sites=3, partitions=6)
+        kept.append(run)
+        until_protected(run, 3)
+        until_added(run, 1_000)
+        server.copy()
+        until_added(run, run.sink_report("out")["rows"] + 10_000)
+        server.crash()
+        server.go_back()
+        server.start()
+        with pytest.raises(SinkRewoundError) as caught:
+            run.wait(60)
+        error = caught.value
+        assert error.sink == "out" and -1 <= error.found < error.committed
+    finally:
+        server.remove()
+
+
+# --- who wins -----------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_any_interleaving_of_writers_adds_every_epoch_once(database, name, ask, seed) -> None:
     """Sessions with terms of their own claim and put in a random order; some begin from an epoch
@@ -346,16 +511,17 @@ def test_any_interleaving_of_writers_adds_every_epoch_once(database, name, ask, 
     sink = Postgres(database.dsn, name, create=True)
     sessions: dict[int, Session] = {}
     known: dict[int, int | None] = {}
+    confirmed: dict[int, int | None] = {}  # more than is there would be an error
     for term in range(3):
         sessions[term] = Session(sink, whose(term, flow=name), ROWS)
         sessions[term].begin() if term == 0 else sessions[term].connect()
-        known[term] = -1
+        known[term], confirmed[term] = -1, None
     claimed = 0
     for _ in range(25):
         term = draw.randrange(3)
         after = known[term]
         if after is None or draw.random() < 0.3:
-            known[term] = sessions[term].claim()
+            known[term] = sessions[term].claim(confirmed[term])
             assert (known[term] is None) == (term < claimed)
             claimed = max(claimed, term)
         else:
@@ -364,6 +530,7 @@ def test_any_interleaving_of_writers_adds_every_epoch_once(database, name, ask, 
             assert won <= (term >= claimed)
             claimed = max(claimed, term) if won else claimed
             known[term] = upto if won else None
+        confirmed[term] = confirmed[term] if known[term] is None else known[term]
     for session in sessions.values():
         session.close()
     ((epoch,),) = ask(f"SELECT epoch FROM holdfast_sinks WHERE flow = '{name}'")

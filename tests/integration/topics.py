@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterable
 
 import msgspec
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, NewPartitions, NewTopic
 
 _numbers = itertools.count()
@@ -32,6 +32,19 @@ class Kafka:
     def trim(self, topic: str, partition: int, offset: int) -> None:
         at = TopicPartition(topic, partition, offset)
         self.admin.delete_records([at])[at].result()
+
+    def forget(self, group: str, topic: str) -> None:
+        """Delete a group's offset, as the broker does when it is old."""
+        of = ConsumerGroupTopicPartitions(group, [TopicPartition(topic, 0)])
+        self.admin.delete_consumer_groups([group])[group].result()
+        (found,) = self.admin.list_consumer_group_offsets([of]).values()
+        assert found.result().topic_partitions[0].offset < 0
+
+    def set_offset(self, group: str, topic: str, offset: int) -> None:
+        """By hand."""
+        consumer = Consumer({"bootstrap.servers": self.servers, "group.id": group})
+        consumer.commit(offsets=[TopicPartition(topic, 0, offset)], asynchronous=False)
+        consumer.close()
 
     def producer(self, **config: object) -> Producer:
         settings = {k.replace("_", "."): v for k, v in config.items()}

@@ -149,7 +149,7 @@ MESSAGES: list[tuple[wire.Message, bytes]] = [
             wire.Where("out"),
             wire.There("", 3, b"schema", [("h", 1)]),
             wire.Ask(3, {"do": "read", "after": -1, "upto": 4}),
-            wire.Notes(3, 1, {"query": -1}, 0, -1),
+            wire.Notes(3, 1, {"query": (-1, "life", "reading")}, 0, -1),
             wire.NotesKept(3, 1),
         )
     ),

@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
+import msgspec
 import pyarrow as pa
 import pytest
 
 from holdfast import Flow, FlowError, SinkError, outlet, rows
 from holdfast.flow.files import Folder
-from holdfast.flow.past import Past
+from holdfast.flow.past import Kind, Past, Stored
 from holdfast.flow.plan import plan
 from holdfast.flow.sinks import Authority, Sink, SinkWriter
 from holdfast.site.egress import Egress
@@ -90,15 +91,18 @@ def test_an_epoch_without_rows_is_safe_though_it_is_not_durable(sink: Slow, egre
     assert (egress.durable, egress.safe, egress.held) == (2, 3, [])
 
 
-def test_an_epoch_without_rows_is_held_for_who_reads_the_sink() -> None:
-    """Readers count epochs, and would not get past it."""
+def test_a_reader_gets_past_epochs_without_rows_and_nobody_holds_them() -> None:
+    """Behind a filter there may be very many until a reader comes."""
     flow = Flow("f")
     flow.source("s", rows(ROWS)).sink("out", outlet())
     egress = Egress("f", plan(flow).sinks[0])
     egress.begin()
     egress.take(0, ROWS.slice(2))
+    assert (egress.held, egress.safe, egress.is_drained) == ([], 0, False)
     answer, _ = egress.answer({"do": "latest", "reader": "r", "after": -1, "rows": -1})
-    assert answer["epoch"] == 0
+    assert answer["epoch"] == 0 and not egress.is_drained
+    egress.answer({"do": "commit", "reader": "r", "epoch": 0})
+    assert egress.is_drained
 
 
 def test_what_goes_wrong_is_heard_of_though_no_row_follows(sink: Slow, egress: Egress) -> None:
@@ -115,6 +119,71 @@ def test_a_sink_is_left_alone_by_whoever_leaves(sink: Slow, egress: Egress) -> N
     egress.begin()
     egress.abandon()
     assert sink.over
+
+
+# --- what the store must have ---------------------------------------------------------------------
+
+
+class Asked(Slow):
+    """Notes in whose name, and after which epoch, it is gone on with."""
+
+    whose: Authority
+    after: int
+
+    def go_on(self, whose: Authority, schema: pa.Schema, durable: int) -> SinkWriter:
+        self.whose, self.after = whose, durable
+        return self
+
+    def resume(self, whose: Authority, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
+        self.whose, self.after = whose, durable
+        return self, durable
+
+
+def stopped(place: Path, sink: Slow, **more: object) -> Past:
+    """A flow that has taken epochs 0 to 4; its store has confirmed epoch 2, and then came no
+    rows."""
+    flow = Flow("f")
+    flow.source("s", rows(ROWS)).sink("out", sink)
+    (stage,) = plan(flow).sinks
+    egress = Egress("f", stage, "first")
+    egress.begin()
+    for epoch in range(5):
+        egress.take(epoch, ROWS if epoch < 3 else ROWS.slice(2))
+    sink.reached = 2
+    egress.close()
+    stored = Stored(msgspec.msgpack.encode(egress.save()))
+    named = {"kind": Kind.STOPPED, "sources": {0: b""}, "sinks": {stage.id: stored}} | more
+    return Past(str(place), 5, 10, b"", {}, {}, **named)
+
+
+def egress_of(sink: Sink, incarnation: str, past: Past) -> Egress:
+    flow = Flow("f")
+    flow.source("s", rows(ROWS)).sink("out", sink)
+    egress = Egress("f", plan(flow).sinks[0], incarnation, past)
+    egress.recover(past)
+    return egress
+
+
+def test_a_flow_that_goes_on_knows_what_the_stopped_one_was_told(tmp_path: Path) -> None:
+    """The store was told of no epoch after the last one with rows."""
+    sink = Asked()
+    egress_of(sink, "second", stopped(tmp_path, sink)).begin(1)
+    assert sink.after == sink.whose.after == 4 and sink.whose.before == ("first", 2)
+    assert sink.whose.confirmed(4) is None, "the store may not know this one yet"
+    assert sink.whose.confirmed(5) == 5
+
+
+def test_whoever_leads_before_anybody_has_written_expects_nothing(tmp_path: Path) -> None:
+    sink = Asked()
+    egress_of(sink, "second", stopped(tmp_path, sink)).lead(2)
+    assert sink.whose.confirmed(sink.after) is None
+
+
+def test_a_flow_that_was_lost_expects_what_it_was_told_last(tmp_path: Path) -> None:
+    sink = Asked()
+    lost = {"kind": Kind.RUNNING, "every_ms": 100, "incarnation": "first", "flow": "f", "life": 1}
+    egress_of(sink, "second", stopped(tmp_path, sink, **lost)).begin(1)
+    assert sink.whose.incarnation == "first" and sink.whose.confirmed(sink.after) == 2
 
 
 # --- a flow with a past --------------------------------------------------------------------------

@@ -147,7 +147,8 @@ def test_plain_processes_begin_with_a_history_and_a_view_and_readers_have_it(
             upto = reader.ask({"do": "latest", "after": -1, "rows": -1, "reader": "r"})[0]["epoch"]
             read, after = [], -1
             while after < upto:
-                values, some = reader.ask({"do": "read", "after": after, "upto": upto})
+                ask = {"do": "read", "reader": "r", "after": after, "upto": upto}
+                values, some = reader.ask(ask)
                 read, after = read + some, values["epoch"]
         assert sum(batch.num_rows for batch in read) == 7_000
         run.stop(drain=False)

@@ -16,7 +16,7 @@ import msgspec
 import pyarrow as pa
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
 
-from holdfast.errors import FlowError, HostError
+from holdfast.errors import FlowError, HostError, SinkRewoundError
 from holdfast.flow.kafka.client import settings
 from holdfast.flow.kafka.formats import Format
 from holdfast.flow.kafka.sink import Group, KafkaSink
@@ -62,7 +62,7 @@ FORBIDDEN = (
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Who wrote last, and up to which epoch."""
+    """Who wrote last, and up to which epoch. An epoch without an incarnation was set by hand."""
 
     incarnation: str = ""
     term: int = -1
@@ -70,7 +70,8 @@ class Claim:
 
 
 class Ledger:
-    """One writer's part in it. `stopped` says that what it does is of no use any more."""
+    """One writer's part in it. `confirmed` is the least that must be there (see
+    `Authority.confirmed`); `stopped` says that what it does is of no use any more."""
 
     def __init__(
         self,
@@ -79,12 +80,13 @@ class Ledger:
         format: Format,
         *,
         fresh: bool,
+        confirmed: int | None = None,
         stopped: Callable[[], bool],
     ) -> None:
         self._sink, self._whose, self._format = sink, whose, format
-        self._fresh, self._stopped = fresh, stopped
+        self._fresh, self._confirmed, self._stopped = fresh, confirmed, stopped
         self._name = f"holdfast-{whose.flow}-{whose.sink}"
-        self._reached = -1
+        self._reached = whose.after
         self._claimed = False
         self._failures = 0
         self._producer: Any = None
@@ -119,8 +121,7 @@ class Ledger:
                 claim = self._read()
                 if self._is_over(claim):
                     return None  # it is this one that has come late, and the other will come back
-                known = claim.incarnation == self._whose.incarnation
-                self._transact([], claim.epoch if known else -1)
+                self._transact([], self._found(claim))
                 self._claimed, self._failures = True, 0
                 return self._reached
             except KafkaException as error:
@@ -130,9 +131,10 @@ class Ledger:
 
     def append(self, group: Group) -> int | None:
         """Write epochs, all or none. The answer is the last epoch that is durable, which says
-        whether it was done, or None as with `begin`."""
+        whether it was done, or None as with `begin`. Without any epochs the claim is renewed: the
+        broker forgets one that is old."""
         try:
-            self._transact(group, group[-1][0])
+            self._transact(group, group[-1][0] if group else self._reached)
             self._failures = 0
             return self._reached
         except KafkaException as error:
@@ -141,12 +143,51 @@ class Ledger:
                 return None
         return self.begin()
 
+    # --- how far it reaches ---------------------------------------------------------------------
+
+    def _found(self, claim: Claim) -> int:
+        """Up to which epoch rows are there. If that is less than was confirmed, rows are gone that
+        nobody here has, or the broker has forgotten the claim; and then rows may be there that
+        would be written again."""
+        whose = self._whose
+        mine = claim.incarnation == whose.incarnation
+        if self._confirmed is not None:
+            by_hand = not claim.incarnation and claim.epoch >= 0
+            found = claim.epoch if mine or by_hand else -1
+            if found < self._confirmed or not (mine or by_hand):
+                raise self._rewound(self._confirmed, found)
+            return found
+        if whose.before is not None and not mine:
+            self._check_predecessor(claim, *whose.before)
+        return claim.epoch if mine else whose.after
+
+    def _check_predecessor(self, claim: Claim, incarnation: str, confirmed: int) -> None:
+        """What a flow has written that was stopped must be there. If another one was started since,
+        the claim says nothing about it."""
+        if claim.incarnation in ("", incarnation) and claim.epoch < confirmed:
+            raise self._rewound(confirmed, claim.epoch)
+
+    def _rewound(self, confirmed: int, found: int) -> SinkRewoundError:
+        return SinkRewoundError(
+            self._whose.sink,
+            confirmed,
+            found,
+            f"topic {self._sink.topic!r} at {self._sink.servers}: the offset of the group "
+            f"{self._name!r} says which epochs are there. The broker forgets it after "
+            f"offsets.retention.minutes, and with another cluster or a deleted topic it is lost. "
+            f"Look whether the rows are there; then set it by hand and go on with resume=: "
+            f"confluent_kafka.Consumer({{'bootstrap.servers': ..., 'group.id': {self._name!r}}})"
+            f".commit(offsets=[TopicPartition({self._sink.topic!r}, 0, N + 1)], "
+            f"asynchronous=False), where N is the last epoch whose rows are there; with N = "
+            f"{confirmed} rows that were written later, if any, come again",
+        )
+
     # --- who may write --------------------------------------------------------------------------
 
     def _is_over(self, claim: Claim) -> bool:
         whose = self._whose
         if claim.incarnation == whose.incarnation:
-            before = claim.epoch >= 0 or claim.term < whose.term
+            before = claim.epoch > whose.after or claim.term < whose.term
             if self._fresh and not self._claimed and before and claim.term <= whose.term:
                 raise FlowError(
                     f"{self._where}: flow {whose.flow!r} was started before with the same secret, "
@@ -154,7 +195,7 @@ class Ledger:
                     hint="each start needs a secret of its own",
                 )
             return claim.term > whose.term
-        if self._claimed:
+        if self._claimed and claim.incarnation:
             raise FlowError(
                 f"{self._where}: another flow called {whose.flow!r} has taken this one's place",
                 hint="flows that run at the same time need different names",
@@ -209,7 +250,7 @@ class Ledger:
         try:
             incarnation, term = msgspec.json.decode(found.metadata or "", type=tuple[str, int])
         except msgspec.MsgspecError:
-            return Claim()  # nothing of ours
+            return Claim(epoch=found.offset - 1)  # not of ours, or set by hand
         return Claim(incarnation, term, found.offset - 1)
 
     # --- transactions ---------------------------------------------------------------------------
@@ -246,7 +287,7 @@ class Ledger:
         group_metadata = self._consumer.consumer_group_metadata()
         producer.send_offsets_to_transaction([at], group_metadata, CALL_S)
         producer.commit_transaction(CALL_S)
-        self._reached = reached
+        self._reached = self._confirmed = reached
 
     def _produce(self, batch: pa.RecordBatch) -> None:
         sink = self._sink

@@ -35,6 +35,9 @@ GROUP_BYTES = 16 << 20
 """A transaction has no more than this, but for a larger epoch."""
 WAITING_BYTES_MAX = 64 << 20
 """With so much unwritten the flow must wait."""
+RENEW_S = 600.0
+"""So often a sink that gets no rows says again how far it is: the broker forgets what is older than
+its ``offsets.retention.minutes``."""
 QUIET_S = 30.0
 """A writer that leads no more is told so by the site's end. One that is still asked to write after
 so long is not what it takes itself for."""
@@ -73,7 +76,7 @@ class KafkaSink(Sink):
         return writing(self.format, pa.schema([schema.field(n) for n in names]), where)
 
     def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
-        return KafkaWriter(self, whose, schema, -1, fresh=True)
+        return KafkaWriter(self, whose, schema, whose.after, fresh=True)
 
     def resume(self, whose: Authority, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
         # What was durable in truth the writer finds out by itself, and leaves that out.
@@ -90,7 +93,14 @@ class KafkaWriter(SinkWriter):
 
         self._sink, self._whose = sink, whose
         format = sink.formatted(schema, f"sink {whose.sink!r}")
-        self._ledger = Ledger(sink, whose, format, fresh=fresh, stopped=lambda: self._abandoned)
+        self._ledger = Ledger(
+            sink,
+            whose,
+            format,
+            fresh=fresh,
+            confirmed=None if fresh else whose.confirmed(durable),
+            stopped=lambda: self._abandoned,
+        )
         self._changed = threading.Condition()
         self._waiting: deque[tuple[int, pa.RecordBatch]] = deque()
         self._waiting_bytes = 0
@@ -119,10 +129,7 @@ class KafkaWriter(SinkWriter):
             self._check()
             self._committed = epoch
             self._changed.notify_all()
-            if self._ended:
-                return self._written  # the rest is for another to say
-            # An epoch without rows is as durable as the one before it.
-            return self._waiting[0][0] - 1 if self._waiting else epoch
+            return self._written
 
     def close(self) -> None:
         with self._changed:
@@ -182,9 +189,13 @@ class KafkaWriter(SinkWriter):
         )
 
     def _next_group(self) -> Group | None:
-        """The epochs to write next; None if there will be none."""
+        """The epochs to write next: an empty list if there were none for long, None if there will
+        be none."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_due() or self._closing or self._abandoned)
+            if not self._changed.wait_for(
+                lambda: self._is_due() or self._closing or self._abandoned, RENEW_S
+            ):
+                return []
             self._changed.wait_for(
                 lambda: self._waiting_bytes >= GROUP_BYTES or self._closing or self._abandoned,
                 self._sink.linger_s,
