@@ -150,7 +150,9 @@ def _field(name: str, spec: object, where: str) -> Field:
         raise FlowError(f"{where}: state {name!r} is {spec!r}", hint=hint)
     field = Field(*spec)
     try:
-        field.loaded(field.allocate(1), None)
+        if field.fixed and field.fill is None:
+            raise TypeError(f"{field.kind} is kept as numbers")
+        field.loaded(field.allocate(1), None) if field.fixed else field.new_heap()
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         hint = "times are kept as whole numbers; only text and the like can start as None"
         raise FlowError(

@@ -1,4 +1,5 @@
-"""Symmetric window join: pairs of rows with equal keys whose times are at most `within` apart.
+"""Symmetric window join: pairs of rows with equal keys whose times are at most `within` apart. A
+null is equal to nothing, so rows with one in their key are in no pair and are not kept.
 
 A pair stands, in the order, where the later of its two rows stands; where both sides may have
 rows of the same place, one more column says which side's was the later.
@@ -94,7 +95,7 @@ class WindowJoin(KeyedOperator):
         for batch, on in zip(inputs, self.on, strict=True):
             mark = track.before(column(batch, "__o0"))
             fresh = self._bucket_end(event_times(batch, on)) > mark
-            kept.append(take(batch, np.flatnonzero(fresh)))
+            kept.append(take(batch, np.flatnonzero(fresh & self._known(batch))))
             late.append(take(batch, np.flatnonzero(~fresh)))
         self.late_rows += sum(b.num_rows for b in late)
         pairs = [self._pairs(kept[0], self.sides[1], flip=False)]
@@ -105,6 +106,16 @@ class WindowJoin(KeyedOperator):
         self._forget(track.final)
         out = sort(concat(pairs))
         return {"out": out, "late": late[0], "late_right": late[1]}
+
+    def _known(self, batch: pa.RecordBatch) -> np.ndarray:
+        """The rows that can have a partner: as in SQL, a key with a null in it is equal to none,
+        not even to itself."""
+        known = np.ones(batch.num_rows, bool)
+        for key in self.keys:
+            column = batch.column(key)
+            if column.null_count:
+                known &= column.is_valid().to_numpy(zero_copy_only=False)
+        return known
 
     def _bucket_end(self, times: np.ndarray) -> np.ndarray:
         """The watermark from which on rows of these times are late."""

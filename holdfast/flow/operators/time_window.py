@@ -15,8 +15,17 @@ import pyarrow as pa
 from holdfast.errors import FlowError
 from holdfast.flow.batches import Track, as_array, empty, take, take_column
 from holdfast.flow.expr import Aggregate, Column, column
+from holdfast.flow.groups import Groups
 from holdfast.flow.keys import KeyWords, key_hash, mix, partition_of
-from holdfast.flow.operators.base import Agg, KeyedOperator, Port, columns_of
+from holdfast.flow.operators.base import (
+    LARGEST,
+    Agg,
+    KeyedOperator,
+    Port,
+    columns_of,
+    overflows,
+    peak,
+)
 from holdfast.flow.state import Field, StateTable
 from holdfast.flow.watermark import event_times
 
@@ -122,8 +131,13 @@ class TimeWindow(KeyedOperator):
         operands = {a.name: self._operand(a, batch, rows) for a in self.aggs}
         words = self.words(batch).take(rows)
         slots = self.table.slots(_with_window(words, window), partition_of(words, self.partitions))
-        self.table.touch(slots, epoch)
         seen = self.table["__n"][slots]
+        try:
+            self._check_sums(operands, batch, rows, slots)
+        except OverflowError:
+            self.table.remove(slots[seen == 0])  # those that were new
+            raise
+        self.table.touch(slots, epoch)
         opening = np.flatnonzero(seen == 0)[::-1]  # backwards: of a slot's rows the first one stays
         first_slots, first_rows = slots[opening], rows[opening]
         self.table["__window"][first_slots] = window[opening]
@@ -142,11 +156,29 @@ class TimeWindow(KeyedOperator):
         np.add.at(self.table["__n"], slots, 1)
         self._next_close = min(self._next_close, int(self._close_at(window.min())))
 
+    def _check_sums(
+        self,
+        operands: Mapping[str, Column],
+        batch: pa.RecordBatch,
+        rows: np.ndarray,
+        slots: np.ndarray,
+    ) -> None:
+        """Refuse rows that take a window's sum, folded in order, out of int64."""
+        for agg in self.aggs:
+            values, held = operands[agg.name], self.table[agg.name]
+            if not agg.bounded or peak(held[slots]) + peak(values) * rows.size <= LARGEST:
+                continue
+            groups = Groups(slots)
+            initial, values = held[groups.slots], values[groups.rows]
+            folded = groups.fold(agg.ufunc, initial, values)
+            wrong = overflows(groups, initial, values, folded)
+            self.refuse_sums(agg, batch, rows[groups.rows[wrong]])
+
     @staticmethod
     def _operand(agg: Agg, batch: pa.RecordBatch, rows: np.ndarray) -> Column:
         if agg.kind == "count":
             return np.ones(rows.size, np.int64)
-        whole = agg.column(batch) if agg.kind in ("first", "last") else agg.values(batch)
+        whole = agg.column(batch) if agg.picks else agg.values(batch)
         return take_column(whole, rows)
 
     def _close(self, track: Track) -> pa.RecordBatch:
