@@ -2,9 +2,10 @@
 
 A table is a set of numpy columns indexed by slot, and a `KeyIndex` from key to slot. Numbers and
 times are in the columns themselves; of everything else (text, lists, structs) a column has numbers
-that stand for values in a `Heap`, which stay as Arrow has them. The partition of a slot is itself a column, so operators never see partitions, and the state of any of them can
-be taken out and put in as an Arrow batch. Slots are grouped into chunks that know the epoch they
-last changed in: increments, spilling and moves read that.
+that stand for values in a `Heap`, which stay as Arrow has them. The partition of a slot is itself a
+column, so operators never see partitions, and the state of any of them can be taken out and put in
+as an Arrow batch. Slots are grouped into chunks that know the epoch they last changed in:
+increments, spilling and moves read that.
 
 Whoever writes to slots calls `touch` first. So a `Snapshot` can hand out the table as it was at one
 moment while the table goes on: what is about to change is saved for it, row by row.
@@ -568,9 +569,7 @@ def _joined(parts: list[_Rows]) -> _Rows:
     return {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
 
 
-def _batch(
-    fields: Mapping[str, Field], heaps: Mapping[str, Heap], rows: _Rows
-) -> pa.RecordBatch:
+def _batch(fields: Mapping[str, Field], heaps: Mapping[str, Heap], rows: _Rows) -> pa.RecordBatch:
     """Rows as `StateTable.install` takes them."""
     own = ("__low", "__high", "__part", "__changed", "__born", "__touched")
     arrays = {n: pa.array(rows[n]) for n in own if n in rows}

@@ -200,7 +200,7 @@ class _TimedJob(_Job):
 
 def _countable(stage: Stage, name: str) -> bool:
     assert stage.source is not None
-    kind = stage.source.schema.field(name).type
+    kind = stage.ports["out"].schema.field(name).type
     return pa.types.is_signed_integer(kind) or pa.types.is_timestamp(kind)
 
 
@@ -232,7 +232,7 @@ class _Rows:
     @classmethod
     def of(cls, stage: Stage) -> _Rows:
         assert stage.source is not None
-        field, used = stage.source.schema.field, stage.used["out"]
+        field, used = stage.ports["out"].schema.field, stage.used["out"]
         order = parcels.order_columns(stage)
         declared = pa.schema([field(n) for n in dict.fromkeys([*used, *order])])
         return cls(stage.name, declared, pa.schema([field(n) for n in used]), order)

@@ -194,8 +194,8 @@ class _Cluster:
         outputs = []
         for i, runner in enumerate(runners):
             rows = here[i :: len(runners)]
-            batch = self.given.batches[stage.name].take(pa.array(rows))
-            batch = conform(batch, stage.ports["out"].schema, stage.name)
+            given = self.given.batches[stage.name]
+            batch = conform(given, stage.ports["out"].schema, stage.name).take(pa.array(rows))
             batch = batch.select(stage.used["out"])
             arrays = [*batch.columns, pa.array(seqs[rows])]
             batch = pa.RecordBatch.from_arrays(arrays, schema=with_order(batch.schema, 1))

@@ -211,9 +211,7 @@ OPERATORS: dict[str, Build] = {
         Tally(), "total long, tags string"
     ),
     "running": lambda _, keyed: keyed.agg(**built({**AGGS, **NULLABLE})),
-    "row window": lambda _, keyed: keyed.window(rows=5, every=2).agg(
-        **built({**AGGS, **NULLABLE})
-    ),
+    "row window": lambda _, keyed: keyed.window(rows=5, every=2).agg(**built({**AGGS, **NULLABLE})),
     "tumbling": lambda _, keyed: keyed.window(time=20).agg(**built({**AGGS, **NULLABLE})),
     "sliding": lambda _, keyed: keyed.window(time=60, every=20, lateness=9).agg(**built(AGGS)),
     "sessions": _sessions,

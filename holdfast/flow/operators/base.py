@@ -20,10 +20,11 @@ import pyarrow as pa
 
 from holdfast.errors import FlowError
 from holdfast.flow.batches import Track, empty, with_order
-from holdfast.flow.expr import Aggregate, Col, Column, Expr, is_plain
+from holdfast.flow.expr import Aggregate, Col, Column, Expr, is_plain, type_of
 from holdfast.flow.groups import Groups
 from holdfast.flow.keys import KeyWords, key_words
 from holdfast.flow.state import STANDBY, Field, StateTable
+from holdfast.flow.types import refuse_type
 
 
 @dataclass(frozen=True)
@@ -302,8 +303,8 @@ def peak(values: np.ndarray) -> int:
 def overflows(
     groups: Groups, initial: np.ndarray, values: np.ndarray, folded: np.ndarray
 ) -> np.ndarray:
-    """The sorted positions at which a group's sum leaves int64, given what `Groups.fold` has made of
-    it: those where two numbers of one sign have a sum of the other."""
+    """The sorted positions at which a group's sum leaves int64, given what `Groups.fold` has made
+    of it: those where two numbers of one sign have a sum of the other."""
     if peak(initial) + peak(values) * int(groups.lengths.max(initial=0)) <= LARGEST:
         return np.empty(0, np.int64)  # which one pass over the values is enough to know
     before = np.empty_like(folded)
@@ -352,9 +353,9 @@ def infer(expr: Expr, schema: pa.Schema, where: str) -> pa.DataType:
         raise FlowError(
             f"{where}: {expr} does not fit the columns {describe(schema)}: {error}"
         ) from error
-    if isinstance(value, np.ndarray | np.generic):
-        return pa.from_numpy_dtype(value.dtype)
-    return value.type if isinstance(value, pa.Array | pa.Scalar) else pa.scalar(value).type
+    kind = type_of(value)
+    refuse_type(kind, f"{where}: {expr}")
+    return kind
 
 
 def require_columns(names: object, schema: pa.Schema, where: str) -> None:

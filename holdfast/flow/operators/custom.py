@@ -15,6 +15,7 @@ from holdfast.flow.expr import Column, unwrap
 from holdfast.flow.groups import Groups
 from holdfast.flow.operators.base import KeyedOperator, Port
 from holdfast.flow.state import Field, StateTable, distinct
+from holdfast.flow.types import plain_schema, refuse_type
 
 
 class Rows:
@@ -85,7 +86,7 @@ class CustomOperator(KeyedOperator):
         if not isinstance(function.output, pa.Schema):
             raise FlowError(f"{where}: {self.label}.output must be a pyarrow.Schema")
         fields = [source.schema.field(k) for k in keys if k not in function.output.names]
-        schema = pa.schema([*fields, *function.output])
+        schema = pa.schema([*fields, *plain_schema(function.output, here)])
         self.outputs["out"] = Port(schema, source.width, delay=source.delay)
 
     def _allocate(self) -> None:
@@ -148,6 +149,7 @@ def _field(name: str, spec: object, where: str) -> Field:
     if not (isinstance(spec, tuple) and len(spec) == 2 and isinstance(spec[0], pa.DataType)):
         hint = "give (type, value of a new key)"
         raise FlowError(f"{where}: state {name!r} is {spec!r}", hint=hint)
+    refuse_type(spec[0], f"{where}: state {name!r}")
     field = Field(*spec)
     try:
         if field.fixed and field.fill is None:

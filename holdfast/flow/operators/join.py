@@ -32,7 +32,7 @@ from holdfast.flow.expr import column
 from holdfast.flow.keys import KeyWords, key_words, partition_of
 from holdfast.flow.operators.base import KeyedOperator, Port
 from holdfast.flow.state import STANDBY, StateTable
-from holdfast.flow.watermark import event_times
+from holdfast.flow.watermark import event_times, operator_times
 
 
 class WindowJoin(KeyedOperator):
@@ -94,7 +94,7 @@ class WindowJoin(KeyedOperator):
         kept, late = [], []
         for batch, on in zip(inputs, self.on, strict=True):
             mark = track.before(column(batch, "__o0"))
-            fresh = self._bucket_end(event_times(batch, on)) > mark
+            fresh = self._bucket_end(operator_times(batch, on)) > mark
             kept.append(take(batch, np.flatnonzero(fresh & self._known(batch))))
             late.append(take(batch, np.flatnonzero(~fresh)))
         self.late_rows += sum(b.num_rows for b in late)
@@ -141,7 +141,10 @@ class WindowJoin(KeyedOperator):
             for run in side.runs:
                 mine, theirs = run.matches(words)
                 other = event_times(run.batch, self.on[0 if flip else 1])
-                near = np.abs(times[mine] - other[theirs]) <= self.within
+                mine_at, theirs_at = times[mine], other[theirs]
+                # Without their difference, which may be more than int64 has room for.
+                near = theirs_at >= mine_at - self.within
+                near &= theirs_at <= mine_at + self.within
                 a, b = take(probe, mine[near]), take(run.batch, theirs[near])
                 found.append(self._joined(b, a) if flip else self._joined(a, b))
         return concat(found)

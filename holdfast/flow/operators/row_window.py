@@ -61,7 +61,7 @@ class RowWindow(KeyedOperator):
         fields = {n: Field(aggs[0].taken, width=self.rows) for n, aggs in self.rings.items()}
         self.table = StateTable({"__n": Field(pa.int64()), **fields}, self.partitions)
         self._peaks = dict.fromkeys(self.rings, 0)
-        """No number in a ring is larger: so it is known when no sum of a window can be too large."""
+        """No number in a ring is larger: so mostly no sum of a window can be too large."""
 
     def tables(self) -> dict[str, StateTable]:
         return {"history": self.table}

@@ -24,7 +24,7 @@ from holdfast.flow.groups import Groups
 from holdfast.flow.keys import KeyWords, key_hash
 from holdfast.flow.operators.base import KeyedOperator, Port, broadcast, columns_of, holds, infer
 from holdfast.flow.state import Field, StateTable
-from holdfast.flow.watermark import event_times
+from holdfast.flow.watermark import operator_times
 
 
 class Sessions(KeyedOperator):
@@ -224,7 +224,7 @@ class TimedSessions(Sessions):
         """The watermark at which a session that a row opens is over; never, if it opens none."""
         over = np.full(starts.size, Track.NEVER)
         rows = np.flatnonzero(starts)
-        over[rows] = event_times(take(batch, rows), self.on) + self.wait
+        over[rows] = operator_times(take(batch, rows), self.on) + self.wait
         return over
 
     def _follow(

@@ -27,7 +27,7 @@ from holdfast.flow.operators.base import (
     peak,
 )
 from holdfast.flow.state import Field, StateTable
-from holdfast.flow.watermark import event_times
+from holdfast.flow.watermark import operator_times
 
 START, END = "window_start", "window_end"
 
@@ -104,7 +104,7 @@ class TimeWindow(KeyedOperator):
 
     def _fold(self, batch: pa.RecordBatch, track: Track, epoch: int) -> np.ndarray:
         """Add the rows to their windows; the rows that are late for all of them."""
-        times = event_times(batch, self.on)
+        times = operator_times(batch, self.on)
         rows, window = self._assign(times)
         mark = track.before(column(batch, "__o0"))
         open_ = self._close_at(window) > mark[rows]
