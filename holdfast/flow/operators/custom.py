@@ -43,6 +43,10 @@ class KeyedFunction:
     key has its state. What a key's rows do to its state, and what they emit, must depend on
     that key's rows alone, never on how they were cut into calls.
 
+    Numbers and times are numpy arrays: ``state["last"][rows.slots]``. Text, lists and the like are
+    Arrow: read them with ``state.get(name, slots)`` and write them with ``state.put(name, slots,
+    values)``.
+
     >>> class Jump(KeyedFunction):
     ...     '''Emit each value that differs from its key's previous one by more than 10.'''
     ...     state = {"last": (pa.float64(), float("nan"))}

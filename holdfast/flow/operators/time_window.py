@@ -79,12 +79,16 @@ class TimeWindow(KeyedOperator):
         }
         self.table = StateTable(base | fields, self.partitions)
         self._next_close = Track.END
+        self._peaks = dict.fromkeys((a.name for a in self.aggs if a.bounded), 0)
+        """No sum in the table is larger: so mostly none can become too large."""
 
     def tables(self) -> dict[str, StateTable]:
         return {"windows": self.table}
 
     def install(self, state: dict[str, pa.RecordBatch]) -> None:
         super().install(state)
+        for name, known in self._peaks.items():
+            self._peaks[name] = max(known, peak(state["windows"].column(name).to_numpy()))
         windows = state["windows"].column("__window").to_numpy()
         if windows.size:
             self._next_close = min(self._next_close, int(self._close_at(windows.min())))
@@ -165,14 +169,19 @@ class TimeWindow(KeyedOperator):
     ) -> None:
         """Refuse rows that take a window's sum, folded in order, out of int64."""
         for agg in self.aggs:
-            values, held = operands[agg.name], self.table[agg.name]
-            if not agg.bounded or peak(held[slots]) + peak(values) * rows.size <= LARGEST:
+            if not agg.bounded:
                 continue
-            groups = Groups(slots)
-            initial, values = held[groups.slots], values[groups.rows]
-            folded = groups.fold(agg.ufunc, initial, values)
-            wrong = overflows(groups, initial, values, folded)
-            self.refuse_sums(agg, batch, rows[groups.rows[wrong]])
+            values, held = operands[agg.name], self.table[agg.name]
+            added = peak(values) * rows.size
+            if self._peaks[agg.name] + added > LARGEST:
+                self._peaks[agg.name] = peak(held[self.table.live()])
+            if self._peaks[agg.name] + added > LARGEST:
+                groups = Groups(slots)
+                initial, values = held[groups.slots], values[groups.rows]
+                folded = groups.fold(agg.ufunc, initial, values)
+                wrong = overflows(groups, initial, values, folded)
+                self.refuse_sums(agg, batch, rows[groups.rows[wrong]])
+            self._peaks[agg.name] += added
 
     @staticmethod
     def _operand(agg: Agg, batch: pa.RecordBatch, rows: np.ndarray) -> Column:
