@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from holdfast.flow.keys import _hash_column
+from holdfast.flow.keys import _hash_column, mix, segment_sums
 
 _PREFIX = "__o"
 _NULL_DIGEST = np.uint64(0x9AE16A3B2F90404F)
+_ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def order_names(width: int) -> list[str]:
@@ -64,6 +66,27 @@ def _is_range(rows: np.ndarray) -> bool:
 
 def take_column(column: np.ndarray | pa.Array, rows: np.ndarray) -> np.ndarray | pa.Array:
     return column[rows] if isinstance(column, np.ndarray) else column.take(pa.array(rows))
+
+
+def overlaid(column: pa.Array, where: np.ndarray, others: pa.Array) -> pa.Array:
+    """A column with `others`, in their order, at the rows where `where` is true. By `take`, which
+    unlike `if_else` knows every type."""
+    rows = np.arange(len(column))
+    rows[where] = np.arange(len(column), len(column) + len(others))
+    return pa.concat_arrays([column, others]).take(pa.array(rows))
+
+
+def row_values(batch: pa.RecordBatch, at: int) -> dict[str, Any]:
+    """A row in Python's values, for people to read. A time that Python has none for is a number."""
+    row: dict[str, Any] = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            row[name] = column[at].as_py()
+        except (ValueError, OverflowError):
+            plain = pa.types.is_temporal(column.type) and column.type.bit_width == 64
+            cell = column.slice(at, 1)
+            row[name] = (cell.view(pa.int64()) if plain else cell.cast(pa.string()))[0].as_py()
+    return row
 
 
 def concat(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
@@ -118,8 +141,44 @@ def _digest_words(column: pa.Array) -> np.ndarray:
     if pa.types.is_integer(column.type) or pa.types.is_float64(column.type):
         return _digest_numbers(column)
     if pa.types.is_nested(column.type):
-        column = pa.array([repr(v) for v in column.to_pylist()], pa.large_string())
+        return _digest_nested(column)
     return _hash_column(column)[0]
+
+
+def _digest_nested(column: pa.Array) -> np.ndarray:
+    """Of structs and lists: what is in them, each by its place; null is none of them."""
+    if pa.types.is_struct(column.type):
+        fields = [column.field(i) for i in range(column.type.num_fields)]
+        total = _digest_together(fields, len(column))
+    else:
+        offsets, parts = _items(column)
+        first, end = int(offsets[0]), int(offsets[-1])
+        words = _digest_together([p.slice(first, end - first) for p in parts], end - first)
+        lengths = np.diff(offsets)
+        place = np.arange(first, end) - np.repeat(offsets[:-1], lengths)
+        total = segment_sums(mix(words + place.astype(np.uint64) * _ODD), offsets)
+        total = mix(total + lengths.astype(np.uint64))
+    if column.null_count == 0:
+        return total
+    return np.where(column.is_null().to_numpy(zero_copy_only=False), _NULL_DIGEST, total)
+
+
+def _digest_together(columns: Sequence[pa.Array], rows: int) -> np.ndarray:
+    total = np.full(rows, _ODD)
+    for column in columns:
+        total = mix(total * _ODD + _digest_words(column).astype(np.uint64))
+    return total
+
+
+def _items(column: pa.Array) -> tuple[np.ndarray, list[pa.Array]]:
+    """Of lists and maps: where each begins, and the last ends, in the columns of their items."""
+    if pa.types.is_fixed_size_list(column.type):
+        size = column.type.list_size
+        return (column.offset + np.arange(len(column) + 1)) * size, [column.values]
+    offsets = column.offsets.to_numpy().astype(np.int64)
+    if pa.types.is_map(column.type):
+        return offsets, [column.keys, column.items]
+    return offsets, [column.values]
 
 
 def _digest_numbers(column: pa.Array) -> np.ndarray:

@@ -22,6 +22,7 @@ from holdfast.flow.batches import (
     order_names,
     order_of,
     row_digests,
+    row_values,
     sort,
     take,
     user_names,
@@ -166,7 +167,7 @@ class StageRunner:
     ) -> None:
         cause = f"{type(error).__name__}: {error}"
         user = batch.select(user_names(batch.schema))
-        row = json.dumps(user.to_pylist()[0], default=str)
+        row = json.dumps(row_values(user, 0), default=str)
         self._set_aside(label, place, batch, epoch, cause, row, error)
 
     def _set_aside(

@@ -7,7 +7,7 @@ the schema of a result is learned by evaluating the tree on an empty batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -126,7 +126,12 @@ class Col(Expr):
 
 class Lit(Expr):
     def __init__(self, value: Any) -> None:
-        self.value = value
+        if isinstance(value, np.ndarray | pa.Array | pa.ChunkedArray):
+            raise FlowError(
+                f"lit() takes one value for all rows, not {type(value).__name__}",
+                hint="a list as the value of every row is lit([1, 2])",
+            )
+        self.value = _constant(value) if isinstance(value, pa.Scalar) else value
 
     def columns(self) -> Iterator[str]:
         return iter(())
@@ -168,7 +173,7 @@ class Binary(Expr):
         left, right = self.left.eval(batch), self.right.eval(batch)
         if self.op in ("%", "//"):
             _refuse_zero(self, right)
-        if not isinstance(left, pa.Array) and not isinstance(right, pa.Array):
+        if not isinstance(left, _ARROW_FORMS) and not isinstance(right, _ARROW_FORMS):
             with np.errstate(all="ignore"):
                 return _NUMPY[self.op](left, right)
         return _eval_arrow(self.op, left, right)
@@ -187,8 +192,8 @@ class Call(Expr):
     def eval(self, batch: pa.RecordBatch) -> Any:
         value = self.arg.eval(batch)
         if self.op == "not":
-            if not isinstance(value, pa.Array):
-                return ~value
+            if not isinstance(value, _ARROW_FORMS):
+                return np.invert(value)
             whole = pa.types.is_integer(value.type)
             return pc.bit_wise_not(value) if whole else pc.invert(value)
         return unwrap(pc.is_null(_as_arrow(value)))
@@ -220,9 +225,9 @@ class FillNull(Expr):
 
     def eval(self, batch: pa.RecordBatch) -> Any:
         value = self.arg.eval(batch)
-        kind = value.type if isinstance(value, pa.Array) else pa.from_numpy_dtype(value.dtype)
+        kind = type_of(value)
         fill = pa.scalar(self.value, kind)  # looked at even without a null, to find a misfit early
-        return unwrap(pc.fill_null(value, fill)) if isinstance(value, pa.Array) else value
+        return unwrap(pc.fill_null(value, fill)) if isinstance(value, _ARROW_FORMS) else value
 
     def __repr__(self) -> str:
         return f"{self.arg}.fill_null({self.value!r})"
@@ -245,6 +250,18 @@ def at_start(name: str) -> Expr:
 
 def wrap(value: Any) -> Expr:
     return value if isinstance(value, Expr) else Lit(value)
+
+
+def computed(exprs: Mapping[str, Any], where: str) -> dict[str, Expr]:
+    """New columns as a user gives them. Text is refused: it may mean a column or a constant, and
+    what is not meant would go unnoticed."""
+    for name, value in exprs.items():
+        if isinstance(value, str):
+            raise FlowError(
+                f"{where}: {name}={value!r} may be a column or a text",
+                hint=f"write col({value!r}) for the column, lit({value!r}) for the constant",
+            )
+    return {name: wrap(value) for name, value in exprs.items()}
 
 
 _NUMPY = {
@@ -285,8 +302,19 @@ def is_plain(kind: pa.DataType) -> bool:
     return any(test(kind) for test in _NUMBERS)
 
 
+def type_of(value: Any) -> pa.DataType:
+    """The Arrow type of what `Expr.eval` gives."""
+    if isinstance(value, _ARROW_FORMS):
+        return value.type
+    if isinstance(value, np.ndarray | np.generic):
+        return pa.from_numpy_dtype(value.dtype)
+    return pa.scalar(value).type
+
+
 def unwrap(array: pa.Array) -> Column:
     """Arrow to the engine's form: numpy without copying where that is possible."""
+    if isinstance(array, pa.Scalar):
+        return _constant(array)
     if array.null_count == 0 and is_plain(array.type):
         return array.to_numpy(zero_copy_only=False)
     return array
@@ -296,11 +324,26 @@ def column(batch: pa.RecordBatch, name: str) -> Column:
     return unwrap(batch.column(name))
 
 
-def _as_arrow(value: Any) -> pa.Array:
-    return value if isinstance(value, pa.Array | pa.Scalar) else pa.array(value)
+_ARROW_FORMS = (pa.Array, pa.Scalar)
+
+
+def _constant(scalar: pa.Scalar) -> Any:
+    """A typed constant in the engine's form: numpy's for a number, Arrow's for all else."""
+    if not scalar.is_valid or not is_plain(scalar.type):
+        return scalar
+    return np.dtype(scalar.type.to_pandas_dtype()).type(scalar.as_py())
+
+
+def _as_arrow(value: Any) -> Any:
+    """An Arrow array, or a scalar for a constant, which has no length of its own."""
+    if isinstance(value, _ARROW_FORMS):
+        return value
+    return pa.array(value) if isinstance(value, np.ndarray) else pa.scalar(value)
 
 
 def _refuse_zero(expr: Binary, divisor: Any) -> None:
+    if isinstance(divisor, pa.Scalar):
+        return  # a null
     values = unwrap(divisor.drop_null()) if isinstance(divisor, pa.Array) else np.asarray(divisor)
     if np.issubdtype(values.dtype, np.integer) and np.any(values == 0):
         raise ZeroDivisionError(f"division by zero in {expr}")
@@ -309,32 +352,32 @@ def _refuse_zero(expr: Binary, divisor: Any) -> None:
 def _eval_arrow(op: str, left: Any, right: Any) -> Column:
     """The null-aware way. Between numbers it is numpy's operator still, so that a row's value does
     not depend on whether there is a null in some other row."""
-    arrays = [_arrow_operand(side) for side in (left, right)]
-    kinds = [a.type for a in arrays]
+    operands = [_as_arrow(side) for side in (left, right)]
+    kinds = [a.type for a in operands]
     logical = op in ("&", "|") and all(pa.types.is_boolean(k) for k in kinds)
     if logical or not all(is_plain(k) for k in kinds):
-        return unwrap(_ARROW[op](*arrays))
+        return unwrap(_ARROW[op](*operands))
     return unwrap(_masked(op, left, right))
 
 
-def _arrow_operand(value: Any) -> Any:
-    if isinstance(value, pa.Array):
-        return value
-    return pa.array(value) if isinstance(value, np.ndarray) else pa.scalar(value)
-
-
-def _masked(op: str, *sides: Any) -> pa.Array:
+def _masked(op: str, *sides: Any) -> Any:
     """numpy's operator where both sides are present, null elsewhere."""
-    null = np.zeros(max(len(s) for s in sides if isinstance(s, pa.Array)), bool)
+    rows = [len(s) for s in sides if isinstance(s, pa.Array | np.ndarray)]
+    null = np.zeros(max(rows, default=1), bool)
     filled = []
     for side in sides:
         if isinstance(side, pa.Array):
             null |= pc.is_null(side).to_numpy(zero_copy_only=False)
             one = pa.scalar(1, pa.int64()).cast(side.type)
             side = pc.fill_null(side, one).to_numpy(zero_copy_only=False)
+        elif isinstance(side, pa.Scalar):  # a constant that is no number: null in every row
+            null[:] = True
+            side = np.dtype(side.type.to_pandas_dtype()).type(1)
         filled.append(side)
     with np.errstate(all="ignore"):
-        return pa.array(_NUMPY[op](*filled), mask=null)
+        made = np.broadcast_to(_NUMPY[op](*filled), null.shape)
+    array = pa.array(made, mask=null)
+    return array if rows else array[0]
 
 
 # --- aggregates --------------------------------------------------------------------------------
@@ -363,7 +406,8 @@ def count() -> Aggregate:
 
 
 def sum_(what: str | Expr) -> Aggregate:
-    """The sum; of integers as int64, of floats folded strictly in sequence order."""
+    """The sum, folded strictly in sequence order; of integers as int64. A row that takes it out of
+    int64 is refused, as by Spark: it stops the flow or becomes a dead letter."""
     return Aggregate("sum", _operand(what))
 
 
@@ -383,10 +427,11 @@ def min_(what: str | Expr) -> Aggregate:
 
 
 def first(what: str | Expr) -> Aggregate:
-    """The value of the first row in sequence order."""
+    """The value of the first row in sequence order, null if it is null there: as in Spark, nulls
+    are not passed over."""
     return Aggregate("first", _operand(what))
 
 
 def last(what: str | Expr) -> Aggregate:
-    """The value of the last row in sequence order."""
+    """The value of the last row in sequence order, null if it is null there."""
     return Aggregate("last", _operand(what))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow as pa
 
 from holdfast.errors import FlowError
-from holdfast.flow.expr import Aggregate, Col, Expr, at_start, col, wrap
+from holdfast.flow.expr import Aggregate, Col, Expr, at_start, col, computed
 from holdfast.flow.operators.base import KeyedOperator, Port, require_columns
 from holdfast.flow.operators.custom import CustomOperator, KeyedFunction
 from holdfast.flow.operators.join import WindowJoin
@@ -27,6 +27,8 @@ from holdfast.flow.protection import Protection, none
 from holdfast.flow.sinks import Sink
 from holdfast.flow.sources import Source
 from holdfast.flow.steps import Filter, FlatMap, Select, Step, UserMap
+from holdfast.flow.types import plain_schema, refuse_type
+from holdfast.flow.watermark import REACH_MAX, reach_max
 
 if TYPE_CHECKING:
     from holdfast.run import Run
@@ -120,12 +122,12 @@ class Flow:
                 hint="wrap a DataFrame in spark_batch(df) or spark_stream(df)",
             )
         self._refuse_taken(name, where)
-        _refuse_reserved(source.schema, where)
+        schema = _declared(source.schema, where)
         if event_time is not None:
-            require_columns([event_time], source.schema, f"{where}, event_time")
-            _require_time(source.schema, event_time, where)
+            require_columns([event_time], schema, f"{where}, event_time")
+            _require_time(schema, event_time, where)
             source = source.timed(event_time)
-        port = Port(source.schema, 1, event_time)
+        port = Port(schema, 1, event_time)
         node = SourceNode(name, source=source, port=port)
         return self._add(node, port)
 
@@ -194,17 +196,16 @@ class Stream:
         """Only these columns: named ones as they are, others computed (``app=col("dst") % 10``)."""
         where = self._where("select")
         require_columns(names, self.schema, where)
-        columns = {n: col(n) for n in names} | {n: wrap(e) for n, e in exprs.items()}
+        columns = {n: col(n) for n in names} | computed(exprs, where)
         if not columns:
             raise FlowError(f"{where}: no columns are left")
         return self._step(Select(self.port, columns, False, where), "select")
 
     def with_columns(self, **exprs: Expr | Any) -> Stream:
         """All columns, and these computed ones beside or instead of them."""
-        columns = {n: wrap(e) for n, e in exprs.items()}
-        return self._step(
-            Select(self.port, columns, True, self._where("with_columns")), "with_columns"
-        )
+        where = self._where("with_columns")
+        columns = computed(exprs, where)
+        return self._step(Select(self.port, columns, True, where), "with_columns")
 
     def filter(self, condition: Expr) -> Stream:
         """Only the rows for which `condition` is true."""
@@ -323,8 +324,12 @@ class KeyedStream:
                 f"{self._where(operator.label)}: event time needs merge='ordered'",
                 hint="with arrival merging rows and watermarks come in no fixed order",
             )
+        where = self._where(operator.label)
+        _refuse_reach(operator, where)
         for port in operator.outputs.values():
-            _refuse_reserved(port.schema, self._where(operator.label))
+            _refuse_reserved(port.schema, where)
+            for column in port.schema:
+                refuse_type(column.type, f"{where}: the column {column.name!r}")
         flow = self.stream.flow
         if self._name is not None:
             flow._refuse_taken(self._name, f"flow {flow.name!r}, stage {self._name!r}")
@@ -390,7 +395,7 @@ class KeyedStream:
                         f"{where}: the key {key!r} has the name of a result", hint="use emit="
                     )
             emit |= {"start": at_start(time), "end": col(time), "dur": col(time) - at_start(time)}
-        emit, port = {n: wrap(e) for n, e in emit.items()}, self.stream.port
+        emit, port = computed(emit, where), self.stream.port
         if timeout is None:
             return self._operate(Sessions(self.keys, port, start, end, emit, where)).out
         on = _event_time(self.stream, f"{where}, timeout=")
@@ -607,10 +612,11 @@ def _some(aggregates: Mapping[str, Aggregate], where: str) -> None:
 
 
 def _declared(schema: pa.Schema, where: str) -> pa.Schema:
+    """The columns that rows have from there on: encoded ones are decoded."""
     if not isinstance(schema, pa.Schema):
         raise FlowError(f"{where}: the schema of the result must be a pyarrow.Schema")
     _refuse_reserved(schema, where)
-    return schema
+    return plain_schema(schema, where)
 
 
 def _refuse_reserved(schema: pa.Schema, where: str) -> None:
@@ -656,6 +662,18 @@ def _event_time_lost(stream: Stream) -> tuple[str, str]:
     if timed:
         return stream.node.name, timed[0]
     return _event_time_lost(stream.node.inputs[0])
+
+
+def _refuse_reach(operator: KeyedOperator, where: str) -> None:
+    """Times must not be so far apart that int64 has no number for them."""
+    reach = max(operator.horizon, *(port.delay for port in operator.outputs.values()))
+    timed = [p.schema.field(p.event_time).type for p in operator.inputs if p.event_time]
+    limit = min(map(reach_max, timed), default=REACH_MAX)
+    if reach > limit:
+        raise FlowError(
+            f"{where}: it looks back by {reach} units of event time, at most {limit} are possible",
+            hint="window, lateness, time-out and those of the operators before it count together",
+        )
 
 
 _PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}

@@ -111,6 +111,11 @@ def _hash_column(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
             missing = pc.is_null(column).to_numpy(zero_copy_only=False)
             return np.where(missing, _MIX2, mix(word)), np.where(missing, _MIX1, mix(~word))
         return mix(word), mix(~word)
+    if pa.types.is_decimal(column.type) and column.type.bit_width < 128:
+        # There is no dictionary of these; the number is the same in a wider type.
+        column = column.cast(pa.decimal128(column.type.precision, column.type.scale))
+    elif pa.types.is_interval(column.type):
+        column = column.view(pa.binary(column.type.bit_width // 8))
     if not pa.types.is_dictionary(column.type):
         column = column.dictionary_encode()
     values = column.dictionary
@@ -129,14 +134,13 @@ def _hash_binary(values: pa.Array) -> tuple[np.ndarray, np.ndarray]:
     data = np.frombuffer(values.buffers()[2] or b"", np.uint8)[offsets[0] : offsets[-1]]
     position = np.arange(data.size, dtype=np.int64) - np.repeat(offsets[:-1] - offsets[0], lengths)
     word = (position.astype(_U) << _U(8)) | data.astype(_U)
-    sums = [
-        _segment_sums(mix(word * m + s), offsets) for m, s in ((_GOLDEN, _MIX1), (_MIX1, _U(1)))
-    ]
+    sums = [segment_sums(mix(word * m + s), offsets) for m, s in ((_GOLDEN, _MIX1), (_MIX1, _U(1)))]
     length = lengths.astype(_U)
     return mix(sums[0] + length), mix(sums[1] ^ (length * _GOLDEN))
 
 
-def _segment_sums(words: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+def segment_sums(words: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """The sum of the words from each offset to the next."""
     total = np.concatenate([np.zeros(1, _U), np.cumsum(words, dtype=_U)])
     ends = offsets - offsets[0]
     return total[ends[1:]] - total[ends[:-1]]

@@ -199,9 +199,16 @@ class Generator(Source):
     ) -> None:
         if splits < 1 or (rows is not None and rows < 0) or (rate is not None and rate <= 0):
             raise FlowError("generator(): splits and rate must be positive and rows not negative")
-        self.make, self.schema, self.splits = make, schema, splits
-        self.rows_per_split = None if rows is None else -(-rows // splits)
+        self.make, self.schema, self.splits, self.rows = make, schema, splits, rows
         self.rate_per_split = None if rate is None else rate / splits
+
+    def rows_of(self, split: int) -> int | None:
+        """How many rows a split has, if there is an end: the first ones have one more where they
+        cannot have the same number."""
+        if self.rows is None:
+            return None
+        share, rest = divmod(self.rows, self.splits)
+        return share + (split < rest)
 
     def open(self, split: int, offset: int = 0, position: Position | None = None) -> SplitReader:
         return _GeneratorReader(self, split, offset)
@@ -210,6 +217,7 @@ class Generator(Source):
 class _GeneratorReader(SplitReader):
     def __init__(self, source: Generator, split: int, offset: int) -> None:
         self._source, self._split, self._next = source, split, offset
+        self._rows = source.rows_of(split)
         self._started: float | None = None
 
     def read(self, rows_max: int, *, due: bool = False) -> pa.RecordBatch | None:
@@ -220,9 +228,9 @@ class _GeneratorReader(SplitReader):
             if not due:
                 elapsed = time.monotonic() - self._started
                 count = min(count, int(elapsed * source.rate_per_split) - self._next)
-        if source.rows_per_split is not None:
-            left = source.rows_per_split - self._next
-            if left == 0:
+        if self._rows is not None:
+            left = self._rows - self._next
+            if left <= 0:
                 return None
             count = min(count, left)
         if count <= 0:

@@ -1,9 +1,11 @@
 """Keyed state: one table for all the partitions of an operator that a site holds.
 
-A table is a set of numpy columns indexed by slot, and a `KeyIndex` from key to slot. The partition
-of a slot is itself a column, so operators never see partitions, and the state of any of them can
-be taken out and put in as an Arrow batch. Slots are grouped into chunks that know the epoch they
-last changed in: increments, spilling and moves read that.
+A table is a set of numpy columns indexed by slot, and a `KeyIndex` from key to slot. Numbers and
+times are in the columns themselves; of everything else (text, lists, structs) a column has numbers
+that stand for values in a `Heap`, which stay as Arrow has them. The partition of a slot is itself a
+column, so operators never see partitions, and the state of any of them can be taken out and put in
+as an Arrow batch. Slots are grouped into chunks that know the epoch they last changed in:
+increments, spilling and moves read that.
 
 Whoever writes to slots calls `touch` first. So a `Snapshot` can hand out the table as it was at one
 moment while the table goes on: what is about to change is saved for it, row by row.
@@ -19,15 +21,21 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from holdfast.flow.batches import as_array
 from holdfast.flow.expr import Column, is_plain, unwrap
+from holdfast.flow.heap import Heap
 from holdfast.flow.keys import KeyIndex, KeyWords, partition_of
 
 CHUNK_BITS = 10
 _SCANNED = 1 << 16
 _UNBORN = np.iinfo(np.int64).max
 _NULL = "__null."
+_GARBAGE_MIN = 1 << 16
 STANDBY = "standby"
 """Who follows a table's changes, if nobody else is named: whoever stands by."""
+
+_Where = np.ndarray | tuple[np.ndarray, np.ndarray]
+"""Slots; and which of the values there, where a key has several."""
 
 _Rows = dict[str, np.ndarray]
 """Some rows of a table, or all: columns, identities, and the null masks of columns with nulls."""
@@ -35,32 +43,42 @@ _Rows = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Field:
-    """One column of state: its Arrow type, the value of a new key, and how many per key."""
+    """One column of state: its Arrow type, the value of a new key, and how many per key.
+
+    Without a value for new keys, these start with 0, or with null where the type has no numbers.
+    """
 
     kind: pa.DataType
-    fill: Any = 0
+    fill: Any = None
     width: int | None = None
 
     @cached_property
+    def fixed(self) -> bool:
+        """Whether numpy can store it: numbers, and times as numbers. All else is in a heap."""
+        if pa.types.is_temporal(self.kind):
+            return bool(self.kind.bit_width <= 64)
+        return is_plain(self.kind)
+
+    @cached_property
     def dtype(self) -> np.dtype:
-        """How numpy stores it: numbers and times as numbers, everything else as objects."""
+        """How numpy stores it, or its numbers in the heap."""
         if is_plain(self.kind):
             return np.dtype(self.kind.to_pandas_dtype())
-        if pa.types.is_temporal(self.kind):
-            return np.dtype(f"i{self.kind.bit_width // 8}")
-        return np.dtype(object)
+        return np.dtype(f"i{self.kind.bit_width // 8}" if self.fixed else np.int64)
 
     def allocate(self, slots: int) -> np.ndarray:
+        """What new keys start with; of a heap it is the first value."""
         shape = (slots,) if self.width is None else (slots, self.width)
-        fill = None if self.dtype == object and self.fill == 0 else self.fill
+        fill = self.fill if self.fixed and self.fill is not None else 0
         return np.full(shape, fill, self.dtype)
 
+    def new_heap(self) -> Heap:
+        return Heap(pa.array([self.fill], self.kind))
+
     def stored(self, values: Column) -> np.ndarray:
-        """A column in the form in which the state keeps it (nulls as any value)."""
+        """A column of fixed width in the form in which the state keeps it (nulls as any value)."""
         if isinstance(values, np.ndarray):
             return values
-        if self.dtype == object:
-            return values.to_numpy(zero_copy_only=False)
         if pa.types.is_temporal(self.kind):
             values = values.view(pa.from_numpy_dtype(self.dtype))
         return values.fill_null(False if pa.types.is_boolean(values.type) else 0).to_numpy(
@@ -69,7 +87,7 @@ class Field:
 
     def loaded(self, values: np.ndarray, mask: np.ndarray | None) -> pa.Array:
         """The inverse of `stored`."""
-        if self.dtype == object or is_plain(self.kind):
+        if is_plain(self.kind):
             return pa.array(values, self.kind, mask=mask, from_pandas=False)
         return pa.array(values, mask=mask).view(self.kind)
 
@@ -99,6 +117,8 @@ class StateTable:
         self._changed = np.full((capacity >> CHUNK_BITS) + 1, -1, np.int64)
         self._columns = {name: f.allocate(capacity) for name, f in self.fields.items()}
         self._null: dict[str, np.ndarray] = {}  # made for a column when it gets its first null
+        self._heaps = {name: f.new_heap() for name, f in self.fields.items() if not f.fixed}
+        self._compacted = {name: heap.nbytes for name, heap in self._heaps.items()}
         if self._born is not None:
             self._born = np.full(capacity, _UNBORN)
         if self._touched is not None:
@@ -128,7 +148,9 @@ class StateTable:
         return None if found == _UNBORN else found
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._columns[name]
+        """A column of numbers or times, indexed by slot. One of anything else can be read and
+        written in the same way, as Python's values, one by one: `get` and `put` are faster."""
+        return _Objects(self, name) if name in self._heaps else self._columns[name]  # type: ignore[return-value]
 
     @property
     def size(self) -> int:
@@ -142,13 +164,15 @@ class StateTable:
             self._index.nbytes
             + sum(a.nbytes for a in own)
             + sum(a.nbytes for a in self._columns.values())
+            + sum(h.nbytes for h in self._heaps.values())
         )
 
     @property
     def row_bytes(self) -> int:
         """About what a key is given out with, which is less than it takes here."""
         given = {n: a for n, a in self._arrays().items() if n != "__touched"}
-        return 8 + sum(a[:1].nbytes for a in given.values())
+        values = (h.nbytes // h.size * (self.fields[n].width or 1) for n, h in self._heaps.items())
+        return 8 + sum(a[:1].nbytes for a in given.values()) + sum(values)
 
     def live(self) -> np.ndarray:
         """All slots that hold state."""
@@ -188,25 +212,47 @@ class StateTable:
         self._dead[slots] = False
         self._dead_count -= slots.size
 
-    def put(self, name: str, slots: np.ndarray, values: Column) -> None:
-        """Store a column of any type, nulls included; of a slot named twice the last one stays."""
-        self._columns[name][slots] = self.fields[name].stored(values)
+    def put(
+        self, name: str, slots: np.ndarray, values: Column, at: np.ndarray | None = None
+    ) -> None:
+        """Store a column of any type, nulls included; of a slot named twice the last one stays.
+        `at`: which of its values, where a key has several."""
+        field = self.fields[name]
+        where = slots if at is None else (slots, at)
+        if not field.fixed:
+            self._put_on_heap(name, where, as_array(values, field.kind))
+            return
+        self._columns[name][where] = field.stored(values)
         null: np.ndarray | bool = False
         if isinstance(values, pa.Array) and values.null_count > 0:
             null = values.is_null().to_numpy(zero_copy_only=False)
             if name not in self._null:
-                self._null[name] = np.zeros(self._capacity, bool)
+                self._null[name] = np.zeros(self._columns[name].shape, bool)
         if name in self._null:
-            self._null[name][slots] = null
+            self._null[name][where] = null
 
-    def get(self, name: str, slots: np.ndarray) -> pa.Array:
+    def _put_on_heap(self, name: str, where: _Where, values: pa.Array) -> None:
+        column, heap = self._columns[name], self._heaps[name]
+        numbers = np.arange(heap.size, heap.size + len(values))
+        column[where] = numbers
+        stays = column[where] == numbers
+        if not stays.all():  # of a slot named twice, only the last value is kept
+            rows = np.flatnonzero(stays)
+            values = values.take(pa.array(rows))
+            where = where[rows] if isinstance(where, np.ndarray) else tuple(w[rows] for w in where)  # type: ignore[assignment]
+        column[where] = heap.append(values)
+
+    def get(self, name: str, slots: np.ndarray, at: np.ndarray | None = None) -> pa.Array:
         """The stored column as Arrow, nulls included."""
+        where = slots if at is None else (slots, at)
+        values = self._columns[name][where]
+        if name in self._heaps:
+            return self._heaps[name].take(values)
         null = self._null.get(name)
-        values = self._columns[name][slots]
-        return self.fields[name].loaded(values, None if null is None else null[slots])
+        return self.fields[name].loaded(values, None if null is None else null[where])
 
     def backup(self, slots: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
-        """What these slots hold, for `put_back`."""
+        """What these slots hold, for `put_back` before anything is touched again."""
         return {
             name: (column[slots], self._null[name][slots] if name in self._null else None)
             for name, column in self._columns.items()
@@ -250,17 +296,34 @@ class StateTable:
             column[: self._capacity] = self._columns[name]
             self._columns[name] = column
         for name, null in self._null.items():
-            self._null[name] = _extended(null, capacity, 0)
+            longer = np.zeros((capacity, *null.shape[1:]), bool)
+            longer[: self._capacity] = null
+            self._null[name] = longer
         self._capacity = capacity
 
     def touch(self, slots: np.ndarray, epoch: int) -> None:
         """Announce that these slots change in `epoch`: to be called before the first write."""
         self._save(slots)
+        for name, heap in self._heaps.items():
+            if heap.nbytes > 2 * self._compacted[name] + _GARBAGE_MIN:
+                self._compact(name)
         self._changed[slots >> CHUNK_BITS] = epoch
         if self._born is not None:
             self._born[slots] = np.minimum(self._born[slots], epoch)
         if self._touched is not None:
             self._touched[slots] = epoch
+
+    def _compact(self, name: str) -> None:
+        """Let go of values that were replaced. Snapshots have the numbers and values so far."""
+        column, size = self._columns[name], self._index.size
+        held = column > 0  # number 0 is what new keys start with
+        held[size:] = False
+        held[:size][self._dead[:size]] = False
+        heap = self.fields[name].new_heap()
+        numbers = np.zeros_like(column)
+        numbers[held] = self._heaps[name].copied_into(heap, column[held])
+        self._columns[name], self._heaps[name] = numbers, heap
+        self._compacted[name] = heap.nbytes
 
     def renew(self, slots: np.ndarray, epoch: int) -> None:
         """Like `touch`, where nothing that these slots have held counts any more: what they are
@@ -329,7 +392,7 @@ class StateTable:
             slots = slots[self._in(partitions, self._part[slots])]
         if since is not None:
             slots = slots[self._changed[slots >> CHUNK_BITS] > since]
-        return _batch(self.fields, _rows(self._arrays(), self._changed, slots))
+        return _batch(self.fields, self._heaps, _rows(self._arrays(), self._changed, slots))
 
     def within(self, state: pa.RecordBatch, first: int, end: int) -> pa.RecordBatch:
         """Of what `extract` gave, the rows of the partitions ``[first, end)``."""
@@ -358,8 +421,9 @@ class StateTable:
             if field.width is None:
                 self.put(name, slots, unwrap(state.column(name)))
             else:
-                flat = field.stored(unwrap(state.column(name).flatten()))
-                self._columns[name][slots] = flat.reshape(-1, field.width)
+                at = np.tile(np.arange(field.width), slots.size)
+                flat = unwrap(state.column(name).flatten())
+                self.put(name, np.repeat(slots, field.width), flat, at)
         np.maximum.at(self._changed, slots >> CHUNK_BITS, state.column("__changed").to_numpy())
         if self._born is not None:
             known = "__born" in state.schema.names
@@ -377,6 +441,27 @@ class StateTable:
         self.install(state)
 
 
+class _Objects:
+    """A column that is no numpy array, as if it were one of Python's values."""
+
+    def __init__(self, table: StateTable, name: str) -> None:
+        self._table, self._name = table, name
+
+    def __getitem__(self, slots: Any) -> Any:
+        if np.ndim(slots) == 0:
+            return self._table.get(self._name, np.array([slots])).to_pylist()[0]
+        held = self._table.get(self._name, np.asarray(slots)).to_pylist()
+        objects = np.empty(len(held), object)
+        objects[:] = held
+        return objects
+
+    def __setitem__(self, slots: Any, values: Any) -> None:
+        if np.ndim(slots) == 0:
+            slots, values = [slots], [values]
+        kind = self._table.fields[self._name].kind
+        self._table.put(self._name, np.asarray(slots), pa.array(list(values), kind))
+
+
 class Snapshot:
     """A table as it was at one moment, given out part by part while the table goes on.
 
@@ -390,6 +475,7 @@ class Snapshot:
     ) -> None:
         self._table = table
         self._arrays = table._arrays()
+        self._heaps = {name: heap.frozen() for name, heap in table._heaps.items()}
         self._changed = table._changed.copy()
         self._due = ~table._dead[: table._index.size]  # slots neither given out nor saved
         if partitions is not None:
@@ -424,14 +510,15 @@ class Snapshot:
         if not parts:
             self.close()
             return None
-        batch = _batch(self._table.fields, _joined(parts))
+        batch = _batch(self._table.fields, self._heaps, _joined(parts))
         self.rows_left -= batch.num_rows
         return batch
 
     def close(self) -> None:
         """Give up what is left."""
         self._table._snapshots = [s for s in self._table._snapshots if s is not self]
-        self._arrays, self._saved, self._due = {}, [], np.empty(0, bool)
+        self._arrays, self._heaps, self._saved = {}, {}, []
+        self._due = np.empty(0, bool)
         self.rows_left = 0
 
     def _pick(self, slots: np.ndarray) -> _Rows:
@@ -482,12 +569,16 @@ def _joined(parts: list[_Rows]) -> _Rows:
     return {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
 
 
-def _batch(fields: Mapping[str, Field], rows: _Rows) -> pa.RecordBatch:
+def _batch(fields: Mapping[str, Field], heaps: Mapping[str, Heap], rows: _Rows) -> pa.RecordBatch:
     """Rows as `StateTable.install` takes them."""
     own = ("__low", "__high", "__part", "__changed", "__born", "__touched")
     arrays = {n: pa.array(rows[n]) for n in own if n in rows}
     for name, field in fields.items():
-        loaded = field.loaded(rows[name].reshape(-1), rows.get(_NULL + name))
+        flat, null = rows[name].reshape(-1), rows.get(_NULL + name)
+        if name in heaps:
+            loaded = heaps[name].take(flat)
+        else:
+            loaded = field.loaded(flat, None if null is None else null.reshape(-1))
         if field.width is not None:
             loaded = pa.FixedSizeListArray.from_arrays(loaded, field.width)
         arrays[name] = loaded

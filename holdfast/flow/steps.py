@@ -17,6 +17,7 @@ from holdfast.flow.batches import (
     as_array,
     is_order_name,
     order_arrays,
+    row_values,
     take,
     user_names,
     with_order,
@@ -258,10 +259,10 @@ def conform(batch: pa.RecordBatch, schema: pa.Schema, source: str) -> pa.RecordB
         if bad is None and column.null_count and not field.nullable:
             bad, why = column.is_null().index(True).as_py(), "null, but declared not nullable"
         if bad is not None:
-            row = batch.slice(bad, 1).to_pylist()
+            row = row_values(batch, bad) if batch.num_rows else "(none)"
             raise InputError(
                 f"source {source!r}: row does not fit the schema at {field.name!r} ({field.type}): "
-                f"{why}\n  row {bad} of its batch: {row[0] if row else '(none)'}"
+                f"{why}\n  row {bad} of its batch: {row}"
             )
         arrays.append(column)
     return pa.RecordBatch.from_arrays(arrays, schema=schema)

@@ -21,7 +21,7 @@ import pyarrow as pa
 
 from holdfast.core.records import EpochRecord, Range
 from holdfast.errors import InputError
-from holdfast.flow.batches import Track, take
+from holdfast.flow.batches import Track, row_values, take
 from holdfast.flow.sources import FLAW
 from holdfast.flow.state import Field
 
@@ -186,6 +186,14 @@ def track_of(steps: Sequence[Steps], start: int = Track.NEVER) -> Track:
     return Track(seqs[up], marks[up])
 
 
+REACH_MAX = 1 << 57
+"""How far apart in event time an operator may look, and how far its results may be behind."""
+_ROOM = 1 << 59
+"""How far the event times of a source stay away from the ends of int64. There `Track.NEVER` and
+`Track.END` are, and from there on adding up durations would lead round to the other end. Those that
+operators make of them are nearer by `REACH_MAX` at most, and so is the end of a window."""
+
+
 def event_times(batch: pa.RecordBatch, name: str) -> np.ndarray:
     """The event time of every row, in the units of its column."""
     array = batch.column(name)
@@ -194,15 +202,49 @@ def event_times(batch: pa.RecordBatch, name: str) -> np.ndarray:
     return Field(array.type).stored(array).astype(np.int64, copy=False)
 
 
+def operator_times(batch: pa.RecordBatch, name: str) -> np.ndarray:
+    """The event times of rows that an operator takes, which any column may have been made into."""
+    times = event_times(batch, name)
+    at = _first_beyond(times, (Track.END - _ROOM // 2) // _finest(batch.schema.field(name).type))
+    if at is not None:
+        raise ValueError(f"the event time {name!r} is {times[at]}, too near to the ends of int64")
+    return times
+
+
+def reach_max(kind: pa.DataType) -> int:
+    """`REACH_MAX` for event times of this type."""
+    return REACH_MAX // _finest(kind)
+
+
+def _finest(kind: pa.DataType) -> int:
+    """In how many parts a unit is looked at: seconds are also counted in milliseconds."""
+    return 1000 if pa.types.is_timestamp(kind) and kind.unit == "s" else 1
+
+
+def _first_beyond(times: np.ndarray, limit: int) -> int | None:
+    if times.size == 0 or (times.min() >= -limit and times.max() <= limit):
+        return None
+    return int(np.flatnonzero((times < -limit) | (times > limit))[0])
+
+
 def source_times(batch: pa.RecordBatch, name: str, source: str) -> np.ndarray:
     """The event times of a source's rows; a row without one is the source's fault, and named."""
     if FLAW in batch.schema.names and batch.column(FLAW).null_count < batch.num_rows:
         return _times_of_the_others(batch, name, source)
     array = batch.column(name)
     if array.null_count:
-        row = batch.slice(array.is_null().index(True).as_py(), 1).to_pylist()[0]
+        row = row_values(batch, array.is_null().index(True).as_py())
         raise InputError(f"source {source!r}: the event time {name!r} is null\n  row: {row}")
-    return event_times(batch, name)
+    times = event_times(batch, name)
+    limit = (Track.END - _ROOM) // _finest(array.type)
+    at = _first_beyond(times, limit)
+    if at is not None:
+        raise InputError(
+            f"source {source!r}: the event time {name!r} is {times[at]}, which is too near to the "
+            f"ends of int64 to work with\n  row: {row_values(batch, at)}",
+            hint=f"times are between {-limit} and {limit}; leave such rows out before the source",
+        )
+    return times
 
 
 def _times_of_the_others(batch: pa.RecordBatch, name: str, source: str) -> np.ndarray:

@@ -14,7 +14,7 @@ from holdfast.errors import require
 from holdfast.flow.batches import UNMOVED, Track, concat, empty, with_order
 from holdfast.flow.past import Past
 from holdfast.flow.plan import Plan, Stage
-from holdfast.flow.sources import FLAW, Position, Source, SplitReader
+from holdfast.flow.sources import FLAW, Position, SplitReader
 from holdfast.flow.steps import conform
 from holdfast.flow.watermark import Boundaries, Watermark, block_steps, source_times
 from holdfast.site import wire
@@ -25,12 +25,15 @@ BLOCK_STEPS_MAX = 4_096
 """A block is announced with no more steps of event time than this."""
 
 
-def _delivered(source: Source) -> pa.Schema:
-    """The schema of what readers give. A row that could not be read is null all over."""
-    if not source.flawed:
-        return source.schema
+def _delivered(stage: Stage) -> pa.Schema:
+    """The schema of what enters the flow, which is that of what readers give without encoding. A
+    row that could not be read is null all over."""
+    assert stage.source is not None
+    schema = stage.ports["out"].schema
+    if not stage.source.flawed:
+        return schema
     flaw = pa.field(FLAW, pa.string())
-    return pa.schema([*(f.with_nullable(True) for f in source.schema), flaw])
+    return pa.schema([*(f.with_nullable(True) for f in schema), flaw])
 
 
 def _columns(stage: Stage) -> list[str]:
@@ -52,11 +55,10 @@ class Split:
         offset: int = 0,
         held: Sequence[pa.RecordBatch] = (),
     ) -> None:
-        assert stage.source is not None
         self.stage, self.number, self.reader = stage, number, reader
         self._boundaries = boundaries if stage.event_time is not None else ()
         self.ended = False
-        self._schema = _delivered(stage.source)
+        self._schema = _delivered(stage)
         self._columns = _columns(stage)
         self._held = deque(b.select(self._columns) for b in held)
         self._first = offset  # offset of the first held row
@@ -204,7 +206,7 @@ class Ingress:
         assert stage.source is not None
         self.stage, self._boundaries = stage, plan.boundaries
         self.splits = {n: Split(stage, n, r, plan.boundaries) for n, r in readers.items()}
-        delivered = _delivered(stage.source)
+        delivered = _delivered(stage)
         self._schema = with_order(pa.schema([delivered.field(n) for n in _columns(stage)]), 1)
         mark = Watermark(plan.timed_splits, plan.boundaries)
         self._mark = mark if plan.boundaries else None

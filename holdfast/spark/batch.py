@@ -99,7 +99,7 @@ class Job:
         if stage.kind == "source":
             assert stage.source is not None
             read = self.order.sources[stage.id]
-            task: Any = _SourceTask(planned, lean, read, outlet, stage.source.schema)
+            task: Any = _SourceTask(planned, lean, read, outlet, stage.ports["out"].schema)
             return read.df.mapInArrow(task, outlet.ddl)
         task = _KeyedTask(planned, lean, self.order.track, self.partitions, outlet, self.keep)
         sent = self._sent_to(stage).repartitionById(self.partitions, F.col("bucket"))
@@ -392,7 +392,7 @@ def _survey(planned: Plan, stage: Stage, df: DataFrame) -> _Read:
     blocked = _ranged(df, order, used) if order else _as_it_is(df, used)
     read = _Read(blocked.select(*used, BLOCK), stage.name, splits)
     on = stage.event_time if planned.boundaries else None
-    schema = pa.schema([stage.source.schema.field(on)]) if on else pa.schema([])
+    schema = pa.schema([stage.ports["out"].schema.field(on)]) if on else pa.schema([])
     count = _SurveyTask(schema, on, planned.boundaries, stage.name)
     names = [*([on] if on else []), *([SPLIT] if splits else []), BLOCK]
     for row in blocked.select(*names).mapInArrow(count, _SURVEY_DDL).collect():

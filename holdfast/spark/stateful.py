@@ -38,7 +38,7 @@ from holdfast.flow.groups import Groups
 from holdfast.flow.keys import key_hash
 from holdfast.flow.operators.base import KeyedOperator, Port
 from holdfast.flow.state import Field, StateTable
-from holdfast.flow.watermark import event_times
+from holdfast.flow.watermark import operator_times
 from holdfast.spark.cells import NO_TIMER, Cell, Handle, Variable
 from holdfast.spark.schemas import RowCodec, arrow_of, struct_of
 
@@ -80,7 +80,7 @@ class Clock:
     def late(self, batch: pa.RecordBatch, marks_ms: np.ndarray) -> np.ndarray:
         """The rows that are not later than the watermark they find."""
         divisor, factor = _PER_MS[self.unit]
-        times = event_times(batch, self.on)
+        times = operator_times(batch, self.on)
         before = np.where(marks_ms == _LONG_AGO, 0, marks_ms) * divisor
         return (marks_ms != _LONG_AGO) & (times * factor <= before)
 

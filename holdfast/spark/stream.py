@@ -205,7 +205,7 @@ class _TimedJob(_Job):
 
 def _countable(stage: Stage, name: str) -> bool:
     assert stage.source is not None
-    kind = stage.source.schema.field(name).type
+    kind = stage.ports["out"].schema.field(name).type
     return pa.types.is_signed_integer(kind) or pa.types.is_timestamp(kind)
 
 
@@ -239,7 +239,7 @@ class _Rows:
     @classmethod
     def of(cls, stage: Stage, df: DataFrame) -> _Rows:
         assert stage.source is not None
-        field, used = stage.source.schema.field, stage.used["out"]
+        field, used = stage.ports["out"].schema.field, stage.used["out"]
         order = parcels.order_columns(stage, df)
         declared = pa.schema([field(n) for n in dict.fromkeys([*used, *order])])
         splits = stage.source.splits if SPLIT in df.columns else 1

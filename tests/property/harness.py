@@ -23,6 +23,9 @@ from holdfast.flow.execute import StageRunner
 from holdfast.flow.graph import Flow
 from holdfast.flow.keys import key_words, partition_of
 from holdfast.flow.plan import Plan, Stage, plan
+from holdfast.flow.steps import conform
+
+from .arrays import exact
 
 CI = bool(os.environ.get("CI"))
 
@@ -99,24 +102,12 @@ def run(flow: Flow | Plan, given: Input, shape: Shape | None = None) -> Result:
 
 def rows_of(batch: pa.RecordBatch) -> list[tuple]:
     """Rows as tuples that compare bit for bit: floats by their bits (but all NaNs alike)."""
-    return list(zip(*(_comparable(c) for c in batch.columns), strict=True))
-
-
-def _comparable(column: pa.Array) -> list:
-    if pa.types.is_floating(column.type):
-        values = column.fill_null(0.0).to_numpy(zero_copy_only=False)
-        bits = np.where(np.isnan(values), np.nan, values).astype(values.dtype)
-        bits = bits.view(f"i{values.dtype.itemsize}").tolist()
-        valid = column.is_valid().to_pylist()
-        return [("bits", b) if v else None for b, v in zip(bits, valid, strict=True)]
-    if pa.types.is_temporal(column.type):
-        return column.view(pa.int32() if column.type.bit_width == 32 else pa.int64()).to_pylist()
-    return column.to_pylist()
+    return list(zip(*(exact(c) for c in batch.columns), strict=True))
 
 
 def bits_of(value: float) -> tuple[str, int]:
     """What `rows_of` makes of a float64."""
-    return _comparable(pa.array([value], pa.float64()))[0]
+    return exact(pa.array([value], pa.float64()))[0]
 
 
 def naive_marks(p: Plan, given: Input) -> list[int]:
@@ -128,7 +119,7 @@ def naive_marks(p: Plan, given: Input) -> list[int]:
         if stage.event_time is not None:
             assert stage.source is not None
             column = given.batches[stage.name].column(stage.event_time)
-            times[stage.name] = iter(_comparable(column))
+            times[stage.name] = iter(exact(column))
             highest |= {(stage.name, n): Track.NEVER for n in range(stage.source.splits)}
     splits = given.splits or [0] * len(given.turns)
     idle = {place for places in given.idle.get(-1, ()) for place in places}
@@ -231,7 +222,9 @@ class _Cluster:
         outputs = []
         for i, runner in enumerate(runners):
             rows = here[i :: len(runners)]
-            batch = self.given.batches[stage.name].take(pa.array(rows)).select(stage.used["out"])
+            given = self.given.batches[stage.name]
+            batch = conform(given, stage.ports["out"].schema, stage.name).take(pa.array(rows))
+            batch = batch.select(stage.used["out"])
             arrays = [*batch.columns, pa.array(seqs[rows])]
             batch = pa.RecordBatch.from_arrays(arrays, schema=with_order(batch.schema, 1))
             outputs.append(runner.run_source(batch, epoch))

@@ -64,7 +64,7 @@ def aggregate(kind: str, values: list) -> Any:
         total = total + (float(value) if isinstance(total, float) else value)
     if kind == "mean":
         return total / len(values)
-    return total if isinstance(total, float) else (total + 2**63) % 2**64 - 2**63
+    return total
 
 
 def _extreme(kind: str, values: list) -> Any:
@@ -225,7 +225,8 @@ def join(
     pairs = []
     for a, x in kept[0]:
         for b, y in kept[1]:
-            if key_of(x, keys) == key_of(y, keys) and abs(x[on] - y[on]) <= within:
+            known = all(x[k] is not None for k in keys)  # nobody knows whether nulls are the same
+            if known and key_of(x, keys) == key_of(y, keys) and abs(x[on] - y[on]) <= within:
                 added = {(n + "_right" if n in x else n): v for n, v in y.items() if n not in keys}
                 pairs.append(((*max(a, b), *min(a, b)), x | added))
     return pairs, late[0], late[1]

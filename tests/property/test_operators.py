@@ -35,6 +35,7 @@ from holdfast.flow.sinks import discard
 from holdfast.flow.sources import rows
 
 from . import models
+from .arrays import array_of
 from .harness import (
     Input,
     Result,
@@ -62,6 +63,7 @@ KEYS: dict[str, list[tuple[pa.DataType, list]]] = {
     "wide": [(pa.string(), ["a", None, "b"]), (pa.int64(), [0, 1, None])],
     "two longs": [(pa.int64(), [0, 1, 2]), (pa.float32(), [0.0, -0.0, NAN])],
 }
+DEEP = pa.map_(pa.string(), pa.struct([("a", pa.list_(pa.float32())), ("b", pa.int64())]))
 SPECIAL = [0.0, -0.0, 1e308, -1e308, math.inf, -math.inf, NAN, 1e-310, 0.1]
 
 
@@ -116,7 +118,7 @@ def _values(rng: random.Random, n: int, wild: bool) -> dict[str, pa.Array]:
     def number() -> float:
         return rng.choice(SPECIAL) if wild and rng.random() < 0.5 else rng.gauss(0, 1e3)
 
-    big = 2**62 if wild else 100
+    big = 2**54 if wild else 100  # no sum of them is too large
     time = [3 * i + rng.randrange(-40, 40) for i in range(n)]
     names = [None, "x", "y", "zz"]
     return {
@@ -127,6 +129,9 @@ def _values(rng: random.Random, n: int, wild: bool) -> dict[str, pa.Array]:
         "u": pa.array([rng.choice([None, 0, 1, 2, 250]) for _ in range(n)], pa.uint8()),
         "name": pa.array([rng.choice(names) for _ in range(n)], pa.string()),
         "tag": pa.array([rng.choice(names[1:]) for _ in range(n)], pa.string()),
+        "reals": array_of(pa.list_(pa.float64()), rng, n),
+        "deep": array_of(DEEP, rng, n),
+        "exact": array_of(pa.decimal128(20, 2), rng, n),
         "ts": pa.array(time, pa.int64()),
         "at": pa.array(time, US),
         "cmd": pa.array([rng.choice([0, 0, 1, 2, 3, None]) for _ in range(n)], pa.int8()),
@@ -174,6 +179,11 @@ NULLABLE: models.Aggs = {
     "lname": ("last", "name"),
     "fu": ("first", "u"),
     "lu": ("last", "u"),
+    "freals": ("first", "reals"),
+    "lreals": ("last", "reals"),
+    "fdeep": ("first", "deep"),
+    "ldeep": ("last", "deep"),
+    "fexact": ("first", "exact"),
 }
 
 
@@ -199,10 +209,11 @@ def test_running_aggregate(world: World) -> None:
 def test_row_window(world: World, size: int, every: int) -> None:
     flow = Flow("f")
     windowed = world.source(flow).key_by(*world.keys).window(rows=size, every=every)
-    windowed.agg(**built(AGGS)).sink("out", discard())
+    aggs = {**AGGS, **NULLABLE}
+    windowed.agg(**built(aggs)).sink("out", discard())
     result = check(flow, world.input, world.shape)
     model = models.stream(world.input, "s")
-    expect(result, "out", models.row_window(model, world.keys, size, every, AGGS))
+    expect(result, "out", models.row_window(model, world.keys, size, every, aggs))
 
 
 def _closed(batch: pa.RecordBatch) -> list[tuple]:
@@ -264,6 +275,8 @@ def _emitted(keys: list[str]) -> dict[str, Any]:
         "name0": at_start("name"),
         "u0": at_start("u"),
         "at0": at_start("at"),
+        "reals0": at_start("reals"),
+        "deep0": at_start("deep"),
         "took": col("ts") - at_start("ts"),
         "one": lit(1),
     }
@@ -276,6 +289,8 @@ def _session(keys: list[str], a: models.Row, b: models.Row) -> models.Row:
         "name0": a["name"],
         "u0": a["u"],
         "at0": a["at"],
+        "reals0": a["reals"],
+        "deep0": a["deep"],
         "took": b["ts"] - a["ts"],
         "one": 1,
     }
@@ -343,7 +358,8 @@ def test_sessions_with_a_time_out(world: World, timeout: int, two: bool, coarse:
     expect(result, "out", out)
     expect(result, "late", late)
     names = without_order(result.sinks["expired"]).schema
-    assert names.names == [*world.keys, "v", "u", "name", "ts", "at"]
+    kept = ["v", "u", "name", "reals", "deep", "ts", "at"]
+    assert names.names == [*world.keys, *kept]
     assert _closed(result.sinks["expired"]) == sorted(models.expected(expired, names), key=repr)
     assert result.late_rows == len(late)
 
@@ -365,7 +381,7 @@ def _thrice(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, np.ndarray]:
 @examples(40)
 @given(worlds(rows_max=100), st.sampled_from([1, 5, 20, 200]), st.sampled_from([0, 4, 50]))
 def test_window_join(world: World, within: int, lateness: int) -> None:
-    batch = world.batch.select([*world.keys, "ts", "v", "name"])
+    batch = world.batch.select([*world.keys, "ts", "v", "name", "reals"])
     half = batch.num_rows // 2
     left, right = batch.slice(0, half), batch.slice(half).drop_columns(["name"])
     # Both halves cover the same stretch of time.
@@ -745,7 +761,7 @@ def test_state_moves_half_way(fresh: bool, world: World, sites: int, after: int)
     source = world.source(flow)
     keyed = source.key_by(*world.keys)
     keyed.agg(**built({**AGGS, **NULLABLE})).sink("running", discard())
-    keyed.window(rows=9).agg(**built(AGGS)).sink("rows", discard())
+    keyed.window(rows=9).agg(**built({**AGGS, **NULLABLE})).sink("rows", discard())
     keyed.window(time=60, every=20).agg(**built({**AGGS, **NULLABLE})).sink("time", discard())
     keyed.sessions(start=col("cmd") == 1, end=col("cmd") > 1, time="at").sink("open", discard())
     timed = keyed.sessions(start=col("cmd") == 1, end=col("cmd") > 1, time="at", timeout=50)

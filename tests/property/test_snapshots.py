@@ -168,12 +168,12 @@ Build = Callable[[Stream, KeyedStream], Stream]
 
 
 def _sessions(source: Stream, keyed: KeyedStream) -> Stream:
-    kept = {f"{n}0": at_start(n) for n in ("v", "name", "u", "at")}
+    kept = {f"{n}0": at_start(n) for n in ("v", "name", "u", "at", "reals", "deep")}
     return keyed.sessions(start=col("cmd") == 1, end=col("cmd") > 1, emit=kept | {"v1": col("v")})
 
 
 def _timed(source: Stream, keyed: KeyedStream) -> Stream:
-    kept = {f"{n}0": at_start(n) for n in ("v", "name", "u", "at")}
+    kept = {f"{n}0": at_start(n) for n in ("v", "name", "u", "at", "reals", "deep")}
     sessions = keyed.sessions(
         start=col("cmd") == 1, end=col("cmd") > 1, emit=kept | {"v1": col("v")}, timeout=60
     )
@@ -211,7 +211,7 @@ OPERATORS: dict[str, Build] = {
         Tally(), "total long, tags string"
     ),
     "running": lambda _, keyed: keyed.agg(**built({**AGGS, **NULLABLE})),
-    "row window": lambda _, keyed: keyed.window(rows=5, every=2).agg(**built(AGGS)),
+    "row window": lambda _, keyed: keyed.window(rows=5, every=2).agg(**built({**AGGS, **NULLABLE})),
     "tumbling": lambda _, keyed: keyed.window(time=20).agg(**built({**AGGS, **NULLABLE})),
     "sliding": lambda _, keyed: keyed.window(time=60, every=20, lateness=9).agg(**built(AGGS)),
     "sessions": _sessions,
@@ -285,20 +285,8 @@ def state_of(
     tables = {}
     for name, batch in operator.extract(partitions).items():
         kept = [n for n in batch.schema.names if n != "__changed"]
-        tables[name] = sorted(rows_of(_flat(batch.select(kept))), key=repr)
+        tables[name] = sorted(rows_of(batch.select(kept)), key=repr)
     return tables
-
-
-def _flat(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Lists column by column, since `rows_of` compares plain values to the bit."""
-    columns: dict[str, pa.Array] = {}
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        if not pa.types.is_fixed_size_list(column.type):
-            columns[name] = column
-            continue
-        for i in range(column.type.list_size):
-            columns[f"{name}.{i}"] = pa.compute.list_element(column, i)
-    return pa.record_batch(columns)
 
 
 def follow(epochs: Epochs, starts: Collection[int], pulls: int, rows_max: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import random
 from typing import Any
 
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 from holdfast.flow.keys import KeyWords, key_words, partition_of
 from holdfast.flow.state import CHUNK_BITS, Field, StateTable
 
-from .harness import examples, rows_of, through_ipc
+from .arrays import exact
+from .harness import examples, through_ipc
 
 PARTITIONS = 6
 US = pa.timestamp("us")
@@ -27,8 +29,18 @@ FIELDS = {
     "raw": Field(pa.binary()),
     "at": Field(US),
     "day": Field(pa.date32()),
-    "ring": Field(pa.float32(), 0, 3),
-    "words": Field(pa.string(), 0, 2),
+    "reals": Field(pa.list_(pa.float64())),
+    "pairs": Field(pa.map_(pa.string(), pa.list_(pa.int8()))),
+    "both": Field(pa.struct([("a", pa.int64()), ("b", pa.list_(pa.string()))]), {"a": 1}),
+    "exact": Field(pa.decimal128(20, 2), decimal.Decimal("0.50")),
+    "ring": Field(pa.float32(), width=3),
+    "words": Field(pa.string(), width=2),
+    "lists": Field(pa.list_(pa.float64()), width=2),
+}
+RINGS: dict[str, list] = {
+    "ring": [0.0, -0.0, 0.5, float("nan"), None],
+    "words": ["q", "r", "", None],
+    "lists": [[1.0, None], [float("nan")], [-0.0], [], None],
 }
 POOLS: dict[str, list] = {
     "n": [0, 1, -(2**63), 2**63 - 1, None],
@@ -39,8 +51,15 @@ POOLS: dict[str, list] = {
     "raw": [b"", b"\xff\x00", None],
     "at": [0, -1, 10**15, None],
     "day": [0, -1, 19000, None],
+    "reals": [[1.0, None], [float("nan"), -0.0], [], [None], None],
+    "pairs": [[("a", [1, None]), ("b", None)], [("", [])], [], None],
+    "both": [{"a": None, "b": [None, ""]}, {"a": 2**53 + 1, "b": None}, {"a": 0, "b": []}, None],
+    "exact": [decimal.Decimal("1.25"), decimal.Decimal("-999999999999999999.99"), None],
 }
 FRESH = {"n": 0, "x": -1.5, "flag": False, "small": 7, "text": None, "raw": None, "at": 0, "day": 0}
+FRESH |= {"reals": None, "pairs": None, "both": {"a": 1, "b": None}}
+FRESH |= {"exact": decimal.Decimal("0.50")}
+FRESH |= {"ring": (0.0,) * 3, "words": (None,) * 2, "lists": (None,) * 2}
 
 
 def words_for(keys: list[int | None]) -> KeyWords:
@@ -56,8 +75,7 @@ class Model:
 
     def slots(self, keys: list[int | None]) -> np.ndarray:
         for key in keys:
-            fresh = FRESH | {"ring": (0.0,) * 3, "words": (None,) * 2}
-            self.rows.setdefault(key, fresh)
+            self.rows.setdefault(key, FRESH)
         return self.table.slots(words_for(keys))
 
     def write(self, keys: list[int | None], rng: random.Random, epoch: int) -> None:
@@ -67,11 +85,14 @@ class Model:
             self.table.put(name, slots, pa.array(values, FIELDS[name].kind))
             for key, value in zip(keys, values, strict=True):
                 self.rows[key] = self.rows[key] | {name: value}
-        for key, slot in zip(keys, slots.tolist(), strict=True):
-            ring, text = [rng.randrange(9) / 2 for _ in range(3)], [rng.choice(["q", None]), "r"]
-            self.table["ring"][slot] = ring
-            self.table["words"][slot] = text
-            self.rows[key] = self.rows[key] | {"ring": tuple(ring), "words": tuple(text)}
+        for name, pool in RINGS.items():
+            places = np.array([rng.randrange(FIELDS[name].width) for _ in keys], np.int64)
+            values = [rng.choice(pool) for _ in keys]
+            self.table.put(name, slots, pa.array(values, FIELDS[name].kind), places)
+            for key, place, value in zip(keys, places.tolist(), values, strict=True):
+                ring = list(self.rows[key][name])
+                ring[place] = value
+                self.rows[key] = self.rows[key] | {name: tuple(ring)}
         self.table.touch(slots, epoch)
 
     def remove(self, keys: list[int | None]) -> None:
@@ -92,14 +113,13 @@ class Model:
             want = pa.array([self.rows[k][name] for k in keys], FIELDS[name].kind)
             got = self.table.get(name, slots)
             assert got.type == want.type
-            assert comparable(got) == comparable(want), name
-        for name in ("ring", "words"):
-            want = [self.rows[k][name] for k in keys]
-            assert [tuple(v) for v in self.table[name][slots].tolist()] == want
-
-
-def comparable(column: pa.Array) -> list:
-    return rows_of(pa.record_batch({"c": column}))
+            assert exact(got) == exact(want), name
+        for name in RINGS:
+            for place in range(FIELDS[name].width):
+                want = pa.array([self.rows[k][name][place] for k in keys], FIELDS[name].kind)
+                got = self.table.get(name, slots, np.full(slots.size, place))
+                assert got.type == want.type
+                assert exact(got) == exact(want), name
 
 
 def key_lists() -> st.SearchStrategy[list[int | None]]:
@@ -276,11 +296,26 @@ def test_times_keep_their_type(kind: pa.DataType) -> None:
     assert moved.get("t", moved.slots(words_for([1, 2, 3]))).equals(values)
 
 
-def test_objects_keep_their_type() -> None:
-    kind = pa.list_(pa.int64())
-    table = StateTable({"l": Field(kind), "d": Field(pa.dictionary(pa.int32(), pa.string()))}, 4)
+def test_text_and_the_like_can_be_read_and_written_as_python_values() -> None:
+    kind = pa.list_(pa.float64())
+    table = StateTable({"l": Field(kind), "s": Field(pa.string(), "new")}, 4)
     slots = table.slots(words_for([1, 2, 3]))
-    table.put("l", slots, pa.array([[1, 2], None, []], kind))
-    table.put("d", slots, pa.array(["a", None, "a"]).dictionary_encode())
-    assert table.get("l", slots).to_pylist() == [[1, 2], None, []]
-    assert table.get("d", slots).to_pylist() == ["a", None, "a"]
+    table["l"][slots] = [[1.0, None], None, []]
+    table["s"][slots[1]] = "b"
+    assert table.get("l", slots).equals(pa.array([[1.0, None], None, []], kind))
+    assert table["l"][slots].tolist() == [[1.0, None], None, []]
+    assert table["s"][slots].tolist() == ["new", "b", "new"]
+    assert table["s"][slots[1]] == "b"
+
+
+def test_values_that_were_replaced_take_no_room() -> None:
+    """Whatever a key held before is given back; and so is what the values came in."""
+    table = StateTable({"s": Field(pa.string()), "l": Field(pa.list_(pa.int64()), width=2)}, 4)
+    slots = table.slots(words_for([*range(50)]))
+    for turn in range(400):
+        table.touch(slots, turn)
+        whole = pa.array([f"{turn:02000}"] * 50 + ["x" * 1_000_000])
+        table.put("s", slots, whole.slice(0, 50))
+        table.put("l", slots, pa.array([[turn] * 100] * 50), slots % 2)
+    assert table.get("s", slots).to_pylist() == ["0" * 1997 + "399"] * 50
+    assert table.nbytes < 2_000_000

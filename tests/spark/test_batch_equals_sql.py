@@ -161,6 +161,36 @@ def test_row_windows(spark: SparkSession, every: int) -> None:
     same(batch(flow, spark, {"events": df}), wanted)
 
 
+def test_first_and_last_take_nulls(spark: SparkSession) -> None:
+    """In all operators, by default; as SQL's do."""
+    flow = Flow("nulls")
+    keyed = source(flow, event_time="ts").key_by("g")
+    pick = {"head": first("k"), "tail": last("k")}
+    keyed.agg(i=last("i"), **pick).sink("running", discard())
+    keyed.window(rows=3).agg(i=last("i"), **pick).sink("rows", discard())
+    whole = keyed.window(time=100_000, lateness=100_000).agg(n=count(), **pick)
+    whole.select("g", "n", "head", "tail").sink("whole", discard())
+    df = events(spark).withColumn("ts", F.col("ts") + 1000)
+    results = batch(flow, spark, {"events": df})
+    for name, over in (("running", so_far("g")), ("rows", in_order("g").rowsBetween(-2, 0))):
+        heads = [f("k").over(over).alias(n) for f, n in ((F.first, "head"), (F.last, "tail"))]
+        same(results[name], df.select("g", "i", *heads))
+    in_all = in_order("g").rowsBetween(Window.unboundedPreceding, Window.unboundedFollowing)
+    heads = [f("k").over(in_all).alias(n) for f, n in ((F.first, "head"), (F.last, "tail"))]
+    counted = F.count(F.lit(1)).over(in_all).alias("n")
+    same(results["whole"], df.select("g", counted, *heads).distinct())
+
+
+def test_a_sum_that_does_not_fit_is_an_error_in_both(spark: SparkSession) -> None:
+    flow = Flow("large")
+    source(flow).key_by("g").agg(s=sum_("n")).sink("out", discard())
+    df = events(spark, 20).withColumn("n", F.lit(2**62)).withColumn("g", F.lit(1).cast("int"))
+    with pytest.raises(Exception, match="ARITHMETIC_OVERFLOW"):
+        df.select(F.sum("n").over(so_far("g"))).collect()
+    with pytest.raises(Exception, match=r"sum\(col\('n'\)\) of the key \(g=1\) does not fit"):
+        batch(flow, spark, {"events": df}).collect()
+
+
 def test_sessions(spark: SparkSession) -> None:
     flow = Flow("sessions")
     emit = {
@@ -305,7 +335,7 @@ def joined_sql(inputs: dict[str, DataFrame], seq: Callable[[str], Any]) -> dict[
     )
     left, right = left.join(late, "seq"), right.join(late, "seq")
     other = right.where("not late").selectExpr("i i_right", "k key", "at", "item")
-    near = F.col("k").eqNullSafe(F.col("key")) & (F.abs(F.col("ts") - F.col("at")) <= 30)
+    near = (F.col("k") == F.col("key")) & (F.abs(F.col("ts") - F.col("at")) <= 30)
     pairs = left.where("not late").join(other, near)
     return {
         "out": pairs.select("i", "k", "ts", "v", "i_right", "at", "item"),

@@ -20,9 +20,11 @@ import pyarrow as pa
 
 from holdfast.errors import FlowError
 from holdfast.flow.batches import Track, empty, with_order
-from holdfast.flow.expr import Aggregate, Col, Column, Expr, is_plain
+from holdfast.flow.expr import Aggregate, Col, Column, Expr, is_plain, type_of
+from holdfast.flow.groups import Groups
 from holdfast.flow.keys import KeyWords, key_words
 from holdfast.flow.state import STANDBY, Field, StateTable
+from holdfast.flow.types import refuse_type
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,18 @@ class KeyedOperator:
     ) -> dict[str, pa.RecordBatch]:
         """Take one epoch's rows (a batch per input, each in order) and give those it causes."""
         raise NotImplementedError
+
+    def refuse_sums(self, agg: Agg, batch: pa.RecordBatch, rows: np.ndarray) -> None:
+        """Raise if there are `rows` of `batch` that take their key's sum out of int64: instead of
+        a sum that is wrong. To be called before the rows have changed any state."""
+        if rows.size == 0:
+            return
+        row = int(rows.min())
+        key = ", ".join(f"{k}={batch.column(k)[row]}" for k in self.keys)
+        raise OverflowError(
+            f"{agg.kind}({agg.expr}) of the key ({key}) does not fit into int64; "
+            f"sum a .cast(pa.float64()) if that is exact enough"
+        )
 
     def words(self, batch: pa.RecordBatch) -> KeyWords:
         return key_words([batch.column(k) for k in self.keys])
@@ -246,24 +260,57 @@ class Agg:
         # Spark orders NaN above all numbers: max keeps it, min avoids it. So do these.
         return {"max": np.maximum, "min": np.fmin}.get(self.kind, np.add)
 
-    def whole(self, batch: pa.RecordBatch) -> np.ndarray:
-        """The operand over `batch`, as numpy in the type it is taken in; a null is refused."""
-        column = self.column(batch)
+    @property
+    def picks(self) -> bool:
+        """Whether it gives one of the values as it is, which may be null, instead of a fold."""
+        return self.kind in ("first", "last")
+
+    @property
+    def bounded(self) -> bool:
+        """Whether it adds up whole numbers, which may become larger than its type can say."""
+        return self.kind == "sum" and pa.types.is_integer(self.given)
+
+    def numbers(self, column: Column) -> np.ndarray:
+        """An operand as numpy in the type it is taken in; a null is refused."""
         if isinstance(column, pa.Array) and column.null_count:
             raise ValueError(
                 f"{self.kind}({self.expr}) met a null; "
                 f"filter such rows out or use fill_null() before aggregating"
             )
-        return self.taken_field.stored(column)
+        values = self.taken_field.stored(column)
+        if self.bounded and values.dtype == np.uint64 and values.size and values.max() > LARGEST:
+            raise OverflowError(f"{self.kind}({self.expr}) met a number that int64 has no room for")
+        return values
 
     def values(self, batch: pa.RecordBatch) -> np.ndarray:
         """The operand over `batch`, as numpy in the type it is folded in."""
-        values = self.whole(batch).astype(self.field.dtype, copy=False)
+        values = self.numbers(self.column(batch)).astype(self.field.dtype, copy=False)
         return one_zero(values) if self.kind in ("max", "min") else values
 
     def column(self, batch: pa.RecordBatch) -> Column:
         assert self.expr is not None
         return broadcast(self.expr.eval(batch), batch.num_rows, self.taken)
+
+
+LARGEST = int(np.iinfo(np.int64).max)
+
+
+def peak(values: np.ndarray) -> int:
+    """The largest magnitude."""
+    return max(int(values.max()), -int(values.min())) if values.size else 0
+
+
+def overflows(
+    groups: Groups, initial: np.ndarray, values: np.ndarray, folded: np.ndarray
+) -> np.ndarray:
+    """The sorted positions at which a group's sum leaves int64, given what `Groups.fold` has made
+    of it: those where two numbers of one sign have a sum of the other."""
+    if peak(initial) + peak(values) * int(groups.lengths.max(initial=0)) <= LARGEST:
+        return np.empty(0, np.int64)  # which one pass over the values is enough to know
+    before = np.empty_like(folded)
+    before[1:] = folded[:-1]
+    before[groups.starts] = initial
+    return np.flatnonzero(((before ^ folded) & (values ^ folded)) < 0)
 
 
 def one_zero(values: np.ndarray) -> np.ndarray:
@@ -306,9 +353,9 @@ def infer(expr: Expr, schema: pa.Schema, where: str) -> pa.DataType:
         raise FlowError(
             f"{where}: {expr} does not fit the columns {describe(schema)}: {error}"
         ) from error
-    if isinstance(value, np.ndarray | np.generic):
-        return pa.from_numpy_dtype(value.dtype)
-    return value.type if isinstance(value, pa.Array | pa.Scalar) else pa.scalar(value).type
+    kind = type_of(value)
+    refuse_type(kind, f"{where}: {expr}")
+    return kind
 
 
 def require_columns(names: object, schema: pa.Schema, where: str) -> None:
@@ -328,6 +375,7 @@ def columns_of(exprs: Sequence[Expr | Aggregate]) -> set[str]:
 
 
 __all__ = [
+    "LARGEST",
     "Agg",
     "Col",
     "KeyedOperator",
@@ -338,5 +386,7 @@ __all__ = [
     "holds",
     "infer",
     "one_zero",
+    "overflows",
+    "peak",
     "require_columns",
 ]

@@ -15,6 +15,7 @@ from holdfast.flow.expr import Column, unwrap
 from holdfast.flow.groups import Groups
 from holdfast.flow.operators.base import KeyedOperator, Port
 from holdfast.flow.state import Field, StateTable, distinct
+from holdfast.flow.types import plain_schema, refuse_type
 
 
 class Rows:
@@ -41,6 +42,10 @@ class KeyedFunction:
     Rows of many keys come in one call, in sequence order; ``rows.slots`` says where each row's
     key has its state. What a key's rows do to its state, and what they emit, must depend on
     that key's rows alone, never on how they were cut into calls.
+
+    Numbers and times are numpy arrays: ``state["last"][rows.slots]``. Text, lists and the like are
+    Arrow: read them with ``state.get(name, slots)`` and write them with ``state.put(name, slots,
+    values)``.
 
     >>> class Jump(KeyedFunction):
     ...     '''Emit each value that differs from its key's previous one by more than 10.'''
@@ -85,7 +90,7 @@ class CustomOperator(KeyedOperator):
         if not isinstance(function.output, pa.Schema):
             raise FlowError(f"{where}: {self.label}.output must be a pyarrow.Schema")
         fields = [source.schema.field(k) for k in keys if k not in function.output.names]
-        schema = pa.schema([*fields, *function.output])
+        schema = pa.schema([*fields, *plain_schema(function.output, here)])
         self.outputs["out"] = Port(schema, source.width, delay=source.delay)
 
     def _allocate(self) -> None:
@@ -148,9 +153,12 @@ def _field(name: str, spec: object, where: str) -> Field:
     if not (isinstance(spec, tuple) and len(spec) == 2 and isinstance(spec[0], pa.DataType)):
         hint = "give (type, value of a new key)"
         raise FlowError(f"{where}: state {name!r} is {spec!r}", hint=hint)
+    refuse_type(spec[0], f"{where}: state {name!r}")
     field = Field(*spec)
     try:
-        field.loaded(field.allocate(1), None)
+        if field.fixed and field.fill is None:
+            raise TypeError(f"{field.kind} is kept as numbers")
+        field.loaded(field.allocate(1), None) if field.fixed else field.new_heap()
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         hint = "times are kept as whole numbers; only text and the like can start as None"
         raise FlowError(

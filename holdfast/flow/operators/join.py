@@ -1,4 +1,5 @@
-"""Symmetric window join: pairs of rows with equal keys whose times are at most `within` apart.
+"""Symmetric window join: pairs of rows with equal keys whose times are at most `within` apart. A
+null is equal to nothing, so rows with one in their key are in no pair and are not kept.
 
 A pair stands, in the order, where the later of its two rows stands; where both sides may have
 rows of the same place, one more column says which side's was the later.
@@ -31,7 +32,7 @@ from holdfast.flow.expr import column
 from holdfast.flow.keys import KeyWords, key_words, partition_of
 from holdfast.flow.operators.base import KeyedOperator, Port
 from holdfast.flow.state import STANDBY, StateTable
-from holdfast.flow.watermark import event_times
+from holdfast.flow.watermark import event_times, operator_times
 
 
 class WindowJoin(KeyedOperator):
@@ -93,8 +94,8 @@ class WindowJoin(KeyedOperator):
         kept, late = [], []
         for batch, on in zip(inputs, self.on, strict=True):
             mark = track.before(column(batch, "__o0"))
-            fresh = self._bucket_end(event_times(batch, on)) > mark
-            kept.append(take(batch, np.flatnonzero(fresh)))
+            fresh = self._bucket_end(operator_times(batch, on)) > mark
+            kept.append(take(batch, np.flatnonzero(fresh & self._known(batch))))
             late.append(take(batch, np.flatnonzero(~fresh)))
         self.late_rows += sum(b.num_rows for b in late)
         pairs = [self._pairs(kept[0], self.sides[1], flip=False)]
@@ -105,6 +106,16 @@ class WindowJoin(KeyedOperator):
         self._forget(track.final)
         out = sort(concat(pairs))
         return {"out": out, "late": late[0], "late_right": late[1]}
+
+    def _known(self, batch: pa.RecordBatch) -> np.ndarray:
+        """The rows that can have a partner: as in SQL, a key with a null in it is equal to none,
+        not even to itself."""
+        known = np.ones(batch.num_rows, bool)
+        for key in self.keys:
+            column = batch.column(key)
+            if column.null_count:
+                known &= column.is_valid().to_numpy(zero_copy_only=False)
+        return known
 
     def _bucket_end(self, times: np.ndarray) -> np.ndarray:
         """The watermark from which on rows of these times are late."""
@@ -130,7 +141,10 @@ class WindowJoin(KeyedOperator):
             for run in side.runs:
                 mine, theirs = run.matches(words)
                 other = event_times(run.batch, self.on[0 if flip else 1])
-                near = np.abs(times[mine] - other[theirs]) <= self.within
+                mine_at, theirs_at = times[mine], other[theirs]
+                # Without their difference, which may be more than int64 has room for.
+                near = theirs_at >= mine_at - self.within
+                near &= theirs_at <= mine_at + self.within
                 a, b = take(probe, mine[near]), take(run.batch, theirs[near])
                 found.append(self._joined(b, a) if flip else self._joined(a, b))
         return concat(found)

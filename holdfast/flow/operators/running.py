@@ -10,7 +10,7 @@ import pyarrow as pa
 from holdfast.flow.batches import Track, build, order_arrays, take_column
 from holdfast.flow.expr import Aggregate, Column
 from holdfast.flow.groups import Groups
-from holdfast.flow.operators.base import Agg, KeyedOperator, Port, columns_of
+from holdfast.flow.operators.base import Agg, KeyedOperator, Port, columns_of, overflows
 from holdfast.flow.state import Field, StateTable
 
 
@@ -41,12 +41,18 @@ class RunningAggregate(KeyedOperator):
         operands = {a.name: self._operand(a, batch) for a in self.aggs}  # the part that can raise
         slots = self.table.slots(self.words(batch))
         groups = Groups(slots)
-        self.table.touch(groups.slots, epoch)
         seen = self.table["__n"][groups.slots]
+        try:
+            folds = {a.name: self._folded(a, operands[a.name], groups, batch) for a in self.aggs}
+        except OverflowError:
+            self.table.remove(groups.slots[seen == 0])  # those that were new
+            raise
+        self.table.touch(groups.slots, epoch)
         counts = groups.scattered(np.repeat(seen, groups.lengths) + groups.ranks() + 1)
         columns: dict[str, object] = {k: batch.column(k) for k in self.keys}
         for agg in self.aggs:
-            columns[agg.name] = self._advance(agg, operands[agg.name], slots, groups, seen, counts)
+            given = operands[agg.name], folds[agg.name]
+            columns[agg.name] = self._advance(agg, *given, slots, groups, seen, counts)
         self.table["__n"][groups.slots] = seen + groups.lengths
         out = build(columns, self.outputs["out"].schema)
         arrays = [*out.columns, *order_arrays(batch)]
@@ -57,18 +63,32 @@ class RunningAggregate(KeyedOperator):
     def _operand(agg: Agg, batch: pa.RecordBatch) -> Column:
         if agg.kind == "count":
             return np.empty(0)
-        return agg.column(batch) if agg.kind in ("first", "last") else agg.values(batch)
+        return agg.column(batch) if agg.picks else agg.values(batch)
+
+    def _folded(
+        self, agg: Agg, operand: Column, groups: Groups, batch: pa.RecordBatch
+    ) -> np.ndarray | None:
+        """The value of a fold after every row, in sorted positions."""
+        if agg.kind == "count" or agg.picks:
+            return None
+        initial, values = self.table[agg.name][groups.slots], operand[groups.rows]
+        folded = groups.fold(agg.ufunc, initial, values)
+        if agg.bounded:
+            wrong = overflows(groups, initial, values, folded)
+            self.refuse_sums(agg, batch, groups.rows[wrong])
+        return folded
 
     def _advance(
         self,
         agg: Agg,
         operand: Column,
+        folded: np.ndarray | None,
         slots: np.ndarray,
         groups: Groups,
         seen: np.ndarray,
         counts: np.ndarray,
     ) -> object:
-        """Fold the batch into one aggregate's state and give its value after every row."""
+        """Put the batch into one aggregate's state and give its value after every row."""
         if agg.kind == "count":
             return counts
         if agg.kind == "last":
@@ -78,9 +98,8 @@ class RunningAggregate(KeyedOperator):
             opening = groups.rows[groups.starts[new]]
             self.table.put(agg.name, groups.slots[new], take_column(operand, opening))
             return self.table.get(agg.name, slots)
-        state = self.table[agg.name]
-        folded = groups.fold(agg.ufunc, state[groups.slots], operand[groups.rows])
-        state[groups.slots] = folded[groups.lasts]
+        assert folded is not None
+        self.table[agg.name][groups.slots] = folded[groups.lasts]
         result = groups.scattered(folded)
         if agg.kind == "mean":
             return result / counts

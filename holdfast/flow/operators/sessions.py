@@ -16,16 +16,15 @@ from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from holdfast.errors import FlowError
-from holdfast.flow.batches import Track, as_array, empty, order_arrays, take
-from holdfast.flow.expr import AtStart, Col, Column, Expr, column, unwrap
+from holdfast.flow.batches import Track, as_array, empty, order_arrays, overlaid, take
+from holdfast.flow.expr import AtStart, Col, Expr, column, unwrap
 from holdfast.flow.groups import Groups
 from holdfast.flow.keys import KeyWords, key_hash
 from holdfast.flow.operators.base import KeyedOperator, Port, broadcast, columns_of, holds, infer
 from holdfast.flow.state import Field, StateTable
-from holdfast.flow.watermark import event_times
+from holdfast.flow.watermark import operator_times
 
 
 class Sessions(KeyedOperator):
@@ -126,14 +125,16 @@ class Sessions(KeyedOperator):
         from_state: np.ndarray,
     ) -> pa.Array:
         """A column of the rows that opened the sessions now closing."""
-        kept = self.table.get(name, groups.sorted_slots[closing])
+        kept = self.table.get(name, groups.sorted_slots[closing[from_state]])
         if from_state.all():
             return kept
-        here: Column = batch.column(name).take(pa.array(groups.rows[closing - 1]))
+        here = batch.column(name).take(pa.array(groups.rows[closing - 1]))
         stored, there = unwrap(kept), unwrap(here)
         if isinstance(stored, np.ndarray) and isinstance(there, np.ndarray):
-            return pa.array(np.where(from_state, stored, there))
-        return pc.if_else(pa.array(from_state), kept, here)
+            there = there.copy()
+            there[from_state] = stored
+            return pa.array(there)
+        return overlaid(here, from_state, kept)
 
     def _remember(
         self, batch: pa.RecordBatch, groups: Groups, starts: np.ndarray, epoch: int
@@ -223,7 +224,7 @@ class TimedSessions(Sessions):
         """The watermark at which a session that a row opens is over; never, if it opens none."""
         over = np.full(starts.size, Track.NEVER)
         rows = np.flatnonzero(starts)
-        over[rows] = event_times(take(batch, rows), self.on) + self.wait
+        over[rows] = operator_times(take(batch, rows), self.on) + self.wait
         return over
 
     def _follow(

@@ -15,10 +15,19 @@ import pyarrow as pa
 from holdfast.errors import FlowError
 from holdfast.flow.batches import Track, as_array, empty, take, take_column
 from holdfast.flow.expr import Aggregate, Column, column
+from holdfast.flow.groups import Groups
 from holdfast.flow.keys import KeyWords, key_hash, mix, partition_of
-from holdfast.flow.operators.base import Agg, KeyedOperator, Port, columns_of
+from holdfast.flow.operators.base import (
+    LARGEST,
+    Agg,
+    KeyedOperator,
+    Port,
+    columns_of,
+    overflows,
+    peak,
+)
 from holdfast.flow.state import Field, StateTable
-from holdfast.flow.watermark import event_times
+from holdfast.flow.watermark import operator_times
 
 START, END = "window_start", "window_end"
 
@@ -70,12 +79,16 @@ class TimeWindow(KeyedOperator):
         }
         self.table = StateTable(base | fields, self.partitions)
         self._next_close = Track.END
+        self._peaks = dict.fromkeys((a.name for a in self.aggs if a.bounded), 0)
+        """No sum in the table is larger: so mostly none can become too large."""
 
     def tables(self) -> dict[str, StateTable]:
         return {"windows": self.table}
 
     def install(self, state: dict[str, pa.RecordBatch]) -> None:
         super().install(state)
+        for name, known in self._peaks.items():
+            self._peaks[name] = max(known, peak(state["windows"].column(name).to_numpy()))
         windows = state["windows"].column("__window").to_numpy()
         if windows.size:
             self._next_close = min(self._next_close, int(self._close_at(windows.min())))
@@ -95,7 +108,7 @@ class TimeWindow(KeyedOperator):
 
     def _fold(self, batch: pa.RecordBatch, track: Track, epoch: int) -> np.ndarray:
         """Add the rows to their windows; the rows that are late for all of them."""
-        times = event_times(batch, self.on)
+        times = operator_times(batch, self.on)
         rows, window = self._assign(times)
         mark = track.before(column(batch, "__o0"))
         open_ = self._close_at(window) > mark[rows]
@@ -122,8 +135,13 @@ class TimeWindow(KeyedOperator):
         operands = {a.name: self._operand(a, batch, rows) for a in self.aggs}
         words = self.words(batch).take(rows)
         slots = self.table.slots(_with_window(words, window), partition_of(words, self.partitions))
-        self.table.touch(slots, epoch)
         seen = self.table["__n"][slots]
+        try:
+            self._check_sums(operands, batch, rows, slots)
+        except OverflowError:
+            self.table.remove(slots[seen == 0])  # those that were new
+            raise
+        self.table.touch(slots, epoch)
         opening = np.flatnonzero(seen == 0)[::-1]  # backwards: of a slot's rows the first one stays
         first_slots, first_rows = slots[opening], rows[opening]
         self.table["__window"][first_slots] = window[opening]
@@ -142,11 +160,34 @@ class TimeWindow(KeyedOperator):
         np.add.at(self.table["__n"], slots, 1)
         self._next_close = min(self._next_close, int(self._close_at(window.min())))
 
+    def _check_sums(
+        self,
+        operands: Mapping[str, Column],
+        batch: pa.RecordBatch,
+        rows: np.ndarray,
+        slots: np.ndarray,
+    ) -> None:
+        """Refuse rows that take a window's sum, folded in order, out of int64."""
+        for agg in self.aggs:
+            if not agg.bounded:
+                continue
+            values, held = operands[agg.name], self.table[agg.name]
+            added = peak(values) * rows.size
+            if self._peaks[agg.name] + added > LARGEST:
+                self._peaks[agg.name] = peak(held[self.table.live()])
+            if self._peaks[agg.name] + added > LARGEST:
+                groups = Groups(slots)
+                initial, values = held[groups.slots], values[groups.rows]
+                folded = groups.fold(agg.ufunc, initial, values)
+                wrong = overflows(groups, initial, values, folded)
+                self.refuse_sums(agg, batch, rows[groups.rows[wrong]])
+            self._peaks[agg.name] += added
+
     @staticmethod
     def _operand(agg: Agg, batch: pa.RecordBatch, rows: np.ndarray) -> Column:
         if agg.kind == "count":
             return np.ones(rows.size, np.int64)
-        whole = agg.column(batch) if agg.kind in ("first", "last") else agg.values(batch)
+        whole = agg.column(batch) if agg.picks else agg.values(batch)
         return take_column(whole, rows)
 
     def _close(self, track: Track) -> pa.RecordBatch:
