@@ -66,6 +66,21 @@ class Input:
                     left[name] -= 1
         return cls(dict(batches), turns)
 
+    @classmethod
+    def mixed(cls, seed: int, splits: Mapping[str, int], **batches: pa.RecordBatch) -> Input:
+        """Stretches of the sources' rows in an order that the seed decides, each of one split."""
+        rng = random.Random(seed)
+        left = {name: b.num_rows for name, b in batches.items() if b.num_rows}
+        turns: list[str] = []
+        found: list[int] = []
+        while left:
+            name = rng.choice(sorted(left))
+            rows = min(rng.choice([1, 1, 3, 20]), left[name])
+            turns += [name] * rows
+            found += [rng.randrange(splits.get(name, 1))] * rows
+            left = {n: k - rows * (n == name) for n, k in left.items() if k > rows * (n == name)}
+        return cls(dict(batches), turns, found)
+
     def seqs(self, source: str) -> np.ndarray:
         return np.array([i for i, s in enumerate(self.turns) if s == source], np.int64)
 

@@ -74,13 +74,18 @@ class World:
     batch: pa.RecordBatch
     keys: list[str]
     shape: Shape
+    splits: int = 1
 
     @property
     def input(self) -> Input:
-        return Input.of(s=self.batch)
+        return self.with_()
 
-    def source(self, flow: Flow) -> Stream:
-        return flow.source("s", rows(self.batch), event_time="ts")
+    def with_(self, **others: pa.RecordBatch) -> Input:
+        """The rows together with those of other sources, in some order."""
+        return Input.mixed(self.shape.seed, {"s": self.splits}, s=self.batch, **others)
+
+    def source(self, flow: Flow, event_time: str = "ts") -> Stream:
+        return flow.source("s", rows(*[self.batch] * self.splits), event_time=event_time)
 
 
 @st.composite
@@ -96,7 +101,8 @@ def worlds(draw: st.DrawFn, rows_max: int = 150) -> World:
         pool = rng.sample(pool, min(variety, len(pool)))
         columns[keys[-1]] = pa.array([rng.choice(pool) for _ in range(n)], arrow)
     columns |= _values(rng, n, wild=draw(st.booleans()))
-    return World(pa.record_batch(columns), keys, draw(shapes(n)))
+    splits = draw(st.sampled_from([1, 1, 3]))
+    return World(pa.record_batch(columns), keys, draw(shapes(n)), splits)
 
 
 @st.composite
@@ -236,7 +242,7 @@ def test_time_window(world: World, size: int, per: int, lateness: int, two: bool
     given_ = world.input
     if two:  # a second source, whose rows hold the watermark back and move it on
         other = world.batch.slice(world.batch.num_rows // 3).select(["ts", "n"])
-        given_ = Input.of(s=world.batch, t=other)
+        given_ = world.with_(t=other)
         flow.source("t", rows(other), event_time="ts").sink("others", discard())
     windowed = world.source(flow).key_by(*world.keys)
     windowed = windowed.window(time=size, every=every, lateness=lateness).agg(**built(aggs))
@@ -256,7 +262,7 @@ def test_time_window(world: World, size: int, per: int, lateness: int, two: bool
 @given(worlds())
 def test_time_window_over_timestamps(world: World) -> None:
     flow = Flow("f")
-    source = flow.source("s", rows(world.batch), event_time="at")
+    source = world.source(flow, "at")
     micro = datetime.timedelta(microseconds=1)
     windowed = source.key_by(*world.keys).window(time=20 * micro, lateness=3 * micro)
     windowed.agg(**built(AGGS)).sink("out", discard())
@@ -330,7 +336,7 @@ def test_sessions_with_a_time_out(world: World, timeout: int, two: bool, coarse:
     given_ = world.input
     if two:
         other = world.batch.slice(world.batch.num_rows // 3).select(["ts", "n"])
-        given_ = Input.of(s=world.batch, t=other)
+        given_ = world.with_(t=other)
         flow.source("t", rows(other), event_time="ts").sink("others", discard())
     source = world.source(flow)
     if coarse > 1:
@@ -387,7 +393,7 @@ def test_window_join(world: World, within: int, lateness: int) -> None:
     # Both halves cover the same stretch of time.
     shifted = pa.array(right.column("ts").to_numpy() - 3 * half, pa.int64())
     right = right.set_column(right.schema.get_field_index("ts"), "ts", shifted)
-    given_ = Input.of(a=left, b=right)
+    given_ = Input.mixed(world.shape.seed, {}, a=left, b=right)
     flow = Flow("f")
     sides = [flow.source(n, rows(b), event_time="ts") for n, b in given_.batches.items()]
     a, b = (s.key_by(*world.keys) for s in sides)
@@ -659,7 +665,8 @@ def test_diamond(world: World, flat: bool) -> None:
 @given(worlds())
 def test_windows_of_two_sources_meet(world: World) -> None:
     """A window closes at a row of any source, so results of different sources share a place."""
-    given_ = Input.of(a=world.batch.slice(0, world.batch.num_rows // 2), b=world.batch)
+    half = world.batch.slice(0, world.batch.num_rows // 2)
+    given_ = Input.mixed(world.shape.seed, {}, a=half, b=world.batch)
     flow = Flow("f")
     closed = []
     for name, batch in given_.batches.items():
