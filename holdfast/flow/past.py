@@ -118,10 +118,11 @@ class Past(msgspec.Struct, frozen=True):
         """Whether no sink can have got anything of the flow that was lost."""
         return self.fresh and not self.records
 
-    def waiting_of(self, source: int) -> list[pa.RecordBatch]:
+    def waiting_of(self, source: int) -> Iterator[pa.RecordBatch]:
         """The rows of a fed source that are in no epoch."""
         folder = Folder(self.place)
-        return [batch for file in self.waiting.get(source, []) for batch in folder.read(file)]
+        for file in self.waiting.get(source, []):
+            yield from folder.batches(file)
 
     def portions_of(self, source: int) -> Iterator[tuple[bytes, list[bytes]]]:
         """What came in of a fed source since the checkpoint: a header, and rows as Arrow IPC."""
@@ -265,9 +266,13 @@ class Folder:
             raise self._damaged(name, error) from error
 
     def read(self, name: str) -> list[pa.RecordBatch]:
+        return list(self.batches(name))
+
+    def batches(self, name: str) -> Iterator[pa.RecordBatch]:
+        """One after another, so that they need not be in memory together."""
         try:
             with self._files.open_input_stream(f"{self._root}/{name}") as file:
-                return list(pa.ipc.open_stream(file))
+                yield from pa.ipc.open_stream(file)
         except FileNotFoundError:
             raise FlowError(
                 f"what the flow begins with is not at {self._place} ({name} is missing)",

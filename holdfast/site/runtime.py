@@ -443,7 +443,8 @@ class Site:
             case wire.Dismiss() | wire.Fenced():
                 self._leave()
             case (
-                wire.FeedOpen()
+                wire.FeedBegin()
+                | wire.FeedOpen()
                 | wire.FeedRows()
                 | wire.FeedDone()
                 | wire.FeedCommit()

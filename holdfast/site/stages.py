@@ -25,6 +25,7 @@ from holdfast.flow.past import PORTIONS, SOURCES, WAITING, Folder, Past, store_s
 from holdfast.flow.plan import Plan, Stage, shape
 from holdfast.flow.sources import SplitReader
 from holdfast.flow.state import STANDBY, StateTable
+from holdfast.flow.taps import FolderTap
 from holdfast.flow.view import ViewWriter
 from holdfast.site import bundles, wire
 from holdfast.site.bundles import Frames, Router
@@ -89,6 +90,8 @@ class UnitRunner:
         incarnation: str = "",
     ) -> None:
         self.stage, self.cohort, self.partitions = stage, cohort, options.partitions
+        self.spill = options.spill
+        """The folder for what does not fit into memory."""
         self.runner = StageRunner(plan, stage, options.partitions)
         self.guard = Guard()
         self.followers: tuple[str, ...] = ()
@@ -104,20 +107,22 @@ class UnitRunner:
         self.epoch = -1
         if stage.source is not None:
             numbers = range(cohort.first, cohort.end)
-            splits = {n: Split(stage, n, _reader(stage, n)) for n in numbers}
+            splits = {n: Split(stage, n, _reader(stage, n, options.spill)) for n in numbers}
             self.ingress = Ingress(plan, stage, splits)
+            if self.fed is not None:
+                self.fed.epoch = lambda: self.epoch
         if stage.sink is not None:
             self.egress = Egress(plan.flow, stage, incarnation, plan.past)
 
     def begin(self, past: Past) -> None:
         """Be as the flow's past has left this unit."""
         self.epoch = past.epochs - 1
-        if self.ingress is not None:
+        if self.keeper is not None:
+            self._install(past, self.keeper)
+        if self.ingress is not None:  # whose tables change with what came in later
             self.ingress.begin(past)
         if self.egress is not None:
             self.egress.recover(past)
-        if self.keeper is not None:
-            self._install(past, self.keeper)
 
     def _install(self, past: Past, keeper: Keeper) -> None:
         first, end = self.cohort.first, self.cohort.end
@@ -166,9 +171,12 @@ class UnitRunner:
 
     @property
     def keeper(self) -> Keeper | None:
-        """Who has the tables that a new copy needs: the operator, or a sink that is a table."""
+        """Who has the tables that a new copy needs: the operator, a sink that is a table, or what
+        the leading ingress reads."""
         if self.egress is not None and isinstance(self.egress.writer, ViewWriter):
             return self.egress.writer
+        if self.fed is not None and isinstance(self.fed.tap, FolderTap):
+            return self.fed.tap
         return self.operator
 
     def run(self, order: IngestEpochs | ProcessBundles) -> list[Outputs]:
@@ -495,9 +503,9 @@ class SiteStages:
                 runner.egress.abandon()
 
 
-def _reader(stage: Stage, number: int) -> SplitReader:
+def _reader(stage: Stage, number: int, folder: str | None) -> SplitReader:
     assert stage.source is not None
     if stage.source.fed:
         tap = stage.source.tap() if stage.source.tapped else None
-        return FedReader(stage.id, stage.source.schema, stage.source.through, tap)
+        return FedReader(stage.id, stage.source.schema, stage.source.through, tap, folder)
     return stage.source.open(number)

@@ -153,8 +153,6 @@ class Storing:
         self._after, self._snapshot = _frozen(runner.keeper, order.after)
         self._extras = runner.extras()
         self._held = [(epoch, rows) for epoch, rows in runner.held() if rows.num_rows]
-        self._fed = runner.fed
-        self._submitted = self._fed.submitted if self._fed is not None else 0
         self._files = UnitFiles()
         self._named: dict[str, tuple[str, str, bool]] = {}
         if self._snapshot is not None:
@@ -168,8 +166,6 @@ class Storing:
         """Hand the next part over; how many bytes it had, None after the last."""
         if not self._shelf.room:
             return 0
-        if self._fed is not None and not self._fed.is_kept(self._submitted):
-            return 0  # what the extras say was read must not be lost
         part = self._snapshot.next(self._rows) if self._snapshot is not None else None
         if part is not None:
             self._add(*part)
