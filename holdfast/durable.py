@@ -17,7 +17,7 @@ import logging
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
@@ -126,15 +126,18 @@ def known_records(folder: Folder, past: Past) -> list[EpochRecord]:
 def known_portions(folder: Folder, past: Past) -> dict[int, list[str]]:
     """Where to find what has come in of fed sources after a checkpoint."""
     found: dict[int, dict[tuple[int, int], dict[int, str]]] = {}
+    bases: dict[tuple[int, int], int] = {}
     for file in folder.list(PORTIONS):
         _, source, name = file.split("/")
-        number, life, rank = (int(n) for n in name.removesuffix(".arrow").split("-"))
+        number, life, rank, *base = (int(n) for n in name.removesuffix(".arrow").split("-"))
         found.setdefault(int(source), {}).setdefault((life, rank), {})[number] = file
+        if base:  # which was not in names at first
+            bases[life, rank] = base[0]
     portions: dict[int, list[str]] = {}
     for stage, by_leader in found.items():
         taken, rank = _fed_up_to(past, stage)
         valid = {at: files for at, files in by_leader.items() if at >= (past.life, rank)}
-        known = {n: file for n, file in _not_void(valid).items() if n > taken}
+        known = {n: file for n, file in _not_void(valid, bases).items() if n > taken}
         if sorted(known) != list(range(taken + 1, taken + 1 + len(known))):
             raise FlowError(
                 f"of what came in of source {past.stages[stage]!r} after the last checkpoint some "
@@ -153,13 +156,16 @@ def _fed_up_to(past: Past, source: int) -> tuple[int, int]:
     return (saved["feeds"][0]["taken"], saved["feeds"][0]["rank"]) if saved["feeds"] else (0, 0)
 
 
-def _not_void(found: dict[K, dict[int, V]]) -> dict[int, V]:
+def _not_void(
+    found: Mapping[K, Mapping[int, V]], bases: Mapping[K, int] | None = None
+) -> dict[int, V]:
     """What was added by one after another. When a later one begins, what those before it have
-    added beyond that is void, if only because it does not know of it."""
+    added beyond that is void, if only because it does not know of it. Up to its base, if there is
+    one, it has what they had, and may add some of it once more."""
     known: dict[int, V] = {}
     for by in sorted(found):
-        begun = min(found[by])
-        known = {n: what for n, what in known.items() if n < begun} | found[by]
+        base = (bases or {}).get(by, min(found[by]) - 1)
+        known = {n: what for n, what in known.items() if n <= base} | dict(found[by])
     return known
 
 

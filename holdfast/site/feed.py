@@ -45,9 +45,8 @@ from holdfast.site.connection import Connection
 from holdfast.site.spill import Held, Overflow
 from holdfast.site.staging import GIVEN_UP, Push, Reply, Staged
 
-Keep = Callable[[int, int, wire.FeedPortion, list[Any]], None]
-"""Stores a portion, given the reader's rank and the portion's number; `FedReader.on_has` is to be
-called when it is there."""
+Keep = Callable[["Lead", wire.FeedPortion, list[Any]], None]
+"""Stores a portion of a leader; `FedReader.on_has` is to be called when it is there."""
 
 PIECE_BYTES = 1 << 20
 """Rows are handed over, and put on disk, in pieces of about this size."""
@@ -65,6 +64,16 @@ PULLED_MAX = 16
 NOT_HERE = "another site leads the ingress"
 TAKEN = "taken"
 ENDED = "the flow has ended and takes no more rows"
+
+
+@dataclass(frozen=True, slots=True)
+class Lead:
+    """Who gives out portions: the rank of the view in which it came to lead, and how many portions
+    it had then. Up to there it gives out what leaders before it have given out, too; beyond that,
+    what they have given out is void."""
+
+    rank: int = 0
+    base: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,16 +171,16 @@ class FedReader(SplitReader):
         self.keep: Keep | None = None
         self.epoch: Callable[[], int] = lambda: -1
         self.overflow = Overflow(folder, MEMORY_BYTES_MAX)
-        self._rank = 0  # of the view in which it came to lead
+        self._lead = Lead()
         self._closed = False
-        # Rows that have entered, with the number of their portion.
+        # Rows that have entered, with the number of the last portion of their run.
         self._ready: deque[tuple[int, Held]] = deque()
         self._ready_at = 0  # how many rows of the first were read
         self._ready_bytes = 0
         # What tasks have sent.
         self._push: Push | None = None
         self._last_push = ""  # that was committed here
-        self._last_commit: _Portion | None = None
+        self._unstored: deque[tuple[int, Reply]] = deque()  # answers that wait for the store
         self._head = 0  # through: the partition whose turn it is
         self._head_taken = 0  # through: how many of its rows were taken
         self._passed = 0  # through: how many rows of this push are known from earlier ones
@@ -226,17 +235,16 @@ class FedReader(SplitReader):
     def begin(self, query: str, batch: int, push: str, reply: Reply) -> None:
         """The driver starts a push; those before it are void."""
         refusal = ENDED if self._closed else self._refusal(query, batch)
+        place = self._submitted_at
         if refusal:
             reply(False, refusal)
-        elif self.through and self._submitted_at.ended:
-            reply(True, TAKEN)
-        elif not self.through and batch == self._submitted_at.committed:
+        elif place.ended if self.through else batch == place.committed:
             self._answer_when_entered(reply)
         else:
             self._give_up()
             self._push = Push(push, query, batch, self.overflow, single=self.through)
             self._head = self._head_taken = 0
-            self._passed = self._submitted_at.total
+            self._passed = place.total
             reply(True, "")
 
     def _refusal(self, query: str, batch: int) -> str:
@@ -267,12 +275,14 @@ class FedReader(SplitReader):
         return ""
 
     def _answer_when_entered(self, reply: Reply) -> None:
-        """The micro-batch is on its way, or in."""
-        last = self._last_commit
-        if last is not None and last.number > self._entered:
-            last.answers.append((reply, TAKEN))
-        else:
+        """What was submitted last is on its way, or in. A copy that has come to lead has it, and
+        the store may not: whoever heard that it was taken would not give it again."""
+        if self._ends:
+            self._ends[-1].answers.append((reply, TAKEN))
+        elif self._is_readable(self._entered):
             reply(True, TAKEN)
+        else:
+            self._unstored.append((self._entered, reply))
 
     def _give_up(self) -> None:
         push, self._push = self._push, None
@@ -364,7 +374,7 @@ class FedReader(SplitReader):
         place = replace(self._submitted_at, query=self._push.query, committed=batch)
         self._give_up()
         self._last_push = push
-        self._last_commit = self._submit(pieces, place, reply)
+        self._submit(pieces, place, reply)
 
     def end(self, query: str, reply: Reply) -> None:
         refusal = ENDED if self._closed else ""
@@ -411,7 +421,7 @@ class FedReader(SplitReader):
 
     def _submit(
         self, pieces: list[Held], place: _Place, reply: Reply | None, tap: str = ""
-    ) -> _Portion:
+    ) -> None:
         """Give rows to all copies, as a run of portions; they enter when all have the last one."""
         runs = list(_runs(pieces))
         for at, rows in enumerate(runs, 1):
@@ -426,7 +436,6 @@ class FedReader(SplitReader):
         for site in self._lanes:
             self._send_on(site)
         self._enter()
-        return portion
 
     def _send_on(self, site: SiteId) -> None:
         """Send another copy what it lacks, as long as not too much is unconfirmed."""
@@ -450,7 +459,7 @@ class FedReader(SplitReader):
         if site != STORE:
             self.send(site, message, list(bodies))
         elif self.keep is not None:
-            self.keep(self._rank, number, message, list(bodies))
+            self.keep(self._lead, message, list(bodies))
 
     def _everywhere(self, sites: Iterable[SiteId]) -> int:
         """How many portions all of these copies have."""
@@ -466,6 +475,8 @@ class FedReader(SplitReader):
             run = range(self._entered + 1 - first, last.number + 1 - first)
             self._let_in([self._portions[at] for at in run])
         self._forget_up_to(min(self._everywhere(self._lanes), self._entered))
+        while self._unstored and self._is_readable(self._unstored[0][0]):
+            self._unstored.popleft()[1](True, TAKEN)
 
     def _forget_up_to(self, number: int) -> None:
         while self._portions and self._portions[0].number <= number:
@@ -473,12 +484,10 @@ class FedReader(SplitReader):
 
     def _let_in(self, run: list[_Portion]) -> None:
         """The rows of these portions can be read."""
-        for portion in run:
-            for held in portion.rows:
-                if held.rows.num_rows:
-                    self._ready.append((portion.number, held.share()))
-                    self._ready_bytes += held.nbytes
         last = run[-1]
+        for held in (held for portion in run for held in portion.rows if held.rows.num_rows):
+            self._ready.append((last.number, held.share()))
+            self._ready_bytes += held.nbytes
         self._entered, self._entered_at = last.number, last.place
         answers, last.answers = last.answers, []
         if self._ready_bytes >= HELD_BYTES_MAX:
@@ -494,7 +503,7 @@ class FedReader(SplitReader):
         """Who the other copies are has changed, in a view of this rank."""
         comes_to_lead = leads and not self.leads
         if comes_to_lead:
-            self._rank = rank
+            self._lead = Lead(rank, self._entered)
             self.drop_part()
             self._submitted, self._submitted_at = self._entered, self._entered_at
             if self.tap is not None:
@@ -593,7 +602,7 @@ class FedReader(SplitReader):
     def save(self) -> dict[str, int]:
         """Where the feed is, after what has entered; what has been read is not part of it."""
         marks = self._entered_at.marks()
-        return marks | {"taken": self._entered, "rank": self._rank}
+        return marks | {"taken": self._entered, "rank": self._lead.rank}
 
     @property
     def query(self) -> str:
@@ -615,6 +624,7 @@ class FedReader(SplitReader):
         self._closed = True
         self._give_up()
         self._waiting.clear()
+        self._unstored.clear()
         for portion in self._portions:
             portion.answers.clear()
         if self.tap is not None:

@@ -303,7 +303,7 @@ class Site:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self.tell, message)
 
-    def _soon(self, action: Callable[[], None]) -> None:
+    def _soon(self, action: Callable[[], object]) -> None:
         """Do something that another thread has come upon."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._guarded, action)

@@ -30,7 +30,7 @@ from holdfast.flow.view import ViewWriter
 from holdfast.site import bundles, wire
 from holdfast.site.bundles import Frames, Router
 from holdfast.site.egress import Egress
-from holdfast.site.feed import FedReader
+from holdfast.site.feed import FedReader, Lead
 from holdfast.site.ingress import Ingress, Split
 
 KEPT = "store"
@@ -325,7 +325,9 @@ class Shelf(Protocol):
 
     life: int
 
-    def write(self, name: str, batches: list[pa.RecordBatch], done: Callable[[], None]) -> None: ...
+    def write(
+        self, name: str, batches: list[pa.RecordBatch], done: Callable[[], object]
+    ) -> None: ...
 
 
 class SiteStages:
@@ -379,14 +381,11 @@ class SiteStages:
 
     @staticmethod
     def _keep(
-        shelf: Shelf,
-        reader: FedReader,
-        rank: int,
-        number: int,
-        portion: wire.FeedPortion,
-        rows: Any,
+        shelf: Shelf, reader: FedReader, lead: Lead, portion: wire.FeedPortion, rows: list[Any]
     ) -> None:
-        name = f"{PORTIONS}/{portion.source}/{number:012d}-{shelf.life}-{rank}.arrow"
+        number = portion.number
+        by = f"{shelf.life}-{lead.rank}-{lead.base}"
+        name = f"{PORTIONS}/{portion.source}/{number:012d}-{by}.arrow"
         data = [msgspec.msgpack.encode(portion), *(memoryview(b).tobytes() for b in rows)]
         batches = [pa.record_batch({"data": [d]}) for d in data]
         shelf.write(name, batches, partial(reader.on_has, STORE, number, False))

@@ -38,7 +38,7 @@ class Shelf:
         place: str,
         life: int,
         tell: Callable[[wire.Message], None],
-        soon: Callable[[Callable[[], None]], None],
+        soon: Callable[[Callable[[], object]], None],
     ) -> None:
         self.life, self._tell, self._soon = life, tell, soon
         self._place, self._folder = place, Folder(place)
@@ -77,13 +77,13 @@ class Shelf:
         if not self._closed:
             self._thread.submit(call, *arguments)
 
-    def write(self, name: str, batches: list[pa.RecordBatch], done: Callable[[], None]) -> None:
+    def write(self, name: str, batches: list[pa.RecordBatch], done: Callable[[], object]) -> None:
         """Add a file of rows that nobody else keeps, and say when it is there. It does not wait for
         units that are being stored."""
         if not self._closed:
             self._rows.submit(self._write, name, batches, done)
 
-    def _write(self, name: str, batches: list[pa.RecordBatch], done: Callable[[], None]) -> None:
+    def _write(self, name: str, batches: list[pa.RecordBatch], done: Callable[[], object]) -> None:
         for pause in (*RETRY_S, None):
             try:
                 self._folder.write(name, batches, sync=True)

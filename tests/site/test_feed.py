@@ -17,7 +17,7 @@ from holdfast.errors import FlowError
 from holdfast.flow.batches import cut
 from holdfast.site import feed, wire
 from holdfast.site.bundles import rows_of
-from holdfast.site.feed import FedReader
+from holdfast.site.feed import FedReader, Lead
 from holdfast.site.spill import Overflow
 from holdfast.site.staging import GIVEN_UP, Staged
 
@@ -461,14 +461,17 @@ def test_what_is_on_its_way_is_no_part_of_what_is_stored() -> None:
 def test_no_epoch_has_rows_that_the_store_lacks(small: None) -> None:
     """The other copy has them when the leader dies, and the store has not."""
     pair, stored = Pair(through=False), []
-    pair.other.keep = lambda rank, number, message, bodies: stored.append((number, rank))
+    pair.other.keep = lambda lead, message, bodies: stored.append((message.number, lead.rank))
     fed(pair.leader, 0, 1, 2)
     pair.deliver(confirmed=False)
     assert drained(pair.other) == [], "whoever does not lead reads what is due"
     pair.other.on_copies(True, [], [], rank=7)
     assert drained(pair.other) == [] and stored == [(1, 7)]
+    replies = Replies()
+    pair.other.begin("query", 0, "again", replies)
+    assert replies == [], "the query would go on behind it, and the flow may be lost"
     pair.other.on_has(STORE, 1, False)
-    assert drained(pair.other) == [1, 2]
+    assert drained(pair.other) == [1, 2] and replies == [(True, "taken")]
 
 
 def test_a_new_copy_counts_when_it_has_what_entered_without_it(small: None) -> None:
@@ -567,7 +570,7 @@ def test_the_other_copy_dies_in_the_middle_of_a_micro_batch(small: None) -> None
 def test_another_copy_comes_in_the_middle_of_a_micro_batch(small: None) -> None:
     """It gets the portions that are on their way to the store, and no more of them at once."""
     pair, stored = Pair(through=False), []
-    pair.leader.keep = lambda rank, number, message, bodies: stored.append(number)
+    pair.leader.keep = lambda lead, message, bodies: stored.append(message.number)
     pair.leader.on_copies(True, [], [])
     values, replies = large(pair.leader, 0)
     while len(stored) < 40:
@@ -645,6 +648,7 @@ class Story:
         self.flow: list[int] = []
         """Rows that are in epochs."""
         self.store: dict[tuple[int, int], dict[int, tuple[bytes, list[bytes]]]] | None = None
+        self.bases: dict[tuple[int, int], int] = {}
         if stored:
             self.store = {}
         self.life, self.rank = 0, itertools.count(1)
@@ -677,9 +681,10 @@ class Story:
         if self.other is not None:
             self.sent.append((self.other, message, b"".join(bytes(b) for b in bodies)))
 
-    def keep(self, reader: FedReader, rank: int, number: int, message: Any, bodies: Any) -> None:
+    def keep(self, reader: FedReader, lead: Lead, message: Any, bodies: Any) -> None:
         data = msgspec.msgpack.encode(message), [bytes(b) for b in bodies]
-        self.kept.append((reader, (self.life, rank), number, data))
+        self.kept.append((reader, (self.life, lead.rank), message.number, data))
+        self.bases[self.life, lead.rank] = lead.base
 
     # --- what can happen --------------------------------------------------------------------------
 
@@ -752,7 +757,9 @@ class Story:
     def zombie(self) -> None:
         """Somebody who has not heard that others have taken over."""
         said = Replies()
-        self.leader.commit(f"push {self.rng.randint(0, 9)}", [(0, 1)], said)
+        while (push := f"push {self.rng.randint(0, 99)}") == self.push:
+            pass
+        self.leader.commit(push, [(0, 1)], said)
         assert not said or said[0] != (True, ""), "nothing is taken for it"
 
     def deliver(self) -> None:
@@ -836,7 +843,7 @@ class Story:
         self.sent.clear()
         self.heard.clear()
         self.kept.clear()
-        for _, (header, bodies) in sorted(_not_void(self.store).items()):
+        for _, (header, bodies) in sorted(_not_void(self.store, self.bases).items()):
             message = msgspec.msgpack.decode(header, type=wire.FeedPortion)
             self.leader.recover(message, [rows_of(memoryview(b)) for b in bodies])
         self.leader.drop_part()
