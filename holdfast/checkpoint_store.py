@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import pyarrow as pa
@@ -32,6 +32,7 @@ from holdfast.site import wire
 
 log = logging.getLogger("holdfast.checkpoint_store")
 
+K = TypeVar("K", bound=tuple[int, int])
 V = TypeVar("V")
 
 
@@ -235,11 +236,13 @@ def known_portions(folder: Folder, past: Past) -> dict[int, list[str]]:
     listed = folder.list(f"{layout.PORTIONS}/{past.life:06d}")
     earlier = [file for files in past.portions.values() for file in files]
     found: dict[int, dict[tuple[int, int], dict[int, str]]] = {}
+    bases: dict[int, dict[tuple[int, int], int]] = {}
     for file in dict.fromkeys([*earlier, *listed]):
         name = layout.portion_name(file)
         if name is not None:
             by_leader = found.setdefault(name.source, {})
             by_leader.setdefault((name.generation, name.rank), {})[name.number] = file
+            bases.setdefault(name.source, {})[name.generation, name.rank] = name.base
     portions: dict[int, list[str]] = {}
     for stage, by_leader in found.items():
         taken, rank = fed_up_to(past, stage)
@@ -247,7 +250,7 @@ def known_portions(folder: Folder, past: Past) -> dict[int, list[str]]:
         # generation began are valid, whoever led then.
         least = (0, 0) if past.first else (past.life, rank)
         valid = {at: files for at, files in by_leader.items() if at >= least}
-        numbered = {n: file for n, file in not_void(valid).items() if n > taken}
+        numbered = {n: file for n, file in not_void(valid, bases[stage]).items() if n > taken}
         if sorted(numbered) != list(range(taken + 1, taken + 1 + len(numbered))):
             raise FlowError(
                 f"of what came in of source {past.stages[stage]!r} after the last checkpoint some "
@@ -266,11 +269,11 @@ def fed_up_to(past: Past, source: int) -> tuple[int, int]:
     return (saved["feeds"][0]["taken"], saved["feeds"][0]["rank"]) if saved["feeds"] else (0, 0)
 
 
-def not_void(found: Mapping[Any, Mapping[int, V]]) -> dict[int, V]:
+def not_void(found: Mapping[K, Mapping[int, V]], bases: Mapping[K, int]) -> dict[int, V]:
     """What was added by one after another. When a later one begins, what those before it have
-    added beyond that is void, if only because it does not know of it."""
+    added beyond its base is void, if only because it does not know of it. Up to there it has what
+    they had, and may add some of it once more."""
     known: dict[int, V] = {}
     for by in sorted(found):
-        begun = min(found[by])
-        known = {n: what for n, what in known.items() if n < begun} | dict(found[by])
+        known = {n: what for n, what in known.items() if n <= bases[by]} | dict(found[by])
     return known

@@ -8,7 +8,7 @@ from the data. Comparing order keys is all that an ordered merge has to do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -336,3 +336,20 @@ def _layout(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_decimal(kind):
         return pa.binary(kind.bit_width // 8)
     return kind
+
+
+def cut(batch: pa.RecordBatch, nbytes_max: int) -> Iterator[pa.RecordBatch]:
+    """The same rows in batches of about this size at the most, or of one row. Batches that share
+    most of their bytes (a dictionary) are not cut further."""
+    waiting = [batch]
+    while waiting:
+        first = waiting.pop()
+        half = first.num_rows // 2
+        if first.nbytes <= nbytes_max or not half:
+            yield first
+            continue
+        halves = [first.slice(half), first.slice(0, half)]
+        if sum(h.nbytes for h in halves) > 1.5 * first.nbytes:
+            yield first
+        else:
+            waiting += halves

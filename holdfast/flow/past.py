@@ -129,9 +129,10 @@ class Past(msgspec.Struct, frozen=True):
         """Whether no sink can have got anything of the flow that was lost."""
         return self.fresh and not self.records
 
-    def waiting_of(self, source: int) -> list[pa.RecordBatch]:
+    def waiting_of(self, source: int) -> Iterator[pa.RecordBatch]:
         """The rows of a fed source that are in no epoch."""
-        return [batch for file in self.waiting.get(source, []) for batch in self._read(file)]
+        for file in self.waiting.get(source, []):
+            yield from self._read(file)
 
     def portions_of(self, source: int) -> Iterator[tuple[bytes, list[bytes]]]:
         """What came in of a fed source since the checkpoint: a header, and rows as Arrow IPC."""

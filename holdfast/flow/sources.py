@@ -63,11 +63,17 @@ class Tap:
         """Some rows, none if there are none now, or None if there never will be again."""
         raise NotImplementedError
 
-    def note(self, mark: str) -> None:
-        """Another has taken rows, and come so far."""
+    def note(self, mark: str, epoch: int) -> None:
+        """Rows with this mark have entered the flow, in this epoch or a later one: at all copies,
+        the one that has taken them included. A mark that is none is a `ValueError`, and changes
+        nothing."""
+
+    def rewind(self) -> None:
+        """This copy leads from now on: `take` goes on behind what was noted."""
 
     def save(self) -> str:
-        """All that `note` has said so far."""
+        """What `note` has said so far, in a few bytes. Whatever grows with the source is in tables
+        of the tap."""
         return ""
 
     def restore(self, saved: str) -> None:

@@ -178,6 +178,11 @@ class StateTable:
         """All slots that hold state."""
         return np.flatnonzero(~self._dead[: self._index.size])
 
+    def keys(self, slots: np.ndarray) -> list[tuple[int, int]]:
+        """The words of these slots' keys, as plain numbers."""
+        words = zip(self._low[slots].tolist(), self._high[slots].tolist(), strict=True)
+        return list(words)
+
     def held(self) -> list[int]:
         """The partitions that hold state."""
         return np.unique(self._part[self.live()]).tolist()

@@ -27,7 +27,7 @@ FIRST_FORMAT = "manifest.arrow"
 _GENERATION = re.compile(rf"({GENERATIONS}|{MANIFESTS})/(\d{{6,}})(-[0-9a-f-]+)?\.arrow")
 _CHECKPOINT = re.compile(rf"{CHECKPOINTS}/(\d{{6,}})-(\d{{12,}})(-stop)?")
 _RECORDS = re.compile(rf"{RECORDS}/(\d{{6,}})/(\d{{12,}})-(\d{{12,}})\.arrow")
-_PORTION = re.compile(rf"{PORTIONS}/(\d{{6,}})/(\d+)/(\d{{12,}})-(\d+)\.arrow")
+_PORTION = re.compile(rf"{PORTIONS}/(\d{{6,}})/(\d+)/(\d{{12,}})-(\d+)-(\d+)\.arrow")
 
 
 def generation_file(generation: int, bid: str = "") -> str:
@@ -99,16 +99,18 @@ class PortionName(NamedTuple):
     source: int
     number: int
     rank: int
+    base: int
+    """How many portions the copy had that came to lead with this rank."""
 
 
-def portion_file(generation: int, source: int, number: int, rank: int) -> str:
-    return f"{PORTIONS}/{generation:06d}/{source}/{number:012d}-{rank}.arrow"
+def portion_file(generation: int, source: int, number: int, rank: int, base: int) -> str:
+    return f"{PORTIONS}/{generation:06d}/{source}/{number:012d}-{rank}-{base}.arrow"
 
 
 def portion_name(name: str) -> PortionName | None:
     """
-    >>> portion_name(portion_file(2, 0, 7, 1))
-    PortionName(generation=2, source=0, number=7, rank=1)
+    >>> portion_name(portion_file(2, 0, 7, 1, 4))
+    PortionName(generation=2, source=0, number=7, rank=1, base=4)
     """
     found = _PORTION.fullmatch(name)
     return PortionName(*map(int, found.groups())) if found else None

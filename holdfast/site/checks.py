@@ -27,7 +27,7 @@ WITH_BODY = (
     wire.HandOverHeld,
     wire.FeedPortion,
 )
-MARKS = {"committed", "head", "head_taken", "attempt", "total", "passed", "ended", "everywhere"}
+MARKS = {"committed", "total", "ended", "more", "everywhere"}
 
 
 class Checks:
@@ -84,6 +84,8 @@ class Checks:
                 _require(message.marks.keys() >= MARKS, "a portion without all marks")
                 _require(message.marks["everywhere"] < message.number, "a portion known to all")
                 _require(sum(message.sizes) == body.nbytes, "a portion of another size")
+                part = bool(message.marks["more"])
+                _require(not (part and message.tap), "a part of a portion with a position")
             case wire.FeedHas() | wire.FeedCounted():
                 _require(message.source in self._fed, "the source is not fed")
             case wire.Notes() | wire.NotesKept():

@@ -11,11 +11,12 @@ from typing import Any
 import pyarrow as pa
 
 from holdfast.errors import HostError, ProtocolError
-from holdfast.flow.batches import to_ipc
+from holdfast.flow.batches import cut, to_ipc
 from holdfast.site import wire
-from holdfast.site.feed import NOT_HERE
+from holdfast.site.feed import NOT_HERE, PIECE_BYTES
 
 UNANSWERED_MAX = 16
+"""So many pieces of rows may be on their way to the ingress."""
 
 
 LEADER_S_MAX = 2.0
@@ -53,6 +54,7 @@ class Refused(HostError):
     """The ingress does not want what it was sent; `leader` is who does, if that is known."""
 
     leader: tuple[str, int] | None = None
+    reason = ""
 
 
 class Client:
@@ -120,18 +122,19 @@ class Client:
         self._unanswered -= 1
         if not taken.ok:
             refused = Refused(f"the ingress refused rows: {taken.reason}")
-            refused.leader = taken.leader
+            refused.leader, refused.reason = taken.leader, taken.reason
             raise refused
         return str(taken.reason)
 
     def send_rows(self, batch: pa.RecordBatch) -> None:
         """Send rows; waits only when too many of those before have not been taken yet."""
-        body = to_ipc(batch)
-        self._socket.sendall(wire.encode(wire.FeedRows(), body.size))
-        self._socket.sendall(body)
-        self._unanswered += 1
-        if self._unanswered >= UNANSWERED_MAX:
-            self._answer()
+        for piece in cut(batch, PIECE_BYTES):
+            body = to_ipc(piece)
+            self._socket.sendall(wire.encode(wire.FeedRows(), body.size))
+            self._socket.sendall(body)
+            self._unanswered += 1
+            if self._unanswered >= UNANSWERED_MAX:
+                self._answer()
 
     def close(self) -> None:
         self._socket.close()

@@ -24,11 +24,14 @@ from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.flow.batches import to_ipc
 from holdfast.flow.plan import Plan
 from holdfast.site import bundles, wire
+from holdfast.site.spill import Overflow
 from holdfast.site.stages import UnitRunner
 
 Part = tuple[wire.Message, list[Any] | None]
 
 PART_BYTES = 1 << 18
+HELD_BYTES_MAX = 64 << 20
+"""So much of the held rows that are handed over comes to be in memory, and the rest on disk."""
 
 
 class Outgoing:
@@ -113,6 +116,8 @@ class Incoming:
             ExchangeId(e.id): {} for e in runner.stage.outputs
         }
         self._held: list[tuple[int, pa.RecordBatch]] = []
+        # A source may hold more rows than there is memory for.
+        self._overflow = Overflow(runner.spill, HELD_BYTES_MAX)
 
     def take(self, plan: Plan, message: wire.Message, body: memoryview) -> None:
         """Put one part in."""
@@ -141,7 +146,8 @@ class Incoming:
                     raise ProtocolError("kept bundles out of order")
                 lane.append(Kept(Epoch(header.epoch), header.last, frames, header.part))
             case wire.HandOverHeld():
-                self._held.append((message.number, bundles.rows_of(body)))
+                rows = self._overflow.hold(bundles.rows_of(body)).rows
+                self._held.append((message.number, rows))
 
     def install(self, unit: Unit) -> CopyInstalled:
         """All parts are in: be the copy."""

@@ -19,7 +19,8 @@ from holdfast.flow.steps import conform
 from holdfast.flow.watermark import Boundaries, Watermark, block_steps, source_times
 from holdfast.site import wire
 from holdfast.site.bundles import rows_of
-from holdfast.site.feed import FedReader
+from holdfast.site.feed import MEMORY_BYTES_MAX, FedReader
+from holdfast.site.spill import Overflow
 
 BLOCK_STEPS_MAX = 4_096
 """A block is announced with no more steps of event time than this."""
@@ -217,7 +218,7 @@ class Ingress:
         saved = past.sources.get(self.stage.id)
         if saved is not None:
             known = msgspec.msgpack.decode(saved, type=wire.IngressExtras)
-            self.restore(known, past.waiting_of(self.stage.id))
+            self.restore(known, self._waiting(past))
         elif self._mark is not None and past.mark:
             self._mark.restore(past.mark)
         for split in self.splits.values():
@@ -225,6 +226,13 @@ class Ingress:
                 for header, bodies in past.portions_of(self.stage.id):
                     message = msgspec.msgpack.decode(header, type=wire.FeedPortion)
                     split.reader.recover(message, [rows_of(memoryview(b)) for b in bodies])
+                split.reader.drop_part()
+
+    def _waiting(self, past: Past) -> list[pa.RecordBatch]:
+        """Rows that had come in and were in no epoch; there may be more than fit into memory."""
+        fed = [s.reader for s in self.splits.values() if isinstance(s.reader, FedReader)]
+        overflow = Overflow(fed[0].overflow.folder if fed else None, MEMORY_BYTES_MAX)
+        return [overflow.hold(rows).rows for rows in past.waiting_of(self.stage.id)]
 
     def epoch(self, record: EpochRecord) -> tuple[pa.RecordBatch, Track]:
         """This site's rows of an epoch, in order, and how the whole epoch moves the watermark."""
@@ -273,6 +281,9 @@ class Ingress:
             "taps": [
                 s.reader.save_tap() for s in self.splits.values() if isinstance(s.reader, FedReader)
             ],
+            "queries": [
+                s.reader.query for s in self.splits.values() if isinstance(s.reader, FedReader)
+            ],
         }
 
     def restore(self, saved: wire.IngressExtras, rows: list[pa.RecordBatch]) -> None:
@@ -282,7 +293,7 @@ class Ingress:
             offset, reader = saved["offsets"][str(number)], split.reader
             position = saved["positions"].get(str(number))
             if isinstance(reader, FedReader):
-                reader.restore(saved["feeds"][0])
+                reader.restore(saved["feeds"][0], *saved.get("queries", []))
                 reader.restore_tap(saved["taps"][0])
             else:
                 split.close()

@@ -300,7 +300,7 @@ class Site:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self.tell, message)
 
-    def _soon(self, action: Callable[[], None]) -> None:
+    def _soon(self, action: Callable[[], object]) -> None:
         """Do something that another thread has come upon."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._guarded, action)
@@ -440,7 +440,8 @@ class Site:
             case wire.Dismiss() | wire.Fenced():
                 self._leave()
             case (
-                wire.FeedOpen()
+                wire.FeedBegin()
+                | wire.FeedOpen()
                 | wire.FeedRows()
                 | wire.FeedDone()
                 | wire.FeedCommit()

@@ -124,10 +124,10 @@ class Sourcing:
 
     def on_feed_has(self, site: SiteId, message: wire.FeedHas) -> None:
         reader = self._stages.fed().get(message.source)
-        if reader is not None and reader.leads:
-            reader.on_has(site, message.number, message.again)
-            if message.again:
-                self._send(site, wire.FeedCounted(message.source))
+        if reader is None or not reader.leads:
+            return
+        if reader.on_has(site, message.number, message.again):
+            self._send(site, wire.FeedCounted(message.source))
 
     def ask_for_portions(self) -> None:
         """Tell the leading ingress of each fed source what this copy has, and get the rest."""

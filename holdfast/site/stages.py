@@ -26,11 +26,12 @@ from holdfast.flow.plan import Plan, Stage, shape
 from holdfast.flow.sources import SplitReader
 from holdfast.flow.state import STANDBY, StateTable
 from holdfast.flow.store_layout import portion_file
+from holdfast.flow.taps import FolderTap
 from holdfast.flow.view import ViewWriter
 from holdfast.site import bundles, wire
 from holdfast.site.bundles import Frames, Router
 from holdfast.site.egress import Egress
-from holdfast.site.feed import FedReader
+from holdfast.site.feed import FedReader, Lead
 from holdfast.site.ingress import Ingress, Split
 
 KEPT = "store"
@@ -90,6 +91,8 @@ class UnitRunner:
         incarnation: str = "",
     ) -> None:
         self.stage, self.cohort, self.partitions = stage, cohort, options.partitions
+        self.spill = options.spill
+        """The folder for what does not fit into memory."""
         self.runner = StageRunner(plan, stage, options.partitions)
         self.guard = Guard()
         self.followers: tuple[str, ...] = ()
@@ -105,19 +108,22 @@ class UnitRunner:
         self.epoch = -1
         if stage.source is not None:
             numbers = range(cohort.first, cohort.end)
-            self.ingress = Ingress(plan, stage, {n: _reader(stage, n) for n in numbers})
+            readers = {n: _reader(stage, n, options.spill) for n in numbers}
+            self.ingress = Ingress(plan, stage, readers)
+            if self.fed is not None:
+                self.fed.epoch = lambda: self.epoch
         if stage.sink is not None:
             self.egress = Egress(plan.flow, stage, incarnation, plan.past)
 
     def begin(self, past: Past) -> None:
         """Be as the flow's past has left this unit."""
         self.epoch = past.epochs - 1
-        if self.ingress is not None:
+        if self.keeper is not None:
+            self._install(past, self.keeper)
+        if self.ingress is not None:  # whose tables change with what came in later
             self.ingress.begin(past)
         if self.egress is not None:
             self.egress.recover(past)
-        if self.keeper is not None:
-            self._install(past, self.keeper)
 
     def _install(self, past: Past, keeper: Keeper) -> None:
         first, end = self.cohort.first, self.cohort.end
@@ -161,9 +167,12 @@ class UnitRunner:
 
     @property
     def keeper(self) -> Keeper | None:
-        """Who has the tables that a new copy needs: the operator, or a sink that is a table."""
+        """Who has the tables that a new copy needs: the operator, a sink that is a table, or what
+        the leading ingress reads."""
         if self.egress is not None and isinstance(self.egress.writer, ViewWriter):
             return self.egress.writer
+        if self.fed is not None and isinstance(self.fed.tap, FolderTap):
+            return self.fed.tap
         return self.operator
 
     def run(self, order: IngestEpochs | ProcessBundles) -> list[Outputs]:
@@ -313,7 +322,9 @@ class Shelf(Protocol):
 
     generation: int
 
-    def write(self, name: str, batches: list[pa.RecordBatch], done: Callable[[], None]) -> None: ...
+    def write(
+        self, name: str, batches: list[pa.RecordBatch], done: Callable[[], object]
+    ) -> None: ...
 
 
 class SiteStages:
@@ -367,14 +378,10 @@ class SiteStages:
 
     @staticmethod
     def _keep(
-        shelf: Shelf,
-        reader: FedReader,
-        rank: int,
-        number: int,
-        portion: wire.FeedPortion,
-        rows: Any,
+        shelf: Shelf, reader: FedReader, lead: Lead, portion: wire.FeedPortion, rows: list[Any]
     ) -> None:
-        name = portion_file(shelf.generation, portion.source, number, rank)
+        number = portion.number
+        name = portion_file(shelf.generation, portion.source, number, lead.rank, lead.base)
         data = [msgspec.msgpack.encode(portion), *(memoryview(b).tobytes() for b in rows)]
         batches = [pa.record_batch({"data": [d]}) for d in data]
         shelf.write(name, batches, partial(reader.on_has, STORE, number, False))
@@ -486,9 +493,9 @@ class SiteStages:
                 runner.egress.abandon()
 
 
-def _reader(stage: Stage, number: int) -> SplitReader:
+def _reader(stage: Stage, number: int, folder: str | None) -> SplitReader:
     assert stage.source is not None
     if stage.source.fed:
         tap = stage.source.tap() if stage.source.tapped else None
-        return FedReader(stage.id, stage.source.schema, stage.source.through, tap)
+        return FedReader(stage.id, stage.source.schema, stage.source.through, tap, folder)
     return stage.source.open(number)

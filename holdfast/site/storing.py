@@ -43,7 +43,7 @@ class Shelf:
         generation: int,
         site: int,
         tell: Callable[[wire.Message], None],
-        soon: Callable[[Callable[[], None]], None],
+        soon: Callable[[Callable[[], object]], None],
     ) -> None:
         self.generation, self.site = generation, site
         self._tell, self._soon = tell, soon
@@ -95,13 +95,13 @@ class Shelf:
         if not self._closed:
             self._thread.submit(call, *arguments)
 
-    def write(self, name: str, batches: list[pa.RecordBatch], done: Callable[[], None]) -> None:
+    def write(self, name: str, batches: list[pa.RecordBatch], done: Callable[[], object]) -> None:
         """Add a file of rows that nobody else keeps, and say when it is there. It does not wait for
         units that are being stored."""
         if not self._closed:
             self._rows.submit(self._write, name, batches, done)
 
-    def _write(self, name: str, batches: list[pa.RecordBatch], done: Callable[[], None]) -> None:
+    def _write(self, name: str, batches: list[pa.RecordBatch], done: Callable[[], object]) -> None:
         for pause in (*RETRY_S, None):
             try:
                 self._folder.write(name, batches, sync=True)
@@ -181,7 +181,7 @@ class Storing:
         self, order: StoreState, runner: UnitRunner, shelf: Shelf, done: Done | None = None
     ) -> None:
         self._order, self._shelf, self._done = order, shelf, done
-        self._runner, self._fed = runner, runner.fed
+        self._runner = runner
         self._files = UnitFiles()
         self._named: dict[str, tuple[str, str, bool]] = {}
         self._snapshot: OperatorSnapshot | None = None
@@ -196,7 +196,6 @@ class Storing:
         self._extras = runner.extras()
         held = runner.held() if self._done is None or _keeps_rows(runner) else []
         self._held = [(epoch, rows) for epoch, rows in held if rows.num_rows]
-        self._submitted = self._fed.submitted if self._fed is not None else 0
         if self._snapshot is not None:
             for table, gone in self._snapshot.gone.items():
                 if gone.num_rows:
@@ -209,12 +208,9 @@ class Storing:
         if not self._shelf.room:
             return 0
         if not self._begun:
-            if self._fed is not None and self._fed.has < self._fed.submitted:
+            if self._runner.fed is not None and not self._runner.fed.is_settled:
                 return 0  # the last rows that were taken are still on their way to all copies
             self._begin()
-        waits = self._fed is not None and self._done is None
-        if waits and self._fed is not None and not self._fed.is_kept(self._submitted):
-            return 0  # what the extras say was read must not be lost
         part = self._snapshot.next(self._rows) if self._snapshot is not None else None
         if part is not None:
             self._add(*part)

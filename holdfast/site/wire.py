@@ -28,7 +28,7 @@ import msgspec
 from holdfast.core.ids import CohortId, Epoch, StageId, Unit
 from holdfast.core.layout import Domain, View
 from holdfast.core.records import Block, EpochRecord
-from holdfast.errors import ProtocolError
+from holdfast.errors import FlowError, ProtocolError
 from holdfast.flow.files import FileInfo
 
 PREFIX = struct.Struct("<II")
@@ -410,6 +410,8 @@ class IngressExtras(TypedDict):
     mark: bytes
     feeds: list[dict[str, EpochNumber]]
     taps: list[str]
+    queries: NotRequired[list[str]]
+    """By whom each was fed; not in what was stored before queries were told apart."""
 
 
 class EgressExtras(TypedDict):
@@ -489,11 +491,23 @@ class HandOverEnd(Message, frozen=True):
 # --- from the tasks that feed a source ----------------------------------------------------------
 
 
-class FeedOpen(Message, frozen=True):
-    """A task begins to hand over one partition of a batch; an earlier attempt's rows are void."""
+class FeedBegin(Message, frozen=True):
+    """The driver: I am about to push micro-batch `batch` of the query with this id (of a batch
+    DataFrame: all of it, once more). `push` is a name that nobody has used before. Rows of pushes
+    that began earlier and were not committed are void. Answered with "taken" if the flow has the
+    micro-batch already."""
 
     source: Number
+    query: str
     batch: Number
+    push: str
+
+
+class FeedOpen(Message, frozen=True):
+    """A task begins to hand over one partition of a push. It need not if the answer is "taken"."""
+
+    source: Number
+    push: str
     partition: Number
     attempt: Number
 
@@ -507,17 +521,19 @@ class FeedDone(Message, frozen=True):
 
 
 class FeedCommit(Message, frozen=True):
-    """The driver: the batch is complete and consists of these partitions; take it, once."""
+    """The driver: the micro-batch of this push is complete and consists of these partitions, each
+    as this attempt at it has sent it; take it, once. Rows of other attempts are void."""
 
     source: Number
-    batch: Number
-    partitions: tuple[Number, ...]
+    push: str
+    partitions: tuple[tuple[Number, Number], ...]
 
 
 class FeedEnd(Message, frozen=True):
     """The driver: no batch will follow."""
 
     source: Number
+    query: str
 
 
 class FeedTaken(Message, frozen=True):
@@ -531,17 +547,21 @@ class FeedTaken(Message, frozen=True):
 
 class FeedPortion(Message, frozen=True):
     """The leading ingress to its other copies: rows that are about to enter the flow (one Arrow
-    IPC stream after another in the body), and where the feed stands after them."""
+    IPC stream after another in the body), and where the feed stands after them. With the mark
+    `more` it is only a part: it enters with the first portion after it that has no such mark, or
+    not at all. `query` is whose micro-batches these are."""
 
     source: Number
     number: Number
     marks: dict[str, EpochNumber]
     sizes: list[Number]
     tap: str = ""
+    query: str = ""
 
 
 class FeedCounted(Message, frozen=True):
-    """The leading ingress to a new copy: no portion enters any more that you do not have."""
+    """The leading ingress to a new copy: you have all portions that have entered, and none enters
+    any more that you do not have."""
 
     source: Number
 
@@ -619,7 +639,7 @@ _greetings = msgspec.msgpack.Decoder(type=Challenge | Hello | Welcome)
 _encoder = msgspec.msgpack.Encoder()
 
 _CONTROLLERS_ONLY = (NewView, Start, CatchUp, Stock, Drain, Pause, Dismiss, Recorded, Store)
-_FEEDERS_ONLY = (FeedOpen, FeedRows, FeedDone, FeedCommit, FeedEnd)
+_FEEDERS_ONLY = (FeedBegin, FeedOpen, FeedRows, FeedDone, FeedCommit, FeedEnd)
 READER = "reader"
 SERVER = "server"
 """Whoever was dialled and is no site: a controller. Nobody else gives orders."""
@@ -658,7 +678,15 @@ def check_speaker(role: str, message: Message) -> None:
 
 
 def encode(message: Message, body_length: int = 0) -> bytes:
+    """What goes before the body. Nobody takes a message that is too long, however often it is
+    sent, so it is not sent at all."""
     header = _encoder.encode(message)
+    if len(header) > HEADER_BYTES_MAX or body_length > BODY_BYTES_MAX:
+        raise FlowError(
+            f"{type(message).__name__} has {len(header)} + {body_length} bytes, and a message has "
+            f"at most {HEADER_BYTES_MAX} + {BODY_BYTES_MAX}",
+            hint="are there rows of hundreds of megabytes, or epochs of that size?",
+        )
     return PREFIX.pack(body_length, len(header)) + header
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import tempfile
 import threading
 import time
@@ -21,7 +20,8 @@ from pyspark.sql.types import AtomicType
 from holdfast.errors import FlowError
 from holdfast.flow.sources import Locate, Source
 from holdfast.site import wire
-from holdfast.site.client import to_leader
+from holdfast.site.client import Refused, to_leader
+from holdfast.site.feed import TAKEN
 from holdfast.spark.session import cause, use_this_python
 
 
@@ -123,29 +123,30 @@ def spark_stream(
 
 
 def _hand_over(
-    addresses: list[tuple[str, int]], secret: bytes, source: int, batch: int
+    addresses: list[tuple[str, int]], secret: bytes, source: int, push: str
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """What a feeding task runs: push its partition to the ingress, and say which it was."""
+    """What a feeding task runs: push its partition to the ingress, and say which it was, and which
+    attempt at it. If Spark runs a task more than once, the driver hears of one attempt only."""
 
     def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         context = TaskContext.get()
         assert context is not None
         partition, attempt = context.partitionId(), context.taskAttemptId()
-        opening = wire.FeedOpen(source, batch, partition, attempt)
+        opening = wire.FeedOpen(source, push, partition, attempt)
         client, remark = to_leader(addresses, secret, opening)
         with closing(client):
-            if remark != "taken":
+            if remark != TAKEN:
                 for rows in batches:
                     if rows.num_rows:
                         client.send_rows(rows)
                 client.ask(wire.FeedDone())
-        yield pa.record_batch({"partition": pa.array([partition])})
+        yield pa.record_batch({"partition": pa.array([partition]), "attempt": pa.array([attempt])})
 
     task.__name__ = "hand over to the flow"
     return task
 
 
-_HANDED = "partition long"
+_HANDED = "partition long, attempt long"
 MOVED_S_MAX = 3.0
 """How long to wait for word that the ingress is elsewhere before feeding is said to have failed."""
 SourceT = TypeVar("SourceT", bound=SparkSource)
@@ -158,10 +159,17 @@ class _Feeder(Generic[SourceT]):
         self.failed: Callable[[Exception], None] = lambda error: None
         self._spark_source = source
         self._stopped = False
+        self._refused: Refused | None = None
 
-    def _say(self, message: wire.Message) -> None:
-        client, _ = to_leader(self._locate(), self._secret, message)
+    def _say(self, message: wire.Message) -> str:
+        """Tell the ingress something; its remark. What it refuses, it will refuse again."""
+        try:
+            client, remark = to_leader(self._locate(), self._secret, message)
+        except Refused as error:
+            self._refused = error
+            raise
         client.close()
+        return remark
 
     def start(self, locate: Locate, secret: bytes, source: int, name: str, flow: str) -> None:
         self._locate, self._secret, self._source, self._name = locate, secret, source, name
@@ -173,6 +181,7 @@ class _Feeder(Generic[SourceT]):
         """Do something with the ingress; once more if it failed because its copies changed."""
         while True:
             before = self._locate()
+            self._refused = None
             try:
                 attempt(before)
                 return
@@ -191,7 +200,12 @@ class _Feeder(Generic[SourceT]):
             self._feed()
         except Exception as error:
             if not self._stopped:
-                self.failed(FlowError(f"feeding source {self._name!r} failed: {cause(error)}"))
+                # Spark would show where it was raised, and not all of what it says.
+                said = self._refused.reason if self._refused is not None else cause(error)
+                self.failed(FlowError(f"feeding source {self._name!r} failed: {said}"))
+
+    def _end(self, query: str) -> None:
+        self._say(wire.FeedEnd(self._source, query))
 
     def _feed(self) -> None:
         raise NotImplementedError
@@ -211,14 +225,14 @@ class _BatchFeeder(_Feeder[SparkBatch]):
             df = df.orderBy(*self._spark_source.order_by)
         ordered = df
 
-        attempts = itertools.count()
-
         def push(addresses: list[tuple[str, int]]) -> None:
-            task = _hand_over(addresses, self._secret, self._source, next(attempts))
-            ordered.mapInArrow(task, _HANDED).collect()
+            name = uuid.uuid4().hex
+            if self._say(wire.FeedBegin(self._source, "", 0, name)) != TAKEN:
+                task = _hand_over(addresses, self._secret, self._source, name)
+                ordered.mapInArrow(task, _HANDED).collect()
 
         self._again_if_moved(push)
-        self._again_if_moved(lambda _: self._say(wire.FeedEnd(self._source)))
+        self._again_if_moved(lambda _: self._end(""))
 
     def stop(self) -> None:
         super().stop()
@@ -230,6 +244,18 @@ class _BatchFeeder(_Feeder[SparkBatch]):
 class _StreamFeeder(_Feeder[SparkStream]):
     _query: Any = None
 
+    def __init__(self, source: SparkStream) -> None:
+        super().__init__(source)
+        self._begun = threading.Event()
+        """Whether the query is known: its first micro-batch may come before it is."""
+
+    @property
+    def _id(self) -> str:
+        """Of the query, as Spark keeps it in the checkpoint location: the same whenever the query
+        is started from there, and another one at another place."""
+        self._begun.wait()
+        return str(self._query.id)
+
     def _feed(self) -> None:
         source = self._spark_source
         assert source.df is not None
@@ -240,12 +266,15 @@ class _StreamFeeder(_Feeder[SparkStream]):
         )
         if source.trigger:
             writer = writer.trigger(**source.trigger)
-        self._query = writer.start()
+        try:
+            self._query = writer.start()
+        finally:
+            self._begun.set()
         if self._stopped:
             self._query.stop()
         self._query.awaitTermination()
         if not self._stopped:
-            self._again_if_moved(lambda _: self._say(wire.FeedEnd(self._source)))
+            self._again_if_moved(lambda _: self._end(self._id))
 
     def _take_batch(self, df: DataFrame, batch: int) -> None:
         if self._spark_source.order_by:
@@ -256,10 +285,13 @@ class _StreamFeeder(_Feeder[SparkStream]):
         df.sparkSession.sparkContext.setJobDescription(described)
 
         def push(addresses: list[tuple[str, int]]) -> None:
-            task = _hand_over(addresses, self._secret, self._source, batch)
+            name = uuid.uuid4().hex
+            if self._say(wire.FeedBegin(self._source, self._id, batch, name)) == TAKEN:
+                return
+            task = _hand_over(addresses, self._secret, self._source, name)
             handed = df.mapInArrow(task, _HANDED).collect()
-            partitions = tuple(sorted(row["partition"] for row in handed))
-            self._say(wire.FeedCommit(self._source, batch, partitions))
+            partitions = tuple(sorted((row["partition"], row["attempt"]) for row in handed))
+            self._say(wire.FeedCommit(self._source, name, partitions))
 
         self._again_if_moved(push)
 

@@ -80,9 +80,7 @@ RECORD = EpochRecord(
 )
 VIEW = View(2, 7, (0, 3), ((Cohort(0, 4, (0, 3)), Cohort(4, 8, (3,), (5,))), (Cohort(0, 1, (0,)),)))
 INFO = FileInfo(100, 3, 12345)
-MARKS = dict.fromkeys(
-    ("committed", "head", "head_taken", "attempt", "total", "passed", "ended", "everywhere"), 0
-)
+MARKS = dict.fromkeys(("committed", "total", "ended", "more", "everywhere"), 0)
 IPC = bytes(to_ipc(ROWS))
 EXTRAS: wire.Extras = {"counts": (1, 2, 3, 4), "ingress": None, "egress": None, "operator": {}}
 
@@ -139,10 +137,11 @@ MESSAGES: list[tuple[wire.Message, bytes]] = [
                 1, 0, 3, 99, EXTRAS, None, [wire.Gap(0, 0, 2, -1, -1, 0, ((2, 0, 1),))]
             ),
             wire.HandOverEnd(1, 0),
-            wire.FeedOpen(0, 0, 0, 0),
+            wire.FeedBegin(0, "query", 0, "push"),
+            wire.FeedOpen(0, "push", 0, 0),
             wire.FeedDone(),
-            wire.FeedCommit(0, 0, (0, 1)),
-            wire.FeedEnd(0),
+            wire.FeedCommit(0, "push", ((0, 1), (1, 2))),
+            wire.FeedEnd(0, "query"),
             wire.FeedTaken(False, "not here", ("h", 1)),
             wire.FeedCounted(0),
             wire.FeedHas(0, 3, True),
@@ -380,7 +379,8 @@ def test_everybody_may_only_say_what_is_theirs_to_say(role: str) -> None:
             pass
     control = {wire.NewView, wire.Start, wire.Dismiss, wire.Drain, wire.Pause, wire.CatchUp}
     control |= {wire.Recorded, wire.Store, wire.Stock}
-    feed = {wire.FeedOpen, wire.FeedRows, wire.FeedDone, wire.FeedCommit, wire.FeedEnd}
+    feed = {wire.FeedBegin, wire.FeedOpen, wire.FeedRows, wire.FeedDone}
+    feed |= {wire.FeedCommit, wire.FeedEnd}
     assert (wire.Fenced in said) == (role in ("site", "server"))
     assert bool(said & control) == (role == "server")
     assert bool(said & feed) == (role == "feeder")

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -406,11 +407,21 @@ def test_rows_that_come_once_are_stored_before_anything_comes_of_them(
         totals.sink("out", parquet(out, with_order=True, roll_s=0.1))
         return flow
 
+    more: list[int] = []
+
+    def another_is_stored(before: int | None) -> bool:
+        """A checkpoint is complete when an epoch follows, so rows must come."""
+        more.append(200 + len(more))
+        add(more[-1], 10**7)
+        time.sleep(0.05)
+        return run.status()["store"]["epoch"] not in (None, before)
+
     run = start(kept, flow(pairs(apart="process")), store=store, store_every_ms=100)
     for number in range(60):
         add(number, 10**9 - number)  # later ones look older
         if number in (20, 40):
-            until_stored(run, number // 20)
+            before = run.status()["store"]["epoch"]
+            until(partial(another_is_stored, before), "a checkpoint is complete")
             until_taken(run, 500 * number)
             add(60 + number, 10**8)
             lose(run)
@@ -418,12 +429,12 @@ def test_rows_that_come_once_are_stored_before_anything_comes_of_them(
     (folder / "_END").touch()
     assert run.wait(PATIENCE_S)
     found = pq.read_table(out).sort_by("__o0")
-    assert found["__o0"].to_pylist() == list(range(31_000))
+    assert found["__o0"].to_pylist() == list(range(31_000 + 500 * len(more)))
     sums: dict[int, tuple[float, int]] = {}
     for k, t, n in zip(*(found[name].to_pylist() for name in ("k", "t", "n")), strict=True):
         assert n == sums.get(k, (0.0, 0))[1] + 1 and t >= sums.get(k, (0.0, 0))[0]
         sums[k] = (t, n)
-    every = [events(0, n * 500, 500) for n in [*range(60), 80, 100]]
+    every = [events(0, n * 500, 500) for n in [*range(60), 80, 100, *more]]
     total = sum(float(sum(b["v"].to_pylist())) for b in every)
     assert sum(t for t, _ in sums.values()) == total, "each row once"
 

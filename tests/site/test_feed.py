@@ -1,12 +1,31 @@
 """What feeding tasks send is taken once and in order, whatever is tried again."""
 
-import pyarrow as pa
+import itertools
+import os
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-from holdfast.core.ids import SiteId
+import msgspec
+import pyarrow as pa
+import pytest
+
+from holdfast.checkpoint_store import known_portions, not_void
+from holdfast.core.ids import STORE, SiteId
+from holdfast.errors import FlowError
+from holdfast.flow.batches import cut
+from holdfast.flow.files import Folder
+from holdfast.flow.past import Past
+from holdfast.flow.store_layout import portion_file, portion_name
 from holdfast.site import feed, wire
-from holdfast.site.feed import FedReader
+from holdfast.site.bundles import rows_of
+from holdfast.site.feed import FedReader, Lead
+from holdfast.site.spill import Held, Overflow
+from holdfast.site.staging import GIVEN_UP, Push, Staged
 
 SCHEMA = pa.schema([("x", pa.int64())])
+OTHER = SiteId(2)
 
 
 class Replies(list):
@@ -18,94 +37,315 @@ def batch(*values: int) -> pa.RecordBatch:
     return pa.record_batch({"x": pa.array(values, pa.int64())})
 
 
-def drained(reader: FedReader) -> list[int]:
+def drained(reader: FedReader, due: bool = False) -> list[int]:
     taken = []
-    while (rows := reader.read(1_000)) is not None and rows.num_rows:
+    while (rows := reader.read(1_000, due=due)) is not None and rows.num_rows:
         taken += rows.column("x").to_pylist()
     return taken
 
 
 def hand_over(
-    reader: FedReader, number: int, partition: int, attempt: int, *values: int
-) -> Replies:
+    reader: FedReader, push: str, partition: int, attempt: int, *values: int
+) -> tuple[Staged | None, Replies]:
+    """What a task does that has all of its rows in one batch."""
     replies = Replies()
-    reader.open(number, partition, attempt, replies)
-    reader.rows(number, partition, attempt, batch(*values), replies)
-    reader.done(number, partition, attempt, replies)
+    staged = reader.open(push, partition, attempt, replies)
+    if staged is not None:
+        reader.rows(staged, batch(*values), replies)
+        reader.done(staged, replies)
+    return staged, replies
+
+
+def begun(reader: FedReader, number: int, push: str, query: str = "query") -> tuple[bool, str]:
+    replies = Replies()
+    reader.begin(query, number, push, replies)
+    ((ok, reason),) = replies
+    return ok, reason
+
+
+def fed(reader: FedReader, number: int, *values: int, query: str = "query") -> Replies:
+    """A micro-batch of one partition, from the beginning to the commit."""
+    push, replies = f"push {number}", Replies()
+    ok, reason = begun(reader, number, push, query)
+    if not ok or reason:
+        replies(ok, reason)
+        return replies
+    hand_over(reader, push, 0, 1, *values)
+    reader.commit(push, [(0, 1)], replies)
     return replies
 
 
+def alone(through: bool = False, **more: Any) -> FedReader:
+    """The only copy, which leads."""
+    reader = FedReader(0, SCHEMA, through, **more)
+    reader.on_copies(True, [], [])
+    return reader
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is large."""
+    monkeypatch.setattr(feed, "PIECE_BYTES", 64)
+    monkeypatch.setattr(feed, "PORTION_BYTES", 160)
+    monkeypatch.setattr(feed, "WINDOW_BYTES", 400)
+    monkeypatch.setattr(feed, "HELD_BYTES_MAX", 800)
+    monkeypatch.setattr(feed, "MEMORY_BYTES_MAX", 1_000)
+
+
+# --- micro-batches ------------------------------------------------------------------------------
+
+
 def test_a_staged_batch_is_taken_at_its_commit_in_partition_order() -> None:
-    reader, replies = FedReader(0, SCHEMA, through=False), Replies()
-    hand_over(reader, 0, 1, 5, 3, 4)
-    hand_over(reader, 0, 0, 6, 1, 2)
+    reader, replies = alone(), Replies()
+    begun(reader, 0, "a")
+    hand_over(reader, "a", 1, 5, 3, 4)
+    hand_over(reader, "a", 0, 6, 1, 2)
     assert drained(reader) == []
-    reader.commit(0, (0, 1), replies)
+    reader.commit("a", [(0, 6), (1, 5)], replies)
     assert drained(reader) == [1, 2, 3, 4]
-    reader.commit(0, (0, 1), replies)  # the driver was not sure
+    reader.commit("a", [(0, 6), (1, 5)], replies)  # the driver was not sure
     assert replies == [(True, ""), (True, "taken")]
+    assert begun(reader, 0, "b") == (True, "taken")
     assert drained(reader) == []
 
 
-def test_a_second_attempt_replaces_the_first() -> None:
-    reader, replies = FedReader(0, SCHEMA, through=False), Replies()
-    reader.open(0, 0, 1, replies)
-    reader.rows(0, 0, 1, batch(1), replies)
-    hand_over(reader, 0, 0, 2, 7, 8)
+def test_the_attempt_counts_that_the_driver_has_heard_of() -> None:
+    """A speculative attempt that is complete, or comes later, or is gone, is not it."""
+    reader, replies = alone(), Replies()
+    begun(reader, 0, "a")
+    hand_over(reader, "a", 0, 1, 7, 8)
+    hand_over(reader, "a", 0, 2, 8, 7)
+    late = reader.open("a", 0, 3, Replies())
+    assert late is not None
+    reader.rows(late, batch(9), Replies())
+    reader.commit("a", [(0, 1)], replies)
+    assert replies == [(True, "")] and drained(reader) == [7, 8]
+    said = Replies()
+    reader.rows(late, batch(10), said)
+    reader.done(late, said)
+    assert said == [(False, GIVEN_UP)] * 2 and drained(reader) == []
+    assert reader.overflow.memory_bytes == 0, "nothing is left of the others"
+
+
+def test_the_same_attempt_on_another_connection_begins_again() -> None:
+    reader, replies = alone(), Replies()
+    begun(reader, 0, "a")
+    first = reader.open("a", 0, 1, replies)
+    assert first is not None
+    reader.rows(first, batch(1), replies)
+    hand_over(reader, "a", 0, 1, 1, 2)
     late = Replies()
-    reader.rows(0, 0, 1, batch(2), late)  # the first attempt was only slow
-    assert late == [(False, "another attempt at this partition has begun")]
-    reader.commit(0, (0,), replies)
-    assert drained(reader) == [7, 8]
+    reader.rows(first, batch(2), late)  # was on its way
+    reader.forget(first)
+    assert late == [(False, GIVEN_UP)]
+    reader.commit("a", [(0, 1)], replies)
+    assert drained(reader) == [1, 2]
+
+
+def test_partitions_of_different_pushes_do_not_mix() -> None:
+    """Another driver takes over and pushes the same micro-batch: its partitions are cut elsewhere,
+    and its tasks may have the numbers of others."""
+    reader, replies = alone(), Replies()
+    begun(reader, 0, "old")
+    hand_over(reader, "old", 0, 1, 1, 2, 3)
+    slow = reader.open("old", 1, 2, Replies())
+    assert slow is not None
+    begun(reader, 0, "new")
+    hand_over(reader, "new", 0, 1, 1)
+    hand_over(reader, "new", 1, 2, 2, 3)
+    reader.rows(slow, batch(4), replies)
+    reader.commit("old", [(0, 1), (1, 2)], replies)
+    assert hand_over(reader, "old", 1, 3, 4)[1] == [(False, GIVEN_UP)]
+    reader.commit("new", [(0, 1), (1, 2)], replies)
+    assert replies == [(False, GIVEN_UP), (False, GIVEN_UP), (True, "")]
+    assert drained(reader) == [1, 2, 3]
 
 
 def test_a_batch_that_is_not_complete_is_not_taken() -> None:
-    reader, replies = FedReader(0, SCHEMA, through=False), Replies()
-    reader.open(0, 0, 1, replies)
-    reader.rows(0, 0, 1, batch(1), replies)
-    reader.commit(0, (0,), replies)
-    assert replies[-1] == (False, "batch 0: partition 0 is not complete")
+    reader, replies = alone(), Replies()
+    begun(reader, 0, "a")
+    staged = reader.open("a", 0, 1, Replies())
+    assert staged is not None
+    reader.rows(staged, batch(1), Replies())
+    reader.commit("a", [(0, 1)], replies)
+    reader.done(staged, Replies())
+    reader.commit("a", [(0, 1), (0, 1)], replies)
+    reader.commit("a", [(0, 1), (1, 1)], replies)
+    lacks = "micro-batch 0: partition {} is not complete"
+    assert replies == [
+        (False, lacks.format(0)),
+        (False, "micro-batch 0: one is named twice"),
+        (False, lacks.format(1)),
+    ]
     assert drained(reader) == []
+    reader.commit("a", [(0, 1)], replies)
+    assert drained(reader) == [1]
+
+
+def test_rows_of_a_task_that_is_gone_are_dropped() -> None:
+    reader = alone()
+    begun(reader, 0, "a")
+    staged = reader.open("a", 0, 1, Replies())
+    assert staged is not None
+    reader.rows(staged, batch(1, 2, 3), Replies())
+    assert reader.overflow.memory_bytes == 24
+    reader.forget(staged)
+    assert reader.overflow.memory_bytes == 0
+
+
+# --- whose micro-batches they are ---------------------------------------------------------------
+
+
+def test_micro_batches_of_another_query_are_refused_by_name() -> None:
+    """With another checkpoint location a query begins with micro-batch 0, and its rows are
+    others."""
+    reader = alone()
+    for number in range(3):
+        assert fed(reader, number, number) == [(True, "")]
+    for number in (0, 2, 3):
+        ((ok, reason),) = fed(reader, number, 77, query="other")
+        assert not ok
+        assert "fed by the streaming query with id query, and this is query other" in reason
+        assert "spark_stream(df, checkpoint=...)" in reason
+    ended = Replies()
+    reader.end("other", ended)
+    assert not ended[0][0]
+    assert fed(reader, 2, 2) == [(True, "taken")], "started again from the same place"
+    assert fed(reader, 3, 3) == [(True, "")]
+    assert drained(reader) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("number", "why"), [(1, "set back"), (4, "another flow")])
+def test_micro_batches_out_of_turn_are_refused(number: int, why: str) -> None:
+    """The checkpoint location was restored from a backup, or fed another flow meanwhile."""
+    reader = alone()
+    for taken in range(3):
+        fed(reader, taken, taken)
+    ((ok, reason),) = fed(reader, number, 77)
+    assert not ok and why in reason and f"micro-batch {number} of query query" in reason
+
+
+def test_a_flow_that_begins_takes_whatever_micro_batch_comes_first() -> None:
+    reader = alone()
+    assert fed(reader, 17, 1) == fed(reader, 18, 2) == [(True, "")]
+    assert drained(reader) == [1, 2]
+
+
+def test_whoever_goes_on_knows_the_query() -> None:
+    """A new copy, a flow that was stopped, and one that was lost."""
+    pair = Pair(through=False)
+    fed(pair.leader, 0, 1)
+    pair.deliver()
+    second = FedReader(0, SCHEMA, False)
+    second.restore(pair.leader.save(), pair.leader.query)
+    stored = wire.FeedPortion(0, 1, {"committed": 0, "total": 0, "ended": 0}, [], "", "query")
+    lost = FedReader(0, SCHEMA, False)
+    lost.recover(msgspec.msgpack.decode(msgspec.msgpack.encode(stored), type=type(stored)), [])
+    for reader in (pair.other, second, lost):
+        reader.on_copies(True, [], [])
+        assert not fed(reader, 0, 1, query="other")[0][0]
+        assert fed(reader, 0, 1) == [(True, "taken")]
+
+
+def test_what_was_stored_before_queries_were_told_apart() -> None:
+    old = {"committed": 4, "head": 0, "head_taken": 0, "attempt": 0, "total": 0, "passed": 0}
+    reader = FedReader(0, SCHEMA, False)
+    reader.restore(old | {"ended": 0, "taken": 5, "rank": 3})
+    marks = old | {"committed": 5, "ended": 0, "everywhere": 0}
+    reader.recover(wire.FeedPortion(0, 6, marks, []), [batch(1)])
+    reader.on_copies(True, [], [])
+    assert "does not follow on 5" in fed(reader, 0, 77)[0][1], "a fresh one begins with 0"
+    assert fed(reader, 5, 1, query="first") == [(True, "taken")]
+    assert fed(reader, 6, 2, query="first") == [(True, "")]
+    assert not fed(reader, 7, 3, query="second")[0][0]
+
+
+# --- a batch DataFrame --------------------------------------------------------------------------
 
 
 def test_through_takes_partitions_in_turn_as_they_come() -> None:
-    reader, replies = FedReader(0, SCHEMA, through=True), Replies()
-    hand_over(reader, 0, 1, 2, 3, 4)
+    reader, replies = alone(through=True), Replies()
+    begun(reader, 0, "a")
+    hand_over(reader, "a", 1, 2, 3, 4)
     assert drained(reader) == []
-    reader.open(0, 0, 1, replies)
-    reader.rows(0, 0, 1, batch(1), replies)
+    staged = reader.open("a", 0, 1, replies)
+    assert staged is not None
+    reader.rows(staged, batch(1), replies)
     assert drained(reader) == [1], "the first partition is not waited for"
-    reader.rows(0, 0, 1, batch(2), replies)
-    reader.done(0, 0, 1, replies)
+    reader.rows(staged, batch(2), replies)
+    reader.done(staged, replies)
     assert drained(reader) == [2, 3, 4]
 
 
 def test_through_skips_what_an_earlier_attempt_had_handed_over() -> None:
-    reader, replies = FedReader(0, SCHEMA, through=True), Replies()
-    reader.open(0, 0, 1, replies)
-    reader.rows(0, 0, 1, batch(1, 2), replies)
+    reader = alone(through=True)
+    begun(reader, 0, "a")
+    staged = reader.open("a", 0, 1, Replies())
+    assert staged is not None
+    reader.rows(staged, batch(1, 2), Replies())
     assert drained(reader) == [1, 2]
-    hand_over(reader, 0, 0, 2, 1, 2, 3)
+    hand_over(reader, "a", 0, 2, 1, 2, 3)
     assert drained(reader) == [3]
-    assert hand_over(reader, 0, 0, 3, 1, 2, 3)[0] == (True, "taken")
+    assert hand_over(reader, "a", 0, 3, 1, 2, 3)[1] == [(True, "taken")]
 
 
-def test_feeders_wait_while_there_is_no_room(monkeypatch) -> None:
+def test_feeders_wait_while_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "HELD_BYTES_MAX", 100)
-    reader, replies = FedReader(0, SCHEMA, through=True), Replies()
-    reader.open(0, 0, 1, replies)
-    reader.rows(0, 0, 1, batch(*range(50)), replies)
+    reader, replies = alone(through=True), Replies()
+    begun(reader, 0, "a")
+    staged = reader.open("a", 0, 1, replies)
+    assert staged is not None
+    reader.rows(staged, batch(*range(50)), replies)
     assert replies == [(True, "")], "only the opening is answered"
     assert len(drained(reader)) == 50
     assert replies == [(True, ""), (True, "")]
 
 
+def test_later_partitions_wait_when_all_of_them_have_too_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(feed, "HELD_BYTES_MAX", 100)
+    reader, said = alone(through=True), {n: Replies() for n in range(1, 9)}
+    begun(reader, 0, "a")
+    for number, replies in said.items():
+        hand_over(reader, "a", number, number, *range(number * 3, number * 3 + 3))
+        staged = reader.open("a", number, number, replies)
+        assert staged is not None
+        reader.rows(staged, batch(*range(number * 3, number * 3 + 3)), replies)
+        reader.done(staged, replies)
+    waiting = [n for n, replies in said.items() if len(replies) < 3]
+    assert waiting == [5, 6, 7, 8], "24 bytes each"
+    hand_over(reader, "a", 0, 0, 0, 1, 2)
+    assert drained(reader) == list(range(27))
+    assert all(replies == [(True, "")] * 3 for replies in said.values()), "nobody waits for ever"
+
+
 def test_the_end_is_after_the_last_row() -> None:
-    reader = FedReader(0, SCHEMA, through=True)
-    hand_over(reader, 0, 0, 1, 1)
-    reader.end(Replies())
-    assert reader.read(10).num_rows == 1
+    reader = alone(through=True)
+    begun(reader, 0, "a")
+    hand_over(reader, "a", 0, 1, 1)
+    reader.end("", Replies())
+    first = reader.read(10)
+    assert first is not None and first.num_rows == 1
     assert reader.read(10) is None
+    assert begun(reader, 0, "b") == (True, "taken"), "it need not be read again"
+
+
+def test_another_driver_begins_with_the_whole() -> None:
+    """Of a flow that was lost and goes on: the first attempt of a new driver is not the first
+    attempt of the one before, whose partitions were cut elsewhere."""
+    reader = alone(through=True)
+    begun(reader, 0, "a")
+    hand_over(reader, "a", 0, 1, 1, 2, 3)
+    hand_over(reader, "a", 1, 2, 4)
+    again = FedReader(0, SCHEMA, True)
+    again.restore(reader.save())
+    again.on_copies(True, [], [])
+    assert hand_over(again, "a", 1, 3, 4, 5)[1] == [(False, GIVEN_UP)]
+    begun(again, 0, "b")
+    hand_over(again, "b", 0, 1, 1, 2)
+    hand_over(again, "b", 1, 2, 3, 4, 5)
+    assert drained(again) == [5]
 
 
 # --- copies -------------------------------------------------------------------------------------
@@ -116,54 +356,60 @@ class Pair:
 
     def __init__(self, through: bool) -> None:
         self.leader, self.other = (FedReader(0, SCHEMA, through) for _ in range(2))
-        self.sent: list[tuple[wire.FeedPortion, bytes]] = []
+        self.sent: deque[tuple[wire.FeedPortion, bytes]] = deque()
         self.leader.send = lambda site, message, body: self.sent.append(
-            (message, b"".join(bytes(b) for b in body))
+            (message, b"".join(bytes(b) for b in body))  # type: ignore[arg-type]
         )
-        self.leader.on_copies(True, [SiteId(2)], [])
+        self.leader.on_copies(True, [OTHER], [])
         self.other.on_copies(False, [SiteId(1)], [])
 
-    def deliver(self, confirmed: bool = True) -> None:
-        for message, body in self.sent:
+    def deliver(self, confirmed: bool = True, most: int = 1_000_000) -> None:
+        while self.sent and most:
+            most -= 1
+            message, body = self.sent.popleft()
             self.other.on_portion(message, memoryview(body))
-        self.sent.clear()
-        if confirmed:
-            self.leader.on_has(SiteId(2), self.other.has, False)
+            if confirmed:
+                self.leader.on_has(OTHER, self.other.has, False)
 
 
 def test_rows_enter_and_are_confirmed_when_all_copies_have_them() -> None:
-    pair, replies = Pair(through=False), Replies()
-    hand_over(pair.leader, 0, 0, 1, 1, 2)
-    pair.leader.commit(0, (0,), replies)
+    pair = Pair(through=False)
+    replies = fed(pair.leader, 0, 1, 2)
     assert drained(pair.leader) == [] and replies == []
     pair.deliver(confirmed=False)
     assert replies == [], "it may not have arrived, for all that is known"
-    pair.leader.on_has(SiteId(2), pair.other.has, False)
+    pair.leader.on_has(OTHER, pair.other.has, False)
     assert replies == [(True, "")]
-    assert drained(pair.leader) == drained(pair.other) == [1, 2]
+    assert drained(pair.leader) == drained(pair.other, due=True) == [1, 2]
 
 
 def test_a_new_leader_knows_which_batches_were_taken() -> None:
     pair = Pair(through=False)
-    hand_over(pair.leader, 0, 0, 1, 1, 2)
-    pair.leader.commit(0, (0,), Replies())
+    fed(pair.leader, 0, 1, 2)
     pair.deliver(confirmed=False)  # the leader dies before it hears, and has not answered
     pair.other.on_copies(True, [], [])
-    again = Replies()
-    hand_over(pair.other, 1, 0, 2, 3)
-    pair.other.commit(0, (0,), again)
-    pair.other.commit(1, (0,), again)
-    assert again == [(True, "taken"), (True, "")]
+    assert fed(pair.other, 0, 1, 2) == [(True, "taken")]
+    assert fed(pair.other, 1, 3) == [(True, "")]
     assert drained(pair.other) == [1, 2, 3]
+
+
+def test_a_driver_that_asks_again_hears_when_the_batch_has_entered() -> None:
+    pair = Pair(through=False)
+    replies = fed(pair.leader, 0, 1, 2)
+    pair.leader.begin("query", 0, "again", replies)
+    pair.leader.commit("push 0", [(0, 1)], replies)
+    assert replies == []
+    pair.deliver()
+    assert replies == [(True, ""), (True, "taken"), (True, "taken")]
+    assert drained(pair.leader) == [1, 2]
 
 
 def test_a_new_copy_is_waited_for_once_it_counts() -> None:
     """A leader that is alone would confirm what nobody else has."""
-    pair, replies = Pair(through=False), Replies()
-    pair.leader.on_copies(True, [], [SiteId(2)])
-    pair.leader.on_has(SiteId(2), 0, True)
-    hand_over(pair.leader, 0, 0, 1, 1)
-    pair.leader.commit(0, (0,), replies)
+    pair = Pair(through=False)
+    pair.leader.on_copies(True, [], [OTHER])
+    pair.leader.on_has(OTHER, 0, True)
+    replies = fed(pair.leader, 0, 1)
     assert replies == []
     pair.deliver()
     assert replies == [(True, "")]
@@ -172,30 +418,560 @@ def test_a_new_copy_is_waited_for_once_it_counts() -> None:
 def test_what_left_before_the_leader_knew_what_a_copy_lacks_is_sent_again() -> None:
     pair = Pair(through=False)
     for number in range(3):
-        hand_over(pair.leader, number, 0, 1, number)
-        pair.leader.commit(number, (0,), Replies())
-    del pair.sent[:2]
+        fed(pair.leader, number, number)
+    pair.sent.popleft()
+    pair.sent.popleft()
     pair.deliver()
     assert pair.other.has == 0
-    pair.leader.on_has(SiteId(2), 0, True)
+    pair.leader.on_has(OTHER, 0, True)
     pair.deliver()
-    assert drained(pair.other) == [0, 1, 2]
+    assert drained(pair.other, due=True) == [0, 1, 2]
 
 
 def test_a_later_attempt_passes_over_what_was_taken_however_it_is_cut() -> None:
-    """Spark sorts anew, and the partitions end elsewhere."""
+    """Spark sorts again, and the partitions end elsewhere."""
     pair = Pair(through=True)
-    hand_over(pair.leader, 0, 0, 1, 1, 2, 3)
+    begun(pair.leader, 0, "a")
+    hand_over(pair.leader, "a", 0, 1, 1, 2, 3)
     pair.deliver()
-    replies = Replies()
-    pair.leader.open(0, 1, 1, replies)
-    pair.leader.rows(0, 1, 1, batch(4, 5), replies)
+    staged = pair.leader.open("a", 1, 1, Replies())
+    assert staged is not None
+    pair.leader.rows(staged, batch(4, 5), Replies())
     pair.deliver()
     pair.other.on_copies(True, [], [])
-    hand_over(pair.other, 1, 0, 2, 1, 2)
-    hand_over(pair.other, 1, 1, 2, 3, 4, 5, 6)
-    hand_over(pair.other, 1, 2, 2, 7)
+    begun(pair.other, 0, "b")
+    hand_over(pair.other, "b", 0, 2, 1, 2)
+    hand_over(pair.other, "b", 1, 2, 3, 4, 5, 6)
+    hand_over(pair.other, "b", 2, 2, 7)
     assert drained(pair.other) == [1, 2, 3, 4, 5, 6, 7]
-    late = Replies()
-    pair.other.open(0, 1, 3, late)
-    assert late == [(False, "another attempt at the whole has begun")]
+    assert hand_over(pair.other, "a", 1, 3, 4)[1] == [(False, GIVEN_UP)]
+
+
+def test_what_is_on_its_way_is_no_part_of_what_is_stored() -> None:
+    """A flow that is stopped then must not say that it has what nobody gets from it."""
+    pair = Pair(through=False)
+    fed(pair.leader, 0, 1)
+    pair.deliver()
+    replies = fed(pair.leader, 1, 2)
+    saved, unread = pair.leader.save(), pair.leader.unread()
+    pair.leader.close()
+    pair.deliver()
+    assert saved["committed"] == 0 and [b["x"].to_pylist() for b in unread] == [[1]]
+    assert replies == [], "the query would go on behind it"
+    assert fed(pair.leader, 2, 3) == [(False, feed.ENDED)]
+
+
+def test_no_epoch_has_rows_that_the_store_lacks(small: None) -> None:
+    """The other copy has them when the leader dies, and the store has not."""
+    pair, stored = Pair(through=False), []
+    pair.other.keep = lambda lead, message, bodies: stored.append((message.number, lead.rank))
+    fed(pair.leader, 0, 1, 2)
+    pair.deliver(confirmed=False)
+    assert drained(pair.other) == [], "whoever does not lead reads what is due"
+    pair.other.on_copies(True, [], [], rank=7)
+    assert drained(pair.other) == [] and stored == [(1, 7)]
+    replies = Replies()
+    pair.other.begin("query", 0, "again", replies)
+    assert replies == [], "the query would go on behind it, and the flow may be lost"
+    pair.other.on_has(STORE, 1, False)
+    assert drained(pair.other) == [1, 2] and replies == [(True, "taken")]
+
+
+def test_a_new_copy_counts_when_it_has_what_entered_without_it(small: None) -> None:
+    pair = Pair(through=False)
+    pair.leader.on_copies(True, [], [])
+    pair.leader.on_copies(True, [], [OTHER])
+    pair.other.restore(pair.leader.save(), pair.leader.query)
+    values, _ = large(pair.leader, 0)
+    pair.sent.clear()
+    told = [pair.leader.on_has(OTHER, 0, True)]
+    while pair.sent:
+        message, body = pair.sent.popleft()
+        pair.other.on_portion(message, memoryview(body))
+        told.append(pair.leader.on_has(OTHER, pair.other.has, False))
+    assert told == [False] * (len(told) - 1) + [True], "before that it must not be the only one"
+    assert drained(pair.other, due=True) == values
+
+
+def test_a_leader_that_stores_portions_once_more_voids_none_of_them(tmp_path) -> None:
+    """It is lost in the midst of that. What it did not have is void all the same."""
+    folder = Folder(str(tmp_path))
+    past = Past(str(tmp_path), 0, 0, b"", {}, {}, stages=["fed"], life=1)
+
+    def add(*names: tuple[int, int, int]) -> None:
+        for number, rank, base in names:
+            file = portion_file(1, 0, number, rank, base)
+            folder.write(file, [pa.record_batch({"data": [b""]})])
+
+    def known() -> list[tuple[int, int]]:
+        names = [portion_name(file) for file in known_portions(folder, past)[0]]
+        return [(name.number, name.rank) for name in names if name is not None]
+
+    add((1, 3, 0), (2, 3, 0), (3, 3, 0), (4, 3, 0))
+    add((2, 8, 3))
+    assert known() == [(1, 3), (2, 8), (3, 3)]
+    add((4, 8, 3), (4, 9, 3))
+    assert known() == [(1, 3), (2, 8), (3, 3), (4, 9)]
+
+
+# --- micro-batches of any size ------------------------------------------------------------------
+
+
+def large(reader: FedReader, number: int, rows: int = 2_000) -> tuple[list[int], Replies]:
+    """A micro-batch that is many times as large as everything that is bounded."""
+    begun(reader, number, f"push {number}")
+    values = list(range(number * rows, number * rows + rows))
+    replies = Replies()
+    for partition in range(4):
+        part = values[partition * rows // 4 : (partition + 1) * rows // 4]
+        staged = reader.open(f"push {number}", partition, partition, Replies())
+        assert staged is not None
+        for at in range(0, len(part), 50):
+            answers = Replies()
+            reader.rows(staged, batch(*part[at : at + 50]), answers)
+            assert answers == [(True, "")]
+        reader.done(staged, Replies())
+    reader.commit(f"push {number}", [(p, p) for p in range(4)], replies)
+    return values, replies
+
+
+def test_what_is_staged_does_not_grow_in_memory(small: None, tmp_path) -> None:
+    reader = alone(folder=str(tmp_path))
+    values, replies = large(reader, 0)
+    assert reader.overflow.memory_bytes <= feed.MEMORY_BYTES_MAX
+    assert not os.listdir(tmp_path), "files without names are gone with the process"
+    assert replies == [], "there is no room for the next one"
+    assert drained(reader) == values
+    assert replies == [(True, "")] and reader.overflow.memory_bytes == 0
+
+
+def test_a_large_micro_batch_is_sent_in_bounded_portions(small: None) -> None:
+    pair = Pair(through=False)
+    values, replies = large(pair.leader, 0)
+    most, parts = 0, []
+    while pair.sent:
+        most = max(most, len(pair.sent))
+        message, _ = pair.sent[0]
+        parts.append(message.marks["more"])
+        assert len(message.sizes) <= 3
+        assert drained(pair.leader) == drained(pair.other, due=True) == [], "all of it, or nothing"
+        pair.deliver(most=1)
+    assert most <= 4 and parts == [1] * (len(parts) - 1) + [0] and len(parts) > 99
+    for reader in (pair.leader, pair.other):
+        assert reader.overflow.memory_bytes <= feed.MEMORY_BYTES_MAX
+        assert drained(reader, due=True) == values
+    assert replies == [(True, "")]
+
+
+@pytest.mark.parametrize("arrived", [0, 1, 17, 119, 1_000])
+def test_half_a_micro_batch_is_none(small: None, arrived: int) -> None:
+    """The leader dies when the other copy has some portions of it."""
+    pair = Pair(through=False)
+    fed(pair.leader, 0, -1)
+    pair.deliver()
+    values, _ = large(pair.leader, 1)
+    pair.deliver(most=arrived)
+    complete = not pair.sent
+    pair.other.on_copies(True, [], [])
+    assert begun(pair.other, 1, "again")[1] == ("taken" if complete else "")
+    if not complete:
+        hand_over(pair.other, "again", 0, 1, *reversed(values))  # Spark may give it otherwise
+        pair.other.commit("again", [(0, 1)], Replies())
+        values.reverse()
+    assert drained(pair.other) == [-1, *values]
+    assert fed(pair.other, 2, -2) == [(True, "")]
+
+
+def test_the_other_copy_dies_in_the_middle_of_a_micro_batch(small: None) -> None:
+    pair = Pair(through=False)
+    values, replies = large(pair.leader, 0)
+    pair.deliver(most=9)
+    pair.leader.on_copies(True, [], [])
+    assert replies == [] and drained(pair.leader) == values
+    assert replies == [(True, "")]
+
+
+def test_another_copy_comes_in_the_middle_of_a_micro_batch(small: None) -> None:
+    """It gets the portions that are on their way to the store, and no more of them at once."""
+    pair, stored = Pair(through=False), []
+    pair.leader.keep = lambda lead, message, bodies: stored.append(message.number)
+    pair.leader.on_copies(True, [], [])
+    values, replies = large(pair.leader, 0)
+    while len(stored) < 40:
+        pair.leader.on_has(STORE, stored[-1], False)
+    pair.leader.on_copies(True, [], [OTHER])
+    pair.other.restore(pair.leader.save(), pair.leader.query)
+    pair.sent.clear()  # it was not there yet
+    assert pair.leader.on_has(OTHER, pair.other.has, True), "nothing has entered that it lacks"
+    assert len(pair.sent) <= 4
+    pair.deliver()
+    assert drained(pair.other, due=True) == values and drained(pair.leader) == []
+    while not pair.leader.unread():
+        pair.leader.on_has(STORE, stored[-1], False)
+    assert drained(pair.leader) == values and replies == [(True, "")]
+    assert stored == list(range(1, stored[-1] + 1))
+
+
+def test_rows_that_cannot_be_staged_are_refused(small: None, tmp_path) -> None:
+    reader, replies = alone(folder=str(tmp_path / "missing")), Replies()
+    begun(reader, 0, "a")
+    staged = reader.open("a", 0, 1, Replies())
+    assert staged is not None
+    for at in range(0, 400, 50):
+        reader.rows(staged, batch(*range(at, at + 50)), replies)
+    assert [ok for ok, _ in replies] == [True] * 2 + [False] * 6
+    assert "cannot be staged on disk" in replies[2][1]
+    reader.commit("a", [(0, 1)], replies)
+    assert not replies[-1][0] and reader.overflow.memory_bytes == 0
+
+
+def test_a_message_that_nobody_would_take_is_not_sent() -> None:
+    with pytest.raises(FlowError, match=r"FeedRows has \d+ \+ 1073741825 bytes"):
+        wire.encode(wire.FeedRows(), wire.BODY_BYTES_MAX + 1)
+    with pytest.raises(FlowError, match="FeedEnd has"):
+        wire.encode(wire.FeedEnd(0, "q" * wire.HEADER_BYTES_MAX))
+
+
+def test_rows_are_cut_to_size_whatever_they_are() -> None:
+    texts = ["x" * n for n in (5, 90_000, 3, 3, 70_000, 0, 20, 4_000)]
+    rows = pa.record_batch({"t": texts, "l": [[t] for t in texts]})
+    pieces = list(cut(rows, 10_000))
+    assert pa.Table.from_batches(pieces) == pa.Table.from_batches([rows])
+    assert all(p.num_rows == 1 or p.nbytes <= 10_000 for p in pieces) and len(pieces) < 8
+    shared = pa.record_batch({"d": pa.array(texts * 9).dictionary_encode()})
+    assert len(list(cut(shared, 10_000))) == 1, "each part would have all of the dictionary"
+    assert list(cut(batch(), 10)) == [batch()]
+
+
+def test_what_overflows_is_what_it_was(tmp_path) -> None:
+    overflow = Overflow(str(tmp_path), 1_000)
+    rows = [pa.record_batch({"t": [f"{n}-{i}" for i in range(n)]}) for n in range(120)]
+    held = [overflow.hold(r) for r in rows]
+    assert [h.rows for h in held] == rows and overflow.memory_bytes <= 1_000
+    assert {h.on_disk for h in held} == {True, False}
+    overflow.release(held)
+    assert overflow.memory_bytes == 0
+
+
+# --- all of it at once --------------------------------------------------------------------------
+
+BATCHES, ROWS, ATTEMPTS = 5, 60, 100_000
+
+
+class Story:
+    """A query feeds a flow of two copies and a store, and everything goes wrong in turn.
+
+    A row is (micro-batch, row, push, attempt): the rows of a micro-batch are known, and each push
+    deals them out to partitions in another way. What the flow has must be, of each micro-batch, all
+    rows once, from one push, and from the attempts that it was committed with.
+    """
+
+    def __init__(self, seed: int, stored: bool) -> None:
+        self.rng = random.Random(seed)
+        self.trouble = 0.02
+        # In some stories the store is slow, in others the network; sites die often, or do not.
+        often = [12, 24, *(self.rng.choice((2, 12)) for _ in range(3)), 6]
+        self.weights = [*often, *(self.rng.choice((1, 1, 4)) for _ in range(5))]
+        self.winners: set[int] = set()
+        self.flow: list[int] = []
+        """Rows that are in epochs."""
+        self.store: dict[tuple[int, int], dict[int, tuple[bytes, list[bytes]]]] | None = None
+        self.bases: dict[tuple[int, int], int] = {}
+        if stored:
+            self.store = {}
+        self.life, self.rank = 0, itertools.count(1)
+        self.pushes, self.attempts = itertools.count(1), itertools.count(1)
+        self.batch, self.push = 0, ""
+        self.tasks: list[Task] = []
+        self.asked: Replies | None = None
+        self.sent: deque[tuple[FedReader, wire.FeedPortion, bytes]] = deque()
+        self.heard: deque[tuple[FedReader, int, bool]] = deque()
+        self.kept: deque[tuple[FedReader, tuple[int, int], int, tuple[bytes, list[bytes]]]] = (
+            deque()
+        )
+        self.leader, self.other = self.copy(), None
+        self.lead()
+
+    def copy(self) -> FedReader:
+        reader = FedReader(0, SCHEMA, through=False)
+        if self.store is not None:
+            reader.keep = lambda *portion: self.keep(reader, *portion)
+        return reader
+
+    def lead(self) -> None:
+        self.leader.send = self.send
+        self.leader.on_copies(True, [], [], next(self.rank))
+        self.push, self.asked = "", None
+
+    def send(self, site: SiteId, message: wire.Message, bodies: list[Any]) -> None:
+        assert isinstance(message, wire.FeedPortion)
+        assert sum(len(bytes(b)) for b in bodies) < 20_000
+        if self.other is not None:
+            self.sent.append((self.other, message, b"".join(bytes(b) for b in bodies)))
+
+    def keep(self, reader: FedReader, lead: Lead, message: Any, bodies: Any) -> None:
+        data = msgspec.msgpack.encode(message), [bytes(b) for b in bodies]
+        self.kept.append((reader, (self.life, lead.rank), message.number, data))
+        self.bases[self.life, lead.rank] = lead.base
+
+    # --- what can happen --------------------------------------------------------------------------
+
+    def step(self) -> None:
+        rare = (self.zombie, self.lose_connection, self.kill, self.join, self.lose_all)
+        what = (self.drive, self.run_task, self.deliver, self.hear, self.write, self.read, *rare)
+        self.rng.choices(what, self.weights)[0]()
+
+    def drive(self) -> None:
+        """The driver begins, commits, or goes on to the next micro-batch."""
+        if self.asked is not None and self.asked:
+            ok, remark = self.asked[-1]
+            done = ok and (remark == "taken" or self.committed)
+            self.batch += done
+            if done or not ok:
+                self.push = ""
+            self.asked = None
+        elif self.asked is None and not self.push and self.batch < BATCHES:
+            self.begin()
+        elif self.asked is None and self.push and self.rng.random() < self.trouble:
+            self.push = ""  # the job has failed, or another driver takes over
+        elif self.asked is None and self.push and all(self.done.values()):
+            winners = [(p, self.rng.choice(found)) for p, found in self.done.items()]
+            self.winners |= {attempt for _, attempt in winners}
+            self.asked, self.committed = Replies(), True
+            self.leader.commit(self.push, winners, self.asked)
+
+    def begin(self) -> None:
+        number = next(self.pushes)
+        self.push, self.committed = f"push {number}", False
+        said = Replies()
+        self.leader.begin("query", self.batch, self.push, said)
+        if not said or said[0] != (True, ""):
+            self.asked = said
+            return
+        rows = [(self.batch * 100 + at) * 1_000 + number for at in range(ROWS)]
+        self.rng.shuffle(rows)
+        self.parts: dict[int, list[int]] = {p: [] for p in range(self.rng.randint(1, 4))}
+        for row in rows:
+            self.rng.choice(list(self.parts.values())).append(row)
+        self.done: dict[int, list[int]] = {p: [] for p in self.parts}
+
+    def run_task(self) -> None:
+        """Begin an attempt at a partition, or go on with one: also of pushes that were given up."""
+        running = sum(task.push == self.push for task in self.tasks)
+        if self.push and self.asked is None and self.rng.random() < 0.3 and running < 8:
+            partition = self.rng.choice(list(self.parts))
+            attempt = next(self.attempts)
+            staged = self.leader.open(self.push, partition, attempt, Replies())
+            if staged is not None:
+                rows = [row * ATTEMPTS + attempt for row in self.parts[partition]]
+                self.tasks.append(Task(self.leader, self.push, staged, rows))
+        elif self.tasks:
+            task = self.rng.choice(self.tasks)
+            said = Replies()
+            if self.rng.random() < self.trouble:
+                task.reader.forget(task.staged)
+                self.tasks.remove(task)
+            elif task.rows:
+                taken = self.rng.randint(1, 30)
+                task.reader.rows(task.staged, batch(*task.rows[:taken]), said)
+                del task.rows[:taken]
+                if said != [(True, "")]:
+                    self.tasks.remove(task)
+            else:
+                task.reader.done(task.staged, said)
+                self.tasks.remove(task)
+                if said == [(True, "")] and task.push == self.push:
+                    self.done[task.staged.partition].append(task.staged.attempt)
+
+    def zombie(self) -> None:
+        """Somebody who has not heard that others have taken over."""
+        said = Replies()
+        while (push := f"push {self.rng.randint(0, 99)}") == self.push:
+            pass
+        self.leader.commit(push, [(0, 1)], said)
+        assert not said or said[0] != (True, ""), "nothing is taken for it"
+
+    def deliver(self) -> None:
+        if self.sent:
+            reader, message, body = self.sent.popleft()
+            reader.on_portion(message, memoryview(body))
+            self.heard.append((reader, reader.has, False))
+
+    def hear(self) -> None:
+        if self.heard:
+            reader, number, again = self.heard.popleft()
+            if reader is self.other and self.leader.on_has(OTHER, number, again):
+                self.is_protected = True
+                self.leader.on_copies(True, [OTHER], [], next(self.rank))
+
+    def write(self) -> None:
+        if self.kept and self.store is not None:
+            reader, leader, number, data = self.kept.popleft()
+            self.store.setdefault(leader, {})[number] = data
+            if reader is self.leader:
+                reader.on_has(STORE, number, False)
+
+    def read(self) -> None:
+        """An epoch is made of what the leader has; the other copy makes the same."""
+        rows = self.leader.read(self.rng.randint(1, 40))
+        if rows is not None and rows.num_rows:
+            self.flow += rows["x"].to_pylist()
+            if self.other is not None and self.rng.random() < 0.5:
+                self.follow(self.other)
+
+    def follow(self, reader: FedReader) -> None:
+        """Make the epochs that another copy has made, as far as their rows are there."""
+        while lacks := len(self.flow) - self.followed:
+            read = reader.read(lacks, due=True)
+            if read is None or not read.num_rows:
+                break
+            known = self.flow[self.followed : self.followed + read.num_rows]
+            assert read["x"].to_pylist() == known
+            self.followed += read.num_rows
+
+    def lose_connection(self) -> None:
+        self.sent.clear()
+        self.heard.clear()
+        if self.other is not None:
+            self.heard.append((self.other, self.other.has, True))
+
+    def kill(self) -> None:
+        """One of the two, if there are two that count."""
+        if self.other is None or not self.is_protected:
+            return
+        if self.rng.random() < 0.5:
+            self.follow(self.other)
+            assert self.followed == len(self.flow), "it has what is in epochs"
+            self.leader = self.other
+            self.other = None
+            self.sent.clear()
+            self.kept.clear()
+            self.lead()
+        else:
+            self.other = None
+            self.leader.on_copies(True, [], [], next(self.rank))
+        self.heard.clear()
+
+    def join(self) -> None:
+        if self.other is None:
+            self.other, self.is_protected = self.copy(), False
+            self.other.on_copies(False, [SiteId(1)], [])
+            self.leader.on_copies(True, [], [OTHER], next(self.rank))
+            self.other.restore(self.leader.save(), self.leader.query)
+            for rows in self.leader.unread():  # which are handed over
+                self.other._ready.append((0, self.other.overflow.hold(rows)))
+            self.followed = len(self.flow)
+            self.heard.append((self.other, self.other.has, True))
+
+    def lose_all(self) -> None:
+        """The driver and all sites are gone; all that is left is the store, and the query."""
+        if self.store is None:
+            return
+        self.life += 1
+        self.leader, self.other = self.copy(), None
+        self.sent.clear()
+        self.heard.clear()
+        self.kept.clear()
+        for _, (header, bodies) in sorted(not_void(self.store, self.bases).items()):
+            message = msgspec.msgpack.decode(header, type=wire.FeedPortion)
+            self.leader.recover(message, [rows_of(memoryview(b)) for b in bodies])
+        self.leader.drop_part()
+        self.lead()
+        self.followed = 0
+        self.follow(self.leader)
+        assert self.followed == len(self.flow), "the store has what is in epochs"
+
+    def finish(self) -> None:
+        """Nothing goes wrong any more."""
+        self.trouble = 0.0
+        for _ in range(30_000):
+            if self.batch == BATCHES and len(self.flow) == BATCHES * ROWS:
+                return
+            usual = (self.drive, self.run_task, self.deliver, self.hear, self.write, self.read)
+            self.rng.choice(usual)()
+        raise AssertionError(f"stuck at micro-batch {self.batch} with {len(self.flow)} rows")
+
+    def check(self) -> None:
+        assert self.winners.issuperset(row % ATTEMPTS for row in self.flow)
+        found = [row // ATTEMPTS for row in self.flow]
+        for number, rows in enumerate(_chunks(found, ROWS)):
+            assert sorted(row // 1_000 - number * 100 for row in rows) == list(range(ROWS))
+            assert len({row % 1_000 for row in rows}) == 1, "rows of two pushes"
+
+
+class Task:
+    def __init__(self, reader: FedReader, push: str, staged: Staged, rows: list[int]) -> None:
+        self.reader, self.push, self.staged, self.rows = reader, push, staged, rows
+
+
+def _chunks(rows: list[int], size: int) -> Iterable[list[int]]:
+    return (rows[at : at + size] for at in range(0, len(rows), size))
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(feed, "PIECE_BYTES", 48)
+    monkeypatch.setattr(feed, "PORTION_BYTES", 100)
+    monkeypatch.setattr(feed, "WINDOW_BYTES", 250)
+    monkeypatch.setattr(feed, "HELD_BYTES_MAX", 300)
+    monkeypatch.setattr(feed, "MEMORY_BYTES_MAX", 350)
+    yield
+
+
+def told(seed: int, stored: bool) -> None:
+    """A story from the beginning to the end."""
+    story = Story(seed, stored)
+    try:
+        for _ in range(800):
+            story.step()
+        story.finish()
+        story.check()
+    except Exception as error:
+        raise AssertionError(f"seed {seed}: {error}") from error
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_every_row_is_taken_once_whatever_happens(tiny: None, stored: bool) -> None:
+    for seed in range(8):
+        told(seed, stored)
+
+
+def _enters_in_parts(self: FedReader, pieces: list[Held], place: Any, reply: Any, tap: str) -> None:
+    for piece in pieces[:-1]:
+        _submit(self, [piece], place, None)
+    _submit(self, pieces[-1:], place, reply)
+
+
+def _takes_any_attempt(self: Push, partition: int, attempt: int = 0) -> Staged | None:
+    found = [s for (p, _), s in self._partitions.items() if p == partition]
+    return found[-1] if found else None
+
+
+_submit = FedReader._submit
+BUGS: dict[str, tuple[Any, str, Any]] = {
+    "a micro-batch enters in parts": (
+        FedReader,
+        "_submit",
+        lambda self, pieces, place, reply, tap="": _enters_in_parts(
+            self, pieces, place, reply, tap
+        ),
+    ),
+    "the last attempt counts": (Push, "find", _takes_any_attempt),
+    "a new copy counts at once": (
+        FedReader,
+        "on_has",
+        lambda self, site, number, again, on_has=FedReader.on_has: (
+            on_has(self, site, number, again) or again
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_such_a_story_finds_what_is_wrong(
+    tiny: None, monkeypatch: pytest.MonkeyPatch, bug: str
+) -> None:
+    monkeypatch.setattr(*BUGS[bug])
+    with pytest.raises(AssertionError):
+        for seed in range(50):
+            told(seed, stored=seed % 2 == 0)

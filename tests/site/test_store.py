@@ -63,6 +63,7 @@ class Writer:
         self.common = Past(place, 0, 0, b"", {}, {}, home=place, kind=Kind.RUNNING, **names)
         self.common = msgspec.structs.replace(self.common, life=self.generation)
         self.before: Past | None = None
+        self.base: int | None = None
         self.store.begin(first_manifest(self.common, past))
 
     def units(self, epoch: int, *, stop: bool = False) -> dict[tuple[int, int], wire.UnitFiles]:
@@ -88,7 +89,9 @@ class Writer:
         self.store.append([record(e) for e in epochs])
 
     def portion(self, number: int) -> None:
-        name = layout.portion_file(self.generation, 1, number, 0)
+        if self.base is None:
+            self.base = number - 1
+        name = layout.portion_file(self.generation, 1, number, 0, self.base)
         rows = pa.record_batch({"data": pa.array([b"header", f"rows {number}".encode()])})
         Folder(self.place).write(name, [rows], sync=True)
 

@@ -6,15 +6,26 @@ import socket
 import threading
 from pathlib import Path
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from holdfast import Flow, FlowError, count, discard, follow, lines, pairs, rows, sum_
-from holdfast.core.ids import SiteId
+from holdfast.core.effects import HandOver
+from holdfast.core.ids import CohortId, Epoch, SiteId, StageId
+from holdfast.flow import taps
+from holdfast.flow.files import Folder
+from holdfast.flow.past import Past, store_state, stored_state
+from holdfast.flow.plan import Plan, plan
 from holdfast.flow.sources import Source, Tap
+from holdfast.flow.taps import FolderTap
 from holdfast.run import Run
+from holdfast.site import wire
 from holdfast.site.feed import FedReader
+from holdfast.site.handover import Incoming, Outgoing
+from holdfast.site.stages import UnitRunner
+from tests.site.test_handover import runner
 from tests.site.test_pairs import SCHEMA, copies, kill, numbers, until, until_protected
 
 PER_FILE = 2_000
@@ -30,15 +41,24 @@ def add(folder: Path, number: int, when: int | None = None) -> None:
     hidden.rename(folder / f"{number:04d}.parquet")
 
 
-def taken(tap: Tap, parts: int = 1_000) -> pa.Table:
-    """What it gives, at most so many times."""
+def taken(tap: Tap, schema: pa.Schema = SCHEMA) -> pa.Table:
+    """What it gives until it has no more, and that it has entered the flow."""
     found: list[pa.RecordBatch] = []
-    for _ in range(parts):
-        got = tap.take()
-        if got is None or got == ([], ""):
-            break
+    while (got := tap.take()) is not None and got != ([], ""):
         found += got[0]
-    return pa.Table.from_batches(found, SCHEMA)
+        tap.note(got[1], 0)
+    return pa.Table.from_batches(found, schema)
+
+
+def copied(tap: FolderTap, source: Source) -> FolderTap:
+    """Another one, as it is made of what is handed over, or stored."""
+    made = source.tap()
+    assert isinstance(made, FolderTap)
+    snapshot = tap.snapshot()
+    while (part := snapshot.next(7)) is not None:
+        made.install({part[0]: part[1]})
+    made.restore(tap.save())
+    return made
 
 
 def whole(files: int) -> pa.Table:
@@ -61,11 +81,13 @@ def test_another_goes_on_in_the_middle_of_a_file(tmp_path: Path) -> None:
         add(tmp_path, number, number)
     source = follow(tmp_path, SCHEMA, every_s=0, until="_END")
     one, told = source.tap(), source.tap()
-    first = one.take()
+    first, second = one.take(), one.take()
     assert first is not None and 0 < first[0][0].num_rows <= PER_FILE
-    told.note(first[1])
-    handed = source.tap()
-    handed.restore(one.save())
+    assert second is not None and second[1], "which nobody else has got"
+    for tap in (one, told):
+        tap.note(first[1], 0)
+    handed = copied(one, source)
+    told.rewind()
     for other in (told, handed):
         rest = taken(other)
         assert pa.concat_tables([pa.Table.from_batches(first[0]), rest]).equals(whole(2))
@@ -88,7 +110,218 @@ def test_other_formats(tmp_path: Path) -> None:
     (tmp_path / "b.json").write_text('{"k": 1, "v": 1.5}\n{"k": 2, "v": 2.5}\n')
     for format in ("csv", "json"):
         tap = follow(tmp_path, schema, format=format, pattern=f"*.{format}").tap()
-        assert taken(tap).to_pylist() == [{"k": 1, "v": 1.5}, {"k": 2, "v": 2.5}]
+        assert taken(tap, schema).to_pylist() == [{"k": 1, "v": 1.5}, {"k": 2, "v": 2.5}]
+
+
+# --- each file once -----------------------------------------------------------------------------
+
+
+def test_a_file_that_a_listing_lacks_is_not_read_again(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "in", tmp_path / "elsewhere"
+    for path in (folder, elsewhere):
+        path.mkdir()
+    source = follow(folder, SCHEMA, every_s=0)
+    tap = source.tap()
+    assert isinstance(tap, FolderTap)
+    for number in range(3):
+        add(folder, number, number)
+    assert taken(tap).equals(whole(3))
+    (folder / "0001.parquet").rename(elsewhere / "0001.parquet")
+    assert taken(tap).num_rows == 0
+    others = [tap, copied(tap, source), copied(tap, source)]
+    add(folder, 3)
+    (elsewhere / "0001.parquet").rename(folder / "0001.parquet")
+    for other in others:
+        assert taken(other).equals(whole(4).slice(3 * PER_FILE))
+
+
+def test_a_folder_that_is_not_there_for_a_while(tmp_path: Path, monkeypatch) -> None:
+    """What is not mounted looks like an empty folder, or like none."""
+    now = [1e9]
+    monkeypatch.setattr(taps.time, "time", lambda: now[0])
+    folder, tap = tmp_path / "in", follow(tmp_path / "in", SCHEMA, every_s=0).tap()
+    folder.mkdir()
+    add(folder, 0)
+    assert taken(tap).equals(whole(1))
+    folder.rename(tmp_path / "away")
+    for _ in range(3):
+        assert taken(tap).num_rows == 0
+        now[0] += taps.FORGET_S
+    folder.mkdir()
+    for _ in range(3):
+        assert taken(tap).num_rows == 0
+        now[0] += taps.FORGET_S
+    folder.rmdir()
+    (tmp_path / "away").rename(folder)
+    assert taken(tap).num_rows == 0
+
+
+def test_files_that_were_removed_are_forgotten_in_the_end(tmp_path: Path, monkeypatch) -> None:
+    """A folder to which files are added for months must not fill the memory with their names. All
+    copies forget the same ones."""
+    now = [1e9]
+    monkeypatch.setattr(taps.time, "time", lambda: now[0])
+    monkeypatch.setattr(taps, "KEYS_MAX", 4)
+    source = follow(tmp_path, SCHEMA, every_s=0)
+    tap, other = source.tap(), source.tap()
+    assert isinstance(tap, FolderTap) and isinstance(other, FolderTap)
+
+    def listed() -> None:
+        while (got := tap.take()) != ([], ""):
+            assert got is not None
+            for copy in (tap, other):
+                copy.note(got[1], 0)
+
+    sizes = []
+    for day in range(40):
+        for number in range(3):
+            add(tmp_path, 3 * day + number, 3 * day + number)
+        listed()
+        (tmp_path / f"{3 * day:04d}.parquet").unlink()
+        if day:
+            (tmp_path / f"{3 * day - 2:04d}.parquet").unlink()
+            (tmp_path / f"{3 * day - 1:04d}.parquet").unlink()
+        listed()
+        now[0] += 86_400
+        sizes.append((tap.tables()["files"].size, other.tables()["files"].size))
+    assert all(mine == theirs <= 3 * 10 for mine, theirs in sizes) and sizes[-1][0] > 3 * 7
+    other.rewind()
+    assert taken(other).num_rows == 0
+    add(tmp_path, 0)  # a name that was used long ago
+    assert taken(other).equals(whole(1))
+
+
+@pytest.mark.parametrize("when", ["while", "after", "elsewhere"])
+def test_a_file_that_was_not_whole_when_it_appeared_is_named(tmp_path: Path, when: str) -> None:
+    schema = pa.schema([("k", pa.int64())])
+    source = follow(tmp_path, schema, format="csv", every_s=0)
+    file, tap = tmp_path / "a.csv", source.tap()
+    assert isinstance(tap, FolderTap)
+    file.write_text("k\n1\n2\n")
+    if when == "while":
+        first = tap.take()
+        assert first is not None and first[0][0].num_rows == 2
+        tap.note(first[1], 0)
+    else:
+        assert taken(tap, schema).num_rows == 2
+    if when == "elsewhere":
+        tap = copied(tap, source)
+    with file.open("a") as more:
+        more.write("3\n")
+    with pytest.raises(FlowError, match=r"a\.csv had 6 bytes when it was read, and has 8 now"):
+        taken(tap, schema)
+
+
+def ingress(source: Source) -> tuple[Plan, UnitRunner, FedReader, FolderTap]:
+    """The unit of a followed folder, as it is on a site that leads."""
+    planned = plan(totals(source))
+    made = runner(planned, 0, 1)
+    assert made.fed is not None and isinstance(made.fed.tap, FolderTap)
+    made.fed.on_copies(True, [], [])
+    return planned, made, made.fed, made.fed.tap
+
+
+def test_the_position_in_a_folder_of_any_size_is_handed_over(tmp_path: Path) -> None:
+    """60,000 names are more than a message may have in its header."""
+    names = [f"part-{n:05d}-{'f' * 60}.parquet" for n in range(60_000)]
+    source = follow(tmp_path, SCHEMA, every_s=0)
+    planned, donor, reader, tap = ingress(source)
+    for number in range(2):
+        add(tmp_path, number, number)
+    reader.pull()
+    tap._add(names, 7, 0)
+    order = HandOver((StageId(0), CohortId(0)), SiteId(2), Epoch(-1), {}, {})
+    outgoing = Outgoing(order, donor)
+    add(tmp_path, 2, 2)  # what comes later is no part of it
+    reader.pull()
+    _, joiner, other, its_tap = ingress(source)
+    begin = outgoing.next()
+    assert begin is not None and isinstance(begin[0], wire.HandOverBegin)
+    assert len(wire.encode(begin[0])) < 1_000
+    incoming = Incoming(begin[0], 1, joiner)
+    while (part := outgoing.next()) is not None:
+        body = b"".join(bytes(memoryview(b)) for b in part[1] or ())
+        assert len(wire.encode(part[0], len(body))) + len(body) < 1 << 20
+        incoming.take(planned, part[0], memoryview(body))
+    incoming.install((StageId(0), CohortId(0)))
+    assert its_tap.tables()["files"].size == 60_002
+    other.on_copies(True, [], [])
+    other.pull()
+    found = [*(b for _, b in joiner.held())]
+    assert pa.Table.from_batches(found).equals(whole(3).select(found[0].schema.names))
+
+
+def test_the_position_in_a_folder_is_stored_and_restored(tmp_path: Path) -> None:
+    """When the flow is stopped, and then goes on."""
+    folder, store = tmp_path / "in", Folder(str(tmp_path / "store"))
+    folder.mkdir()
+    source = follow(folder, SCHEMA, every_s=0)
+    _, unit, reader, _ = ingress(source)
+    for number in range(2):
+        add(folder, number, number)
+    reader.pull()
+    assert unit.keeper is not None
+    store_state(store, 0, unit.keeper.tables())
+    store.write("waiting/0/0.arrow", [rows for _, rows in unit.held()])
+    saved, state = wire_extras(unit), stored_state(store)
+    past = Past(
+        str(tmp_path / "store"), 1, 0, b"", state, {}, {0: saved}, {0: ["waiting/0/0.arrow"]}
+    )
+    (folder / "0000.parquet").rename(tmp_path / "0000.parquet")
+    _, again, other, _ = ingress(source)
+    other.on_copies(False, [], [])
+    again.begin(past)
+    other.on_copies(True, [], [])
+    other.pull()
+    (tmp_path / "0000.parquet").rename(folder / "0000.parquet")
+    add(folder, 2, 2)
+    other.pull()
+    found = [*(b for _, b in again.held())]
+    assert pa.Table.from_batches(found).equals(whole(3).select(found[0].schema.names))
+
+
+def wire_extras(unit: UnitRunner) -> bytes:
+    assert unit.ingress is not None
+    return msgspec.msgpack.encode(unit.ingress.save())
+
+
+def test_a_position_that_was_stored_before_there_was_a_table(tmp_path: Path) -> None:
+    for number in range(4):
+        add(tmp_path, number, number)
+    tap = follow(tmp_path, SCHEMA, every_s=0).tap()
+    done = ["0000.parquet", "0001.parquet"]
+    tap.restore(json.dumps({"done": done, "file": "0002.parquet", "rows": 1_500}))
+    assert taken(tap).equals(whole(4).slice(2 * PER_FILE + 1_500))
+
+
+def test_a_large_folder_is_listed_a_part_at_a_time(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(taps, "LISTED_MAX", 3)
+    tap = follow(tmp_path, SCHEMA, every_s=0, until="_END").tap()
+    for number in range(10):
+        add(tmp_path, number, number)
+    nothing = 0
+    while (got := tap.take()) == ([], ""):
+        nothing += 1
+    assert nothing >= 3 and got is not None
+    tap.note(got[1], 0)
+    rest = taken(tap)
+    assert pa.concat_tables([pa.Table.from_batches(got[0]), rest]).equals(whole(10))
+    (tmp_path / "_END").touch()
+    add(tmp_path, 10)
+    found = 0
+    while (got := tap.take()) is not None:
+        found += sum(batch.num_rows for batch in got[0])
+        if got[1]:
+            tap.note(got[1], 0)
+    assert found == PER_FILE, "it was there when the end was seen"
+
+
+def test_a_mark_that_is_none_changes_nothing(tmp_path: Path) -> None:
+    tap = follow(tmp_path, SCHEMA, every_s=0).tap()
+    for mark in ("{", "[]", '{"file": 3}', '{"keys": [[1, 99999999999999999999]]}', '{"rows": -1}'):
+        with pytest.raises(ValueError):
+            tap.note(mark, 0)
+    assert tap.save() == "{}"
 
 
 def test_rows_enter_when_the_other_copy_has_them(tmp_path: Path) -> None:
@@ -108,7 +341,7 @@ def test_rows_enter_when_the_other_copy_has_them(tmp_path: Path) -> None:
     first = leader.read(9_999)
     assert first is not None and first.num_rows > 0
     # The leader dies: what the other has is in, and it goes on from there.
-    assert other.read(9_999).equals(first)  # type: ignore[union-attr]
+    assert other.read(9_999, due=True).equals(first)  # type: ignore[union-attr]
     other.on_copies(True, [], [])
     found = [first]
     while len(found) < 100:

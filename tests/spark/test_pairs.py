@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from holdfast import Flow, col, count, max_, pairs, parquet, sum_
-from holdfast.errors import HostError
+from holdfast.errors import FlowError, HostError
 from holdfast.run import Run
 from holdfast.spark.sources import spark_batch, spark_stream
 
@@ -74,6 +74,39 @@ def test_a_site_dies_while_spark_feeds_the_flow(
     # Files come in the order in which they were written, so the ids do.
     expected = totals(spark_batch(whole, order_by="id"), tmp_path / "none")
     assert same(found, expected.batch(spark, {"numbers": whole}))
+
+
+def test_a_query_goes_on_from_its_checkpoint_location_and_from_no_other(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    """Another one has another query, whose micro-batches begin with 0 again: taken for those that
+    the flow has, their rows would be gone."""
+    folder, store = tmp_path / "in", str(tmp_path / "store")
+
+    def add(start: int) -> None:
+        rows = spark.range(start, start + 1_000, 1, 2).selectExpr(*SELECT)
+        rows.write.mode("append").parquet(str(folder))
+
+    def start(checkpoint: str, **more: str) -> Run:
+        stream = spark.readStream.schema("id long, k long, v double").parquet(str(folder))
+        source = spark_stream(stream, checkpoint=str(tmp_path / checkpoint))
+        flow = Flow("fed by a query")
+        flow.source("numbers", source).filter(col("id") >= 0).sink("out", parquet(tmp_path / "out"))
+        return flow.start(spark, sites=1, **more)
+
+    add(0)
+    run = start("first", store=store)
+    until(run, lambda: run.status()["rows_in"] == 1_000, "the rows are in")
+    run.stop(timeout=60)
+    add(1_000)
+    run = start("second", resume=store)
+    with pytest.raises(FlowError, match=r"'numbers' failed: the flow is fed by .* query with id"):
+        run.wait(60)
+    run = start("first", resume=store)
+    until(run, lambda: run.status()["rows_in"] == 2_000, "the rows of the next micro-batch are in")
+    run.stop(timeout=60)
+    found = [row["id"] for row in spark.read.parquet(str(tmp_path / "out")).collect()]
+    assert sorted(found) == list(range(2_000))
 
 
 def test_a_batch_dataframe_is_fed_again_from_where_the_ingress_died(
