@@ -1,0 +1,127 @@
+"""Micro-batches that are larger than everything that is bounded, on real processes."""
+
+import threading
+import uuid
+from collections.abc import Callable
+from contextlib import closing
+
+from holdfast import Flow, count, discard, generator, pairs, sum_
+from holdfast.errors import HostError
+from holdfast.flow.protection import Protection
+from holdfast.flow.sources import Locate, Source
+from holdfast.run import Run
+from holdfast.site import wire
+from holdfast.site.client import to_leader
+from holdfast.site.feed import MEMORY_BYTES_MAX
+from tests.site.test_pairs import (
+    PATIENCE_S,
+    SCHEMA,
+    copies,
+    kill,
+    numbers,
+    until,
+    until_protected,
+)
+
+SIZES = [10_000, 4_300_000, 10_000]
+PARTITIONS = 3
+
+
+class Query:
+    """Feeds like Spark's driver and its tasks, which run one after another."""
+
+    def __init__(self, before_commit: Callable[[int], None]) -> None:
+        self.failed: Callable[[Exception], None] = lambda error: None
+        self._before_commit = before_commit
+        self.pushes = 0
+
+    def start(self, locate: Locate, secret: bytes, source: int, name: str, flow: str) -> None:
+        self._locate, self._secret, self._source = locate, secret, source
+        threading.Thread(target=self._feed, daemon=True).start()
+
+    def _say(self, message: wire.Message) -> str:
+        client, remark = to_leader(self._locate(), self._secret, message)
+        client.close()
+        return remark
+
+    def _feed(self) -> None:
+        first = 0
+        for batch, size in enumerate(SIZES):
+            while not self._push(batch, first, size):
+                pass
+            first += size
+        self._say(wire.FeedEnd(self._source, "query"))
+
+    def _push(self, batch: int, first: int, size: int) -> bool:
+        """Whether the micro-batch is taken. It is cut into partitions otherwise each time."""
+        self.pushes += 1
+        push, attempts = uuid.uuid4().hex, []
+        try:
+            if self._say(wire.FeedBegin(self._source, "query", batch, push)) == "taken":
+                return True
+            ends = [size * (p + 1) // PARTITIONS - self.pushes for p in range(PARTITIONS - 1)]
+            for partition, (at, end) in enumerate(zip([0, *ends], [*ends, size], strict=True)):
+                opening = wire.FeedOpen(self._source, push, partition, self.pushes)
+                client, _ = to_leader(self._locate(), self._secret, opening)
+                with closing(client):
+                    client.send_rows(numbers(0, first + at, end - at))
+                    client.ask(wire.FeedDone())
+                attempts.append((partition, self.pushes))
+            self._before_commit(batch)
+            self._say(wire.FeedCommit(self._source, push, tuple(attempts)))
+        except (HostError, OSError):
+            return False
+        return True
+
+    def stop(self) -> None: ...
+
+
+class Pushed(Source):
+    fed, schema = True, SCHEMA
+
+    def __init__(self, query: Query) -> None:
+        self.query: Query | None = query
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"query": None}
+
+    def feeder(self) -> Query:
+        assert self.query is not None
+        return self.query
+
+
+def totals(source: Source, protect: Protection | None) -> Flow:
+    flow = Flow("fed", protect=protect)
+    keyed = flow.source("numbers", source).key_by("k")
+    keyed.agg(t=sum_("v"), n=count()).sink("out", discard())
+    return flow
+
+
+def test_the_leader_dies_with_a_micro_batch_that_does_not_fit_into_memory(kept: list[Run]) -> None:
+    """First when it has all of it, and then at some moment after the commit."""
+    assert 16 * SIZES[1] > MEMORY_BYTES_MAX
+
+    def kill_leader(run: Run) -> None:
+        leader = copies(run)["numbers", 0][0]
+        kill(run, leader)
+        until(lambda: leader in run.status()["dead"], "its death is noticed")
+
+    def before_commit(batch: int) -> None:
+        run = kept[0]
+        died = len(run.status()["dead"])
+        if batch == 1 and died < 2:
+            until_protected(run, 3)
+        if batch == 1 and died == 0:
+            kill_leader(run)
+        elif batch == 1 and died == 1:
+            threading.Timer(0.1, kill_leader, [run]).start()
+
+    query = Query(before_commit)
+    run = totals(Pushed(query), pairs(apart="process")).start(sites=3, partitions=6)
+    kept.append(run)
+    assert run.wait(2 * PATIENCE_S)
+    assert query.pushes > len(SIZES), "it was pushed again"
+    undisturbed = totals(generator(numbers, SCHEMA, rows=sum(SIZES)), None)
+    kept.append(undisturbed.start(sites=1, partitions=6))
+    assert kept[1].wait(2 * PATIENCE_S)
+    assert run.sink_report("out") == kept[1].sink_report("out")
