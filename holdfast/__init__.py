@@ -7,6 +7,7 @@ from holdfast.errors import (
     HostError,
     InputError,
     OperatorError,
+    OutOfMemoryError,
     SinkError,
     SiteLostError,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "KeyedFunction",
     "KeyedStream",
     "OperatorError",
+    "OutOfMemoryError",
     "Rows",
     "SinkError",
     "SiteLostError",

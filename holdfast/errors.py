@@ -55,6 +55,10 @@ class OperatorError(HoldfastError):
         self.epoch, self.row, self.cause = epoch, row, cause
 
 
+class OutOfMemoryError(HoldfastError):
+    """A site has no more memory for the flow's state or rows. No row is to blame for it."""
+
+
 class SinkError(HoldfastError):
     """A store outside refuses a sink's rows, or is not as the sink needs it."""
 

@@ -33,8 +33,9 @@ import pyarrow as pa
 from holdfast.core.effects import IngestEpochs
 from holdfast.core.ids import NO_EPOCH, STORE, Epoch, SiteId
 from holdfast.core.layout import Domain
-from holdfast.errors import HoldfastError, OperatorError, ProtocolError
+from holdfast.errors import HoldfastError, OperatorError, OutOfMemoryError, ProtocolError
 from holdfast.flow.graph import Flow
+from holdfast.flow.memory import NO_STATE, is_out_of_memory, limit_bytes, out_of_memory
 from holdfast.flow.options import Options
 from holdfast.flow.plan import plan
 from holdfast.site import wire
@@ -42,7 +43,6 @@ from holdfast.site.client import Client
 from holdfast.site.connection import Connection, dial, listen
 from holdfast.site.feed import Feeds
 from holdfast.site.hearing import BEATS_PER_LEASE, Hearing
-from holdfast.site.memory import limit_bytes
 from holdfast.site.node import Node
 from holdfast.site.spill import Spill
 from holdfast.site.storing import Shelf
@@ -67,6 +67,8 @@ ROOM_S = 0.1
 HURRY_S = 1.0
 """A unit that has waited for so long tries another copy. Not sooner: what was on its way comes
 twice then, and when everything is slow that makes it slower."""
+RESERVE_BYTES = 1 << 20
+"""So much is let go when there is no more memory: enough to say so."""
 ORPHAN_S = 10.0
 """How long a site goes on without a controller."""
 QUEUED_BYTES_MAX = 4 << 20
@@ -128,6 +130,7 @@ class Site:
         self.node.stages.on_fed = self._on_fed
         self._limit = limit_bytes()
         self._started = False
+        self._reserve: bytes | None = bytes(RESERVE_BYTES)
         self._failure: wire.Failed | None = None
         """What this site has failed with; it works no more."""
         self._part_at = 0.0
@@ -234,6 +237,8 @@ class Site:
     ) -> None:
         if self._controllers.get(address) is connection:
             del self._controllers[address]
+        if error is not None and is_out_of_memory(error):
+            self._fail(error)
 
     def _register(self, connection: Connection) -> None:
         process = f"{socket.gethostname()}/{os.getpid()}"
@@ -267,6 +272,9 @@ class Site:
     def _fail(self, error: BaseException) -> None:
         """Tell the controller what is wrong and stop working; it will end the flow."""
         self._started = False
+        if is_out_of_memory(error):
+            self._reserve = None
+            error = self._out_of_memory(error)
         detail: dict[str, str | int | None]
         if isinstance(error, OperatorError):
             names = ("flow", "stage", "operator", "epoch", "row", "cause")
@@ -279,6 +287,14 @@ class Site:
         log.error("site %s fails: %s", self.id, error)
         self._failure = wire.Failed(type(error).__name__, detail)
         self.tell(self._failure)
+
+    def _out_of_memory(self, error: BaseException) -> OutOfMemoryError:
+        """The same, with what this site holds, unless it says where it comes from."""
+        if isinstance(error, OutOfMemoryError):
+            return error
+        stages = {r.stage.name: r.state_size() for r in self.node.stages.units.values()}
+        held = "; ".join(f"{name!r}: {size}" for name, size in stages.items() if size != NO_STATE)
+        return out_of_memory(f"site {self.id}", held or "No stage has state here", error)
 
     @property
     def _failed(self) -> bool:
@@ -333,6 +349,8 @@ class Site:
         self._say_seen()
 
     def _on_peer_lost(self, connection: Connection, error: Exception | None) -> None:
+        if error is not None and is_out_of_memory(error):
+            self._fail(error)
         self._feeds.forget(connection)
         site = SiteId(connection.id)
         if connection.role == "site" and self._peers.get(site) is connection:
@@ -421,6 +439,9 @@ class Site:
         try:
             self._receive(connection, message, body)
         except ProtocolError as error:
+            if is_out_of_memory(error):  # no fault of the sender's, and no better the next time
+                self._fail(error)
+                return
             log.warning(
                 "site %s: %s from %s: %s", self.id, type(message).__name__, connection.id, error
             )

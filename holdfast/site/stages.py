@@ -19,6 +19,7 @@ from holdfast.core.records import EpochRecord
 from holdfast.errors import ProtocolError
 from holdfast.flow.batches import Track, concat, order_of
 from holdfast.flow.execute import StageRunner
+from holdfast.flow.memory import NO_STATE, naming, state_size
 from holdfast.flow.operators.base import KeyedOperator, OperatorSnapshot
 from holdfast.flow.options import Options
 from holdfast.flow.past import PORTIONS, SOURCES, WAITING, Folder, Past, store_state
@@ -173,6 +174,17 @@ class UnitRunner:
 
     def run(self, order: IngestEpochs | ProcessBundles) -> list[Outputs]:
         """Carry an order out: the output of each of its epochs, split by consumer cohort."""
+        with naming(partial(self.runner.place, order.epoch), self.state_size):
+            return self._run(order)
+
+    def state_size(self) -> str:
+        """How large the state is, in words."""
+        tables = self.keeper.tables().values() if self.keeper is not None else ()
+        if not tables:
+            return NO_STATE
+        return state_size(sum(t.size for t in tables), sum(t.nbytes for t in tables))
+
+    def _run(self, order: IngestEpochs | ProcessBundles) -> list[Outputs]:
         begun = time.thread_time()
         if isinstance(order, IngestEpochs):
             assert self.ingress is not None

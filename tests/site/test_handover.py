@@ -568,7 +568,7 @@ def test_a_donor_reports_a_failed_copy_until_a_view_has_given_it_up() -> None:
     told = Told()
     node = Node(one_keyed_stage(), SiteId(0), OPTIONS, told)
     node.on_view(joining(0, 2, since=2))
-    node.receive(SiteId(-1), wire.CatchUp(0, 1, 0, 1), memoryview(b""))  # it has no connection to site 1
+    node.receive(SiteId(-1), wire.CatchUp(0, 1, 0, 1), memoryview(b""))  # without a connection
     assert told.taken() == [(1, 2, "failed")]
     node.on_view(joining(1, 3, since=2))
     node.report_again()
