@@ -55,6 +55,10 @@ class OperatorError(HoldfastError):
         self.epoch, self.row, self.cause = epoch, row, cause
 
 
+class HungError(HoldfastError):
+    """A call of a stage's code, such as a user's function, does not come to an end."""
+
+
 class OutOfMemoryError(HoldfastError):
     """A site has no more memory for the flow's state or rows. No row is to blame for it."""
 

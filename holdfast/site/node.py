@@ -14,6 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, assert_never
 
@@ -371,9 +372,10 @@ class Node:
 
     def carry_out(self, order: Order) -> None:
         if order.unit in self.stages.units:
+            begun = self._now()
             processed = self.stages.carry_out(order)
             self._working = True
-            self._handle(processed)
+            self._handle(replace(processed, seconds=self._now() - begun))
             self._working = False
 
     def _pop(self, at: int, entry: tuple[int, int, int, Order]) -> None:

@@ -69,6 +69,10 @@ HURRY_S = 1.0
 twice then, and when everything is slow that makes it slower."""
 RESERVE_BYTES = 1 << 20
 """So much is let go when there is no more memory: enough to say so."""
+FENCED_LEASES = 2
+"""So long a site that was declared dead has to leave by itself."""
+HUNG_STATUS = 75
+"""What a process ends with that does not."""
 ORPHAN_S = 10.0
 """How long a site goes on without a controller."""
 QUEUED_BYTES_MAX = 4 << 20
@@ -145,6 +149,7 @@ class Site:
         """Why the last attempt at a connection to a member came to nothing."""
         self._turned = time.monotonic()
         """When the event loop last got to beat."""
+        self._left = threading.Event()
 
     # --- coming and going -----------------------------------------------------------------------
 
@@ -169,6 +174,7 @@ class Site:
         try:
             await self._over
         finally:
+            self._left.set()
             for task in tasks:
                 task.cancel()
             self.node.stages.abandon()
@@ -589,17 +595,35 @@ class Site:
     def _beat(self, address: tuple[str, int]) -> None:
         """Say every now and then that this process lives: in a thread and on a connection of its
         own, so that a long operator call does not look like death. During one this site is deaf
-        and dumb to the others: the controller is told, so that it does not listen to them."""
-        lease = self.config.options.lease_s
-        while True:
+        and dumb to the others: the controller is told, so that it does not listen to them, and how
+        long that has been so, since a call that never ends must be found. Code that holds Python's
+        global lock for longer than the lease silences this thread, too."""
+        pause = self.config.options.lease_s / 5
+        while not self._left.is_set():
             try:
-                identity = ("pulse", self.id)
-                client = Client(address, self.config.secret, identity)
-                while True:
-                    client.tell(wire.Beat(busy=time.monotonic() - self._turned > lease))
-                    time.sleep(lease / 5)
+                client = Client(address, self.config.secret, (wire.PULSE, self.id))
+                while not self._left.is_set():
+                    client.tell(self._pulse(time.monotonic()))
+                    if client.heard(wire.Fenced):
+                        self._end_if_hung()
+                    self._left.wait(pause)
+                client.close()
             except (OSError, HoldfastError):
-                time.sleep(REDIAL_S)
+                self._left.wait(REDIAL_S)
+
+    def _pulse(self, now: float) -> wire.Beat:
+        seconds = now - self._turned
+        if seconds <= self.config.options.lease_s:
+            return wire.Beat()
+        stage, epoch = self.node.stages.call or ("", -1)
+        return wire.Beat(True, seconds, stage, epoch)
+
+    def _end_if_hung(self) -> None:
+        """This site was declared dead, and another takes its place. If its event loop does not get
+        to hear of it, nobody else ends this process."""
+        if not self._left.wait(FENCED_LEASES * self.config.options.lease_s):
+            log.error("site %s was declared dead in a call that does not end; it exits", self.id)
+            os._exit(HUNG_STATUS)
 
     async def _hurry(self) -> None:
         """Have units that wait for a slow copy take from another one."""
