@@ -37,6 +37,7 @@ from holdfast.core.effects import (
     Wait,
 )
 from holdfast.core.events import (
+    Call,
     ControllerEvent,
     CopyBehind,
     CopyReported,
@@ -46,6 +47,7 @@ from holdfast.core.events import (
     SiteRegistered,
     SitesApart,
     SitesFailed,
+    SitesHung,
     StopRequested,
     ViewSeen,
     WaitOver,
@@ -140,6 +142,7 @@ class Control:
         self._agents: dict[int, Connection] = {}
         self._leader: Connection | None = None
         self._launched_here: set[SiteId] = set()
+        self._pulses: dict[SiteId, Connection] = {}
         self._signs = Signs(options.lease_s)
         self._suspects: dict[SiteId, str | None] = {}
         """Sites whose connection broke; with a reason if their process is known to be gone."""
@@ -471,7 +474,7 @@ class Control:
         self._signs.heard(site, now, isinstance(message, wire.Beat) and message.busy)
         match message:
             case wire.Beat():
-                pass
+                self._on_beat(connection, site, message)
             case wire.Register():
                 self._on_register(connection, message)
             case wire.Seen():
@@ -507,6 +510,12 @@ class Control:
                 log.warning("site %s sent %s to the controller", site, type(message).__name__)
                 connection.abort()
 
+    def _on_beat(self, connection: Connection, site: SiteId, message: wire.Beat) -> None:
+        if connection.role == wire.PULSE:
+            self._pulses[site] = connection
+            call = Call(message.stage, message.epoch, message.seconds) if message.busy else None
+            self._signs.in_call(site, call)
+
     def _on_register(self, connection: Connection, message: wire.Register) -> None:
         site = SiteId(message.site)
         self._connections[site] = connection
@@ -528,6 +537,9 @@ class Control:
         if connection.role == "agent" and self._agents.get(connection.id) is connection:
             del self._agents[connection.id]
         site = SiteId(connection.id)
+        if connection.role == wire.PULSE and self._pulses.get(site) is connection:
+            del self._pulses[site]
+            self._signs.in_call(site, None)
         if connection.role == "site" and self._connections.get(site) is connection:
             del self._connections[site]
             self._registered.pop(site, None)
@@ -586,6 +598,7 @@ class Control:
                 reason = f"silent for more than {self.options.lease_s} s"
                 self._handle(SitesFailed(tuple(silent), reason, certain=False))
             self._part(now)
+            self._end_hung_calls()
             self._give_up_joins(now)
 
     def _tell_agents(self) -> None:
@@ -601,6 +614,13 @@ class Control:
         if couples and self._uncommitted is None:  # if not, membership is frozen
             self._signs.settled()
             self._handle(SitesApart(couples))
+
+    def _end_hung_calls(self) -> None:
+        """See to sites that have been in one call for too long."""
+        limit = max(self.options.call_s_max, 2 * self.options.lease_s)
+        calls = self._signs.hung(limit)
+        if calls and self._uncommitted is None:  # if not, membership is frozen
+            self._handle(SitesHung(calls, limit))
 
     def _give_up_joins(self, now: float) -> None:
         """A copy that is being made and gets nowhere is given up, and made anew."""
@@ -667,9 +687,11 @@ class Control:
         self._registered.pop(site, None)
         self._signs.forget(site)
         self.status.pop(site, None)
-        if connection is not None:
-            connection.send(wire.Fenced())
-            connection.close()
+        # One that is in a call that does not end reads only what comes to its pulse.
+        for told in (connection, self._pulses.pop(site, None)):
+            if told is not None:
+                told.send(wire.Fenced())
+                told.close()
 
     def _commit(self) -> None:
         """Have the arbiter commit the latest view; nobody acts on it before."""

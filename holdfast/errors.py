@@ -76,6 +76,14 @@ class OperatorError(HoldfastError):
         self.epoch, self.row, self.cause = epoch, row, cause
 
 
+class HungError(HoldfastError):
+    """A call of a stage's code, such as a user's function, does not come to an end."""
+
+
+class OutOfMemoryError(HoldfastError):
+    """A site has no more memory for the flow's state or rows. No row is to blame for it."""
+
+
 class SinkError(HoldfastError):
     """A store outside refuses a sink's rows, or is not as the sink needs it."""
 

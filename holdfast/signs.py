@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from holdfast.core.events import Call
 from holdfast.core.ids import CohortId, SiteId, StageId, Unit
 from holdfast.core.layout import View
 from holdfast.site.hearing import BEATS_PER_LEASE, PATIENCE_LEASES
@@ -29,6 +30,8 @@ class Signs:
         self._heard: dict[SiteId, float] = {}
         self._deaf: dict[SiteId, float] = {}
         """Who could neither hear nor be heard, and when that was last so."""
+        self._calls: dict[SiteId, Call] = {}
+        """What sites are at that are in a long call."""
         self._apart: dict[Couple, tuple[float, int, str]] = {}
         self._joins: dict[tuple[Unit, SiteId, int], tuple[float, int | None]] = {}
         """Copies that are being made, and since which view: since when, and how many bytes, have
@@ -49,12 +52,26 @@ class Signs:
             self._deaf[site] = now
         self._heard[site] = now
 
+    def in_call(self, site: SiteId, call: Call | None) -> None:
+        """A site says what it has been at for longer than the lease; None: for no longer."""
+        if call is not None:
+            self._calls[site] = call
+        else:
+            self._calls.pop(site, None)
+
+    def hung(self, limit_s: float) -> dict[SiteId, Call]:
+        """All calls that take at least half as long as any may, if one takes longer."""
+        if all(call.seconds <= limit_s for call in self._calls.values()):
+            return {}
+        return {s: call for s, call in self._calls.items() if 2 * call.seconds > limit_s}
+
     def complained(self, site: SiteId, other: SiteId, leases: int, how: str, now: float) -> None:
         """A site has heard nothing of another for so many leases."""
         self._apart[site, other] = (now, leases, how)
 
     def forget(self, site: SiteId) -> None:
         self._deaf.pop(site, None)
+        self._calls.pop(site, None)
 
     def silent(self, known: Collection[SiteId], now: float) -> list[SiteId]:
         """Those of whom nothing was heard for longer than the lease."""
@@ -105,7 +122,9 @@ class Signs:
                 join = (unit, site, cohort.since_of(site))
                 since, was = known.get(join, (now, None))
                 got = left.get((unit, site))
-                self._joins[join] = (since, was) if got == was else (now, got)
+                in_call = site in self._calls or cohort.donor in self._calls
+                waits = got == was and not in_call
+                self._joins[join] = (since, was) if waits else (now, got)
         patience = max(JOIN_S_MAX, 10 * self._lease_s)
         stuck = [(u, s) for (u, s, _), (since, _) in self._joins.items() if since < now - patience]
         return stuck, patience

@@ -967,3 +967,54 @@ def test_what_belongs_to_event_time_windows_is_refused_for_row_windows() -> None
     for extra in ({"lateness": 5}, {"on": "t"}):
         with pytest.raises(FlowError, match="go with time=, not rows="):
             keyed.window(rows=3, **extra)
+
+
+# --- no memory: the fault of no row --------------------------------------------------------------
+
+
+def no_memory(batch: pa.RecordBatch) -> pa.RecordBatch:
+    raise pa.ArrowMemoryError("malloc of size 4096 failed")
+
+
+def no_memory_in_the_end(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """As a library's function may put it."""
+    try:
+        return no_memory(batch)
+    except MemoryError as error:
+        raise RuntimeError("cannot invert") from error
+
+
+class Greedy(Echo):
+    def process(self, rows: Any, state: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        raise np._core._exceptions._ArrayMemoryError((1 << 40,), np.dtype(np.int64))
+
+
+WITHOUT_MEMORY: dict[str, Callable[[Stream], Stream]] = {
+    "a step": lambda s: s.map(no_memory, BATCH.schema),
+    "a step that says it otherwise": lambda s: s.map(no_memory_in_the_end, BATCH.schema),
+    "an operator": lambda s: s.key_by("k").apply(Greedy()),
+}
+
+
+@pytest.mark.parametrize("on_error", ["stop", "dead-letter"])
+@pytest.mark.parametrize("name", sorted(WITHOUT_MEMORY))
+def test_no_row_is_to_blame_if_there_is_no_memory(name: str, on_error: str) -> None:
+    flow = Flow("shop", on_error=on_error)
+    WITHOUT_MEMORY[name](source(flow)).sink("out", discard())
+    if on_error == "dead-letter":
+        flow.dead_letters().sink("dead", discard())
+    with pytest.raises(errors.OutOfMemoryError) as caught:
+        run(flow, Input.of(**{"in": BATCH}), Shape())
+    said = str(caught.value)
+    assert "flow 'shop', stage '" in said and "epoch 0" in said and "limit" in said
+    assert ("4 keys" in said or "3 keys" in said) == (name == "an operator")
+    assert "row:" not in said
+
+
+def test_a_source_whose_rows_cannot_be_cast_for_want_of_memory_names_no_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch = pa.record_batch({"k": pa.array([1, 2], pa.int32())})
+    monkeypatch.setattr("holdfast.flow.steps.as_array", lambda *_: no_memory(batch))
+    with pytest.raises(MemoryError):
+        conform(batch, pa.schema([("k", pa.int64())]), "in")

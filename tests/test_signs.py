@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holdfast.core.events import Call
 from holdfast.core.ids import SiteId
 from holdfast.core.layout import Cohort, View
 from holdfast.signs import ALONE_LEASES, JOIN_S_MAX, Signs
@@ -55,6 +56,22 @@ def test_a_site_in_a_long_call_is_not_apart_for_it() -> None:
     assert signs.parted(5.0) == {(ONE, OTHER): (ALONE_LEASES, "how")}
 
 
+def test_a_call_is_hung_once_it_takes_too_long_and_others_beside_it_are_told() -> None:
+    signs = begun()
+    signs.in_call(ONE, Call("a", 3, 50.0))
+    signs.in_call(OTHER, Call("b", 4, 20.0))
+    assert signs.hung(60.0) == {}
+    signs.in_call(ONE, Call("a", 3, 61.0))
+    assert signs.hung(60.0) == {ONE: Call("a", 3, 61.0)}
+    signs.in_call(OTHER, Call("a", 3, 40.0))
+    assert set(signs.hung(60.0)) == {ONE, OTHER}
+    signs.in_call(ONE, None)
+    assert signs.hung(60.0) == {}
+    signs.in_call(ONE, Call("a", 3, 61.0))
+    signs.forget(ONE)
+    assert signs.hung(60.0) == {}
+
+
 def stuck(signs: Signs, cohort: Cohort, now: float) -> list[int]:
     """Which sites get nowhere with the copy of the only unit there is, by no word of anybody."""
     found, _ = signs.stuck(View(0, 9, (ONE, OTHER), ((cohort,),)), [], now)
@@ -73,3 +90,14 @@ def test_a_unit_that_is_made_anew_may_wait_for_its_input() -> None:
     """Of a producer that is silent, and cannot be spared."""
     signs, cohort = begun(), Cohort(0, 1, ()).joined_by(OTHER, 3)
     assert stuck(signs, cohort, 0.0) == stuck(signs, cohort, 100 * JOIN_S_MAX) == []
+
+
+def test_a_copy_is_not_stuck_while_its_donor_or_its_site_is_in_a_long_call() -> None:
+    for busy in (ONE, OTHER):
+        signs, cohort = begun(), Cohort(0, 1, (ONE,)).joined_by(OTHER, 3)
+        assert stuck(signs, cohort, 0.0) == []
+        signs.in_call(busy, Call("a", 3, 9.0))
+        assert stuck(signs, cohort, 2 * JOIN_S_MAX) == []
+        signs.in_call(busy, None)
+        assert stuck(signs, cohort, 2.9 * JOIN_S_MAX) == []
+        assert stuck(signs, cohort, 3.1 * JOIN_S_MAX) == [OTHER]

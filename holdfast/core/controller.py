@@ -37,6 +37,7 @@ from holdfast.core.events import (
     SiteRegistered,
     SitesApart,
     SitesFailed,
+    SitesHung,
     StopRequested,
     ViewSeen,
     WaitOver,
@@ -52,7 +53,7 @@ from holdfast.core.layout import (
     partitions_of,
     place,
 )
-from holdfast.errors import HostError, InvariantError, SiteLostError
+from holdfast.errors import HostError, HungError, InvariantError, SiteLostError
 
 
 class State(Enum):
@@ -197,6 +198,8 @@ class Controller:
                 return self._on_copy_behind(event)
             case SitesApart():
                 return self._on_sites_apart(event)
+            case SitesHung():
+                return self._on_sites_hung(event)
             case FlowFailed():
                 return self._end(State.FAILED, event.error)
             case SiteFinished():
@@ -653,6 +656,33 @@ class Controller:
                 hint="is the network between the executors sound?",
             ),
         )
+
+    def _on_sites_hung(self, event: SitesHung) -> list[ControllerEffect]:
+        """Fail the site, if its call would end elsewhere. If several are in the same stage, it is
+        the stage's code or what that waits for, and the next replica would hang as well."""
+        if self.view is None or not self.running:
+            return []
+        calls = {s: c for s, c in event.calls.items() if s in self.view.members}
+        for site, call in sorted(calls.items(), key=lambda item: -item[1].seconds):
+            if call.seconds <= event.limit_s:
+                continue
+            alike = sorted(s for s, c in calls.items() if call.stage and c.stage == call.stage)
+            spared = not self._lost_with(self._without([site]))
+            if len(alike) < 2 and spared:
+                return self._on_sites_failed(SitesFailed((site,), f"it has been {call}"))
+            who = f"sites {_listed(alike)} have" if len(alike) > 1 else f"site {site} has"
+            return self._end(
+                State.FAILED,
+                HungError(
+                    f"{who} been {call}"
+                    + ("" if len(alike) > 1 else ", and of what it holds there is no other copy"),
+                    hint="does a function of the flow wait for something that does not come? If "
+                    "calls take that long, have smaller epochs, with "
+                    "Options(budget=Budget(epoch_rows_max=...)), or allow for it, with "
+                    "Options(call_s_max=...)",
+                ),
+            )
+        return []
 
     def _on_wait_over(self, event: WaitOver) -> list[ControllerEffect]:
         what, *rest = event.what.split()

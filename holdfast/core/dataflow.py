@@ -354,7 +354,7 @@ class Dataflow:
         first = Epoch(event.epoch - len(event.earlier))
         asked = unit.busy == len(event.earlier) + 1
         require(asked, f"stage {unit.shape.name!r} was not asked to process epoch {event.epoch}")
-        unit.busy = 0
+        unit.worked(event.seconds)
         effects: list[SiteEffect] = []
         for epoch, outputs in enumerate((*event.earlier, event.outputs), first):
             for exchange, bundles in outputs.items():

@@ -98,6 +98,8 @@ class UnitProcessed:
     """The state after this epoch comes from the input after the epoch `needs`."""
     earlier: tuple[dict[ExchangeId, dict[CohortId, Any]], ...] = ()
     """The output of the epochs right before this one, if the order was for several."""
+    seconds: float = 0.0
+    """How long that took."""
 
 
 @value
@@ -353,6 +355,30 @@ class SitesApart:
 
 
 @value
+class Call:
+    """What a site is at that has not got to anything else for `seconds`. `stage` is the name of the
+    stage whose code it runs, "" if it is none; `epoch` is -1 if it is at none."""
+
+    stage: str
+    epoch: int
+    seconds: float
+
+    def __str__(self) -> str:
+        at = f", epoch {self.epoch}," if self.epoch >= 0 else ""
+        where = f"in stage {self.stage!r}{at}" if self.stage else "busy with something"
+        return f"{where} for {self.seconds:.0f} s"
+
+
+@value
+class SitesHung:
+    """Sites that have been in one call for so long that it may never end: longer than `limit_s`, or
+    at least half as long."""
+
+    calls: dict[SiteId, Call]
+    limit_s: float
+
+
+@value
 class FlowFailed:
     """Something is wrong with the flow itself: a user's function raised, frames diverge."""
 
@@ -439,6 +465,7 @@ ControllerEvent = (
     | CopyReported
     | CopyBehind
     | SitesApart
+    | SitesHung
     | FlowFailed
     | SiteFinished
     | WaitOver

@@ -31,6 +31,11 @@ AT_ONCE, AT_ONCE_ROWS = 64, 1 << 16
 REPLAYED, AT_ONCE_BYTES = 16, 1 << 20
 """As many epochs a stage takes together that is behind, while they have no more bytes: it must
 also find time for others that want something of its site."""
+AT_ONCE_S = 0.05
+"""As much as it takes about so long for is done together, by how long it took the last two times.
+Meanwhile the site is deaf; and little is gained by calls that are longer than that."""
+EPOCH_ROWS, EPOCH_BYTES = 16, 1 << 10
+"""What an epoch counts for, however few rows are in it."""
 ROOM_BEHIND = 64
 """For so many epochs a stage has room that is behind."""
 
@@ -49,6 +54,10 @@ class UnitCopy:
     outputs: dict[ExchangeId, Producer] = field(default_factory=dict)
     busy: int = 0
     """With how many epochs."""
+    amount: int = 0
+    """And with how much of their input: rows of a source, bytes otherwise."""
+    paces: tuple[float, ...] = ()
+    """How many seconds it took for each of that, the last two times."""
     replaying_to: Epoch | None = None
     """A new copy has caught up when it has finished this epoch."""
     handovers: dict[SiteId, Epoch] = field(default_factory=dict)
@@ -101,6 +110,15 @@ class UnitCopy:
 
     # --- what it does next ----------------------------------------------------------------------
 
+    def worked(self, seconds: float) -> None:
+        """It has done what it was busy with, in so much time."""
+        self.paces = (*self.paces[-1:], seconds / max(1, self.amount))
+        self.busy = 0
+
+    def _takes_long(self, amount: int) -> bool:
+        """Whether so much is too much to be done at once, or it is not known how long it takes."""
+        return not self.paces or amount * max(self.paces) > AT_ONCE_S
+
     def next_epochs(
         self, records: Mapping[Epoch, EpochRecord], recorded: Epoch
     ) -> IngestEpochs | ProcessBundles | None:
@@ -124,29 +142,36 @@ class UnitCopy:
         epoch = Epoch(self.finished + 1)
         wanted = min(self.handovers.values(), default=recorded)
         due: list[EpochRecord] = []
-        rows = 0
+        rows = self.amount = 0
         while record := records.get(epoch):
             rows += record.rows
+            amount = self.amount + max(record.rows, EPOCH_ROWS)
             if due and (rows > AT_ONCE_ROWS or len(due) == AT_ONCE or epoch > wanted):
                 break
+            if due and self._takes_long(amount):
+                break
             due.append(record)
+            self.amount = amount
             epoch = Epoch(epoch + 1)
         return tuple(due)
 
     def _complete(self) -> list[Bundles]:
         """The bundles of the next epoch, if all of them are here; and of small ones after it, as
         long as a unit that has taken another's place has not caught up."""
-        taken, nbytes = [], 0
+        taken: list[Bundles] = []
+        largest = self.amount = 0
         epoch, upto = Epoch(self.finished + 1), Epoch(self.finished + 1)
         if self.replaying_to is not None and self.shape.kind == "keyed" and self.shape.ordered:
             upto = min([self.replaying_to, *self.handovers.values()])
         while all(c.complete(epoch) for c in self.inputs.values()):
             bundles = self._take(epoch)
             taken.append(bundles)
+            nbytes = sum(b.nbytes for found in bundles.values() for b in found)
+            largest = max(largest, nbytes, EPOCH_BYTES)
+            self.amount += max(nbytes, EPOCH_BYTES)
             if epoch >= upto or len(taken) == REPLAYED:
                 break
-            nbytes += sum(b.nbytes for found in bundles.values() for b in found)
-            if nbytes > AT_ONCE_BYTES:
+            if self.amount > AT_ONCE_BYTES or self._takes_long(self.amount + largest):
                 break
             epoch = Epoch(epoch + 1)
         return taken
@@ -157,7 +182,7 @@ class UnitCopy:
         waiting = sorted({e for c in self.inputs.values() for e in c.waiting()})
         if not waiting:
             return None
-        self.busy = 1
+        self.busy = self.amount = 1
         return ProcessBundles(self.key, Epoch(self.finished + 1), False, self._take(waiting[0]))
 
     def _take(self, epoch: Epoch) -> Bundles:

@@ -2,12 +2,15 @@
 
 The same code runs in a site, in the batch job and under Structured Streaming. Errors of user code
 are found here: the rows that raise are bisected for, and named in an `OperatorError` or put aside
-as dead letters, as the flow chose.
+as dead letters, as the flow chose. That there is no more memory is the fault of no row: it stops
+the flow with an `OutOfMemoryError`, which names the stage and the size of its state.
 """
 
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +31,7 @@ from holdfast.flow.batches import (
     user_names,
 )
 from holdfast.flow.graph import DEAD_LETTER
+from holdfast.flow.memory import NO_STATE, is_out_of_memory, naming, state_size
 from holdfast.flow.operators.base import KeyedOperator, Port
 from holdfast.flow.plan import DEAD, Plan, PlannedStep, Stage
 from holdfast.flow.sources import FLAW
@@ -51,7 +55,20 @@ class StageRunner:
 
     def run_source(self, batch: pa.RecordBatch, epoch: int) -> dict[int, pa.RecordBatch]:
         """Send a source's rows (with their order key) through the stage's steps."""
-        return self._finish({"out": self._without_flaws(batch, epoch)}, epoch)
+        with self._naming(epoch):
+            return self._finish({"out": self._without_flaws(batch, epoch)}, epoch)
+
+    def place(self, epoch: int) -> str:
+        """Where in the flow this is, for errors."""
+        return f"flow {self.plan.flow!r}, stage {self.stage.name!r}, epoch {epoch}"
+
+    def _naming(self, epoch: int) -> AbstractContextManager[None]:
+        """Whatever runs out of memory in here says where that was."""
+        return naming(partial(self.place, epoch), self._state_size)
+
+    def _state_size(self) -> str:
+        operator = self.operator
+        return state_size(operator.state_rows(), operator.state_bytes()) if operator else NO_STATE
 
     def _without_flaws(self, batch: pa.RecordBatch, epoch: int) -> pa.RecordBatch:
         """Rows that the source could not read are like rows that a step raised on."""
@@ -82,13 +99,14 @@ class StageRunner:
     ) -> dict[int, pa.RecordBatch]:
         """Process an epoch: `merged` has, for each input of the head, its rows in order."""
         assert self.operator is not None
-        registers = self._operate(merged, track, epoch)
-        kept = {}
-        for name, port in self.stage.ports.items():
-            if self.stage.used[name] or name in self._read:
-                names = [*self.stage.used[name], *order_names(port.width)]
-                kept[name] = registers[name].select(names)
-        return self._finish(kept, epoch)
+        with self._naming(epoch):
+            registers = self._operate(merged, track, epoch)
+            kept = {}
+            for name, port in self.stage.ports.items():
+                if self.stage.used[name] or name in self._read:
+                    names = [*self.stage.used[name], *order_names(port.width)]
+                    kept[name] = registers[name].select(names)
+            return self._finish(kept, epoch)
 
     def merged(self, inputs: list[list[pa.RecordBatch]]) -> list[pa.RecordBatch]:
         """One batch for each input of the head, in sequence order."""
@@ -125,6 +143,8 @@ class StageRunner:
         try:
             out = step.run(batch)
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             if batch.num_rows == 1:
                 self._put_aside(step.label, planned.target, batch, epoch, error)
                 return self._step(planned, batch.slice(0, 0), epoch)
@@ -144,7 +164,7 @@ class StageRunner:
                 return self.operator.process(inputs, track, epoch)
         except Exception as error:
             rows = sum(b.num_rows for b in inputs)
-            if rows == 0:
+            if rows == 0 or is_out_of_memory(error):
                 raise  # no row is to blame
             if rows == 1:
                 position = next(i for i, b in enumerate(inputs) if b.num_rows)

@@ -31,21 +31,24 @@ class Heap:
         self.nbytes = self._arrays[0].nbytes
 
     def append(self, values: pa.Array) -> np.ndarray:
-        """Add values; their numbers. They are copied: whatever they were a part of can go."""
-        first, self.size = self.size, self.size + len(values)
-        together, start = [values], first
+        """Add values; their numbers. They are copied: whatever they were a part of can go. If there
+        is no memory for it, nothing has changed."""
+        kept, together = len(self._arrays), [values]
         rows, nbytes = len(values), values.nbytes
-        self.nbytes += nbytes
-        while self._arrays and len(self._arrays[-1]) < 2 * rows:
-            nbytes += self._arrays[-1].nbytes
+        while kept and len(self._arrays[kept - 1]) < 2 * rows:
+            nbytes += self._arrays[kept - 1].nbytes
             if nbytes > _MERGED_BYTES_MAX:
                 break
-            together.insert(0, self._arrays.pop())
-            start = self._starts.pop()
+            kept -= 1
+            together.insert(0, self._arrays[kept])
             rows += len(together[0])
-        self._arrays.append(_copied(together))
-        self._starts.append(start)
-        return np.arange(first, self.size)
+        merged = _copied(together)
+        numbers = np.arange(self.size, self.size + len(values))
+        start = self._starts[kept] if kept < len(self._starts) else self.size
+        self._arrays[kept:], self._starts[kept:] = [merged], [start]
+        self.size += len(values)
+        self.nbytes += values.nbytes
+        return numbers
 
     def take(self, numbers: np.ndarray) -> pa.Array:
         """The values of these numbers."""

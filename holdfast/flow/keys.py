@@ -151,18 +151,19 @@ class KeyIndex:
 
     Open addressing with linear probing, at most half full. Every round of probing is one numpy
     pass over the rows that are not yet settled; almost all settle in the first.
+
+    If there is no memory for new keys, the index is as it was before.
     """
 
     def __init__(self, capacity: int = 512) -> None:
         self.size = 0
-        self._allocate(max(10, (2 * capacity - 1).bit_length()))
-
-    def _allocate(self, bits: int) -> None:
-        self._bits = bits
-        self._mask = (1 << bits) - 1
-        self._low = np.zeros(1 << bits, np.int64)
+        self._bits = max(10, (2 * capacity - 1).bit_length())
+        self._mask = (1 << self._bits) - 1
+        self._low = np.zeros(1 << self._bits, np.int64)
         self._high: np.ndarray | None = None
-        self._slot = np.full(1 << bits, -1, np.int32)
+        self._slot = np.full(1 << self._bits, -1, np.int32)
+        self._begun: tuple[int, list[np.ndarray]] = (0, [])
+        """What `undo` goes back to: how many keys there were, and where others are since."""
 
     def _home(self, words: KeyWords) -> np.ndarray:
         z = words.low.view(_U) * _MIX1
@@ -179,12 +180,35 @@ class KeyIndex:
         return self._low.nbytes + self._slot.nbytes + high
 
     def lookup(self, words: KeyWords) -> tuple[np.ndarray, np.ndarray]:
-        """The slot of every row's key, and the rows that brought a new key, in slot order."""
+        """The slot of every row's key, and the rows that brought a new key, in slot order. Until
+        `settle`, which the next call does, too, `undo` takes the new keys out again."""
+        self.settle()
+        try:
+            while (found := self._lookup(words)) is None:
+                pass  # the table grew; every row starts from its new home
+        except BaseException:
+            self.undo()
+            raise
+        return found
+
+    def settle(self) -> None:
+        """The keys that are new are there to stay."""
+        self._begun = (self.size, [])
+
+    def undo(self) -> None:
+        """Take the keys out again that are not settled. They are the last that went in, so no
+        other key's way to its place leads past them."""
+        size, placed = self._begun
+        for where in placed:
+            self._slot[where] = -1
+        self.size = size
+
+    def _lookup(self, words: KeyWords) -> tuple[np.ndarray, np.ndarray] | None:
+        """As `lookup`; None if there was no room, and the table has been made larger."""
         if words.high is not None and self._high is None:
             self._high = np.zeros(self._mask + 1, np.int64)
         if self._high is not None and words.high is None:
             words = KeyWords(words.low, np.zeros(words.low.size, np.int64))
-        first_new = self.size
         at = self._home(words)
         slots = self._slot.take(at)
         hit = self._matches(at, words)
@@ -194,9 +218,11 @@ class KeyIndex:
         fresh: list[np.ndarray] = []
         pending = np.flatnonzero(~hit)
         while pending.size:
-            if self._insert(pending, at, words, fresh):
-                at = self._home(words)  # the table grew; every row starts from its new home
-                continue
+            extra = self._insert(pending, at, words, fresh)
+            if extra:
+                self.undo()
+                self._grow(extra)
+                return None
             where = at[pending]
             found = self._slot[where]
             hit = self._matches(where, words.take(pending))
@@ -205,7 +231,7 @@ class KeyIndex:
             pending = pending[~hit]
             at[pending] = (at[pending] + 1) & self._mask
         rows = np.concatenate(fresh) if fresh else _NO_ROWS
-        assert rows.size == self.size - first_new
+        assert rows.size == self.size - self._begun[0]
         return slots.astype(np.int64), rows
 
     def find(self, words: KeyWords) -> np.ndarray:
@@ -236,24 +262,25 @@ class KeyIndex:
 
     def _insert(
         self, pending: np.ndarray, at: np.ndarray, words: KeyWords, fresh: list[np.ndarray]
-    ) -> bool:
-        """Let rows that point at an empty place claim it; the first row of each place wins."""
+    ) -> int:
+        """Let rows that point at an empty place claim it; the first row of each place wins. If
+        there is not enough room: for how many keys there must be in addition to settled ones."""
         where = at[pending]
         empty = self._slot[where] < 0
         if not empty.any():
-            return False
+            return 0
         rows, where = pending[empty], where[empty]
         if self.size + rows.size > (self._mask + 1) // 2:
-            self._grow(rows.size)
-            return True
-        claim = -2 - np.arange(rows.size, dtype=np.int32)
+            return int(self.size - self._begun[0] + rows.size)
+        claim = -2 - np.arange(rows.size, dtype=np.int32)  # below 0, so the place stays empty
         self._slot[where[::-1]] = claim[::-1]
         won = self._slot[where] == claim
         rows, where = rows[won], where[won]
+        self._begun[1].append(where)
         self._place(where, words.take(rows), np.arange(self.size, self.size + rows.size))
         self.size += rows.size
         fresh.append(rows)
-        return False
+        return 0
 
     def _place(self, where: np.ndarray, words: KeyWords, slots: np.ndarray) -> None:
         self._low[where] = words.low
@@ -262,15 +289,22 @@ class KeyIndex:
         self._slot[where] = slots
 
     def _grow(self, extra: int) -> None:
-        used = self._slot >= 0
-        words = KeyWords(self._low[used], None if self._high is None else self._high[used])
-        slots = self._slot[used]
+        """Make room for so many more keys. All of it is made before any of it is used."""
         bits = self._bits
         while self.size + extra > (1 << bits) // 2:
             bits += 1
-        self._allocate(bits)
-        if words.high is not None:
-            self._high = np.zeros(self._mask + 1, np.int64)
+        grown = KeyIndex(1 << (bits - 1))
+        if self._high is not None:
+            grown._high = np.zeros(1 << bits, np.int64)
+        used = self._slot >= 0
+        words = KeyWords(self._low[used], None if self._high is None else self._high[used])
+        grown._fill(words, self._slot[used])
+        grown.size = self.size
+        grown.settle()
+        vars(self).update(vars(grown))
+
+    def _fill(self, words: KeyWords, slots: np.ndarray) -> None:
+        """Put different keys into an empty table that has room for them."""
         at = self._home(words)
         pending = np.arange(slots.size)
         while pending.size:

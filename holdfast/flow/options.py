@@ -25,6 +25,9 @@ class Options:
     status_ms: int = 500
     lease_s: float = 1.0
     """A site that has been silent for so long is declared dead."""
+    call_s_max: float = 300.0
+    """A call of a stage's code that takes longer, and longer than two leases, is taken for one that
+    never ends: its site is declared dead if the flow can do without it; if not, the flow ends."""
     catch_up_mb_s: float = 100.0
     """How fast a site hands state over to new copies."""
     kept_bytes_max: int = 256 << 20
@@ -43,8 +46,9 @@ class Options:
     def __post_init__(self) -> None:
         if not 1 <= self.partitions <= 65_535:
             raise FlowError(f"partitions must be between 1 and 65,535, not {self.partitions}")
-        if self.lease_s <= 0 or self.catch_up_mb_s <= 0 or self.kept_bytes_max <= 0:
-            raise FlowError("lease_s, catch_up_mb_s and kept_bytes_max must be positive")
+        positive = ("lease_s", "call_s_max", "catch_up_mb_s", "kept_bytes_max")
+        if any(getattr(self, name) <= 0 for name in positive):
+            raise FlowError(f"{', '.join(positive[:-1])} and {positive[-1]} must be positive")
         if self.idle_ms is not None and self.idle_ms < 0:
             raise FlowError(
                 f"idle_ms={self.idle_ms}: after how many milliseconds without rows a split is idle",

@@ -7,12 +7,16 @@ column, so operators never see partitions, and the state of any of them can be t
 as an Arrow batch. Slots are grouped into chunks that know the epoch they last changed in:
 increments, spilling and moves read that.
 
+Whatever a table needs more memory for is allocated before anything is changed: if there is none,
+the table is as it was before.
+
 Whoever writes to slots calls `touch` first. So a `Snapshot` can hand out the table as it was at one
 moment while the table goes on: what is about to change is saved for it, row by row.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -128,15 +132,14 @@ class StateTable:
         """Know from now on in which epoch each key's state began (before all others, if it is there
         now); and for these followers, in which it last changed, and which were removed since the
         last snapshot of each; or know it no longer."""
-        if births and self._born is None:
-            self._born = np.full(self._capacity, _UNBORN)
-            self._born[: self._index.size] = 0
-        elif not births:
-            self._born = None
-        if changes and self._touched is None:
-            self._touched = np.full(self._capacity, -1)
-        elif not changes:
-            self._touched = None
+        born = self._born if births else None
+        if births and born is None:
+            born = np.full(self._capacity, _UNBORN)
+            born[: self._index.size] = 0
+        touched = self._touched if changes else None
+        if changes and touched is None:
+            touched = np.full(self._capacity, -1)
+        self._born, self._touched = born, touched
         self._removed = {whose: self._removed.get(whose, []) for whose in changes}
 
     def oldest(self) -> int | None:
@@ -192,11 +195,16 @@ class StateTable:
 
         `partition` is given where the state is keyed by more than the key that partitions it.
         """
-        slots, rows = self._index.lookup(words)
-        if rows.size:
-            self._admit(words.take(rows), None if partition is None else partition[rows])
-        if self._dead_count:
-            self._revive(slots[self._dead[slots]])
+        try:
+            slots, rows = self._index.lookup(words)
+            if rows.size:
+                self._admit(words.take(rows), None if partition is None else partition[rows])
+            if self._dead_count:
+                self._revive(slots[self._dead[slots]])
+            self._index.settle()
+        except BaseException:
+            self._index.undo()
+            raise
         return slots
 
     def find(self, words: KeyWords) -> np.ndarray:
@@ -224,28 +232,42 @@ class StateTable:
         `at`: which of its values, where a key has several."""
         field = self.fields[name]
         where = slots if at is None else (slots, at)
-        if not field.fixed:
+        if field.fixed:
+            self._write(name, where, *self._stored(name, values))
+        else:
             self._put_on_heap(name, where, as_array(values, field.kind))
-            return
-        self._columns[name][where] = field.stored(values)
-        null: np.ndarray | bool = False
-        if isinstance(values, pa.Array) and values.null_count > 0:
-            null = values.is_null().to_numpy(zero_copy_only=False)
-            if name not in self._null:
-                self._null[name] = np.zeros(self._columns[name].shape, bool)
+
+    def _stored(self, name: str, values: Column) -> tuple[np.ndarray, np.ndarray | None]:
+        """A column as it is stored, and where it is null, for which there is room then."""
+        if name in self._heaps:
+            return self._heaps[name].append(as_array(values, self.fields[name].kind)), None
+        stored = self.fields[name].stored(values)
+        if not (isinstance(values, pa.Array) and values.null_count > 0):
+            return stored, None
+        if name not in self._null:
+            self._null[name] = np.zeros(self._columns[name].shape, bool)
+        return stored, values.is_null().to_numpy(zero_copy_only=False)
+
+    def _write(self, name: str, where: _Where, stored: np.ndarray, null: np.ndarray | None) -> None:
+        self._columns[name][where] = stored
         if name in self._null:
-            self._null[name][where] = null
+            self._null[name][where] = False if null is None else null
 
     def _put_on_heap(self, name: str, where: _Where, values: pa.Array) -> None:
         column, heap = self._columns[name], self._heaps[name]
+        before, at = column[where], where
         numbers = np.arange(heap.size, heap.size + len(values))
-        column[where] = numbers
-        stays = column[where] == numbers
-        if not stays.all():  # of a slot named twice, only the last value is kept
-            rows = np.flatnonzero(stays)
-            values = values.take(pa.array(rows))
-            where = where[rows] if isinstance(where, np.ndarray) else tuple(w[rows] for w in where)  # type: ignore[assignment]
-        column[where] = heap.append(values)
+        try:
+            column[where] = numbers
+            stays = column[where] == numbers
+            if not stays.all():  # of a slot named twice, only the last value is kept
+                rows = np.flatnonzero(stays)
+                values = values.take(pa.array(rows))
+                at = where[rows] if isinstance(where, np.ndarray) else tuple(w[rows] for w in where)  # type: ignore[assignment]
+            column[at] = heap.append(values)
+        except BaseException:
+            column[where] = before
+            raise
 
     def get(self, name: str, slots: np.ndarray, at: np.ndarray | None = None) -> pa.Array:
         """The stored column as Arrow, nulls included."""
@@ -274,37 +296,37 @@ class StateTable:
 
     def _admit(self, words: KeyWords, partition: np.ndarray | None) -> None:
         size = self._index.size
+        if partition is None:
+            partition = partition_of(words, self.partitions)
         if size > self._capacity:
             self._enlarge(size)
         new = slice(size - words.low.size, size)
         self._low[new] = words.low
-        if words.high is not None:
-            self._high[new] = words.high
-        if partition is None:
-            partition = partition_of(words, self.partitions)
+        self._high[new] = 0 if words.high is None else words.high
         self._part[new] = partition
 
     def _enlarge(self, least: int) -> None:
+        """All arrays are made before any of them is used."""
         capacity = self._capacity
         while capacity < least:
             capacity *= 2
-        self._snapshots = []  # those so far have the arrays given up here
-        for name in ("_low", "_high", "_part", "_dead"):
-            setattr(self, name, _extended(getattr(self, name), capacity, 0))
-        self._changed = _extended(self._changed, (capacity >> CHUNK_BITS) + 1, -1)
+        larger: dict[str, Any] = {
+            name: _extended(getattr(self, name), capacity, 0)
+            for name in ("_low", "_high", "_part", "_dead")
+        }
+        larger["_changed"] = _extended(self._changed, (capacity >> CHUNK_BITS) + 1, -1)
         if self._born is not None:
-            self._born = _extended(self._born, capacity, _UNBORN)
+            larger["_born"] = _extended(self._born, capacity, _UNBORN)
         if self._touched is not None:
-            self._touched = _extended(self._touched, capacity, -1)
+            larger["_touched"] = _extended(self._touched, capacity, -1)
+        columns = {}
         for name, field in self.fields.items():
-            column = field.allocate(capacity)
-            column[: self._capacity] = self._columns[name]
-            self._columns[name] = column
-        for name, null in self._null.items():
-            longer = np.zeros((capacity, *null.shape[1:]), bool)
-            longer[: self._capacity] = null
-            self._null[name] = longer
-        self._capacity = capacity
+            columns[name] = field.allocate(capacity)
+            columns[name][: self._capacity] = self._columns[name]
+        nulls = {name: _extended(null, capacity, 0) for name, null in self._null.items()}
+        larger |= {"_columns": columns, "_null": nulls, "_capacity": capacity}
+        larger["_snapshots"] = []  # those so far have the arrays given up here
+        vars(self).update(larger)
 
     def touch(self, slots: np.ndarray, epoch: int) -> None:
         """Announce that these slots change in `epoch`: to be called before the first write."""
@@ -420,15 +442,18 @@ class StateTable:
         """Put in what `extract` gave, here or elsewhere; keys already present are overwritten."""
         high = state.column("__high").to_numpy()
         words = KeyWords(state.column("__low").to_numpy(), high if high.any() else None)
-        slots = self.slots(words, state.column("__part").to_numpy())
-        self._save(slots)
+        columns: dict[str, tuple[np.ndarray, np.ndarray | None]] = {}
         for name, field in self.fields.items():
             if field.width is None:
-                self.put(name, slots, unwrap(state.column(name)))
-            else:
-                at = np.tile(np.arange(field.width), slots.size)
-                flat = unwrap(state.column(name).flatten())
-                self.put(name, np.repeat(slots, field.width), flat, at)
+                columns[name] = self._stored(name, unwrap(state.column(name)))
+                continue
+            stored, null = self._stored(name, unwrap(state.column(name).flatten()))
+            shape = (-1, field.width)
+            columns[name] = stored.reshape(shape), None if null is None else null.reshape(shape)
+        slots = self.slots(words, state.column("__part").to_numpy())
+        self._save(slots)
+        for name, (stored, null) in columns.items():
+            self._write(name, slots, stored, null)
         np.maximum.at(self._changed, slots >> CHUNK_BITS, state.column("__changed").to_numpy())
         if self._born is not None:
             known = "__born" in state.schema.names
@@ -442,8 +467,11 @@ class StateTable:
         self._restore(self.extract([p for p in range(self.partitions) if p not in gone]))
 
     def _restore(self, state: pa.RecordBatch) -> None:
-        self._reset(max(512, 1 << (state.num_rows - 1).bit_length() if state.num_rows else 512))
-        self.install(state)
+        """Have this state and no other, in arrays that fit it."""
+        fresh = copy.copy(self)
+        fresh._reset(max(512, 1 << (state.num_rows - 1).bit_length() if state.num_rows else 512))
+        fresh.install(state)
+        vars(self).update(vars(fresh))
 
 
 class _Objects:
@@ -503,7 +531,8 @@ class Snapshot:
         slots = slots[slots < self._due.size]
         slots = distinct(slots[self._due[slots]])
         if slots.size:
-            self._saved.append(self._pick(slots))
+            self._saved.append(_rows(self._arrays, self._changed, slots))
+            self._due[slots] = False
 
     def next(self, rows_max: int) -> pa.RecordBatch | None:
         """More of the state, in the form `StateTable.install` takes; None when it is complete."""
@@ -527,8 +556,9 @@ class Snapshot:
         self.rows_left = 0
 
     def _pick(self, slots: np.ndarray) -> _Rows:
+        rows = _rows(self._arrays, self._changed, slots)
         self._due[slots] = False
-        return _rows(self._arrays, self._changed, slots)
+        return rows
 
     def _pop_saved(self, room: int) -> list[_Rows]:
         parts: list[_Rows] = []
@@ -591,6 +621,6 @@ def _batch(fields: Mapping[str, Field], heaps: Mapping[str, Heap], rows: _Rows) 
 
 
 def _extended(column: np.ndarray, size: int, fill: int) -> np.ndarray:
-    longer = np.full(size, fill, column.dtype)
-    longer[: column.size] = column
+    longer = np.full((size, *column.shape[1:]), fill, column.dtype)
+    longer[: len(column)] = column
     return longer

@@ -254,6 +254,8 @@ def conform(batch: pa.RecordBatch, schema: pa.Schema, source: str) -> pa.RecordB
         bad = None
         try:
             column = as_array(column, field.type)
+        except pa.ArrowMemoryError:
+            raise
         except pa.ArrowException as error:
             bad, why = _first_misfit(column, field.type), str(error)
         if bad is None and column.null_count and not field.nullable:
@@ -276,6 +278,8 @@ def _first_misfit(column: pa.Array, kind: pa.DataType) -> int:
         try:
             column.slice(low, middle - low).cast(kind)
             low = middle
+        except pa.ArrowMemoryError:
+            raise
         except pa.ArrowException:
             high = middle
     return low

@@ -24,7 +24,7 @@ from holdfast.core.unit import UnitCopy
 from holdfast.core.upstream import Needs, Search
 from holdfast.flow.state import StateTable
 from holdfast.sim.explore import Case, forget
-from holdfast.sim.faults import KINDS
+from holdfast.sim.faults import KINDS, Fault
 from holdfast.sim.timed import TimedWorld
 from holdfast.sim.world import World
 from holdfast.site.egress import Egress
@@ -52,13 +52,16 @@ class Bug:
     """In what share of all runs they are more than the protocol can bear."""
     then: str | None = None
     """How the first keyed stage is protected later on, if not in the same way all the time."""
+    faults: tuple[Fault, ...] | None = None
+    """The schedule that brings it out, where those that seeds give hardly ever do."""
     seeds: int = 60
     """It is caught within so many."""
 
     def case(self, seed: int) -> Case:
         """A run that may bring it out."""
         case = Case(seed, self.flow, self.protocol, kinds=self.kinds, beyond=self.beyond)
-        return replace(case, then=self.then)
+        sites = 3 if self.faults else 0  # a schedule names its sites by rank
+        return replace(case, then=self.then, faults=self.faults, sites=sites)
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -371,6 +374,13 @@ def _whatever_comes_is_taken(_: Any) -> Any:
     return is_awaited
 
 
+def _failure_is_said_once(_: Any) -> Any:
+    def fail_copy(self: Node, unit: Any, site: Any, reason: str) -> None:
+        self._tell_copy(unit, site, "failed", reason)
+
+    return fail_copy
+
+
 def _follows_what_was_received(_: Any) -> Any:
     return property(lambda self: self.reached(0))
 
@@ -378,6 +388,13 @@ def _follows_what_was_received(_: Any) -> Any:
 _passive = partial(Bug, flow="times", protocol="passive", kinds=("crash", "crash of two"))
 _upstream = partial(Bug, flow="times", protocol="upstream", kinds=("crash", "crash of two"))
 _changes = partial(Bug, flow="times", kinds=("crash", "crash of two"))
+
+_FAILED_COPY_IS_NOT_COMMITTED = (
+    Fault("crash", 0.015, who=1),
+    Fault("arbiter", 0.022, "transferring", seconds=0.08),
+    Fault("reset", 0.022, "transferring", who=2),
+    Fault("controller", 0.075),
+)
 
 BUGS = [
     Bug("forgotten ack", "copies that do not send get no acks",
@@ -420,6 +437,8 @@ BUGS = [
         Sequencer, "_lead", _leader_forgets, kinds=("crash",)),
     Bug("chain not awaited", "a copy of the sequencer counts before it is in the chain",
         Node, "_is_whole", _chain_not_awaited, kinds=("crash",)),
+    Bug("failure said once", "a new controller is not told that a copy has failed",
+        Node, "_fail_copy", _failure_is_said_once, faults=_FAILED_COPY_IS_NOT_COMMITTED),
     Bug("store not asked", "a sink that takes over writes what is durable already",
         Egress, "lead", _store_not_asked, kinds=("crash",)),
     Bug("held rows left behind", "a sink's new copy lacks what is not durable yet",

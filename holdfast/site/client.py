@@ -109,6 +109,14 @@ class Client:
         """Send a message that nobody answers."""
         self._socket.sendall(wire.encode(message))
 
+    def heard(self, kind: type[wire.Message]) -> bool:
+        """Whether a message of this kind has come, from a side that says nothing else."""
+        try:
+            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        return isinstance(self._receive(kind), kind)
+
     def ask(self, message: wire.Message) -> str:
         """Send a message and wait until the ingress has taken it; its remark."""
         self._socket.sendall(wire.encode(message))

@@ -14,6 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, assert_never
 
@@ -160,6 +161,10 @@ class Node:
         self.orders: list[tuple[int, int, int, Order]] = []
         self.outgoing: dict[tuple[Unit, SiteId], Outgoing] = {}
         self.incoming: dict[Unit, Incoming] = {}
+        self._failed_copies: dict[tuple[Unit, SiteId], tuple[int, str]] = {}
+        """Hand-overs from or to here that failed: since which view that copy joins, and why. The
+        controller that was told may be gone before it has committed a view that gives the copy up,
+        and nothing else would tell the next one that nobody is handing over any more."""
         self.finished = False
         self.freeze_ms = 0.0
         self._gaps = _Gaps()
@@ -177,6 +182,11 @@ class Node:
         if not view.replaces(known):
             return
         self.view, self.finished, self._over, self._finishes = view, False, False, False
+        self._failed_copies = {
+            (unit, site): (since, reason)
+            for (unit, site), (since, reason) in self._failed_copies.items()
+            if self._joins_since(unit, site) == since
+        }
         if known is None and self.site in view.sequencers:
             self.sequencing.open()
         for unit, incoming in list(self.incoming.items()):
@@ -256,6 +266,8 @@ class Node:
                 held = self.dataflow.units[unit]
                 if held.since:
                     self._tell_if_whole(unit)
+            for (unit, site), (_, reason) in self._failed_copies.items():
+                self._tell_copy(unit, site, "failed", reason)
         if self.sequencer is not None:
             for record in self.sequencer.history:
                 self._transport.tell(wire.Cut(record))
@@ -319,9 +331,7 @@ class Node:
             case wire.Store():
                 self._on_store(message)
             case wire.CatchUp():
-                unit = (StageId(message.stage), CohortId(message.cohort))
-                if self.view is not None and message.term >= self.view.term:
-                    self._handle(CatchUpOrdered(unit, SiteId(message.joiner)))
+                self._on_catch_up(message)
             case wire.Stock():
                 self._handle(StockOrdered(message.number))
             case wire.HandOverBegin():
@@ -379,9 +389,10 @@ class Node:
 
     def carry_out(self, order: Order) -> None:
         if order.unit in self.stages.units:
+            begun = self._now()
             processed = self.stages.carry_out(order)
             self._working = True
-            self._handle(processed)
+            self._handle(replace(processed, seconds=self._now() - begun))
             self._working = False
 
     def _pop(self, at: int, entry: tuple[int, int, int, Order]) -> None:
@@ -597,6 +608,16 @@ class Node:
 
     # --- new copies -----------------------------------------------------------------------------
 
+    def _on_catch_up(self, message: wire.CatchUp) -> None:
+        if self.view is None or message.term < self.view.term:
+            return
+        unit, joiner = (StageId(message.stage), CohortId(message.cohort)), SiteId(message.joiner)
+        failed = self._failed_copies.get((unit, joiner))
+        if failed is not None:  # some of its state may be there: it must join anew
+            self._tell_copy(unit, joiner, "failed", failed[1])
+        else:
+            self._handle(CatchUpOrdered(unit, joiner))
+
     def _begin_hand_over(self, effect: HandOver) -> None:
         unit, joiner = effect.unit, effect.joiner
         if joiner in self.dataflow.connected:
@@ -661,6 +682,7 @@ class Node:
         if self.dataflow.units[unit].installed:
             self.incoming[unit] = Checkpoint(message, site, self.stages.units[unit])
             return
+        self._failed_copies.pop((unit, self.site), None)
         self._empty(unit)
         self.incoming[unit] = Incoming(message, site, self.stages.units[unit])
 
@@ -685,7 +707,16 @@ class Node:
         self.stages.open(unit, self.view, begins=False)
         self.stages.on_view(self.view)
 
+    def _joins_since(self, unit: Unit, site: SiteId) -> int | None:
+        """Since which view a copy joins; None if it does not."""
+        assert self.view is not None
+        cohort = self.view.cohort(unit)
+        return cohort.since_of(site) if site in cohort.joining else None
+
     def _fail_copy(self, unit: Unit, site: SiteId, reason: str) -> None:
+        since = self._joins_since(unit, site)
+        if since is not None:
+            self._failed_copies[unit, site] = (since, reason)
         self._tell_copy(unit, site, "failed", reason)
 
     def _tell_copy(self, unit: Unit, site: SiteId, phase: str, reason: str = "") -> None:
@@ -694,6 +725,8 @@ class Node:
 
     def _report_copy(self, effect: ReportCopy) -> None:
         unit, phase = effect.unit, effect.phase
+        if phase == "installed":
+            self._failed_copies.pop((unit, self.site), None)
         if phase == "installed" and unit[0] in self.stages.fed():
             self._uncounted.add(unit)
         if phase == "installed" and unit == FIRST:

@@ -33,8 +33,9 @@ import pyarrow as pa
 from holdfast.core.effects import IngestEpochs
 from holdfast.core.ids import NO_EPOCH, STORE, Epoch, SiteId
 from holdfast.core.layout import Domain
-from holdfast.errors import HoldfastError, ProtocolError
+from holdfast.errors import HoldfastError, OutOfMemoryError, ProtocolError
 from holdfast.flow.graph import Flow
+from holdfast.flow.memory import NO_STATE, is_out_of_memory, limit_bytes, out_of_memory
 from holdfast.flow.options import Options
 from holdfast.flow.plan import plan
 from holdfast.site import wire
@@ -42,7 +43,6 @@ from holdfast.site.client import Client
 from holdfast.site.connection import Connection, dial, listen
 from holdfast.site.feed import Feeds
 from holdfast.site.hearing import BEATS_PER_LEASE, Hearing
-from holdfast.site.memory import limit_bytes
 from holdfast.site.node import Node
 from holdfast.site.spill import Spill
 from holdfast.site.storing import Shelf
@@ -67,6 +67,12 @@ ROOM_S = 0.1
 HURRY_S = 1.0
 """A unit that has waited for so long tries another copy. Not sooner: what was on its way comes
 twice then, and when everything is slow that makes it slower."""
+RESERVE_BYTES = 1 << 20
+"""So much is let go when there is no more memory: enough to say so."""
+FENCED_LEASES = 2
+"""So long a site that was declared dead has to leave by itself."""
+HUNG_STATUS = 75
+"""What a process ends with that does not."""
 ORPHAN_S = 10.0
 """How long a site goes on without a controller."""
 QUEUED_BYTES_MAX = 4 << 20
@@ -128,6 +134,7 @@ class Site:
         self.node.stages.on_fed = self._on_fed
         self._limit = limit_bytes()
         self._started = False
+        self._reserve: bytes | None = bytes(RESERVE_BYTES)
         self._failure: wire.Failed | None = None
         """What this site has failed with; it works no more."""
         self._part_at = 0.0
@@ -142,6 +149,7 @@ class Site:
         """Why the last attempt at a connection to a member came to nothing."""
         self._turned = time.monotonic()
         """When the event loop last got to beat."""
+        self._left = threading.Event()
 
     # --- coming and going -----------------------------------------------------------------------
 
@@ -166,6 +174,7 @@ class Site:
         try:
             await self._over
         finally:
+            self._left.set()
             for task in tasks:
                 task.cancel()
             self.node.stages.abandon()
@@ -234,6 +243,8 @@ class Site:
     ) -> None:
         if self._controllers.get(address) is connection:
             del self._controllers[address]
+        if error is not None and is_out_of_memory(error):
+            self._fail(error)
 
     def _register(self, connection: Connection) -> None:
         process = f"{socket.gethostname()}/{os.getpid()}"
@@ -267,6 +278,9 @@ class Site:
     def _fail(self, error: BaseException) -> None:
         """Tell the controller what is wrong and stop working; it will end the flow."""
         self._started = False
+        if is_out_of_memory(error):
+            self._reserve = None
+            error = self._out_of_memory(error)
         detail: dict[str, str | int | None]
         if isinstance(error, HoldfastError):
             detail = {name: getattr(error, name) for name in error.fields}
@@ -276,6 +290,14 @@ class Site:
         log.error("site %s fails: %s", self.id, error)
         self._failure = wire.Failed(type(error).__name__, detail)
         self.tell(self._failure)
+
+    def _out_of_memory(self, error: BaseException) -> OutOfMemoryError:
+        """The same, with what this site holds, unless it says where it comes from."""
+        if isinstance(error, OutOfMemoryError):
+            return error
+        stages = {r.stage.name: r.state_size() for r in self.node.stages.units.values()}
+        held = "; ".join(f"{name!r}: {size}" for name, size in stages.items() if size != NO_STATE)
+        return out_of_memory(f"site {self.id}", held or "No stage has state here", error)
 
     @property
     def _failed(self) -> bool:
@@ -330,6 +352,8 @@ class Site:
         self._say_seen()
 
     def _on_peer_lost(self, connection: Connection, error: Exception | None) -> None:
+        if error is not None and is_out_of_memory(error):
+            self._fail(error)
         self._feeds.forget(connection)
         site = SiteId(connection.id)
         if connection.role == "site" and self._peers.get(site) is connection:
@@ -418,6 +442,9 @@ class Site:
         try:
             self._receive(connection, message, body)
         except ProtocolError as error:
+            if is_out_of_memory(error):  # no fault of the sender's, and no better the next time
+                self._fail(error)
+                return
             log.warning(
                 "site %s: %s from %s: %s", self.id, type(message).__name__, connection.id, error
             )
@@ -566,17 +593,35 @@ class Site:
     def _beat(self, address: tuple[str, int]) -> None:
         """Say every now and then that this process lives: in a thread and on a connection of its
         own, so that a long operator call does not look like death. During one this site is deaf
-        and dumb to the others: the controller is told, so that it does not listen to them."""
-        lease = self.config.options.lease_s
-        while True:
+        and dumb to the others: the controller is told, so that it does not listen to them, and how
+        long that has been so, since a call that never ends must be found. Code that holds Python's
+        global lock for longer than the lease silences this thread, too."""
+        pause = self.config.options.lease_s / 5
+        while not self._left.is_set():
             try:
-                identity = ("pulse", self.id)
-                client = Client(address, self.config.secret, identity)
-                while True:
-                    client.tell(wire.Beat(busy=time.monotonic() - self._turned > lease))
-                    time.sleep(lease / 5)
+                client = Client(address, self.config.secret, (wire.PULSE, self.id))
+                while not self._left.is_set():
+                    client.tell(self._pulse(time.monotonic()))
+                    if client.heard(wire.Fenced):
+                        self._end_if_hung()
+                    self._left.wait(pause)
+                client.close()
             except (OSError, HoldfastError):
-                time.sleep(REDIAL_S)
+                self._left.wait(REDIAL_S)
+
+    def _pulse(self, now: float) -> wire.Beat:
+        seconds = now - self._turned
+        if seconds <= self.config.options.lease_s:
+            return wire.Beat()
+        stage, epoch = self.node.stages.call or ("", -1)
+        return wire.Beat(True, seconds, stage, epoch)
+
+    def _end_if_hung(self) -> None:
+        """This site was declared dead, and another takes its place. If its event loop does not get
+        to hear of it, nobody else ends this process."""
+        if not self._left.wait(FENCED_LEASES * self.config.options.lease_s):
+            log.error("site %s was declared dead in a call that does not end; it exits", self.id)
+            os._exit(HUNG_STATUS)
 
     async def _hurry(self) -> None:
         """Have units that wait for a slow copy take from another one."""

@@ -31,10 +31,11 @@ from holdfast.core.layout import View
 from holdfast.core.records import EpochRecord
 from holdfast.core.sequencer import Sequencer
 from holdfast.errors import ProtocolError
+from holdfast.flow.memory import limit_bytes
 from holdfast.flow.options import Options
 from holdfast.flow.plan import Plan
 from holdfast.site import wire
-from holdfast.site.memory import fitting, limit_bytes
+from holdfast.site.memory import fitting
 
 log = logging.getLogger("holdfast.site")
 

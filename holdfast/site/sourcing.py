@@ -66,7 +66,8 @@ class Sourcing:
     def read_split(self, unit: Unit, split: Split, block_rows: int) -> None:
         source, leads = unit[0], self._leads(unit)
         while not split.ended and split.rows_held < self._options.read_ahead_rows:
-            blocks = split.read(block_rows)
+            with self._stages.calling(self._stages.units[unit]):
+                blocks = split.read(block_rows)
             if not blocks:
                 break
             self._quiet_since.pop((source, split.number), None)

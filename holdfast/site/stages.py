@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from holdfast.core.records import EpochRecord
 from holdfast.errors import FlowError, ProtocolError
 from holdfast.flow.batches import Track, concat, order_of
 from holdfast.flow.execute import StageRunner
+from holdfast.flow.memory import NO_STATE, naming, state_size
 from holdfast.flow.operators.base import KeyedOperator, OperatorSnapshot
 from holdfast.flow.options import Options
 from holdfast.flow.past import Past
@@ -177,6 +179,17 @@ class UnitRunner:
 
     def run(self, order: IngestEpochs | ProcessBundles) -> list[Outputs]:
         """Carry an order out: the output of each of its epochs, split by consumer cohort."""
+        with naming(partial(self.runner.place, order.epoch), self.state_size):
+            return self._run(order)
+
+    def state_size(self) -> str:
+        """How large the state is, in words."""
+        tables = self.keeper.tables().values() if self.keeper is not None else ()
+        if not tables:
+            return NO_STATE
+        return state_size(sum(t.size for t in tables), sum(t.nbytes for t in tables))
+
+    def _run(self, order: IngestEpochs | ProcessBundles) -> list[Outputs]:
         begun = time.thread_time()
         if isinstance(order, IngestEpochs):
             assert self.ingress is not None
@@ -350,6 +363,9 @@ class SiteStages:
         """Sinks wait until the records of their epochs are durable up to here, if it is known."""
         if options.store_every_ms:
             self.recorded = NO_EPOCH
+        self.call: tuple[str, int] | None = None
+        """The name of the stage whose code runs just now, and the epoch, or -1: for threads that
+        want to know what this one is at."""
         self.on_fed: Callable[[], None] = lambda: None
         self.send: Callable[[SiteId, wire.Message, list[Any]], None] = lambda *_: None
 
@@ -446,11 +462,21 @@ class SiteStages:
             return True
         return runner.ingress.ready(order.records, self.options.block_rows)
 
+    @contextmanager
+    def calling(self, unit: UnitRunner, epoch: int = -1) -> Iterator[None]:
+        """In here the code of a unit's stage runs: its functions, source or sink."""
+        self.call = (unit.stage.name, epoch)
+        try:
+            yield
+        finally:
+            self.call = None
+
     def carry_out(self, order: IngestEpochs | ProcessBundles) -> UnitProcessed:
         """Ingest or process; the answer has the output split by consumer cohort."""
         last = order.last if isinstance(order, ProcessBundles) else True
         unit = self.units[order.unit]
-        *earlier, outputs = unit.run(order)
+        with self.calling(unit, order.epoch):
+            *earlier, outputs = unit.run(order)
         needs = unit.came_from(order.epoch)
         return UnitProcessed(order.unit, order.epoch, last, outputs, needs, tuple(earlier))
 
@@ -462,13 +488,15 @@ class SiteStages:
         """Called again and again: give the sinks what the flow begins with."""
         for runner in self.units.values():
             if runner.egress is not None:
-                runner.egress.recall()
+                with self.calling(runner):
+                    runner.egress.recall()
 
     def tend(self) -> None:
         """Called every now and then: see to the sinks that are led here."""
         for runner in self.units.values():
             if runner.egress is not None:
-                runner.egress.tend()
+                with self.calling(runner):
+                    runner.egress.tend()
 
     def figures(self) -> list[dict[str, Any]]:
         """One row for each unit held here."""
@@ -480,7 +508,8 @@ class SiteStages:
         """The last epoch is through: make what the sinks wrote readable."""
         for runner in self.units.values():
             if runner.egress is not None:
-                runner.egress.close()
+                with self.calling(runner):
+                    runner.egress.close()
 
     def close_sources(self) -> None:
         for _, split in self.splits():

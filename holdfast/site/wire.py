@@ -147,6 +147,10 @@ class Beat(Message, frozen=True):
     lease I have not got to read what others send me, nor to beat on their connections."""
 
     busy: bool = False
+    seconds: float = 0.0
+    """Of one that is busy: for how long, and with what (see `holdfast.core.events.Call`)."""
+    stage: str = ""
+    epoch: int = -1
 
 
 class Launch(Message, frozen=True):
@@ -641,6 +645,8 @@ _encoder = msgspec.msgpack.Encoder()
 _CONTROLLERS_ONLY = (NewView, Start, CatchUp, Stock, Drain, Pause, Dismiss, Recorded, Store)
 _FEEDERS_ONLY = (FeedBegin, FeedOpen, FeedRows, FeedDone, FeedCommit, FeedEnd)
 READER = "reader"
+PULSE = "pulse"
+"""A thread of a site, which says that the site lives while that is at work."""
 SERVER = "server"
 """Whoever was dialled and is no site: a controller. Nobody else gives orders."""
 

@@ -25,6 +25,7 @@ from holdfast.core.effects import (
     Wait,
 )
 from holdfast.core.events import (
+    Call,
     CopyBehind,
     CopyReported,
     FlowFailed,
@@ -33,13 +34,14 @@ from holdfast.core.events import (
     SiteRegistered,
     SitesApart,
     SitesFailed,
+    SitesHung,
     StopRequested,
     ViewSeen,
     WaitOver,
 )
 from holdfast.core.ids import CohortId, SiteId, StageId
 from holdfast.core.layout import Domain, Guard, Shape, StageShape, place, spans
-from holdfast.errors import HostError, InvariantError, SiteLostError
+from holdfast.errors import HostError, HungError, InvariantError, SiteLostError
 
 SHAPE = Shape(
     (
@@ -290,6 +292,35 @@ def test_of_two_that_are_apart_one_is_let_go_that_can_be_spared() -> None:
     assert controller.handle(SitesApart({(1, 2): (3, "how")})) == [], "it is gone already"
     effects = controller.handle(SitesApart({(3, 0): (2, "how"), (0, 3): (2, "how")}))
     assert FenceSite(0) in effects, "3 has the last copy of what 2 had"
+
+
+def test_a_site_whose_call_does_not_end_is_let_go_and_the_call_is_named() -> None:
+    controller = running(PAIRS, 4, 0)
+    short = Call("sessions", 7, 50.0)
+    assert controller.handle(SitesHung({1: short}, 60.0)) == []
+    long = Call("sessions", 7, 61.0)
+    effects = controller.handle(SitesHung({1: long, 3: Call("packets", 8, 40.0)}, 60.0))
+    assert FenceSite(1) in effects and len(views(effects)) == 1
+    assert controller.dead == {1: "it has been in stage 'sessions', epoch 7, for 61 s"}
+    assert controller.handle(SitesHung({1: long}, 60.0)) == [], "it is gone already"
+
+
+def test_a_call_that_ends_nowhere_ends_the_flow_and_no_site_is_failed_for_it() -> None:
+    """The replicas are in it together: one after the other would be lost at the same row."""
+    controller = running(PAIRS, 4, 0)
+    calls = {1: Call("sessions", 7, 61.0), 2: Call("sessions", 7, 59.0)}
+    (end,) = controller.handle(SitesHung(calls, 60.0))
+    assert isinstance(end, EndFlow) and isinstance(end.error, HungError)
+    assert "sites 1, 2 have been in stage 'sessions', epoch 7, for 61 s" in str(end.error)
+    assert controller.dead == {}
+
+
+def test_a_call_that_does_not_end_where_the_only_copy_is_ends_the_flow() -> None:
+    (end,) = running().handle(SitesHung({1: Call("alerts", -1, 61.0)}, 60.0))
+    assert isinstance(end.error, HungError)
+    assert "site 1 has been in stage 'alerts' for 61 s, and of what it holds" in str(end.error)
+    (end,) = running().handle(SitesHung({1: Call("", -1, 61.0)}, 60.0))
+    assert "site 1 has been busy with something for 61 s" in str(end.error)
 
 
 def test_who_is_apart_from_most_is_let_go() -> None:

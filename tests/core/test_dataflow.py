@@ -35,7 +35,7 @@ from holdfast.core.events import (
 from holdfast.core.ids import NO_EPOCH
 from holdfast.core.layout import Cohort, Guard, Shape, StageShape, View
 from holdfast.core.records import EpochRecord, Range
-from holdfast.core.unit import AT_ONCE_ROWS, REPLAYED, ROOM_BEHIND
+from holdfast.core.unit import AT_ONCE_ROWS, AT_ONCE_S, REPLAYED, ROOM_BEHIND
 from holdfast.core.upstream import Gap
 
 SHAPE = Shape(
@@ -424,3 +424,43 @@ def test_who_stood_by_and_lacks_nothing_has_caught_up_when_it_computes() -> None
     effects = machine.handle(ViewCommitted(stands.without([1])))
     assert not machine.units[KEYED].stands
     assert ReportCopy(KEYED, "caught_up") in effects
+
+
+def joined_after(seconds: float) -> list[int]:
+    """How many epochs a keyed stage that is behind takes in each call, if an epoch takes so long
+    there. Each has as many bytes as another."""
+    machine = site(2, "0", "1+2", "1", connected=(0, 1))
+    for epoch in range(40):
+        machine.handle(record(epoch))
+    machine.handle(CopyInstalled(KEYED, 5, {1: {0: []}}, {1: {0: gap(5)}}))
+    orders = of(ProcessBundles, [e for n in range(6, 40) for e in machine.handle(bundle(0, n))])
+    calls: list[int] = []
+    while orders:
+        (order,) = orders
+        calls.append(len(order.epochs))
+        made = [{1: {0: Frames("o")}} for _ in order.epochs]
+        took = seconds * len(made)
+        done = UnitProcessed(KEYED, order.epoch, True, made[-1], NO_EPOCH, tuple(made[:-1]), took)
+        orders = of(ProcessBundles, machine.handle(done))
+    assert sum(calls) == 34
+    return calls
+
+
+def test_a_stage_that_is_behind_and_slow_does_not_make_long_calls() -> None:
+    """The site hears nobody during one: sixteen epochs at once would be as many times as long."""
+    assert joined_after(seconds=0.0)[:2] == [1, REPLAYED]
+    assert joined_after(seconds=AT_ONCE_S / 4)[:3] == [1, 4, 4]
+    assert set(joined_after(seconds=AT_ONCE_S)) == {1}
+    assert set(joined_after(seconds=60.0)) == {1}
+
+
+def test_a_source_that_is_behind_and_slow_does_not_make_long_calls() -> None:
+    for seconds, expected in ((0.0, 8), (AT_ONCE_S / 4, 4), (AT_ONCE_S, 1)):
+        machine = site(0, "0", "0", "0")
+        machine.handle(ack(0, 0, NO_EPOCH))
+        machine.handle(record(0))
+        for epoch in range(1, 9):
+            machine.handle(record(epoch))
+        done = UnitProcessed(SOURCE, 0, True, {0: {0: Frames("a")}}, seconds=seconds)
+        (order,) = of(IngestEpochs, machine.handle(done))
+        assert len(order.records) == expected

@@ -69,6 +69,12 @@ FAILS_WITHOUT_A_CONTROLLER = (
     Fault("block", 0.01248, "without a controller", who=9, other=3, seconds=0.146878),
     Fault("old leader", 0.01248, "taken over", who=9),
 )
+# The donor says that it cannot hand over to a controller whose next view is never committed.
+FAILED_COPY_IS_NOT_COMMITTED = (
+    Fault("cut off", 0.015411782198, who=1, other=8, seconds=0.18493009),
+    Fault("arbiter", 0.015411782198, "joining", who=4, other=1, seconds=0.031497893),
+    Fault("controller", 0.015411782198, "replaying", who=6),
+)
 
 
 @pytest.mark.parametrize(
@@ -76,8 +82,9 @@ FAILS_WITHOUT_A_CONTROLLER = (
     [
         Case(57, "windows", faults=JOINS_AT_THE_END),
         Case(4, "poison", faults=FAILS_WITHOUT_A_CONTROLLER),
+        Case(85, sites=3, faults=FAILED_COPY_IS_NOT_COMMITTED),
     ],
-    ids=["joins at the end", "fails without a controller"],
+    ids=["joins at the end", "fails without a controller", "failed copy is not committed"],
 )
 def test_schedules_that_once_failed(case: Case) -> None:
     assert run(case).problem is None

@@ -540,6 +540,77 @@ def test_what_stands_by_begins_with_the_flows_past_like_what_computes(tmp_path) 
     assert node.stages.units[1, 0].operator.state_rows() == 0
 
 
+def joining(term: int, number: int, since: int) -> View:
+    """Site 0 has everything, and site 1 joins its keyed stage."""
+    alone = Cohort(0, 1, (SiteId(0),))
+    keyed = Cohort(0, OPTIONS.partitions, (SiteId(0),)).joined_by(SiteId(1), since)
+    return View(term, number, (SiteId(0), SiteId(1)), ((alone,), (keyed,), (alone,)))
+
+
+class Told:
+    """A transport that remembers what the controller was told of copies."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[int, int, str]] = []
+
+    def send(self, site: int, message: wire.Message, body: Any = None) -> None: ...
+
+    def tell(self, message: wire.Message) -> None:
+        if isinstance(message, wire.CopyState):
+            self.copies.append((message.site, message.number, message.phase))
+
+    def taken(self) -> list[tuple[int, int, str]]:
+        found, self.copies = self.copies, []
+        return found
+
+
+def one_keyed_stage() -> Plan:
+    flow = Flow("one")
+    KINDS["running"](flow.source("events", rows(events()), event_time="ts")).sink("out", discard())
+    return plan(flow)
+
+
+def test_a_donor_reports_a_failed_copy_until_a_view_has_given_it_up() -> None:
+    """The controller that heard of it may die before it has committed the next view."""
+    told = Told()
+    node = Node(one_keyed_stage(), SiteId(0), OPTIONS, told)
+    node.on_view(joining(0, 2, since=2))
+    node.receive(SiteId(-1), wire.CatchUp(0, 1, 0, 1), memoryview(b""))  # without a connection
+    assert told.taken() == [(1, 2, "failed")]
+    node.on_view(joining(1, 3, since=2))
+    node.report_again()
+    assert told.taken() == [(1, 3, "failed")]
+    node.receive(SiteId(-1), wire.CatchUp(1, 1, 0, 1), memoryview(b""))
+    assert told.taken() == [(1, 3, "failed")]
+    node.on_view(joining(1, 4, since=4))  # another attempt
+    node.report_again()
+    assert told.taken() == []
+    node.on_connected(SiteId(1))
+    node.receive(SiteId(-1), wire.CatchUp(1, 1, 0, 1), memoryview(b""))
+    assert told.taken() == [] and ((1, 0), 1) in node.outgoing
+    node.on_lost(SiteId(1))
+    assert told.taken() == [(1, 4, "failed")]
+    node.report_again()
+    assert told.taken() == [(1, 4, "failed")]
+
+
+def test_a_joiner_reports_a_failed_copy_until_it_is_handed_over_again() -> None:
+    told = Told()
+    node = Node(one_keyed_stage(), SiteId(1), OPTIONS, told)
+    node.on_view(joining(0, 2, since=2))
+    node.on_connected(SiteId(0))
+    begin = wire.HandOverBegin(1, 0, 5, 0, {}, None, [])
+    node.receive(SiteId(0), begin, memoryview(b""))
+    node.on_lost(SiteId(0))
+    assert told.taken() == [(1, 2, "failed")]
+    node.report_again()
+    assert told.taken() == [(1, 2, "failed")]
+    node.on_connected(SiteId(0))
+    node.receive(SiteId(0), begin, memoryview(b""))
+    node.report_again()
+    assert told.taken() == []
+
+
 class Silence:
     """A transport that takes nothing anywhere."""
 

@@ -281,6 +281,8 @@ class KafkaReader(SplitReader):
         alone."""
         try:
             batch, counts = self._source.format.decode([m.value() for m in messages])
+        except pa.ArrowMemoryError:
+            raise  # no record is to blame
         except (pa.ArrowException, ValueError, KeyError) as error:
             if len(messages) == 1:
                 return self._flaw(messages[0], error)

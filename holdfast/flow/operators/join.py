@@ -247,15 +247,15 @@ class _Side:
         if batch.num_rows == 0:
             return
         batch = batch.select(self.schema.names)
-        self._births.append((epoch, int(event_times(batch, self.on).max())))
+        latest = int(event_times(batch, self.on).max())
+        runs = [*self.runs, self._run(batch)]
+        while len(runs) > 1 and runs[-2].batch.num_rows < 2 * runs[-1].batch.num_rows:
+            runs[-2:] = [self._run(concat([runs[-2].batch, runs[-1].batch]))]
+        # Nothing is changed before all of it is there.
+        self.runs = runs
+        self._births.append((epoch, latest))
         for fresh in self._fresh.values():
             fresh.append((epoch, batch))
-        self.runs.append(self._run(batch))
-        while (
-            len(self.runs) > 1 and self.runs[-2].batch.num_rows < 2 * self.runs[-1].batch.num_rows
-        ):
-            newer, older = self.runs.pop(), self.runs.pop()
-            self.runs.append(self._run(concat([older.batch, newer.batch])))
 
     def clear(self) -> None:
         self.runs = []
@@ -265,7 +265,6 @@ class _Side:
         """Drop rows with a time below `oldest`, once at least half of a run is that old."""
         if oldest <= self._floor:
             return
-        self._floor = oldest
         kept: list[_Run] = []
         for run in self.runs:
             rows = np.flatnonzero(event_times(run.batch, self.on) >= oldest)
@@ -274,7 +273,7 @@ class _Side:
                     kept.append(self._run(take(run.batch, rows)))
             else:
                 kept.append(run)
-        self.runs = kept
+        self.runs, self._floor = kept, oldest
 
     def extract(
         self, partitions: Sequence[int] | None = None, since: int | None = None
@@ -331,8 +330,7 @@ class _Side:
     def drop(self, partitions: Sequence[int]) -> None:
         gone = set(partitions)
         rest = self.extract([p for p in range(self.partitions) if p not in gone])
-        self.runs = []
-        self.add(rest)
+        self.runs = [self._run(rest)] if rest.num_rows else []
 
 
 class _SideSnapshot:
