@@ -1,4 +1,4 @@
-"""Which members a site has heard nothing of for too long, though it listened.
+"""Which members a site has heard nothing of for too long, though it listened; and whether it does.
 
 Only time in which the site itself got to run counts: one that was stopped, starved, or busy with
 one long call has not listened, and what came meanwhile is read before it looks here again.
@@ -43,3 +43,28 @@ class Hearing:
         leases = {s: int(t / self._lease_s) for s, t in self._unheard_s.items()}
         self._said = {s: n for s, n in leases.items() if n >= PATIENCE_LEASES}
         return [(s, n) for s, n in self._said.items() if n > said.get(s, 0)]
+
+
+class Standstill:
+    """For how long a site's event loop has not got to turn, as a thread beside it sees that, which
+    looks every `pause_s`. Time in which the thread did not get to run either does not count: a
+    process that was stopped is not in a long call when it goes on.
+
+    >>> still = Standstill(pause_s=1.0)
+    >>> [still.seconds(at, turned=5.0) for at in (6.0, 7.0, 8.0)]
+    [0.0, 1.0, 2.0]
+    >>> [still.seconds(900.0, turned=5.0), still.seconds(901.0, turned=900.5)]
+    [4.0, 0.0]
+    """
+
+    def __init__(self, pause_s: float) -> None:
+        self._pause_s = pause_s
+        self._at = self._turned = 0.0
+        self._seconds = 0.0
+
+    def seconds(self, now: float, turned: float) -> float:
+        """The event loop has last turned at `turned`."""
+        past = min(now - self._at, 2 * self._pause_s)
+        self._seconds = self._seconds + past if turned == self._turned else 0.0
+        self._at, self._turned = now, turned
+        return self._seconds

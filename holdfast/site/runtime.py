@@ -42,7 +42,7 @@ from holdfast.site import wire
 from holdfast.site.client import Client
 from holdfast.site.connection import Connection, dial, listen
 from holdfast.site.feed import Feeds
-from holdfast.site.hearing import BEATS_PER_LEASE, Hearing
+from holdfast.site.hearing import BEATS_PER_LEASE, Hearing, Standstill
 from holdfast.site.node import Node
 from holdfast.site.spill import Spill
 from holdfast.site.storing import Shelf
@@ -69,10 +69,10 @@ HURRY_S = 1.0
 twice then, and when everything is slow that makes it slower."""
 RESERVE_BYTES = 1 << 20
 """So much is let go when there is no more memory: enough to say so."""
-FENCED_LEASES = 2
-"""So long a site that was declared dead has to leave by itself."""
+FENCED_S = 3.0
+"""So long a site that was declared dead has to leave; then its process is ended."""
 HUNG_STATUS = 75
-"""What a process ends with that does not."""
+"""With what status it ends then."""
 ORPHAN_S = 10.0
 """How long a site goes on without a controller."""
 QUEUED_BYTES_MAX = 4 << 20
@@ -597,11 +597,12 @@ class Site:
         long that has been so, since a call that never ends must be found. Code that holds Python's
         global lock for longer than the lease silences this thread, too."""
         pause = self.config.options.lease_s / 5
+        still = Standstill(pause)
         while not self._left.is_set():
             try:
                 client = Client(address, self.config.secret, (wire.PULSE, self.id))
                 while not self._left.is_set():
-                    client.tell(self._pulse(time.monotonic()))
+                    client.tell(self._pulse(still, time.monotonic()))
                     if client.heard(wire.Fenced):
                         self._end_if_hung()
                     self._left.wait(pause)
@@ -609,17 +610,17 @@ class Site:
             except (OSError, HoldfastError):
                 self._left.wait(REDIAL_S)
 
-    def _pulse(self, now: float) -> wire.Beat:
-        seconds = now - self._turned
-        if seconds <= self.config.options.lease_s:
-            return wire.Beat()
+    def _pulse(self, still: Standstill, now: float) -> wire.Beat:
+        seconds = still.seconds(now, self._turned)
         stage, epoch = self.node.stages.call or ("", -1)
+        if now - self._turned <= self.config.options.lease_s:
+            return wire.Beat()
         return wire.Beat(True, seconds, stage, epoch)
 
     def _end_if_hung(self) -> None:
         """This site was declared dead, and another takes its place. If its event loop does not get
         to hear of it, nobody else ends this process."""
-        if not self._left.wait(FENCED_LEASES * self.config.options.lease_s):
+        if not self._left.wait(FENCED_S):
             log.error("site %s was declared dead in a call that does not end; it exits", self.id)
             os._exit(HUNG_STATUS)
 

@@ -17,7 +17,10 @@ from holdfast import Flow, HungError, KeyedFunction, discard, generator, pairs
 from holdfast.core.sequencer import Budget
 from holdfast.flow.options import Options
 from holdfast.run import Run
+from holdfast.site import wire
+from holdfast.site.hearing import Standstill
 
+from .test_dialling import lonely_site
 from .test_pairs import PATIENCE_S, until
 
 ROWS, KEYS = 12_000, 40
@@ -130,8 +133,8 @@ def test_a_site_in_a_call_longer_than_the_lease_is_not_declared_dead(
     assert delivered(run) == expected()
 
 
-def test_a_site_in_a_call_that_never_ends_is_declared_dead_and_its_process_ends(
-    kept, tmp_path: Path
+def test_a_site_in_a_call_that_never_ends_is_declared_dead_and_ends_its_process(
+    kept, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     mark = tmp_path / "mark"
     run = slow_flow(HangOnce(mark)).start(sites=3, options=options(HUNG_S))
@@ -142,6 +145,7 @@ def test_a_site_in_a_call_that_never_ends_is_declared_dead_and_its_process_ends(
     assert delivered(run) == expected()
     pid = int(mark.read_text())
     until(lambda: not is_alive(pid), "the hung process ends")
+    assert "was declared dead in a call that does not end; it exits" in capfd.readouterr().err
 
 
 def test_a_function_that_never_returns_stops_the_flow_and_is_named(kept) -> None:
@@ -152,3 +156,19 @@ def test_a_function_that_never_returns_stops_the_flow_and_is_named(kept) -> None
         run.wait(PATIENCE_S)
     assert "have been in stage 'Slow by (k)', epoch " in str(caught.value)
     assert run.status()["dead"] == {}
+
+
+def test_a_site_that_was_stopped_is_not_in_a_long_call_when_it_goes_on() -> None:
+    """Its pulse may be said before its event loop gets to turn."""
+    site = lonely_site()
+    site._turned, site.node.stages.call = 100.0, ("Slow by (k)", 7)
+    still = Standstill(0.2)
+    assert site._pulse(still, 100.2) == wire.Beat()
+    assert site._pulse(still, 100.4) == wire.Beat()
+    beat = site._pulse(still, 999.0)
+    assert (beat.busy, beat.stage, beat.epoch) == (True, "Slow by (k)", 7)
+    assert beat.seconds < 1.0
+    said = [site._pulse(still, 999.0 + n * 0.2).seconds for n in range(1, 60)]
+    assert said == sorted(said) and said[-1] > 10.0
+    site._turned = 1010.9
+    assert site._pulse(still, 1011.0) == wire.Beat()
