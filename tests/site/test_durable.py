@@ -217,6 +217,7 @@ def test_it_goes_on_with_other_sites_partitions_elsewhere_and_another_protection
     assert sorted(f.name for f in Path(store).iterdir()) == [
         "manifest.arrow",
         "owner.arrow",
+        "sinks",
         "sources",
         "state",
     ]
