@@ -67,6 +67,9 @@ class Egress:
         if stored is None:
             return
         saved = msgspec.msgpack.decode(stored.saved, type=wire.EgressExtras)
+        if "incarnation" not in saved:
+            # Of a version that counted epochs without rows, which the store was not told of.
+            self._whose = replace(self._whose, after=saved["durable"], lost=False)
         writer = saved.get("incarnation", self._whose.incarnation)
         if writer == self._whose.incarnation or self.is_read:
             self.restore(saved, past.held_by(self._stage, self._schema))

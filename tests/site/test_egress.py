@@ -186,6 +186,20 @@ def test_a_flow_that_was_lost_expects_what_it_was_told_last(tmp_path: Path) -> N
     assert sink.whose.incarnation == "first" and sink.whose.confirmed(sink.after) == 2
 
 
+def test_a_checkpoint_of_an_earlier_version_raises_no_false_alarm(tmp_path: Path) -> None:
+    """It counted epochs without rows as durable, though the store was not told of them."""
+    sink = Asked()
+    lost = {"every_ms": 100, "incarnation": "first", "flow": "f", "life": 1}
+    past = stopped(tmp_path, sink, **lost)
+    ((stage, stored),) = past.sinks.items()
+    saved = msgspec.msgpack.decode(stored.saved)
+    del saved["incarnation"]
+    saved["durable"] = 4
+    past.sinks[stage] = Stored(msgspec.msgpack.encode(saved))
+    egress_of(sink, "second", past).begin(1)
+    assert sink.after == 4 and sink.whose.confirmed(4) is None and sink.whose.confirmed(5) == 5
+
+
 # --- a flow with a past --------------------------------------------------------------------------
 
 
