@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import pkgutil
+import re
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,16 @@ def test_example_flows_can_be_planned(file: Path) -> None:
     assert plan(load_flow(str(file), None)).sinks
 
 
+def test_every_promise_names_tests_that_exist() -> None:
+    page = (ROOT / "docs" / "guarantees.md").read_text()
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", page)
+    assert len(named) > 50
+    for file, name in named:
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), f"{file}::{name}"
+
+
 def test_every_document_that_is_linked_exists() -> None:
     readme = (ROOT / "README.md").read_text()
-    for page in ("advise", "architecture", "cluster", "decisions", "hacking"):
+    for page in ("advise", "architecture", "cluster", "decisions", "guarantees", "hacking"):
         target = f"docs/{page}.md"
         assert target in readme and (ROOT / target).exists()

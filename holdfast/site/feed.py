@@ -599,6 +599,10 @@ class FedReader(SplitReader):
         """How many portions this copy has."""
         return self._submitted
 
+    def caught_up(self) -> bool:
+        """Rows that are being pushed are on their way, however long their task takes."""
+        return self._push is None and self.is_settled
+
     @property
     def is_settled(self) -> bool:
         """Whether all that was submitted has entered."""
