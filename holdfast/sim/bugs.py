@@ -19,16 +19,20 @@ from holdfast.core.effects import PublishRecord
 from holdfast.core.exchange import Consumer, Producer
 from holdfast.core.ids import NO_EPOCH, CohortId, Epoch
 from holdfast.core.layout import Cohort, View
+from holdfast.core.records import EpochRecord
 from holdfast.core.sequencer import Sequencer
 from holdfast.core.unit import UnitCopy
 from holdfast.core.upstream import Needs, Search
+from holdfast.flow.batches import Track
 from holdfast.flow.state import StateTable
+from holdfast.flow.watermark import Watermark
 from holdfast.sim.explore import Case, forget
 from holdfast.sim.faults import KINDS, Fault
 from holdfast.sim.timed import TimedWorld
 from holdfast.sim.world import World
 from holdfast.site.egress import Egress
 from holdfast.site.handover import Checkpoint, Incoming
+from holdfast.site.ingress import Ingress
 from holdfast.site.node import Node
 from holdfast.site.stages import UnitRunner
 
@@ -263,6 +267,21 @@ def _nothing_held(_: Any) -> Any:
     return held
 
 
+def _largest_time_of_any_split(right: Any) -> Any:
+    def held_at(self: Watermark, but: int | None = None) -> int:
+        return right(self) if but is None else Track.END
+
+    return held_at
+
+
+def _own_rows_only(right: Any) -> Any:
+    def track(self: Ingress, record: EpochRecord) -> Track:
+        own = tuple(r for r in record.ranges if r.source == self.stage.id)
+        return right(self, replace(record, ranges=own))
+
+    return track
+
+
 def _joiners_step_in(right: Any) -> Any:
     def without(self: Cohort, gone: Any) -> Cohort:
         left: Cohort = right(self, gone)
@@ -443,6 +462,10 @@ BUGS = [
         Egress, "lead", _store_not_asked, kinds=("crash",)),
     Bug("held rows left behind", "a sink's new copy lacks what is not durable yet",
         UnitRunner, "held", _nothing_held, kinds=("crash",), seeds=120),
+    Bug("largest time of any split", "splits do not wait for each other's event times",
+        Watermark, "_held_at", _largest_time_of_any_split, flow="sources", seeds=10),
+    Bug("watermark of own rows", "an ingress does not know how other sources' event times rise",
+        Ingress, "_track", _own_rows_only, flow="sources", seeds=10),
     Bug("joiner steps in", "a copy that is being made counts when no other is left",
         Cohort, "without", _joiners_step_in, kinds=("crash",), beyond=1.0),
     _passive("half a checkpoint", "what comes of a checkpoint counts before it is complete",
