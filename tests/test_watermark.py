@@ -6,6 +6,7 @@ import itertools
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,7 +47,7 @@ def naive(given: list[Part]) -> list[int]:
                 mark = max(mark, min(t for s, t in top.items() if s not in idle))
                 idle |= set(part.idle)
             counted = [t for s, t in top.items() if s not in idle]
-            mark = max(mark, min(counted)) if counted else mark
+            mark = max(mark, min(counted) if counted else max(top.values()))
             marks.append(mark)
     return marks
 
@@ -201,11 +202,27 @@ def test_an_idle_split_that_wakes_never_pulls_it_back() -> None:
     assert (seqs.tolist(), marks.tolist()) == ([4], [70])
 
 
-def test_with_all_splits_idle_nothing_moves() -> None:
-    mark = Watermark([A, B], [(10, 0)])
+@pytest.mark.parametrize("told", [[(A, B)], [(A,), (B,)], [(B,), (A,)]])
+def test_with_all_splits_idle_it_is_where_the_first_of_them_is(told: list) -> None:
+    """Whatever order they are told in; a split without rows has nothing to say."""
+    mark = Watermark([A, B, C], [(10, 0)])
+    mark.let_go(C)
     mark.advance(A, np.arange(1), np.array([50]))
-    mark.let_go(A, B)
-    assert mark.value == Track.NEVER
+    mark.advance(B, np.arange(1, 2), np.array([20]))
+    for splits in told:
+        mark.let_go(*splits)
+    assert mark.value == 50
+
+
+def test_a_flow_that_goes_on_waits_for_all_splits_again() -> None:
+    """Their sources have yet to be heard of: rows of one that is slow must not be late."""
+    mark = Watermark([A, B], [(10, 0)])
+    mark.let_go(B)
+    rows = Range(*A, 0, 1, pack_step(0, 50)), Range(*A, 1, 2, pack_step(1, 90))
+    mark.track(EpochRecord(0, 0, rows[:1]))
+    assert mark.value == 50
+    mark.track(EpochRecord(1, 1, rows[1:], awake=True))
+    assert mark.value == 50
 
 
 def test_the_end_is_a_step_of_its_own() -> None:

@@ -214,18 +214,20 @@ class BlocksAvailable:
 
 @value
 class SplitIdle:
-    """A split has had no rows for a while."""
+    """A split has had no rows for a while, after those before `offset`."""
 
     source: StageId
     split: int
+    offset: int
 
 
 @value
 class SplitEnded:
-    """A split will have no more rows."""
+    """A split has no rows but those before `offset`."""
 
     source: StageId
     split: int
+    offset: int
 
 
 @value

@@ -118,6 +118,9 @@ class EpochRecord:
     """No epoch follows."""
     ended: bool = False
     """All sources have ended: every window closes."""
+    awake: bool = False
+    """The flow goes on here after a stop, or a loss: from the first row on every split holds the
+    watermark back, as its source has yet to be heard of again."""
 
     @property
     def rows(self) -> int:

@@ -17,6 +17,7 @@ cut is announced again to its successor.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -83,22 +84,32 @@ class _Split:
     """Up to which offset its rows are in epochs."""
     next_offset: int = 0
     rows_waiting: int = 0
-    idle: bool = False
-    ended: bool = False
+    idle_at: int | None = None
+    """The offset after which an ingress has seen no rows for a while."""
+    end: int | None = None
+    """The offset of its end. Who said so may be gone, and its successor may have read less."""
+    timed: bool = False
+    """Whether rows with event times were announced."""
     let_go: bool = False
     """Whether a record has said that it is idle, and none has had rows of it since."""
     passed_over: int = 0
     """How many epochs were cut while its rows waited."""
 
-    def age(self, key: SplitKey) -> tuple[bool, int, SplitKey]:
+    def age(self, key: SplitKey) -> tuple[bool, float, SplitKey]:
         """Sorts splits with event times by what is to be cut first."""
         time = self.blocks[0].time_first
-        assert time is not None
-        return self.passed_over < PASSED_OVER_MAX, time, key
+        return self.passed_over < PASSED_OVER_MAX, -math.inf if time is None else time, key
+
+    @property
+    def ended(self) -> bool:
+        """Whether all of its rows were announced, and none waits."""
+        return self.end is not None and self.next_offset >= self.end and not self.blocks
 
     @property
     def is_quiet(self) -> bool:
-        return (self.idle or self.ended) and not self.blocks
+        """Whether it has nothing to add to the epochs, for ever or for now."""
+        idle = self.idle_at is not None and self.next_offset >= self.idle_at and not self.blocks
+        return self.ended or idle
 
     def add(self, block: Block) -> None:
         """Take what follows the rows announced before; of rows that epochs have, only the rest."""
@@ -109,7 +120,8 @@ class _Split:
         self.next_offset = block.end
         self.blocks.append(block)
         self.rows_waiting += block.rows
-        self.idle = False
+        self.timed = self.timed or bool(block.steps)
+        self.idle_at = None
 
     def take(self, rows_max: int, steps_max: int) -> Block:
         """The oldest block, or as much of it as an epoch has room for."""
@@ -169,6 +181,8 @@ class Sequencer:
         self._in_flight: dict[Epoch, int] = {}
         self._turn = 0
         self._known = deque(known)
+        self._resumed_at = Epoch(begun + 1 + len(self._known)) if begun != NO_EPOCH else NO_EPOCH
+        """The first epoch that this life of the flow cuts, if there was one before it."""
 
     def handle(self, event: SequencerEvent) -> list[SequencerEffect]:
         match event:
@@ -186,9 +200,9 @@ class Sequencer:
             case BlocksAvailable():
                 self._on_blocks_available(event)
             case SplitIdle():
-                self._split(event.source, event.split).idle = True
+                self._split(event.source, event.split).idle_at = event.offset
             case SplitEnded():
-                self._split(event.source, event.split).ended = True
+                self._split(event.source, event.split).end = event.offset
             case EpochDelivered():
                 self._on_epoch_delivered(event)
             case DrainRequested():
@@ -264,6 +278,9 @@ class Sequencer:
             split.cut = r.end
             split.next_offset = max(split.next_offset, r.end)
             split.let_go = False
+        if record.awake:
+            for split in self.splits.values():
+                split.let_go = False
         for key in record.idle:
             self.splits[key].let_go = True
         self._forget_known()
@@ -338,20 +355,32 @@ class Sequencer:
         if self._known or not self._has_room() or self._better_wait():
             return None
         ranges, nbytes = ([], 0) if self._draining else self._take_blocks()
-        exhausted = all(s.ended and not s.blocks for s in self.splits.values())
-        if not ranges and not exhausted and not self._draining:
+        exhausted = all(s.ended for s in self.splits.values())
+        idle = self._newly_quiet({(r.source, r.split) for r in ranges})
+        if not (ranges or exhausted or self._draining or self._is_to_say(idle)):
             return None
         record = EpochRecord(
             self.next_epoch,
             self.next_seq,
             tuple(ranges),
-            tuple(k for k, s in self.splits.items() if s.is_quiet and not s.let_go),
+            idle,
             last=exhausted or self._draining,
             ended=exhausted,
+            awake=self.next_epoch == self._resumed_at,
         )
         self._in_flight[record.epoch] = nbytes
         self._note(record)
         return record
+
+    def _newly_quiet(self, taken: set[SplitKey]) -> tuple[SplitKey, ...]:
+        """The splits that let go behind an epoch with rows of those that are `taken`."""
+        quiet = [(key, split) for key, split in self.splits.items() if split.is_quiet]
+        return tuple(key for key, split in quiet if key in taken or not split.let_go)
+
+    def _is_to_say(self, idle: tuple[SplitKey, ...]) -> bool:
+        """Whether an epoch without rows is cut for these splits: windows may wait for them alone,
+        and no row may come for long. Not while others are on their way, which may be followed."""
+        return bool(idle) and not self._in_flight and any(s.timed for s in self.splits.values())
 
     def _cut_again(self, record: EpochRecord) -> EpochRecord:
         """Ingresses have announced rows of it anew, or will, which then are cut already."""

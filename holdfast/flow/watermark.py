@@ -3,7 +3,8 @@
 At a row it is the least, over all splits of all sources that declare an event time, of the largest
 time that the split has shown up to and including that row; it never falls. So splits that are each
 in order have no late rows, in whatever turns they are read. A split that has shown no row yet holds
-it at `Track.NEVER`; one that is idle, or has ended, does not hold it at all.
+it at `Track.NEVER`; one that is idle, or has ended, does not hold it at all. If all are idle, it is
+where the first of them is.
 
 A block of rows is announced with the *steps* of its own largest time, thinned to those that some
 event-time operator can notice. They become part of the epoch record, and the watermark is a
@@ -72,6 +73,8 @@ class Watermark:
         """Take an epoch. `steps_of` says how the largest time of a range rises, by sequence number;
         the range begins with the one it is given."""
         seq, steps = record.base, []
+        if record.awake:
+            self._idle[:] = False
         for r in record.ranges:
             if (r.source, r.split) in self._at:
                 self._wake((r.source, r.split))
@@ -101,9 +104,11 @@ class Watermark:
     def let_go(self, *splits: tuple[int, int]) -> None:
         """These splits are idle: they hold nothing back until they have a row again."""
         self._idle[[self._at[split] for split in splits if split in self._at]] = True
-        held = self._held_at()
-        if held != Track.END:  # with all splits idle nothing is known, so nothing moves
-            self._value = max(self._value, held)
+        if not self._at:
+            return
+        # If all are idle, none holds it back: it is where the first of them is.
+        held = int(self._tops.max()) if self._idle.all() else self._held_at()
+        self._value = max(self._value, held)
 
     def end(self, seq: int) -> Steps:
         """The input has ended before `seq`, which no row has: everything closes there."""

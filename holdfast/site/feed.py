@@ -600,8 +600,11 @@ class FedReader(SplitReader):
         return self._submitted
 
     def caught_up(self) -> bool:
-        """Rows that are being pushed are on their way, however long their task takes."""
-        return self._push is None and self.is_settled
+        """A batch that has not ended has more rows, and so has a stream that has not given any; and
+        rows that are being pushed are on their way, however long their task takes."""
+        if self.tap is not None:
+            return self.is_settled
+        return not self.through and self._push is None and self.is_settled and self._entered > 0
 
     @property
     def is_settled(self) -> bool:

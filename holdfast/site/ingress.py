@@ -89,6 +89,11 @@ class Split:
         return self._first
 
     @property
+    def next(self) -> int:
+        """The offset of the row that is read next."""
+        return self._next
+
+    @property
     def position(self) -> Position | None:
         """What a reader needs to find the row `first`."""
         if self._astray:

@@ -316,7 +316,8 @@ class Node:
                 )
             case wire.SplitState():
                 kind = SplitEnded if message.ended else SplitIdle
-                self.sequencing.handle(kind(StageId(message.source), message.split))
+                at = (StageId(message.source), message.split, message.offset)
+                self.sequencing.handle(kind(*at))
             case wire.SplitAt():
                 self.sourcing.on_split_at(message)
             case wire.Delivered():

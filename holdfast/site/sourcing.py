@@ -13,6 +13,8 @@ from holdfast.site import wire
 from holdfast.site.ingress import Split
 from holdfast.site.stages import SiteStages
 
+_SAID = float("inf")
+
 
 class Sourcing:
     """`send` reaches another site, `to_sequencer` whoever cuts epochs just now."""
@@ -29,6 +31,9 @@ class Sourcing:
         self._stages, self._dataflow, self._options = stages, dataflow, options
         self._now, self._send, self._to_sequencer = now, send, to_sequencer
         self._quiet_since: dict[tuple[int, int], float] = {}
+        """By split: since when it has had no rows, or that this was said."""
+        self._asked: dict[tuple[int, int], float] = {}
+        """When a split that had no rows was asked for some last."""
 
     def _leads(self, unit: Unit) -> bool:
         view = self._dataflow.view
@@ -38,13 +43,20 @@ class Sourcing:
 
     def announce_anew(self) -> None:
         """The sequencer may be another, or this site may lead where it did not."""
+        led: set[tuple[int, int]] = set()
         for unit, split in self._stages.splits():
             if self._leads(unit) and self._dataflow.units[unit].installed:
+                led.add((unit[0], split.number))
                 self._to_sequencer(wire.Blocks(unit[0], split.number, (), True))
                 self._announce(unit, split, split.blocks())
-                quiet = self._quiet_since.get((unit[0], split.number))
-                if split.ended or quiet == float("inf"):
-                    self._to_sequencer(wire.SplitState(unit[0], split.number, split.ended))
+                if split.ended or self._quiet_since.get((unit[0], split.number)) == _SAID:
+                    self._say_quiet(unit[0], split)
+        # Where another site leads, rows may have come that were not seen here.
+        self._quiet_since = {key: at for key, at in self._quiet_since.items() if key in led}
+
+    def _say_quiet(self, source: int, split: Split) -> None:
+        said = wire.SplitState(source, split.number, split.ended, split.next)
+        self._to_sequencer(said)
 
     def _announce(self, unit: Unit, split: Split, blocks: Sequence[Block]) -> None:
         """One message for each block: together their steps could be too much for one."""
@@ -78,19 +90,22 @@ class Sourcing:
         else:
             return
         if leads and split.ended:
-            self._to_sequencer(wire.SplitState(source, split.number, True))
+            self._say_quiet(source, split)
         elif leads:
             self._notice_quiet(source, split)
 
     def _notice_quiet(self, source: int, split: Split) -> None:
-        now = self._now()
+        now, key = self._now(), (source, split.number)
         if self._options.idle_ms is None or not split.reader.caught_up():
-            self._quiet_since.pop((source, split.number), None)
+            self._quiet_since.pop(key, None)
             return
-        since = self._quiet_since.setdefault((source, split.number), now)
-        if since < now - self._options.idle_ms / 1e3:
-            self._quiet_since[source, split.number] = float("inf")  # say it once
-            self._to_sequencer(wire.SplitState(source, split.number, False))
+        idle_s = self._options.idle_ms / 1e3
+        asked, self._asked[key] = self._asked.get(key, now), now
+        if asked < now - idle_s and self._quiet_since.get(key) != _SAID:
+            self._quiet_since.pop(key, None)  # this site was away, not the rows
+        if self._quiet_since.setdefault(key, now) < now - idle_s:
+            self._quiet_since[key] = _SAID
+            self._say_quiet(source, split)
 
     # --- copies that only follow ----------------------------------------------------------------
 

@@ -306,9 +306,12 @@ class Blocks(Message, frozen=True):
 
 
 class SplitState(Message, frozen=True):
+    """A split has no more rows than those before `offset`: for ever, or for a while now."""
+
     source: Number
     split: Number
     ended: bool
+    offset: Number
 
 
 class SplitAt(Message, frozen=True):

@@ -288,7 +288,8 @@ def _as_record(record: EpochRecord | Mapping[str, Any]) -> EpochRecord:
     ranges = tuple(Range(StageId(s), p, a, b) for s, p, a, b in record["ranges"])
     idle = tuple((StageId(s), int(n)) for s, n in record.get("idle", ()))
     ended = bool(record.get("ended", False))
-    return EpochRecord(Epoch(record["epoch"]), record["base"], ranges, idle, ended, ended)
+    awake = bool(record.get("awake", False))
+    return EpochRecord(Epoch(record["epoch"]), record["base"], ranges, idle, ended, ended, awake)
 
 
 def _one_epoch(reads: dict[int, _Read], ended: bool) -> EpochRecord:

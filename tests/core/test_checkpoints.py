@@ -185,7 +185,7 @@ def test_epochs_that_were_cut_before_come_again_as_they_were() -> None:
     assert machine.handle(DrainRequested()) == [], "not before all of them"
     assert machine.handle(EpochDelivered(9, 5)) == [PublishRecord(KNOWN[2])]
     effects = machine.handle(EpochDelivered(9, 7))
-    assert effects == [PublishRecord(EpochRecord(8, 66, (), last=True))]
+    assert effects == [PublishRecord(EpochRecord(8, 66, (), last=True, awake=True))]
 
 
 def test_rows_that_were_announced_are_cut_once() -> None:
@@ -194,7 +194,7 @@ def test_rows_that_were_announced_are_cut_once() -> None:
     assert machine.handle(block(50, 63)) == [], "they are in epochs"
     assert machine.handle(block(63, 70)) == []
     machine.handle(EpochDelivered(9, 7))
-    assert machine.history[-1] == EpochRecord(8, 66, (Range(0, 0, 66, 70),))
+    assert machine.history[-1] == EpochRecord(8, 66, (Range(0, 0, 66, 70),), awake=True)
 
 
 def test_a_successor_goes_on_with_those_that_are_left() -> None:

@@ -108,8 +108,8 @@ def test_within_an_epoch_rows_stand_by_source_and_split() -> None:
 def test_the_end_of_all_splits_ends_the_flow() -> None:
     machine = sequencer(splits=[(0, 0), (0, 1)])
     machine.handle(blocks(0, 5))
-    assert machine.handle(SplitEnded(0, 0)) == []
-    (published,) = machine.handle(SplitEnded(0, 1))
+    assert machine.handle(SplitEnded(0, 0, 5)) == []
+    (published,) = machine.handle(SplitEnded(0, 1, 0))
     idle = ((0, 0), (0, 1))
     assert published.record == EpochRecord(1, 5, (), idle=idle, last=True, ended=True)
     assert machine.handle(EpochDelivered(SINK, 1)) == []
@@ -125,13 +125,13 @@ def test_draining_takes_no_more_rows_and_is_no_end() -> None:
 
 def test_an_idle_split_is_named_once_until_it_has_rows_again() -> None:
     machine = sequencer(splits=[(0, 0), (0, 1), (1, 0)], small_in_flight_max=9)
-    machine.handle(SplitIdle(0, 1))
+    machine.handle(SplitIdle(0, 1, 0))
     assert idle_of(machine.handle(blocks(0, 5))) == ((0, 1),)
     assert idle_of(machine.handle(blocks(5, 5))) == ()
     assert idle_of(machine.handle(blocks(0, 5, split=1))) == ()
     machine.handle(EpochDelivered(SINK, 2))
-    machine.handle(SplitIdle(0, 1))
-    machine.handle(SplitEnded(1, 0))
+    machine.handle(SplitIdle(0, 1, 5))
+    machine.handle(SplitEnded(1, 0, 0))
     assert idle_of(machine.handle(blocks(10, 5))) == ((0, 1), (1, 0))
 
 
@@ -144,7 +144,7 @@ def test_who_takes_over_knows_which_splits_are_known_to_be_idle() -> None:
     """From the records, or from the state that it was given."""
     splits = [(0, 0), (0, 1)]
     first = sequencer(splits=splits, small_in_flight_max=9)
-    first.handle(SplitIdle(0, 1))
+    first.handle(SplitIdle(0, 1, 0))
     (published,) = first.handle(blocks(0, 5))
     first.handle(chain(0, joining=(1, 2), number=1))
     (copied,) = first.handle(ChainJoined(2, NO_EPOCH))
@@ -154,8 +154,76 @@ def test_who_takes_over_knows_which_splits_are_known_to_be_idle() -> None:
     third.handle(SequencerCopied(copied.state))
     for machine, site in ((second, 1), (third, 2)):
         machine.handle(chain(site, number=3))
-        machine.handle(SplitIdle(0, 1))
+        machine.handle(SplitIdle(0, 1, 0))
         assert idle_of(machine.handle(blocks(5, 5))) == ()
+
+
+def test_a_split_has_not_ended_before_all_of_its_rows_were_announced() -> None:
+    """Who said so may be gone with rows that its successor has yet to read."""
+    machine = sequencer(splits=[(0, 0), (0, 1)], small_in_flight_max=9)
+    machine.handle(PauseRequested(True))
+    machine.handle(blocks(0, 10))
+    machine.handle(SplitEnded(0, 0, 10))
+    machine.handle(SplitEnded(0, 1, 0))
+    machine.handle(blocks(0, 4, anew=True))
+    (published,) = machine.handle(PauseRequested(False))
+    assert published.record.ranges == (Range(0, 0, 0, 4),) and not published.record.ended
+    assert published.record.idle == ((0, 1),)
+    (published,) = machine.handle(blocks(4, 6))
+    assert published.record.ended and published.record.idle == ((0, 0),)
+
+
+def test_rows_that_are_announced_again_one_block_after_another_are_not_forgotten() -> None:
+    """In between there is room for an epoch, and nothing waits."""
+    machine = sequencer(splits=[(0, 0), (0, 1)], epochs_in_flight_max=1)
+    machine.handle(blocks(0, 5, split=1))
+    machine.handle(SplitEnded(0, 1, 5))
+    machine.handle(blocks(0, 7))
+    machine.handle(SplitEnded(0, 0, 7))
+    machine.handle(SplitIdle(0, 0, 7))
+    machine.handle(blocks(0, anew=True))
+    assert machine.handle(EpochDelivered(SINK, 0)) == []
+    (published,) = machine.handle(blocks(0, 7))
+    assert published.record.ranges == (Range(0, 0, 0, 7),) and published.record.ended
+
+
+def test_idle_splits_are_told_though_no_row_comes() -> None:
+    """Windows may wait for them alone. Not while epochs are on their way, nor without times."""
+    machine = sequencer(splits=[(0, 0), (0, 1)])
+    machine.handle(blocks(0, 5, time=30))
+    assert machine.handle(SplitIdle(0, 1, 0)) == []
+    (published,) = machine.handle(EpochDelivered(SINK, 0))
+    assert published.record == EpochRecord(1, 5, (), ((0, 1),))
+    assert machine.handle(EpochDelivered(SINK, 1)) == []
+    untimed = sequencer(splits=[(0, 0), (0, 1)])
+    untimed.handle(blocks(0, 5))
+    untimed.handle(SplitIdle(0, 1, 0))
+    assert untimed.handle(EpochDelivered(SINK, 0)) == []
+
+
+def test_a_split_that_ends_with_its_rows_is_told_with_them() -> None:
+    machine = sequencer(splits=[(0, 0), (0, 1)], small_in_flight_max=9)
+    machine.handle(SplitIdle(0, 1, 0))
+    machine.handle(blocks(0, 5))
+    machine.handle(PauseRequested(True))
+    machine.handle(blocks(0, 5, split=1))
+    machine.handle(SplitEnded(0, 1, 5))
+    assert idle_of(machine.handle(PauseRequested(False))) == ((0, 1),)
+
+
+def test_the_first_epoch_of_another_life_waits_for_all_splits() -> None:
+    known = [EpochRecord(5, 50, (Range(0, 0, 50, 57),))]
+    machine = Sequencer(
+        0, [(0, 0), (0, 1)], [SINK], Budget(), 4, 50, {(0, 0): 50, (0, 1): 0}, known
+    )
+    (again,) = machine.handle(chain(0))
+    assert not again.record.awake
+    machine.handle(EpochDelivered(SINK, 5))
+    (published,) = machine.handle(blocks(57, 3))
+    assert published.record.awake
+    machine.handle(EpochDelivered(SINK, 6))
+    (published,) = machine.handle(blocks(60, 3))
+    assert not published.record.awake
 
 
 # --- how much, and what first -----------------------------------------------------------------
@@ -349,7 +417,7 @@ def test_a_finished_stream_stays_finished() -> None:
 
 
 def test_the_end_and_the_drain_can_be_said_again_to_the_follower() -> None:
-    for event, end in ((SplitEnded(0, 0), True), (DrainRequested(), False)):
+    for event, end in ((SplitEnded(0, 0, 0), True), (DrainRequested(), False)):
         follower = sequencer(site=1, sites=(0, 1))
         follower.handle(RecordPassed(FIRST))
         follower.handle(chain(1, number=1))

@@ -46,8 +46,9 @@ class Held(Source):
         self.schema, self.splits = source.schema, source.splits
 
     def open(self, split: int, offset: int = 0, position: Position | None = None) -> SplitReader:
-        assert self.source.rows_per_split is not None
-        free = int(self.source.rows_per_split * FREE) - offset
+        rows = self.source.rows_of(split)
+        assert rows is not None
+        free = int(rows * FREE) - offset
         return HeldReader(self.source.open(split, offset), self.gate, free, self.schema)
 
 
@@ -62,6 +63,9 @@ class HeldReader(SplitReader):
         batch = self.reader.read(rows_max, due=due)
         self.free -= batch.num_rows if batch is not None else 0
         return batch
+
+    def caught_up(self) -> bool:
+        return self.gate.exists()
 
 
 def hold(flow: Flow, gate: Path) -> None:

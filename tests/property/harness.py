@@ -152,9 +152,9 @@ def naive_marks(p: Plan, given: Input) -> list[int]:
 
 
 def _held(highest: Mapping[tuple[str, int], int], idle: set[tuple[str, int]], mark: int) -> int:
-    """Where the watermark is after `mark`; with all splits idle, it stays."""
+    """Where the watermark is after `mark`; with all splits idle, where the first of them is."""
     held = [time for place, time in highest.items() if place not in idle]
-    return max(mark, min(held, default=mark))
+    return max(mark, min(held) if held else max(highest.values(), default=mark))
 
 
 class _Cluster:

@@ -97,6 +97,10 @@ def _by_order(table: pa.Table) -> list[tuple]:
 def check(world: World) -> Result:
     """Hold the results of a world that has ended to the reference; what that is."""
     right = reference(world.plan, world.records)
+    if world.records and world.records[-1].ended:
+        taken = sum(record.rows for record in world.records)
+        there = sum(_all_rows(s, n).num_rows for s in world.plan.sources for n in range(_splits(s)))
+        assert taken == there, f"{taken} rows of {there} were taken, in {len(world.records)} epochs"
     for sink, found in live(world).items():
         wanted = right.rows(sink)
         assert found == wanted, _difference(sink, found, wanted, world)
