@@ -85,7 +85,7 @@ class Reader:
     def __init__(self, spark: SparkSession, url: str, folder: Path) -> None:
         self._folder = folder
         source = spark.readStream.format("holdfast").option("flow", url).option("sink", "made out")
-        self._df = source.load()
+        self._df = source.option("reader", "files").load()
         self.start()
 
     def start(self) -> None:
