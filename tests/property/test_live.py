@@ -255,14 +255,18 @@ BUILD: dict[str, Build] = {
 def made(name: str, given_: Sources, lateness: int, folds: Folds = STRICT) -> Flow:
     """The flow. Sources that it does not look at have sinks of their own, but count for it."""
     flow = Flow(name)
-    streams = given_.streams(flow)
-    for sink, stream in BUILD[name](streams, How(lateness, folds)).items():
+    build(flow, given_.streams(flow), How(lateness, folds))
+    return flow
+
+
+def build(flow: Flow, streams: Sequence[Stream], how: How) -> None:
+    """What the flow's name says of its sources, with sinks."""
+    for sink, stream in BUILD[flow.name](streams, how).items():
         stream.sink(sink, ordered())
     used = {id(s.node) for node in flow.nodes for s in node.inputs}
     for stream in streams:
         if id(stream.node) not in used:
             stream.sink(f"rows of {stream.node.name}", ordered())
-    return flow
 
 
 # --- properties -----------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from holdfast.sim.world import World
 from holdfast.site import ingress
 
 from .reference import check, ordered
-from .test_live import BUILD, STRICT, How, _rows
+from .test_live import BUILD, STRICT, How, _rows, build
 
 STEPS_MAX = 60_000
 PROTECTIONS: list[Protection] = [
@@ -87,12 +87,7 @@ class Story:
             ]
             made = Pausing(*splits, rng=rng, longest=rng.choice([0, 4, 30]))
             streams.append(flow.source(f"s{source}", made, event_time="ts"))
-        for sink, stream in BUILD[name](streams, How(rng.choice([0, 5]), STRICT)).items():
-            stream.sink(sink, ordered())
-        used = {id(s.node) for node in flow.nodes for s in node.inputs}
-        for stream in streams:
-            if id(stream.node) not in used:
-                stream.sink(f"rows of {stream.node.name}", ordered())
+        build(flow, streams, How(rng.choice([0, 5]), STRICT))
         return flow
 
     def world(self) -> World:
