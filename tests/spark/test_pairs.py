@@ -87,7 +87,7 @@ def test_a_query_goes_on_from_its_checkpoint_location_and_from_no_other(
         rows = spark.range(start, start + 1_000, 1, 2).selectExpr(*SELECT)
         rows.write.mode("append").parquet(str(folder))
 
-    def start(checkpoint: str, **more: str) -> Run:
+    def start(checkpoint: str, **more: Any) -> Run:
         stream = spark.readStream.schema("id long, k long, v double").parquet(str(folder))
         source = spark_stream(stream, checkpoint=str(tmp_path / checkpoint))
         flow = Flow("fed by a query")
@@ -95,7 +95,7 @@ def test_a_query_goes_on_from_its_checkpoint_location_and_from_no_other(
         return flow.start(spark, sites=1, **more)
 
     add(0)
-    run = start("first", store=store)
+    run = start("first", store=store, store_every_ms=200)
     until(run, lambda: run.status()["rows_in"] == 1_000, "the rows are in")
     run.stop(timeout=60)
     add(1_000)
