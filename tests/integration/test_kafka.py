@@ -615,7 +615,7 @@ def test_a_flow_that_was_stopped_for_too_long_says_what_to_do(
         start(resume=store).wait(PATIENCE_S)
     assert caught.value.committed >= 0 and caught.value.found == -1
     topics.set_offset("holdfast-paused-out", out, caught.value.committed + 1)
-    run = start(resume=store)
+    run = start(resume=store, store=str(tmp_path / "next"))
     until_taken(run, rows + 1_000)
     run.stop(timeout=PATIENCE_S)
     rows += sum(r.rows for r in run.records())
