@@ -211,6 +211,10 @@ def _session() -> Iterator[Any]:
         spark.stop()
 
 
+CLOSED = ("protected", "not protected")
+"""Phases in which nothing is to be done for a unit."""
+
+
 def until(
     condition: Callable[[], bool],
     what: str,
@@ -226,8 +230,11 @@ def until(
             raise HostError(f"the flow has ended while the benchmark waited until {what}")
         if time.monotonic() - begun > PATIENCE_S:
             said = run.status() if run is not None else {}
+            open_ = [p for p in said.get("partitions", []) if p["phase"] not in CLOSED]
+            phases = [f"{p['stage']} {p['partitions']}: {p['phase']}" for p in open_]
             raise HostError(
-                f"after {PATIENCE_S:.0f} s it is still not so that {what}; view {said.get('view')}"
+                f"after {PATIENCE_S:.0f} s it is still not so that {what}; "
+                f"view {said.get('view')}; {'; '.join(phases) or 'everything is protected'}"
             )
         time.sleep(every_s)
     return time.monotonic() - begun
