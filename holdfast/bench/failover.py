@@ -479,7 +479,8 @@ def kill_driver(apps: Apps) -> Kill:
         # The next leader begins with the view of the last one, which says "protected", too.
         status = apps.status()
         known = gone <= {int(site) for site in status["dead"]}
-        back = status["app"] != leader and apps.lives[leader] > lives
+        # On a busy machine the one that was killed may lead again by now, in another life.
+        back = status["time"] > at and apps.lives[leader] > lives
         return bool(known and back and status["protected"])
 
     at = _kill_all(root)
