@@ -24,6 +24,7 @@ from rich.console import Console
 
 from holdfast.apps import Apps
 from holdfast.bench.dmz import SCHEMA, DmzRows, dmz_flow
+from holdfast.bench.report import tree
 from holdfast.dashboard import watch
 from holdfast.flow.graph import Flow
 from holdfast.flow.parquet import parquet
@@ -94,14 +95,15 @@ def _kill_site(apps: Apps, console: Console) -> None:
     usual = _gap_ms(apps)
     console.print(f"\n[bold]kill -9 of site {site['site']}[/] (process {site['pid']})")
     os.kill(site["pid"], signal.SIGKILL)
-    _recovered(apps, console, usual, site["site"])
+    _recovered(apps, console, usual, {site["site"]})
 
 
 def _kill_driver(apps: Apps, console: Console) -> None:
     leader = apps.leader
     assert leader is not None
-    gone = min(s["site"] for s in apps.status()["sites"])
     usual, process = _gap_ms(apps), apps.processes[leader]
+    below = tree(process.pid)
+    gone = {s["site"] for s in apps.status()["sites"] if s["pid"] in below}
     console.print(
         f"\n[bold]kill -9 of the Spark driver of application {leader}[/] "
         f"(process {process.pid}), which leads, with all its sites"
@@ -110,14 +112,14 @@ def _kill_driver(apps: Apps, console: Console) -> None:
     _recovered(apps, console, usual, gone)
 
 
-def _recovered(apps: Apps, console: Console, usual: float, gone: int) -> None:
+def _recovered(apps: Apps, console: Console, usual: float, gone: set[int]) -> None:
     """Say how long the output stood still, and how long recovery took."""
     begun, gaps = time.monotonic(), [0.0]
 
     def protected() -> bool:
         gaps.append(_gap_ms(apps))
         seen = {s["site"] for s in apps.status()["sites"]}
-        return gone not in seen and time.monotonic() - begun > 1.0 and apps.protected
+        return gone.isdisjoint(seen) and time.monotonic() - begun > 1.0 and apps.protected
 
     with console.status("recovering ..."):
         _wait(apps, protected)
