@@ -102,14 +102,17 @@ class _Split:
 
     @property
     def ended(self) -> bool:
-        """Whether all of its rows were announced, and none waits."""
-        return self.end is not None and self.next_offset >= self.end and not self.blocks
+        """Whether epochs have all of its rows."""
+        return self._is_cut_to(self.end)
 
     @property
     def is_quiet(self) -> bool:
         """Whether it has nothing to add to the epochs, for ever or for now."""
-        idle = self.idle_at is not None and self.next_offset >= self.idle_at and not self.blocks
-        return self.ended or idle
+        return self.ended or self._is_cut_to(self.idle_at)
+
+    def _is_cut_to(self, offset: int | None) -> bool:
+        """Whether the rows before this offset were announced, and none waits."""
+        return offset is not None and self.next_offset >= offset and not self.blocks
 
     def add(self, block: Block) -> None:
         """Take what follows the rows announced before; of rows that epochs have, only the rest."""

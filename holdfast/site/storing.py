@@ -174,8 +174,7 @@ def _keeps_rows(runner: UnitRunner) -> bool:
 
 class Storing:
     """A unit on its way to the shelf; `next` brings it a part further. With `done` it is the state
-    that a flow is stopped with: everything, without what its sinks hold, as that is about to be
-    written."""
+    that a flow is stopped with: everything, but for rows that its sinks have made durable."""
 
     def __init__(
         self, order: StoreState, runner: UnitRunner, shelf: Shelf, done: Done | None = None
