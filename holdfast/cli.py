@@ -19,11 +19,11 @@ from typing import Any
 
 from rich.console import Console
 
-from holdfast.bench.report import write_json
 from holdfast.errors import FlowError, HoldfastError
 from holdfast.flow.graph import Flow
 from holdfast.flow.options import Options
 from holdfast.hosting import Place
+from holdfast.report import write_json
 
 WIDTH = 132
 STOPPING = "stopping; once more (Ctrl-C, SIGTERM) gives up what was taken"

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from holdfast.apps import Apps
 from holdfast.bench.dmz import SCHEMA, DmzRows, dmz_flow
-from holdfast.bench.report import tree
+from holdfast.bench.processes import tree
 from holdfast.dashboard import watch
 from holdfast.flow.graph import Flow
 from holdfast.flow.parquet import parquet

@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from holdfast import Flow, OperatorError, count, discard, parquet
+from holdfast.flow.batches import FLAW
 from holdfast.flow.plan import plan
-from holdfast.flow.sources import FLAW, Position, Source, SplitReader
+from holdfast.flow.sources import Position, Source, SplitReader
 from holdfast.hosting import Place
 from holdfast.settle import settled
 

@@ -22,12 +22,12 @@ import pyarrow as pa
 from rich.console import Console
 
 from holdfast.bench import dmz, rivals
-from holdfast.bench.report import Figure, show
 from holdfast.chaos import kafka
 from holdfast.errors import InvariantError
 from holdfast.flow.kafka import kafka_source
 from holdfast.flow.outlet import outlet
 from holdfast.flow.parquet import parquet
+from holdfast.report import Figure, show
 from holdfast.run import Run
 from holdfast.spark.session import local_session
 from holdfast.spark.sources import spark_stream

@@ -62,12 +62,13 @@ from holdfast.bench.paced import (
     slowest,
     usual_ms,
 )
-from holdfast.bench.report import Figure, cpu_s, show, tree
+from holdfast.bench.processes import cpu_s, tree
 from holdfast.errors import HostError, InvariantError
 from holdfast.flow.expr import last
 from holdfast.flow.graph import Flow
 from holdfast.flow.protection import Protection, none, pairs
 from holdfast.flow.sinks import discard
+from holdfast.report import Figure, show
 from holdfast.spark.session import hosting_session
 
 SITES = 4

@@ -49,12 +49,12 @@ from holdfast.bench import dmz
 from holdfast.bench.failover import settle, until
 from holdfast.bench.monitoring import FLOWS, RATE, made, source
 from holdfast.bench.paced import Delivery, gap_ms, read_latest, read_log, usual_ms
-from holdfast.bench.report import Figure, show
 from holdfast.bench.tradeoff import picture as picture
 from holdfast.errors import FlowError, InvariantError
 from holdfast.flow.options import Options
 from holdfast.flow.plan import plan
 from holdfast.flow.protection import Protection, active, none, pairs, passive, rollback, upstream
+from holdfast.report import Figure, show
 from holdfast.run import Run
 
 SITES, PARTITIONS = 4, 16

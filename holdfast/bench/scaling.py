@@ -14,9 +14,9 @@ from typing import Any
 from rich.console import Console
 
 from holdfast.bench import dmz
-from holdfast.bench.report import Figure, show
 from holdfast.errors import InvariantError
 from holdfast.flow.sinks import discard
+from holdfast.report import Figure, show
 from holdfast.run import Run
 
 SITES = 2

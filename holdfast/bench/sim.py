@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.console import Console
 
-from holdfast.bench.report import Figure, show
 from holdfast.errors import InvariantError
+from holdfast.report import Figure, show
 from holdfast.sim.explore import Case, Outcome, run
 from holdfast.sim.faults import PAIRS
 

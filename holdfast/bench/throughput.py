@@ -20,13 +20,14 @@ import pyarrow as pa
 from rich.console import Console
 
 from holdfast.bench import dmz, rivals
-from holdfast.bench.report import Figure, PeakRss, show
+from holdfast.bench.processes import PeakRss
 from holdfast.errors import InvariantError
 from holdfast.flow.expr import at_start, col, max_, mean
 from holdfast.flow.graph import Flow
 from holdfast.flow.parquet import parquet
 from holdfast.flow.sinks import Sink, discard
 from holdfast.flow.sources import Generator, Source
+from holdfast.report import Figure, show
 from holdfast.run import Run
 from holdfast.spark.session import local_session
 from holdfast.spark.sources import spark_stream

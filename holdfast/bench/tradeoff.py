@@ -7,18 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from holdfast.advise.fit import by_flow
 from holdfast.drawing import COLOURS, INK, RIGHT, TOP, WIDTH, Axis, Point, framed, text
 
-FLOWS = ("events", "dmz", "stateless")
 LEAST_MS = 1.0
 """A logarithmic axis has no zero: what is less is drawn here."""
-
-
-def by_flow(figures: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The figures of each flow, by protection: those of *events* stand beside the other flows."""
-    found = {"events": {k: v for k, v in figures.items() if k not in FLOWS}}
-    found |= {name: dict(figures[name]) for name in FLOWS if name in figures}
-    return {name: said for name, said in found.items() if said}
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from holdfast.apps import Apps
 from holdfast.bench.failover import kill_driver
-from holdfast.bench.report import tree
+from holdfast.bench.processes import tree
 from holdfast.chaos import load
 from holdfast.chaos.engine import TICK_S, Done, phases
 from holdfast.chaos.faults import ARBITER_SITE, ARBITER_STOP, DRIVER, Fault

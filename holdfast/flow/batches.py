@@ -17,6 +17,11 @@ import pyarrow as pa
 
 from holdfast.flow.keys import _hash_column, mix, segment_sums
 
+FLAW = "__flaw"
+"""The column that says what is wrong with a row that could not be read: null, or an error and the
+row's text, as a JSON array. Such a row is null in all others, and is treated like one that a step
+raised on."""
+
 _PREFIX = "__o"
 _NULL_DIGEST = np.uint64(0x9AE16A3B2F90404F)
 _ODD = np.uint64(0x9E3779B97F4A7C15)

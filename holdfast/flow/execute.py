@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from holdfast.errors import OperatorError
 from holdfast.flow.batches import (
+    FLAW,
     Track,
     concat,
     empty,
@@ -34,7 +35,6 @@ from holdfast.flow.graph import DEAD_LETTER
 from holdfast.flow.memory import NO_STATE, is_out_of_memory, naming, state_size
 from holdfast.flow.operators.base import KeyedOperator, Port
 from holdfast.flow.plan import DEAD, Plan, PlannedStep, Stage
-from holdfast.flow.sources import FLAW
 
 _DEAD_PORT = Port(DEAD_LETTER, 3)
 

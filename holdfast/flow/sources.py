@@ -17,11 +17,6 @@ import pyarrow as pa
 from holdfast.errors import FlowError
 from holdfast.flow.batches import empty
 
-FLAW = "__flaw"
-"""The column that says what is wrong with a row that could not be read: null, or an error and the
-row's text, as a JSON array. Such a row is null in all others, and is treated like one that a step
-raised on."""
-
 Position = dict[str, int]
 """Where in a split some row is, in terms of whoever keeps the rows."""
 

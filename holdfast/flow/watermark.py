@@ -22,8 +22,7 @@ import pyarrow as pa
 
 from holdfast.core.records import EpochRecord, Range
 from holdfast.errors import InputError
-from holdfast.flow.batches import Track, row_values, take
-from holdfast.flow.sources import FLAW
+from holdfast.flow.batches import FLAW, Track, row_values, take
 from holdfast.flow.state import Field
 
 Steps = tuple[np.ndarray, np.ndarray]

@@ -16,12 +16,12 @@ from typing import Any
 
 from rich.console import Console
 
-from holdfast.bench.report import show
 from holdfast.paper import measure, real
 from holdfast.paper.figures import Series, Table, drawn, known, picture
 from holdfast.paper.layouts import Layout, Parameters, grid, two_nodes
 from holdfast.paper.measure import Recovery, mean
 from holdfast.paper.model import APPROACHES, Approach
+from holdfast.report import show
 
 INTERVALS_MS = (10, 20, 40, 60, 80, 100)
 BOXES = (1, 4, 9, 16, 25)

@@ -13,7 +13,6 @@ import pyarrow as pa
 from holdfast.errors import HostError, ProtocolError
 from holdfast.flow.batches import cut, to_ipc
 from holdfast.site import wire
-from holdfast.site.feed import NOT_HERE, PIECE_BYTES
 
 UNANSWERED_MAX = 16
 """So many pieces of rows may be on their way to the ingress."""
@@ -42,7 +41,7 @@ def to_leader(
                 if client is not None:
                     client.close()
                 if isinstance(error, Refused):
-                    if NOT_HERE not in error.message:
+                    if wire.NOT_HERE not in error.message:
                         raise
                     told = error.leader
         if time.monotonic() > deadline:
@@ -136,7 +135,7 @@ class Client:
 
     def send_rows(self, batch: pa.RecordBatch) -> None:
         """Send rows; waits only when too many of those before have not been taken yet."""
-        for piece in cut(batch, PIECE_BYTES):
+        for piece in cut(batch, wire.PIECE_BYTES):
             body = to_ipc(piece)
             self._socket.sendall(wire.encode(wire.FeedRows(), body.size))
             self._socket.sendall(body)

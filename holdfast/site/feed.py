@@ -48,8 +48,6 @@ from holdfast.site.staging import GIVEN_UP, Push, Reply, Staged
 Keep = Callable[["Lead", wire.FeedPortion, list[Any]], None]
 """Stores a portion of a leader; `FedReader.on_has` is to be called when it is there."""
 
-PIECE_BYTES = 1 << 20
-"""Rows are handed over, and put on disk, in pieces of about this size."""
 PORTION_BYTES = 4 << 20
 """A portion has pieces of about so much in all; or one piece."""
 PIECES_MAX = 256
@@ -61,8 +59,6 @@ MEMORY_BYTES_MAX = 64 << 20
 """Of all rows that a reader holds, staged ones included, so much is in memory."""
 PULLED_MAX = 16
 """So many portions of a source that is tapped may be on their way to the other copies."""
-NOT_HERE = "another site leads the ingress"
-TAKEN = "taken"
 ENDED = "the flow has ended and takes no more rows"
 
 
@@ -278,9 +274,9 @@ class FedReader(SplitReader):
         """What was submitted last is on its way, or in. A copy that has come to lead has it, and
         the store may not: whoever heard that it was taken would not give it again."""
         if self._ends:
-            self._ends[-1].answers.append((reply, TAKEN))
+            self._ends[-1].answers.append((reply, wire.TAKEN))
         elif self._is_readable(self._entered):
-            reply(True, TAKEN)
+            reply(True, wire.TAKEN)
         else:
             self._unstored.append((self._entered, reply))
 
@@ -295,7 +291,7 @@ class FedReader(SplitReader):
             reply(False, GIVEN_UP)
             return None
         if self.through and partition < self._head:
-            reply(True, TAKEN)
+            reply(True, wire.TAKEN)
             return None
         staged = self._push.open(partition, attempt)
         reply(True, "")
@@ -310,10 +306,12 @@ class FedReader(SplitReader):
         if self.through and staged.partition == self._head:
             fresh = rows.slice(max(0, self._head_taken - before))
             self._head_taken = max(self._head_taken, staged.rows)
-            self._submit_unknown([self.overflow.hold(p) for p in cut(fresh, PIECE_BYTES)], reply)
+            self._submit_unknown(
+                [self.overflow.hold(p) for p in cut(fresh, wire.PIECE_BYTES)], reply
+            )
             return
         try:
-            for piece in cut(rows, PIECE_BYTES):
+            for piece in cut(rows, wire.PIECE_BYTES):
                 push.add(staged, self.overflow.hold_within(piece))
         except OSError as error:
             push.remove(staged)
@@ -399,7 +397,7 @@ class FedReader(SplitReader):
             rows, mark = taken or ([], "")
             if not rows and not mark and not self._tapped_all:
                 return
-            pieces = [self.overflow.hold(p) for batch in rows for p in cut(batch, PIECE_BYTES)]
+            pieces = [self.overflow.hold(p) for batch in rows for p in cut(batch, wire.PIECE_BYTES)]
             place = replace(self._submitted_at, ended=self._tapped_all)
             self._submit(pieces, place, None, mark)
 
@@ -476,7 +474,7 @@ class FedReader(SplitReader):
             self._let_in([self._portions[at] for at in run])
         self._forget_up_to(min(self._everywhere(self._lanes), self._entered))
         while self._unstored and self._is_readable(self._unstored[0][0]):
-            self._unstored.popleft()[1](True, TAKEN)
+            self._unstored.popleft()[1](True, wire.TAKEN)
 
     def _forget_up_to(self, number: int) -> None:
         while self._portions and self._portions[0].number <= number:
@@ -702,7 +700,7 @@ class Feeds:
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not for a feeder to say")
         if reader is None or not reader.leads:
-            connection.send(wire.FeedTaken(False, NOT_HERE, self._leader(message.source)))
+            connection.send(wire.FeedTaken(False, wire.NOT_HERE, self._leader(message.source)))
             return
         match message:
             case wire.FeedBegin():

@@ -11,10 +11,10 @@ import pyarrow as pa
 
 from holdfast.core.records import Block, EpochRecord
 from holdfast.errors import require
-from holdfast.flow.batches import UNMOVED, Track, concat, empty, with_order
+from holdfast.flow.batches import FLAW, UNMOVED, Track, concat, empty, with_order
 from holdfast.flow.past import Past
 from holdfast.flow.plan import Plan, Stage
-from holdfast.flow.sources import FLAW, Position, SplitReader
+from holdfast.flow.sources import Position, SplitReader
 from holdfast.flow.steps import conform
 from holdfast.flow.watermark import Boundaries, Watermark, block_steps, source_times
 from holdfast.site import wire

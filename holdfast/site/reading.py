@@ -19,7 +19,6 @@ from holdfast.errors import FlowError, HoldfastError, HostError
 from holdfast.site import wire
 from holdfast.site.bundles import rows_of
 from holdfast.site.client import Client
-from holdfast.site.feed import NOT_HERE
 
 PATIENCE_S = 30.0
 """How long nobody may answer: while a site or a driver that is gone is being replaced."""
@@ -93,7 +92,7 @@ class SinkReader:
             answer, body = self._client.exchange(message, wire.Answer)
             if answer.ok:
                 return answer.values, _rows(body, answer.sizes)
-            if answer.reason != NOT_HERE:
+            if answer.reason != wire.NOT_HERE:
                 raise FlowError(answer.reason)
             self.close()
             if answer.leader is not None and answer.leader in untried:

@@ -16,7 +16,6 @@ from holdfast.errors import HoldfastError
 from holdfast.flow.batches import to_ipc
 from holdfast.site import wire
 from holdfast.site.egress import Egress
-from holdfast.site.feed import NOT_HERE
 
 Reply = Callable[[wire.Answer, list[Any]], None]
 Send = Callable[[SiteId, wire.Message], None]
@@ -76,7 +75,7 @@ class Serving:
         sink = StageId(message.sink)
         egress = self._egress(sink)
         if egress is None or not egress.leads:
-            reply(wire.Answer(False, NOT_HERE, leader), [])
+            reply(wire.Answer(False, wire.NOT_HERE, leader), [])
             return False
         before = egress.notes
         try:

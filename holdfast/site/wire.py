@@ -37,6 +37,13 @@ HANDSHAKE_BYTES_MAX = 1 << 10
 HEADER_BYTES_MAX = 1 << 25
 """The largest header is a `SequencerState`, with as many records as the sequencer keeps."""
 BODY_BYTES_MAX = 1 << 30
+PIECE_BYTES = 1 << 20
+"""Rows are handed over, and put on disk, in pieces of about this size."""
+
+NOT_HERE = "another site leads the ingress"
+"""Why a site refuses what only the leader of an ingress, or an egress, can do."""
+TAKEN = "taken"
+"""What the ingress answers to a push whose rows it has already taken."""
 
 NUMBER_MAX = 1 << 48
 """Nothing that is counted gets this far, and sums of it still fit into 64 bits."""

@@ -21,7 +21,6 @@ from holdfast.errors import FlowError
 from holdfast.flow.sources import Locate, Source
 from holdfast.site import wire
 from holdfast.site.client import Refused, to_leader
-from holdfast.site.feed import TAKEN
 from holdfast.spark.session import cause, use_this_python
 
 
@@ -135,7 +134,7 @@ def _hand_over(
         opening = wire.FeedOpen(source, push, partition, attempt)
         client, remark = to_leader(addresses, secret, opening)
         with closing(client):
-            if remark != TAKEN:
+            if remark != wire.TAKEN:
                 for rows in batches:
                     if rows.num_rows:
                         client.send_rows(rows)
@@ -227,7 +226,7 @@ class _BatchFeeder(_Feeder[SparkBatch]):
 
         def push(addresses: list[tuple[str, int]]) -> None:
             name = uuid.uuid4().hex
-            if self._say(wire.FeedBegin(self._source, "", 0, name)) != TAKEN:
+            if self._say(wire.FeedBegin(self._source, "", 0, name)) != wire.TAKEN:
                 task = _hand_over(addresses, self._secret, self._source, name)
                 ordered.mapInArrow(task, _HANDED).collect()
 
@@ -286,7 +285,7 @@ class _StreamFeeder(_Feeder[SparkStream]):
 
         def push(addresses: list[tuple[str, int]]) -> None:
             name = uuid.uuid4().hex
-            if self._say(wire.FeedBegin(self._source, self._id, batch, name)) == TAKEN:
+            if self._say(wire.FeedBegin(self._source, self._id, batch, name)) == wire.TAKEN:
                 return
             task = _hand_over(addresses, self._secret, self._source, name)
             handed = df.mapInArrow(task, _HANDED).collect()

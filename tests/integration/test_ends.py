@@ -17,7 +17,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from holdfast.apps import Apps
-from holdfast.bench.report import tree
+from holdfast.bench.processes import tree
 from holdfast.site.reading import ViewReader, url_of
 
 from ..site.test_apps import until

@@ -85,7 +85,7 @@ def alone(through: bool = False, **more: Any) -> FedReader:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is large."""
-    monkeypatch.setattr(feed, "PIECE_BYTES", 64)
+    monkeypatch.setattr(wire, "PIECE_BYTES", 64)
     monkeypatch.setattr(feed, "PORTION_BYTES", 160)
     monkeypatch.setattr(feed, "WINDOW_BYTES", 400)
     monkeypatch.setattr(feed, "HELD_BYTES_MAX", 800)
@@ -910,7 +910,7 @@ def _chunks(rows: list[int], size: int) -> Iterable[list[int]]:
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(feed, "PIECE_BYTES", 48)
+    monkeypatch.setattr(wire, "PIECE_BYTES", 48)
     monkeypatch.setattr(feed, "PORTION_BYTES", 100)
     monkeypatch.setattr(feed, "WINDOW_BYTES", 250)
     monkeypatch.setattr(feed, "HELD_BYTES_MAX", 300)

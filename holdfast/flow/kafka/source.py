@@ -21,10 +21,10 @@ import numpy as np
 import pyarrow as pa
 
 from holdfast.errors import FlowError, InputError
-from holdfast.flow.batches import concat, empty
+from holdfast.flow.batches import FLAW, concat, empty
 from holdfast.flow.kafka.client import Options, check, settings
 from holdfast.flow.kafka.formats import Format, reading
-from holdfast.flow.sources import FLAW, Position, Source, SplitReader
+from holdfast.flow.sources import Position, Source, SplitReader
 
 log = logging.getLogger("holdfast.kafka")
 
