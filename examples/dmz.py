@@ -5,7 +5,7 @@ spark-submit --master 'local[4]' examples/dmz.py
 """
 
 from holdfast import Flow, at_start, col, discard, generator, max_, mean
-from holdfast.bench.dmz import SCHEMA, DmzRows
+from holdfast.lab.workloads.dmz import SCHEMA, DmzRows
 
 flow = Flow("dmz")
 packets = flow.source("packets", generator(DmzRows(splits=2), SCHEMA, rate=100_000, splits=2))

@@ -1,5 +1,28 @@
 """Continuous dataflows on a Spark cluster that keep running."""
 
+from holdfast.api.graph import Flow, KeyedStream, Stream
+from holdfast.api.protection import active, none, pairs, passive, rollback, upstream
+from holdfast.connectors.kafka import kafka_sink, kafka_source
+from holdfast.connectors.outlet import outlet
+from holdfast.connectors.parquet import parquet
+from holdfast.connectors.postgres.sink import postgres
+from holdfast.connectors.pull import follow, lines
+from holdfast.connectors.sinks import callback, console, discard
+from holdfast.connectors.sources import generator, rows
+from holdfast.connectors.table import view
+from holdfast.engine.expressions import (
+    at_start,
+    col,
+    count,
+    first,
+    last,
+    lit,
+    max_,
+    mean,
+    min_,
+    sum_,
+)
+from holdfast.engine.operators.custom import KeyedFunction, Rows
 from holdfast.errors import (
     DivergenceError,
     FlowError,
@@ -13,29 +36,6 @@ from holdfast.errors import (
     SinkRewoundError,
     SiteLostError,
 )
-from holdfast.flow.expr import (
-    at_start,
-    col,
-    count,
-    first,
-    last,
-    lit,
-    max_,
-    mean,
-    min_,
-    sum_,
-)
-from holdfast.flow.graph import Flow, KeyedStream, Stream
-from holdfast.flow.kafka import kafka_sink, kafka_source
-from holdfast.flow.operators.custom import KeyedFunction, Rows
-from holdfast.flow.outlet import outlet
-from holdfast.flow.parquet import parquet
-from holdfast.flow.postgres import postgres
-from holdfast.flow.protection import active, none, pairs, passive, rollback, upstream
-from holdfast.flow.sinks import callback, console, discard
-from holdfast.flow.sources import generator, rows
-from holdfast.flow.taps import follow, lines
-from holdfast.flow.view import view
 
 __version__ = "0.1.0"
 

@@ -10,18 +10,18 @@ import pyarrow as pa
 import pytest
 
 from holdfast import Flow, count, discard, generator, pairs, passive
-from holdfast.control import Committed, Control
+from holdfast.api.options import Options
+from holdfast.control.hosting import Place, apart
+from holdfast.control.server import Committed, Control
 from holdfast.core.events import SiteRegistered, SitesFailed
+from holdfast.core.failure_detector import ALONE_LEASES, JOIN_S_MAX
 from holdfast.core.ids import SiteId, Unit
 from holdfast.core.layout import Domain, place
 from holdfast.core.records import EpochRecord
 from holdfast.errors import FlowError
-from holdfast.flow.options import Options
-from holdfast.flow.plan import plan, shape
-from holdfast.hosting import Place, apart
-from holdfast.signs import ALONE_LEASES, JOIN_S_MAX
-from holdfast.site import wire
-from holdfast.site.connection import Connection, listen
+from holdfast.net import wire
+from holdfast.net.connection import Connection, listen
+from holdfast.plan.planner import plan, shape
 
 SCHEMA = pa.schema([("k", pa.int64())])
 
@@ -228,7 +228,7 @@ def test_a_lease_must_be_positive() -> None:
 def test_only_the_last_records_are_remembered(
     control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.control.RECORDS_MAX", 3)
+    monkeypatch.setattr("holdfast.control.server.RECORDS_MAX", 3)
     for epoch in range(7):
         control._note_record(EpochRecord(epoch, epoch * 10, ()))
     assert list(control.records) == [4, 5, 6]

@@ -1,16 +1,21 @@
 """The examples in docstrings and the flow files under examples/ do what they say."""
 
+import ast
 import doctest
 import importlib
+import io
 import pkgutil
 import re
+import tokenize
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import holdfast
-from holdfast.cli import load_flow
-from holdfast.flow.plan import plan
+from holdfast.plan.planner import plan
+from holdfast.ui.cli import load_flow
 
 ROOT = Path(__file__).parents[1]
 WITH_EXAMPLES = [
@@ -46,3 +51,78 @@ def test_every_document_that_is_linked_exists() -> None:
     for page in ("advise", "architecture", "cluster", "decisions", "guarantees", "hacking"):
         target = f"docs/{page}.md"
         assert target in readme and (ROOT / target).exists()
+
+
+# --- names in the documents -----------------------------------------------------------------------
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OTHERS_NAMES = {
+    # Spark, Kubernetes and YARN
+    "asyncProgressTracking",
+    "attemptFailuresValidityInterval",
+    "maxAppAttempts",
+    "maxUnavailable",
+    "spreadOutApps",
+    # PostgreSQL, Linux, Python
+    "ip_local_port_range",
+    "synchronous_standby_names",
+}
+"""Names in the documents that are not ours, and that our code has no use for."""
+
+
+def inline_code(page: Path) -> Iterator[str]:
+    """What stands in single backticks, without examples."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    yield from re.findall(r"`([^`\n]+)`", text)
+
+
+@cache
+def known_names() -> set[str]:
+    """Every identifier in the code, and every word of a string that is no docstring."""
+    found = set()
+    for folder in ("holdfast", "pyspark_holdfast", "tests", "examples"):
+        for path in (ROOT / folder).rglob("*.py"):
+            with io.StringIO(path.read_text()) as text:
+                for token in tokenize.generate_tokens(text.readline):
+                    if token.type == tokenize.NAME:
+                        found.add(token.string)
+                    elif token.type == tokenize.STRING and '"""' not in token.string:
+                        found.update(re.findall(r"[A-Za-z_]\w*", token.string))
+    return found
+
+
+@cache
+def members() -> dict[str, set[str]]:
+    """What the classes of the package define, by the name of the class; bases are not followed."""
+    found: dict[str, set[str]] = {}
+    for path in (ROOT / "holdfast").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                names = found.setdefault(node.name, set())
+                for part in ast.walk(node):
+                    if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef):
+                        names.add(part.name)
+                    elif isinstance(part, ast.Name | ast.Attribute):
+                        names.add(part.id if isinstance(part, ast.Name) else part.attr)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_name_in_the_documents_exists(page: Path) -> None:
+    missing = []
+    for code in inline_code(page):
+        for file in re.findall(r"[\w./-]+\.py\b", code):
+            if file != "FLOW.py" and not any(
+                (ROOT / base / file).exists() for base in ("", "holdfast", "tests")
+            ):
+                missing.append(file)
+        rest = re.sub(r"[\w./-]+\.py\b|\bspark(\.\w+)+", "", code)
+        for owner, name in re.findall(r"\b([A-Z]\w+)\.(\w+)", rest):
+            if owner in members() and name not in members()[owner]:
+                missing.append(f"{owner}.{name}")
+        for name in re.findall(r"(?<![\w-])[A-Za-z_]\w*(?![\w-])", rest):
+            ours = "_" in name.strip("_") or re.search(r"[A-Z][a-z]|[a-z][A-Z]", name)
+            counter = name.removesuffix("_total")  # which Prometheus adds
+            if ours and not {name, counter} & (known_names() | OTHERS_NAMES):
+                missing.append(name)
+    assert not missing, f"{page.name} names what does not exist: {missing}"

@@ -30,7 +30,7 @@ from holdfast import (
     rows,
     sum_,
 )
-from holdfast.flow.watermark import source_times
+from holdfast.engine.watermark import source_times
 from tests.property.harness import Input, Shape, examples, run
 
 LARGEST = 2**63 - 1

@@ -13,14 +13,14 @@ import pyarrow as pa
 import pytest
 
 from holdfast import errors
+from holdfast.api.graph import Flow, Stream
+from holdfast.connectors.sinks import discard
+from holdfast.connectors.sources import generator, rows
+from holdfast.engine.expressions import at_start, col, count, first, lit, max_, mean, sum_
+from holdfast.engine.operators.custom import KeyedFunction
+from holdfast.engine.steps import conform
 from holdfast.errors import FlowError, HoldfastError, InputError, OperatorError
-from holdfast.flow.expr import at_start, col, count, first, lit, max_, mean, sum_
-from holdfast.flow.graph import Flow, Stream
-from holdfast.flow.operators.custom import KeyedFunction
-from holdfast.flow.plan import plan
-from holdfast.flow.sinks import discard
-from holdfast.flow.sources import generator, rows
-from holdfast.flow.steps import conform
+from holdfast.plan.planner import plan
 
 from .property.harness import Input, Shape, rows_of, run, without_order
 
@@ -1015,6 +1015,6 @@ def test_a_source_whose_rows_cannot_be_cast_for_want_of_memory_names_no_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batch = pa.record_batch({"k": pa.array([1, 2], pa.int32())})
-    monkeypatch.setattr("holdfast.flow.steps.as_array", lambda *_: no_memory(batch))
+    monkeypatch.setattr("holdfast.engine.steps.as_array", lambda *_: no_memory(batch))
     with pytest.raises(MemoryError):
         conform(batch, pa.schema([("k", pa.int64())]), "in")

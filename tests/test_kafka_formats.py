@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast import Flow, FlowError, kafka_sink, kafka_source, rows
-from holdfast.flow.kafka.formats import Arrow, Format, Json
-from holdfast.flow.kafka.source import KafkaSource
+from holdfast.connectors.kafka.formats import Arrow, Format, Json
+from holdfast.connectors.kafka.source import KafkaSource
 
 SCHEMA = pa.schema([("k", pa.int64()), ("s", pa.string()), ("x", pa.float64())])
 

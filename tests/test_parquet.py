@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from holdfast import FlowError, SinkError, parquet
+from holdfast.connectors import parquet as parquet_module
+from holdfast.connectors.sinks import Authority, Sink, SinkWriter
 from holdfast.errors import SinkRewoundError
-from holdfast.flow import parquet as parquet_module
-from holdfast.flow.sinks import Authority, Sink, SinkWriter
 
 PATIENCE_S = 60
 SCHEMA = pa.schema([("epoch", pa.int64()), ("row", pa.int64())])

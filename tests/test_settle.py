@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from holdfast import Flow, OperatorError, count, discard, parquet
-from holdfast.flow.batches import FLAW
-from holdfast.flow.plan import plan
-from holdfast.flow.sources import Position, Source, SplitReader
-from holdfast.hosting import Place
-from holdfast.settle import settled
+from holdfast.connectors.sources import Position, Source, SplitReader
+from holdfast.control.bootstrap import settled
+from holdfast.control.hosting import Place
+from holdfast.engine.batches import FLAW
+from holdfast.plan.planner import plan
 
 SECRET = b"0123456789abcdef"
 LEASE_S = 0.3

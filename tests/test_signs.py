@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from holdfast.core.events import Call
+from holdfast.core.failure_detector import ALONE_LEASES, JOIN_S_MAX, Signs
 from holdfast.core.ids import SiteId
 from holdfast.core.layout import Cohort, View
-from holdfast.signs import ALONE_LEASES, JOIN_S_MAX, Signs
 
 ONE, OTHER = SiteId(0), SiteId(1)
 

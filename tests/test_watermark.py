@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.records import Block, EpochRecord, Range, pack_step
-from holdfast.flow.batches import Track
-from holdfast.flow.watermark import Watermark, block_steps, cells, track_of
+from holdfast.engine.batches import Track
+from holdfast.engine.watermark import Watermark, block_steps, cells, track_of
 
 BOUNDARIES = [(10, 0), (7, 3)]
 SPLITS = [(0, 0), (0, 1), (2, 0)]

@@ -16,7 +16,7 @@ def test_the_wheel_has_what_the_repository_has(wheel: Path) -> None:
     assert {name for name in names if ".dist-info/" not in name} == ours
     assert {"holdfast/py.typed", "holdfast/spark/log4j2.properties"} <= ours
     (entry_points,) = (name for name in names if name.endswith("/entry_points.txt"))
-    assert b"holdfast = holdfast.cli:main" in zipfile.ZipFile(wheel).read(entry_points)
+    assert b"holdfast = holdfast.ui.cli:main" in zipfile.ZipFile(wheel).read(entry_points)
 
 
 def test_it_runs_as_it_is_shipped(wheel: Path, tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_it_runs_as_it_is_shipped(wheel: Path, tmp_path: Path) -> None:
     zipped = tmp_path / "holdfast.zip"
     zipped.write_bytes(wheel.read_bytes())
     script = (
-        "import pkgutil, sys; import holdfast.spark.daemon, holdfast.cli, pyspark_holdfast;"
+        "import pkgutil, sys; import holdfast.spark.daemon, holdfast.ui.cli, pyspark_holdfast;"
         "assert all('holdfast.zip' in m.__file__ for n, m in sys.modules.items()"
         " if n.split('.')[0] == 'holdfast'), holdfast.__file__;"
         "print(sorted(m.name for m in pkgutil.iter_modules() if m.name.startswith('pyspark_')))"

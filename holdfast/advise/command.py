@@ -12,11 +12,11 @@ from holdfast.advise.fit import document, fit, read_figures, shipped, shipped_co
 from holdfast.advise.measure import measure
 from holdfast.advise.model import Choice, Constants, Prediction, overall
 from holdfast.advise.propose import Advice, Bounds, in_bytes, in_percent, in_time, propose
+from holdfast.api.graph import Flow, KeyedNode
+from holdfast.api.protection import Protection, none, pairs, passive, upstream
 from holdfast.errors import FlowError
-from holdfast.flow.graph import Flow, KeyedNode
-from holdfast.flow.plan import nodes_by_stage, plan
-from holdfast.flow.protection import Protection, none, pairs, passive, upstream
-from holdfast.report import number, show, write_json
+from holdfast.plan.planner import nodes_by_stage, plan
+from holdfast.ui.report import number, show, write_json
 
 _MS = {"ms": 1.0, "s": 1e3, "m": 60e3}
 

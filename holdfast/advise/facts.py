@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from holdfast.control.run import Run
 from holdfast.core.records import EpochRecord
 from holdfast.errors import FlowError
-from holdfast.flow.plan import Plan, Stage
-from holdfast.run import Run
+from holdfast.plan.planner import Plan, Stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from holdfast.advise.facts import FlowFacts, Look, between
+from holdfast.api.graph import Flow, KeyedNode, SinkNode, SourceNode
+from holdfast.api.options import Options
+from holdfast.api.protection import none, rollback
+from holdfast.connectors.sinks import discard
+from holdfast.control.run import Run
 from holdfast.errors import FlowError
-from holdfast.flow.graph import Flow, KeyedNode, SinkNode, SourceNode
-from holdfast.flow.options import Options
-from holdfast.flow.plan import plan
-from holdfast.flow.protection import none, rollback
-from holdfast.flow.sinks import discard
-from holdfast.run import Run
+from holdfast.plan.planner import plan
 
 STATUS_MS = 100
 """Sites tell how they are so often: rates are as exact as that."""

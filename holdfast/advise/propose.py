@@ -26,7 +26,7 @@ from holdfast.advise.model import (
     share,
     work_again_ms,
 )
-from holdfast.flow.options import Options
+from holdfast.api.options import Options
 
 EVERY_MS = (20, 10_000)
 """Checkpoints are not proposed more often, or more seldom."""

@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
+from holdfast.connectors.sinks import Authority, SinkWriter
+from holdfast.engine.batches import user_names
 from holdfast.errors import ProtocolError
-from holdfast.flow.batches import user_names
-from holdfast.flow.past import Past
-from holdfast.flow.plan import Stage
-from holdfast.flow.sinks import Authority, SinkWriter
-from holdfast.site import wire
+from holdfast.net import wire
+from holdfast.plan.planner import Stage
+from holdfast.storage.restore_point import Past
 
 LIFE_BITS = 48
 """A flow that goes on after it was lost has higher terms than it had before."""

@@ -20,10 +20,10 @@ from holdfast.core.events import CopyInstalled
 from holdfast.core.exchange import Kept
 from holdfast.core.ids import CohortId, Epoch, ExchangeId, Unit
 from holdfast.core.upstream import Gap
+from holdfast.engine.batches import to_ipc
 from holdfast.errors import HoldfastError, ProtocolError
-from holdfast.flow.batches import to_ipc
-from holdfast.flow.plan import Plan
-from holdfast.site import bundles, wire
+from holdfast.net import bundles, wire
+from holdfast.plan.planner import Plan
 from holdfast.site.spill import Overflow
 from holdfast.site.stages import UnitRunner
 

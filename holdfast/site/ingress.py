@@ -9,18 +9,18 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
+from holdfast.connectors.sources import Position, SplitReader
 from holdfast.core.records import Block, EpochRecord
+from holdfast.engine.batches import FLAW, UNMOVED, Track, concat, empty, with_order
+from holdfast.engine.steps import conform
+from holdfast.engine.watermark import Boundaries, Watermark, block_steps, source_times
 from holdfast.errors import require
-from holdfast.flow.batches import FLAW, UNMOVED, Track, concat, empty, with_order
-from holdfast.flow.past import Past
-from holdfast.flow.plan import Plan, Stage
-from holdfast.flow.sources import Position, SplitReader
-from holdfast.flow.steps import conform
-from holdfast.flow.watermark import Boundaries, Watermark, block_steps, source_times
-from holdfast.site import wire
-from holdfast.site.bundles import rows_of
-from holdfast.site.feed import MEMORY_BYTES_MAX, FedReader
+from holdfast.net import wire
+from holdfast.net.bundles import rows_of
+from holdfast.plan.planner import Plan, Stage
+from holdfast.site.push import MEMORY_BYTES_MAX, FedReader
 from holdfast.site.spill import Overflow
+from holdfast.storage.restore_point import Past
 
 BLOCK_STEPS_MAX = 4_096
 """A block is announced with no more steps of event time than this."""

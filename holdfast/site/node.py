@@ -20,6 +20,7 @@ from typing import Any, Protocol, assert_never
 
 import pyarrow as pa
 
+from holdfast.api.options import Options
 from holdfast.core.dataflow import Dataflow
 from holdfast.core.effects import (
     AbandonHandOver,
@@ -71,19 +72,18 @@ from holdfast.core.records import EpochRecord
 from holdfast.core.sequencer import Sequencer
 from holdfast.core.upstream import Log
 from holdfast.errors import ProtocolError
-from holdfast.flow.options import Options
-from holdfast.flow.plan import Plan, shape
-from holdfast.site import bundles, wire
-from holdfast.site.bundles import Frames
-from holdfast.site.checks import Checks
+from holdfast.net import bundles, wire
+from holdfast.net.bundles import Frames
+from holdfast.net.checks import Checks
+from holdfast.plan.planner import Plan, shape
+from holdfast.site.checkpoint_schedule import Progress, Rounds
+from holdfast.site.checkpoints import Shelf, Storing
 from holdfast.site.handover import Checkpoint, Incoming, Outgoing
-from holdfast.site.rounds import Progress, Rounds
 from holdfast.site.sequencing import Sequencing
 from holdfast.site.serving import Serving
 from holdfast.site.sourcing import Sourcing
 from holdfast.site.spill import Spill
 from holdfast.site.stages import SiteStages, UnitRunner
-from holdfast.site.storing import Shelf, Storing
 
 log = logging.getLogger("holdfast.site")
 
@@ -104,7 +104,7 @@ class Transport(Protocol):
 
 class Codec:
     """How the bundles of a node become bytes, and back. (Those of nodes in one process need not:
-    see `holdfast.sim`.)"""
+    see `holdfast.lab.sim`.)"""
 
     def pack(self, frames: Frames) -> list[Any]:
         return bundles.packed(frames)

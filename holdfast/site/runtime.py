@@ -30,22 +30,22 @@ from typing import Any
 import msgspec
 import pyarrow as pa
 
+from holdfast.api.graph import Flow
+from holdfast.api.options import Options
 from holdfast.core.effects import IngestEpochs
 from holdfast.core.ids import NO_EPOCH, STORE, Epoch, SiteId
 from holdfast.core.layout import Domain
+from holdfast.core.peer_monitor import BEATS_PER_LEASE, Hearing, Standstill
+from holdfast.engine.memory import NO_STATE, is_out_of_memory, limit_bytes, out_of_memory
 from holdfast.errors import HoldfastError, OutOfMemoryError, ProtocolError
-from holdfast.flow.graph import Flow
-from holdfast.flow.memory import NO_STATE, is_out_of_memory, limit_bytes, out_of_memory
-from holdfast.flow.options import Options
-from holdfast.flow.plan import plan
-from holdfast.site import wire
-from holdfast.site.client import Client
-from holdfast.site.connection import Connection, dial, listen
-from holdfast.site.feed import Feeds
-from holdfast.site.hearing import BEATS_PER_LEASE, Hearing, Standstill
+from holdfast.net import wire
+from holdfast.net.client import Client
+from holdfast.net.connection import Connection, dial, listen
+from holdfast.plan.planner import plan
+from holdfast.site.checkpoints import Shelf
 from holdfast.site.node import Node
+from holdfast.site.push import Feeds
 from holdfast.site.spill import Spill
-from holdfast.site.storing import Shelf
 
 log = logging.getLogger("holdfast.site")
 

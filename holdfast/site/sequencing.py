@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import assert_never
 
+from holdfast.api.options import Options
 from holdfast.core.effects import (
     ConfirmChain,
     CopySequencer,
@@ -30,11 +31,10 @@ from holdfast.core.ids import FIRST, NO_EPOCH, Epoch, SiteId, StageId
 from holdfast.core.layout import View
 from holdfast.core.records import EpochRecord
 from holdfast.core.sequencer import Sequencer
+from holdfast.engine.memory import limit_bytes
 from holdfast.errors import ProtocolError
-from holdfast.flow.memory import limit_bytes
-from holdfast.flow.options import Options
-from holdfast.flow.plan import Plan
-from holdfast.site import wire
+from holdfast.net import wire
+from holdfast.plan.planner import Plan
 from holdfast.site.memory import fitting
 
 log = logging.getLogger("holdfast.site")

@@ -12,9 +12,9 @@ from typing import Any
 
 from holdfast.core.ids import CohortId, SiteId, StageId
 from holdfast.core.layout import View
+from holdfast.engine.batches import to_ipc
 from holdfast.errors import HoldfastError
-from holdfast.flow.batches import to_ipc
-from holdfast.site import wire
+from holdfast.net import wire
 from holdfast.site.egress import Egress
 
 Reply = Callable[[wire.Answer, list[Any]], None]

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from holdfast.api.options import Options
 from holdfast.core.dataflow import Dataflow
 from holdfast.core.ids import CohortId, SiteId, StageId, Unit
 from holdfast.core.records import Block
-from holdfast.flow.options import Options
-from holdfast.site import wire
+from holdfast.net import wire
 from holdfast.site.ingress import Split
 from holdfast.site.stages import SiteStages
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import pyarrow as pa
 
 from holdfast.core.exchange import Kept
-from holdfast.flow.batches import from_ipc, to_ipc
-from holdfast.site.bundles import Frames
+from holdfast.engine.batches import from_ipc, to_ipc
+from holdfast.net.bundles import Frames
 
 log = logging.getLogger("holdfast.site")
 

@@ -12,29 +12,29 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 
+from holdfast.api.options import Options
+from holdfast.connectors.pull import FolderTap
+from holdfast.connectors.sources import SplitReader
+from holdfast.connectors.table import ViewWriter
 from holdfast.core.effects import IngestEpochs, ProcessBundles
 from holdfast.core.events import UnitProcessed
 from holdfast.core.ids import NO_EPOCH, STORE, CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
 from holdfast.core.layout import Cohort, Guard, View
 from holdfast.core.records import EpochRecord
+from holdfast.engine.batches import Track, concat, order_of
+from holdfast.engine.memory import NO_STATE, naming, state_size
+from holdfast.engine.operators.base import KeyedOperator, OperatorSnapshot
+from holdfast.engine.state import STANDBY, StateTable
 from holdfast.errors import FlowError, ProtocolError
-from holdfast.flow.batches import Track, concat, order_of
-from holdfast.flow.execute import StageRunner
-from holdfast.flow.memory import NO_STATE, naming, state_size
-from holdfast.flow.operators.base import KeyedOperator, OperatorSnapshot
-from holdfast.flow.options import Options
-from holdfast.flow.past import Past
-from holdfast.flow.plan import Plan, Stage, shape
-from holdfast.flow.sources import SplitReader
-from holdfast.flow.state import STANDBY, StateTable
-from holdfast.flow.store_layout import portion_file
-from holdfast.flow.taps import FolderTap
-from holdfast.flow.view import ViewWriter
-from holdfast.site import bundles, wire
-from holdfast.site.bundles import Frames, Router
+from holdfast.net import bundles, wire
+from holdfast.net.bundles import Frames, Router
+from holdfast.plan.planner import Plan, Stage, shape
+from holdfast.plan.stage_runner import StageRunner
 from holdfast.site.egress import Egress
-from holdfast.site.feed import FedReader, Lead
 from holdfast.site.ingress import Ingress, Split
+from holdfast.site.push import FedReader, Lead
+from holdfast.storage.layout import portion_file
+from holdfast.storage.restore_point import Past
 
 KEPT = "store"
 """Who follows the changes of tables that are stored while the flow runs."""
@@ -331,7 +331,7 @@ class UnitRunner:
 
 
 class Shelf(Protocol):
-    """Writes files for a flow that is stored while it runs: see `holdfast.site.storing`."""
+    """Writes files for a flow that is stored while it runs: see `holdfast.site.checkpoints`."""
 
     generation: int
 

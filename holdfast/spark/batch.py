@@ -18,18 +18,18 @@ import pyarrow as pa
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
+from holdfast.api.graph import Flow
 from holdfast.core.ids import Epoch, StageId
 from holdfast.core.records import EpochRecord, Range
+from holdfast.engine.batches import UNMOVED, Track
+from holdfast.engine.batches import with_order as with_order_columns
+from holdfast.engine.groups import Groups
+from holdfast.engine.operators.base import KeyedOperator
+from holdfast.engine.steps import conform
+from holdfast.engine.watermark import Steps, Watermark, source_times, track_of
 from holdfast.errors import FlowError, InputError, require
-from holdfast.flow.batches import UNMOVED, Track
-from holdfast.flow.batches import with_order as with_order_columns
-from holdfast.flow.execute import StageRunner
-from holdfast.flow.graph import Flow
-from holdfast.flow.groups import Groups
-from holdfast.flow.operators.base import KeyedOperator
-from holdfast.flow.plan import Exchange, Plan, Stage
-from holdfast.flow.steps import conform
-from holdfast.flow.watermark import Steps, Watermark, source_times, track_of
+from holdfast.plan.planner import Exchange, Plan, Stage
+from holdfast.plan.stage_runner import StageRunner
 from holdfast.spark import parcels
 from holdfast.spark.parcels import SPLIT
 from holdfast.spark.session import described, use_this_python

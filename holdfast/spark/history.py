@@ -2,7 +2,8 @@
 there as if it had streamed it.
 
 The tasks of keyed stages write the state that they are left with, and those of sinks their results
-in order, straight to a folder (see `holdfast.flow.past`). The driver only sees the names.
+in order, straight to a folder (see `holdfast.storage.restore_point`). The driver only sees the
+names.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from pyspark import TaskContext
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
+from holdfast.api.graph import Flow
+from holdfast.engine.batches import concat
+from holdfast.engine.operators.base import KeyedOperator
+from holdfast.engine.steps import conform
 from holdfast.errors import FlowError, HoldfastError
-from holdfast.flow.batches import concat
-from holdfast.flow.files import Folder
-from holdfast.flow.graph import Flow
-from holdfast.flow.operators.base import KeyedOperator
-from holdfast.flow.past import Past, store_state, stored_state
-from holdfast.flow.plan import Stage, plan
-from holdfast.flow.steps import conform
-from holdfast.flow.store_layout import RESULTS
+from holdfast.plan.planner import Stage, plan
 from holdfast.spark import parcels
 from holdfast.spark.batch import Job, Order
 from holdfast.spark.session import cause, use_this_python
+from holdfast.storage.files import Folder
+from holdfast.storage.layout import RESULTS
+from holdfast.storage.restore_point import Past, store_state, stored_state
 
 RANGE_ROWS, RANGES_MAX = 500_000, 256
 """Results are sorted in ranges of so many input rows."""

@@ -21,9 +21,9 @@ from typing import Any
 from pyspark import InheritableThread, TaskContext
 from pyspark.sql import SparkSession
 
+from holdfast.api.graph import Flow
 from holdfast.errors import HostError
-from holdfast.flow.graph import Flow
-from holdfast.flow.plan import Plan
+from holdfast.plan.planner import Plan
 from holdfast.site.runtime import OnExit, SiteConfig, run_site
 from holdfast.spark.session import cause, use_this_python
 

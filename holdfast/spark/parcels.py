@@ -21,11 +21,11 @@ from pyspark.sql import DataFrame
 from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import AtomicType, StructType
 
+from holdfast.api.graph import Flow
+from holdfast.engine.batches import Track, concat, from_ipc, take, to_ipc, user_names
+from holdfast.engine.keys import key_words, partition_of
 from holdfast.errors import FlowError
-from holdfast.flow.batches import Track, concat, from_ipc, take, to_ipc, user_names
-from holdfast.flow.graph import Flow
-from holdfast.flow.keys import key_words, partition_of
-from holdfast.flow.plan import Exchange, Plan, Stage, plan
+from holdfast.plan.planner import Exchange, Plan, Stage, plan
 
 DDL = "exchange int, bucket int, low long, data binary"
 SCHEMA = pa.schema(

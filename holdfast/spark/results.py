@@ -34,7 +34,7 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from holdfast.errors import FlowError, HostError
-from holdfast.site.reading import PATIENCE_S, PAUSE_S, SinkReader, ViewReader
+from holdfast.net.reader import PATIENCE_S, PAUSE_S, SinkReader, ViewReader
 
 Offset = dict[str, Any]
 

@@ -17,10 +17,10 @@ from pyspark.sql import DataFrame
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import AtomicType
 
+from holdfast.connectors.sources import Locate, Source
 from holdfast.errors import FlowError
-from holdfast.flow.sources import Locate, Source
-from holdfast.site import wire
-from holdfast.site.client import Refused, to_leader
+from holdfast.net import wire
+from holdfast.net.client import Refused, to_leader
 from holdfast.spark.session import cause, use_this_python
 
 

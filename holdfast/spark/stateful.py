@@ -31,14 +31,14 @@ from pyspark.sql.streaming.stateful_processor import (
     TimerValues,
 )
 
+from holdfast.engine.batches import Track, empty, order_of, sort, take
+from holdfast.engine.expressions import column
+from holdfast.engine.groups import Groups
+from holdfast.engine.keys import key_hash
+from holdfast.engine.operators.base import KeyedOperator, Port
+from holdfast.engine.state import Field, StateTable
+from holdfast.engine.watermark import operator_times
 from holdfast.errors import FlowError
-from holdfast.flow.batches import Track, empty, order_of, sort, take
-from holdfast.flow.expr import column
-from holdfast.flow.groups import Groups
-from holdfast.flow.keys import key_hash
-from holdfast.flow.operators.base import KeyedOperator, Port
-from holdfast.flow.state import Field, StateTable
-from holdfast.flow.watermark import operator_times
 from holdfast.spark.cells import NO_TIMER, Cell, Handle, Variable
 from holdfast.spark.schemas import RowCodec, arrow_of, struct_of
 

@@ -38,15 +38,15 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming import StatefulProcessor, StatefulProcessorHandle
 
+from holdfast.api.graph import Flow
+from holdfast.engine.batches import UNMOVED, Track, concat, from_ipc, with_order
+from holdfast.engine.operators.base import KeyedOperator
+from holdfast.engine.state import Field
+from holdfast.engine.steps import conform
+from holdfast.engine.watermark import Steps, Watermark, source_times, track_of
 from holdfast.errors import HostError, InputError, require
-from holdfast.flow.batches import UNMOVED, Track, concat, from_ipc, with_order
-from holdfast.flow.execute import StageRunner
-from holdfast.flow.graph import Flow
-from holdfast.flow.operators.base import KeyedOperator
-from holdfast.flow.plan import Exchange, Plan, Stage
-from holdfast.flow.state import Field
-from holdfast.flow.steps import conform
-from holdfast.flow.watermark import Steps, Watermark, source_times, track_of
+from holdfast.plan.planner import Exchange, Plan, Stage
+from holdfast.plan.stage_runner import StageRunner
 from holdfast.spark import parcels
 from holdfast.spark.parcels import SPLIT
 from holdfast.spark.session import described, use_this_python

@@ -8,8 +8,8 @@ import pytest
 
 from holdfast import Flow, FlowError, callback, discard, lines, pairs, parquet, rows
 from holdfast.advise.measure import aside, measure
-from holdfast.cli import load_flow, main
-from holdfast.flow.graph import KeyedNode, SinkNode
+from holdfast.api.graph import KeyedNode, SinkNode
+from holdfast.ui.cli import load_flow, main
 
 FLOW = """
 import numpy as np

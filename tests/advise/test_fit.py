@@ -12,8 +12,8 @@ from holdfast.advise import fit as fitting
 from holdfast.advise.facts import FlowFacts
 from holdfast.advise.fit import CHECKPOINT_MS, document, fit, shipped, shipped_constants
 from holdfast.advise.model import Choice, Constants, predict
-from holdfast.cli import main
 from holdfast.errors import FlowError
+from holdfast.ui.cli import main
 from tests.advise.made_up import CONSTANTS, RUNNING, WINDOW, flow
 
 FACTS = {

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.bench import protections
-from holdfast.bench.tradeoff import LEAST_MS, by_flow, picture, spots
-from holdfast.cli import main
-from holdfast.report import Figure
+from holdfast.lab.bench import protections
+from holdfast.lab.bench.tradeoff import LEAST_MS, by_flow, picture, spots
+from holdfast.ui.cli import main
+from holdfast.ui.report import Figure
 
 MADE_UP = {
     "pairs": ((0.64, 0.66, 0.70), (0.0, 5.0, 90.0)),

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.chaos.faults import DISK, EXECUTOR, KINDS, TWO_KILLS
-from holdfast.chaos.namespaces import unavailable
-from holdfast.cli import main
+from holdfast.lab.chaos.faults import DISK, EXECUTOR, KINDS, TWO_KILLS
+from holdfast.lab.chaos.namespaces import unavailable
+from holdfast.ui.cli import main
 
 SEED = 2
 KILLS_AND_STOPS = 288

@@ -5,10 +5,19 @@ from itertools import islice
 
 import pytest
 
-from holdfast.bench.paced import Delivery
-from holdfast.chaos.faults import KILL, KINDS, NAP, TWO_KILLS, Fault, candidates, faults, survivable
-from holdfast.chaos.load import PROTECTIONS, Absence, Load, _once
-from holdfast.flow.plan import plan
+from holdfast.lab.chaos.faults import (
+    KILL,
+    KINDS,
+    NAP,
+    TWO_KILLS,
+    Fault,
+    candidates,
+    faults,
+    survivable,
+)
+from holdfast.lab.chaos.load import PROTECTIONS, Absence, Load, _once
+from holdfast.lab.workloads.paced import Delivery
+from holdfast.plan.planner import plan
 
 
 def fault(kind, rank: int) -> Fault:

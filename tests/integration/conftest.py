@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from holdfast.chaos import kafka
-from holdfast.chaos.zookeeper import JAR, Server
+from holdfast.lab.chaos import kafka
+from holdfast.lab.chaos.zookeeper import JAR, Server
 from holdfast.spark.session import local_session
 from tests.integration import postgres_server
 from tests.integration.topics import Kafka

@@ -6,7 +6,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from holdfast.apps import free_ports
+from holdfast.control.applications import free_ports
 
 START_S_MAX = 60.0
 KEYS = {"AWS_ACCESS_KEY_ID": "holdfast", "AWS_SECRET_ACCESS_KEY": "a-secret-of-tests"}

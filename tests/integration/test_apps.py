@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.apps import Apps
-from holdfast.chaos.zookeeper import Server
+from holdfast.control.applications import Apps
+from holdfast.lab.chaos.zookeeper import Server
 
 from ..site.test_apps import FILE, check, flows_on, out, until
 

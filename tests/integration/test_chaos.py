@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from holdfast.chaos.faults import APPS_KINDS
-from holdfast.cli import main
+from holdfast.lab.chaos.faults import APPS_KINDS
+from holdfast.ui.cli import main
 
 
 def test_each_kind_of_fault_loses_and_repeats_nothing(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import SparkSession
 
-from holdfast.apps import Apps
-from holdfast.bench.processes import tree
-from holdfast.site.reading import ViewReader, url_of
+from holdfast.control.applications import Apps
+from holdfast.lab.bench.processes import tree
+from holdfast.net.reader import ViewReader, url_of
 
 from ..site.test_apps import until
 from .ends_flow import MADE, numbers

@@ -37,14 +37,14 @@ from holdfast import (
     spark_stream,
     sum_,
 )
-from holdfast.chaos.kafka import Broker
-from holdfast.flow.kafka import sink, source
-from holdfast.flow.kafka.formats import Json
-from holdfast.flow.kafka.ledger import Ledger
-from holdfast.flow.options import Options
-from holdfast.flow.sinks import Authority
-from holdfast.flow.sources import SplitReader
-from holdfast.run import Run
+from holdfast.api.options import Options
+from holdfast.connectors.kafka import sink, source
+from holdfast.connectors.kafka.formats import Json
+from holdfast.connectors.kafka.ledger import Ledger
+from holdfast.connectors.sinks import Authority
+from holdfast.connectors.sources import SplitReader
+from holdfast.control.run import Run
+from holdfast.lab.chaos.kafka import Broker
 
 from ..site.test_pairs import copies, exists, kill, numbers, pids, until, until_protected
 from .topics import Kafka, Transactions

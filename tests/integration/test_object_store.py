@@ -8,11 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from holdfast import FlowError, parquet
-from holdfast.checking import check_store
 from holdfast.errors import StoreTakenError
-from holdfast.flow import generations
-from holdfast.flow.files import Folder
-from holdfast.flow.past import Past
+from holdfast.storage import generations
+from holdfast.storage.files import Folder
+from holdfast.storage.restore_point import Past
+from holdfast.ui.check import check_store
 from tests.integration import object_store
 from tests.site.test_durable import Driver, drivers, kill_again_and_again, undisturbed
 from tests.site.test_pairs import one_line, until

@@ -33,11 +33,11 @@ from holdfast import (
     rows,
     sum_,
 )
-from holdfast.flow.options import Options
-from holdfast.flow.postgres import Postgres
-from holdfast.flow.postgres_session import Session
-from holdfast.flow.sinks import Authority, Sink, SinkWriter
-from holdfast.run import Run
+from holdfast.api.options import Options
+from holdfast.connectors.postgres.session import Session
+from holdfast.connectors.postgres.sink import Postgres
+from holdfast.connectors.sinks import Authority, Sink, SinkWriter
+from holdfast.control.run import Run
 from tests.integration.postgres_server import Server
 from tests.site.test_pairs import (
     SCHEMA,

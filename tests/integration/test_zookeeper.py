@@ -10,8 +10,8 @@ from kazoo.client import KazooClient
 
 from holdfast.arbiter import Arbiter, Entry, arbiter
 from holdfast.arbiter.zookeeper import ZooKeeperArbiter
-from holdfast.chaos.zookeeper import Server
 from holdfast.errors import ArbiterAway, Superseded
+from holdfast.lab.chaos.zookeeper import Server
 from tests.arbiter.contract import Contract, ContractBetweenProcesses, MakeParty, eventually, led
 
 

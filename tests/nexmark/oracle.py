@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 
-from holdfast.bench.nexmark import BURST, EVERY_MS, SIZE_MS, TIMEOUT_MS
+from holdfast.lab.workloads.nexmark import BURST, EVERY_MS, SIZE_MS, TIMEOUT_MS
 
 Row = dict[str, object]
 Rows = Counter[tuple]

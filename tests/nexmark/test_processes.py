@@ -9,12 +9,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from holdfast import pairs, parquet
-from holdfast.bench.nexmark import AUCTION, BID, PERSON, Nexmark, nexmark_flow
+from holdfast.api.graph import Flow, SourceNode
+from holdfast.api.options import Options
+from holdfast.connectors.sources import Generator, Position, Source, SplitReader
 from holdfast.core.sequencer import Budget
-from holdfast.flow.batches import empty
-from holdfast.flow.graph import Flow, SourceNode
-from holdfast.flow.options import Options
-from holdfast.flow.sources import Generator, Position, Source, SplitReader
+from holdfast.engine.batches import empty
+from holdfast.lab.workloads.nexmark import AUCTION, BID, PERSON, Nexmark, nexmark_flow
 
 from ..site.test_pairs import kill, until, until_protected
 from .oracle import expected, rows_of

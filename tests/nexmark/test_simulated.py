@@ -13,11 +13,19 @@ from functools import cache
 import pytest
 
 from holdfast import discard, pairs
-from holdfast.bench.nexmark import AUCTION, BID, EVENT_SCHEMA, PERSON, QUERIES, SCHEMAS, Nexmark
-from holdfast.bench.nexmark import nexmark_flow as flow_of
+from holdfast.api.options import Options
 from holdfast.core.sequencer import Budget
-from holdfast.flow.options import Options
-from holdfast.sim.world import World
+from holdfast.lab.sim.world import World
+from holdfast.lab.workloads.nexmark import (
+    AUCTION,
+    BID,
+    EVENT_SCHEMA,
+    PERSON,
+    QUERIES,
+    SCHEMAS,
+    Nexmark,
+)
+from holdfast.lab.workloads.nexmark import nexmark_flow as flow_of
 
 from .oracle import Rows, expected, rows_of
 

@@ -18,12 +18,12 @@ import numpy as np
 import pyarrow as pa
 from hypothesis import Phase, settings
 
-from holdfast.flow.batches import Track, is_order_name, merge, order_of, with_order
-from holdfast.flow.execute import StageRunner
-from holdfast.flow.graph import Flow
-from holdfast.flow.keys import key_words, partition_of
-from holdfast.flow.plan import Plan, Stage, plan
-from holdfast.flow.steps import conform
+from holdfast.api.graph import Flow
+from holdfast.engine.batches import Track, is_order_name, merge, order_of, with_order
+from holdfast.engine.keys import key_words, partition_of
+from holdfast.engine.steps import conform
+from holdfast.plan.planner import Plan, Stage, plan
+from holdfast.plan.stage_runner import StageRunner
 
 from .arrays import exact
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from holdfast.flow.batches import Track
+from holdfast.engine.batches import Track
 
 from .harness import Input, rows_of
 

@@ -12,11 +12,11 @@ from collections.abc import Iterable, Sequence
 
 import pyarrow as pa
 
+from holdfast.connectors.sinks import Sink, discard
 from holdfast.core.records import EpochRecord
-from holdfast.flow.batches import is_order_name
-from holdfast.flow.plan import Plan, Stage
-from holdfast.flow.sinks import Sink, discard
-from holdfast.sim.world import World
+from holdfast.engine.batches import is_order_name
+from holdfast.lab.sim.world import World
+from holdfast.plan.planner import Plan, Stage
 
 from .harness import Input, Result, rows_of, run
 

@@ -7,7 +7,7 @@ import pyarrow as pa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.flow.batches import row_digests
+from holdfast.engine.batches import row_digests
 
 from .harness import examples
 

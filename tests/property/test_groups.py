@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.flow.groups import _LONG, Groups
+from holdfast.engine.groups import _LONG, Groups
 
 from .harness import bits_of, examples
 

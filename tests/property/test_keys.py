@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.flow.keys import KeyIndex, KeyWords, key_words, partition_of
+from holdfast.engine.keys import KeyIndex, KeyWords, key_words, partition_of
 
 from .harness import examples
 

@@ -18,9 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.api.graph import Flow, Stream
+from holdfast.api.options import Options
+from holdfast.api.protection import pairs
+from holdfast.connectors.sources import rows
 from holdfast.core.sequencer import Budget
-from holdfast.flow.batches import user_names
-from holdfast.flow.expr import (
+from holdfast.engine.batches import user_names
+from holdfast.engine.expressions import (
     Aggregate,
     at_start,
     col,
@@ -33,12 +37,8 @@ from holdfast.flow.expr import (
     min_,
     sum_,
 )
-from holdfast.flow.graph import Flow, Stream
-from holdfast.flow.options import Options
-from holdfast.flow.plan import plan
-from holdfast.flow.protection import pairs
-from holdfast.flow.sources import rows
-from holdfast.sim.world import World
+from holdfast.lab.sim.world import World
+from holdfast.plan.planner import plan
 
 from .harness import Shape, run, runs
 from .reference import check, ordered, recorded, reference

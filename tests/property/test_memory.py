@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.flow import state as tables
-from holdfast.flow.keys import KeyIndex, KeyWords, key_words, partition_of
-from holdfast.flow.operators.join import _Run, _Side
-from holdfast.flow.state import Field, Snapshot, StateTable
+from holdfast.engine import state as tables
+from holdfast.engine.keys import KeyIndex, KeyWords, key_words, partition_of
+from holdfast.engine.operators.join import _Run, _Side
+from holdfast.engine.state import Field, Snapshot, StateTable
 
 from .harness import examples
 

@@ -16,7 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.flow.expr import (
+from holdfast.api.graph import Flow, Stream
+from holdfast.connectors.sinks import discard
+from holdfast.connectors.sources import rows
+from holdfast.engine.expressions import (
     at_start,
     col,
     count,
@@ -28,11 +31,8 @@ from holdfast.flow.expr import (
     min_,
     sum_,
 )
-from holdfast.flow.graph import Flow, Stream
-from holdfast.flow.operators.custom import KeyedFunction
-from holdfast.flow.plan import plan
-from holdfast.flow.sinks import discard
-from holdfast.flow.sources import rows
+from holdfast.engine.operators.custom import KeyedFunction
+from holdfast.plan.planner import plan
 
 from . import models
 from .arrays import array_of

@@ -18,10 +18,10 @@ import pyarrow.parquet as pq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from holdfast.connectors.parquet_folder import Beginning, Overtaken, PartFolder, StagingGone
+from holdfast.connectors.sinks import Authority
 from holdfast.errors import HoldfastError
-from holdfast.flow.disk import Disk
-from holdfast.flow.parquet_folder import Beginning, Overtaken, PartFolder, StagingGone
-from holdfast.flow.sinks import Authority
+from holdfast.storage.disk import Disk
 
 SCHEMA = pa.schema([("incarnation", pa.string()), ("epoch", pa.int64())])
 OUT = "/out"

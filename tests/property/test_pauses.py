@@ -15,15 +15,15 @@ import pyarrow as pa
 import pytest
 
 from holdfast import active, count, none, pairs, passive, rollback, rows, upstream
+from holdfast.api.graph import Flow
+from holdfast.api.options import Options
+from holdfast.api.protection import Protection
+from holdfast.connectors.sources import Position, Rows, SplitReader
 from holdfast.core import sequencer
 from holdfast.core.sequencer import Budget
+from holdfast.engine.batches import empty
 from holdfast.errors import FlowError
-from holdfast.flow.batches import empty
-from holdfast.flow.graph import Flow
-from holdfast.flow.options import Options
-from holdfast.flow.protection import Protection
-from holdfast.flow.sources import Position, Rows, SplitReader
-from holdfast.sim.world import World
+from holdfast.lab.sim.world import World
 from holdfast.site import ingress
 
 from .reference import check, ordered

@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 from pyspark.sql import Row
 from pyspark.sql.streaming import StatefulProcessor
 
-from holdfast.flow.batches import Track, with_order
-from holdfast.flow.expr import at_start, col
-from holdfast.flow.graph import Flow, KeyedStream, Stream
-from holdfast.flow.keys import partition_of
-from holdfast.flow.operators.base import KeyedOperator
-from holdfast.flow.operators.custom import KeyedFunction
-from holdfast.flow.plan import Plan, plan
-from holdfast.flow.sinks import discard
-from holdfast.flow.sources import rows
-from holdfast.flow.state import Field, Snapshot, StateTable
+from holdfast.api.graph import Flow, KeyedStream, Stream
+from holdfast.connectors.sinks import discard
+from holdfast.connectors.sources import rows
+from holdfast.engine.batches import Track, with_order
+from holdfast.engine.expressions import at_start, col
+from holdfast.engine.keys import partition_of
+from holdfast.engine.operators.base import KeyedOperator
+from holdfast.engine.operators.custom import KeyedFunction
+from holdfast.engine.state import Field, Snapshot, StateTable
+from holdfast.plan.planner import Plan, plan
 
 from .harness import Input, examples, naive_marks, rows_of, through_ipc
 from .test_operators import AGGS, NULLABLE, Changes, World, _values, built, worlds

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.flow.keys import KeyWords, key_words, partition_of
-from holdfast.flow.state import CHUNK_BITS, Field, StateTable
+from holdfast.engine.keys import KeyWords, key_words, partition_of
+from holdfast.engine.state import CHUNK_BITS, Field, StateTable
 
 from .arrays import exact
 from .harness import examples, through_ipc

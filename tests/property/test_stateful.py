@@ -17,9 +17,9 @@ from pyspark.sql.streaming import StatefulProcessor
 from pyspark.sql.streaming.tws_tester import TwsTester
 
 from holdfast import Flow, FlowError, col, discard, pairs, rows
+from holdfast.api.graph import Stream
+from holdfast.engine.batches import Track
 from holdfast.errors import OperatorError
-from holdfast.flow.batches import Track
-from holdfast.flow.graph import Stream
 from holdfast.spark.schemas import RowCodec, struct_of
 from holdfast.spark.stateful import LAST_MS
 from tests.spark.processors import (
@@ -84,7 +84,7 @@ def visits(batch: pa.RecordBatch, on_error: Any = "stop") -> Flow:
 
 def steps(flow: Flow, batch: pa.RecordBatch) -> list[tuple[int, dict, int, int]]:
     """Every row with its sequence number, and the watermark in ms before and after it."""
-    from holdfast.flow.plan import plan
+    from holdfast.plan.planner import plan
 
     marks = [_ms(m) for m in naive_marks(plan(flow), Input.of(s=batch))]
     return [
@@ -262,8 +262,8 @@ def test_a_timer_in_the_past_is_due_at_once_and_one_that_a_timer_sets_at_the_nex
 
 def test_state_goes_with_its_last_value() -> None:
     batch = table(random.Random(1), 200, ["clear"])
-    from holdfast.flow.execute import StageRunner
-    from holdfast.flow.plan import plan
+    from holdfast.plan.planner import plan
+    from holdfast.plan.stage_runner import StageRunner
 
     p = plan(visits(batch))
     stage = p.stage_named("Visits by (k)")

@@ -13,20 +13,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.api.graph import Flow, KeyedStream
+from holdfast.connectors.sinks import Authority, discard
+from holdfast.connectors.sources import rows
+from holdfast.connectors.table import ViewWriter
 from holdfast.core.exchange import Kept
 from holdfast.core.ids import Epoch
 from holdfast.core.layout import Cohort
-from holdfast.flow.batches import UNMOVED, row_digests, with_order
-from holdfast.flow.expr import at_start, col, count, first, last
-from holdfast.flow.graph import Flow, KeyedStream
-from holdfast.flow.operators.custom import KeyedFunction
-from holdfast.flow.plan import Exchange
-from holdfast.flow.sinks import Authority, discard
-from holdfast.flow.sources import rows
-from holdfast.flow.state import Field, StateTable
-from holdfast.flow.types import plain_type
-from holdfast.flow.view import ViewWriter
-from holdfast.site.bundles import Router, check, decode, encode
+from holdfast.engine.batches import UNMOVED, row_digests, with_order
+from holdfast.engine.expressions import at_start, col, count, first, last
+from holdfast.engine.operators.custom import KeyedFunction
+from holdfast.engine.state import Field, StateTable
+from holdfast.engine.types import plain_type
+from holdfast.net.bundles import Router, check, decode, encode
+from holdfast.plan.planner import Exchange
 from holdfast.site.spill import Spill
 
 from .arrays import ENCODED, KEYS, LEAVES, array_of, exact, kinds

@@ -27,23 +27,23 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from holdfast import Flow, col, count, discard, generator, max_, pairs, parquet, rows, sum_
+from holdfast.api.options import Options
+from holdfast.connectors.sources import Source
 from holdfast.core.events import BlocksAvailable
 from holdfast.core.ids import SiteId
 from holdfast.core.layout import Cohort, Domain, View
 from holdfast.core.records import Block, EpochRecord, Range, pack_step
 from holdfast.core.sequencer import Budget
+from holdfast.engine.batches import Track, frame_digests, to_ipc
 from holdfast.errors import HostError, ProtocolError
-from holdfast.flow.batches import Track, frame_digests, to_ipc
-from holdfast.flow.files import FileInfo
-from holdfast.flow.options import Options
-from holdfast.flow.plan import plan, shape
-from holdfast.flow.sources import Source
-from holdfast.sim.world import CONTROLLER, World
-from holdfast.site import bundles, wire
-from holdfast.site.checks import Checks
-from holdfast.site.client import Client
-from holdfast.site.connection import CHUNK_BYTES, LARGE_BYTES, Connection
-from holdfast.site.feed import FedReader
+from holdfast.lab.sim.world import CONTROLLER, World
+from holdfast.net import bundles, wire
+from holdfast.net.checks import Checks
+from holdfast.net.client import Client
+from holdfast.net.connection import CHUNK_BYTES, LARGE_BYTES, Connection
+from holdfast.plan.planner import plan, shape
+from holdfast.site.push import FedReader
+from holdfast.storage.files import FileInfo
 from tests.sim.test_world import Ordered, events, result
 
 SECRET = b"a secret of thirty-two bytes....."

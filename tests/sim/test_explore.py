@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import cli
-from holdfast.sim import exhaust
-from holdfast.sim.bugs import BUGS, Bug
-from holdfast.sim.explore import PROTOCOLS, Case, run, shrink
-from holdfast.sim.faults import KINDS, PAIRS, PHASES, Fault, schedule
-from holdfast.sim.flows import FLOWS
+from holdfast.lab.sim import exhaust
+from holdfast.lab.sim.bugs import BUGS, Bug
+from holdfast.lab.sim.explore import PROTOCOLS, Case, run, shrink
+from holdfast.lab.sim.faults import KINDS, PAIRS, PHASES, Fault, schedule
+from holdfast.lab.sim.flows import FLOWS
+from holdfast.ui import cli
 
 
 def named(name: str) -> Bug:

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from holdfast import col, count, discard, pairs, parquet
-from holdfast.flow.graph import Flow
-from holdfast.flow.options import Options
-from holdfast.flow.protection import Protection, passive, upstream
-from holdfast.flow.sinks import Sink
-from holdfast.flow.sources import rows
-from holdfast.sim import flows
-from holdfast.sim.explore import OPTIONS
-from holdfast.sim.timed import TimedWorld
+from holdfast.api.graph import Flow
+from holdfast.api.options import Options
+from holdfast.api.protection import Protection, passive, upstream
+from holdfast.connectors.sinks import Sink
+from holdfast.connectors.sources import rows
+from holdfast.lab.sim import flows
+from holdfast.lab.sim.explore import OPTIONS
+from holdfast.lab.sim.timed import TimedWorld
 from holdfast.site.ingress import Split
 from holdfast.site.node import Node
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import main
-from holdfast.paper import hwang05, real
-from holdfast.paper.figures import Series, Table, picture
-from holdfast.paper.hwang05 import every, formula
-from holdfast.paper.layouts import Layout, Parameters, grid, two_nodes
-from holdfast.paper.measure import bandwidth, mean, overhead, recovery
-from holdfast.paper.model import APPROACHES, Approach, System
-from holdfast.paper.wires import Clock, Host, Wires
+from holdfast.lab.paper import hwang05, real
+from holdfast.lab.paper.figures import Series, Table, picture
+from holdfast.lab.paper.hwang05 import every, formula
+from holdfast.lab.paper.layouts import Layout, Parameters, grid, two_nodes
+from holdfast.lab.paper.measure import bandwidth, mean, overhead, recovery
+from holdfast.lab.paper.model import APPROACHES, Approach, System
+from holdfast.lab.paper.wires import Clock, Host, Wires
+from holdfast.ui.cli import main
 
 
 def test_messages_take_their_time_and_wait_for_each_other() -> None:
@@ -99,7 +99,7 @@ def test_no_tuple_is_lost_or_repeated_when_a_node_is(approach: Approach, layout:
 def test_a_model_that_releases_what_it_does_not_have_loses_tuples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("holdfast.paper.lanes.Lane.cause", lambda lane: lane.received + 20)
+    monkeypatch.setattr("holdfast.lab.paper.lanes.Lane.cause", lambda lane: lane.received + 20)
     with pytest.raises(AssertionError):
         test_no_tuple_is_lost_or_repeated_when_a_node_is("upstream", two_nodes(9))
 

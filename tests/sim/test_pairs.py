@@ -17,16 +17,16 @@ import pyarrow as pa
 import pytest
 
 from holdfast import Flow, col, count, max_, pairs, rows, sum_
+from holdfast.api.options import Options
+from holdfast.api.protection import Protection
+from holdfast.connectors.sources import Position, Source, SplitReader
 from holdfast.core.controller import State
 from holdfast.core.effects import ProcessBundles
 from holdfast.core.ids import SiteId
 from holdfast.core.sequencer import Budget
 from holdfast.errors import DivergenceError, SiteLostError
-from holdfast.flow.options import Options
-from holdfast.flow.protection import Protection
-from holdfast.flow.sources import Position, Source, SplitReader
-from holdfast.sim.world import CONTROLLER, World
-from holdfast.site import wire
+from holdfast.lab.sim.world import CONTROLLER, World
+from holdfast.net import wire
 from tests.property import reference
 
 from .test_world import SMALL, Ordered, diamond, events, result

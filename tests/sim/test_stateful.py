@@ -10,8 +10,8 @@ import pyarrow as pa
 import pytest
 
 from holdfast import Flow, rows
-from holdfast.flow.protection import Protection
-from holdfast.sim.world import World
+from holdfast.api.protection import Protection
+from holdfast.lab.sim.world import World
 from tests.property.test_stateful import COMMANDS, table
 from tests.spark.processors import SESSION, SESSIONS, VISITS, Visits, sessions
 

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from holdfast.sim.timeline import Event, save, svg_timeline, text_timeline
+from holdfast.lab.sim.timeline import Event, save, svg_timeline, text_timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -8,15 +8,15 @@ import pyarrow as pa
 import pytest
 
 from holdfast import discard
+from holdfast.api.graph import Flow
+from holdfast.connectors.sources import Source, SplitReader, rows
 from holdfast.core.sequencer import Budget
-from holdfast.flow.batches import empty
-from holdfast.flow.expr import col, count, max_, sum_
-from holdfast.flow.graph import Flow
-from holdfast.flow.sources import Source, SplitReader, rows
-from holdfast.sim import explore, flows, timed
-from holdfast.sim.explore import Case, run
-from holdfast.sim.faults import Fault
-from holdfast.sim.timed import TimedWorld
+from holdfast.engine.batches import empty
+from holdfast.engine.expressions import col, count, max_, sum_
+from holdfast.lab.sim import explore, flows, timed
+from holdfast.lab.sim.explore import Case, run
+from holdfast.lab.sim.faults import Fault
+from holdfast.lab.sim.timed import TimedWorld
 
 Patch = pytest.MonkeyPatch
 

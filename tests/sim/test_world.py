@@ -5,12 +5,12 @@ import pyarrow as pa
 import pytest
 
 from holdfast import Flow, col, count, discard, max_, mean, rows, sum_
+from holdfast.api.options import Options
 from holdfast.core.effects import IngestEpochs
 from holdfast.core.ids import SiteId
 from holdfast.core.sequencer import Budget
 from holdfast.errors import SiteLostError
-from holdfast.flow.options import Options
-from holdfast.sim.world import World
+from holdfast.lab.sim.world import World
 
 from ..property.reference import check
 

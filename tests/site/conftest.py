@@ -2,7 +2,7 @@ import contextlib
 
 import pytest
 
-from holdfast.run import Run
+from holdfast.control.run import Run
 
 
 @pytest.fixture

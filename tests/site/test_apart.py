@@ -11,9 +11,9 @@ import pyarrow as pa
 import pytest
 
 from holdfast import Flow, count, discard, generator, pairs
-from holdfast.chaos.proxy import Proxy
-from holdfast.flow.options import Options
-from holdfast.site.hearing import Hearing
+from holdfast.api.options import Options
+from holdfast.core.peer_monitor import Hearing
+from holdfast.lab.chaos.proxy import Proxy
 
 from .test_pairs import (
     PATIENCE_S,

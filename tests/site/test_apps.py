@@ -19,15 +19,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast import none
-from holdfast.apps import Apps
+from holdfast.api.options import Options
 from holdfast.arbiter import arbiter
-from holdfast.control import Control
+from holdfast.control.applications import Apps
+from holdfast.control.hosting import Place
+from holdfast.control.run import Run
+from holdfast.control.server import Control
 from holdfast.errors import FlowError, HostError
-from holdfast.flow.options import Options
-from holdfast.flow.plan import plan
-from holdfast.hosting import Place
-from holdfast.run import Run
-from holdfast.site.process_host import ProcessHost
+from holdfast.hosts.processes import ProcessHost
+from holdfast.plan.planner import plan
 
 from .apps_flow import flow
 
@@ -215,7 +215,7 @@ def test_sigterm_to_the_supervisor_drains_the_flow(out: Path, tmp_path: Path) ->
     status, root = tmp_path / "status.json", str(Path(__file__).parents[2])
     arguments = ["run", FILE, "--apps", "2", "--sites", "2", "--host", "process", "--quiet"]
     running = subprocess.Popen(
-        [sys.executable, "-m", "holdfast.cli", *arguments, "--json", str(status)],
+        [sys.executable, "-m", "holdfast.ui.cli", *arguments, "--json", str(status)],
         env=os.environ | {"PYTHONPATH": root},
     )
     try:
@@ -223,7 +223,9 @@ def test_sigterm_to_the_supervisor_drains_the_flow(out: Path, tmp_path: Path) ->
         while not any(out.glob("*.parquet")):
             assert running.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
-        applications = [p for p in children(running.pid) if "holdfast.apps" in command_of(p)]
+        applications = [
+            p for p in children(running.pid) if "holdfast.control.applications" in command_of(p)
+        ]
         assert len(applications) == 2
         for process in (running.pid, *applications):
             os.kill(process, signal.SIGTERM)

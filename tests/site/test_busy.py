@@ -14,11 +14,11 @@ import pyarrow as pa
 import pytest
 
 from holdfast import Flow, HungError, KeyedFunction, discard, generator, pairs
+from holdfast.api.options import Options
+from holdfast.control.run import Run
+from holdfast.core.peer_monitor import Standstill
 from holdfast.core.sequencer import Budget
-from holdfast.flow.options import Options
-from holdfast.run import Run
-from holdfast.site import wire
-from holdfast.site.hearing import Standstill
+from holdfast.net import wire
 
 from .test_dialling import lonely_site
 from .test_pairs import PATIENCE_S, until

@@ -6,8 +6,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from holdfast import Flow, discard, generator
+from holdfast.api.options import Options
 from holdfast.core.ids import SiteId
-from holdfast.flow.options import Options
 from holdfast.site.runtime import REDIAL_S, Site, SiteConfig
 
 from .test_pairs import SCHEMA, numbers

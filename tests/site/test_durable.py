@@ -31,11 +31,11 @@ from holdfast import (
     sum_,
     view,
 )
-from holdfast import durable as durable_module
-from holdfast.flow.past import Past
-from holdfast.flow.protection import Protection
-from holdfast.flow.sources import Source, generator
-from holdfast.run import Run
+from holdfast.api.protection import Protection
+from holdfast.connectors.sources import Source, generator
+from holdfast.control.run import Run
+from holdfast.control.server import checkpoints as durable_module
+from holdfast.storage.restore_point import Past
 from tests.site.test_pairs import PATIENCE_S, copies, kill, until, until_protected, until_rows
 from tests.site.test_protections import events
 
@@ -88,7 +88,7 @@ class Driver:
     """``holdfast run`` in a process group of its own, with the sites in it."""
 
     def __init__(self, file: Path, *arguments: str) -> None:
-        command = [sys.executable, "-m", "holdfast.cli", "run", str(file), "--host", "process"]
+        command = [sys.executable, "-m", "holdfast.ui.cli", "run", str(file), "--host", "process"]
         root = str(Path(__file__).parents[2])
         self.process = subprocess.Popen(
             [*command, "--quiet", *arguments],

@@ -7,11 +7,11 @@ import pyarrow as pa
 import pytest
 
 from holdfast import Flow, FlowError, SinkError, outlet, rows
-from holdfast.flow.files import Folder
-from holdfast.flow.past import Kind, Past, Stored
-from holdfast.flow.plan import plan
-from holdfast.flow.sinks import Authority, Sink, SinkWriter
+from holdfast.connectors.sinks import Authority, Sink, SinkWriter
+from holdfast.plan.planner import plan
 from holdfast.site.egress import Egress
+from holdfast.storage.files import Folder
+from holdfast.storage.restore_point import Kind, Past, Stored
 
 ROWS = pa.record_batch({"n": [1, 2]})
 

@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from holdfast import Flow, col, count, discard, generator, max_, parquet, rows
+from holdfast.api.options import Options
 from holdfast.core.sequencer import Budget
-from holdfast.flow.options import Options
 
 PER_SPLIT = 100_000
 

@@ -11,18 +11,19 @@ import msgspec
 import pyarrow as pa
 import pytest
 
-from holdfast.checkpoint_store import known_portions, not_void
+from holdfast.control.checkpoint_store import known_portions, not_void
 from holdfast.core.ids import STORE, SiteId
+from holdfast.engine.batches import cut
 from holdfast.errors import FlowError
-from holdfast.flow.batches import cut
-from holdfast.flow.files import Folder
-from holdfast.flow.past import Past
-from holdfast.flow.store_layout import portion_file, portion_name
-from holdfast.site import feed, wire
-from holdfast.site.bundles import rows_of
-from holdfast.site.feed import FedReader, Lead
+from holdfast.net import wire
+from holdfast.net.bundles import rows_of
+from holdfast.site import push as feed
+from holdfast.site.push import FedReader, Lead
 from holdfast.site.spill import Held, Overflow
 from holdfast.site.staging import GIVEN_UP, Push, Staged
+from holdfast.storage.files import Folder
+from holdfast.storage.layout import portion_file, portion_name
+from holdfast.storage.restore_point import Past
 
 SCHEMA = pa.schema([("x", pa.int64())])
 OTHER = SiteId(2)

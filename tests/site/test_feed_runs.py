@@ -6,13 +6,13 @@ from collections.abc import Callable
 from contextlib import closing
 
 from holdfast import Flow, count, discard, generator, pairs, sum_
+from holdfast.api.protection import Protection
+from holdfast.connectors.sources import Locate, Source
+from holdfast.control.run import Run
 from holdfast.errors import HostError
-from holdfast.flow.protection import Protection
-from holdfast.flow.sources import Locate, Source
-from holdfast.run import Run
-from holdfast.site import wire
-from holdfast.site.client import to_leader
-from holdfast.site.feed import MEMORY_BYTES_MAX
+from holdfast.net import wire
+from holdfast.net.client import to_leader
+from holdfast.site.push import MEMORY_BYTES_MAX
 from tests.site.test_pairs import (
     PATIENCE_S,
     SCHEMA,

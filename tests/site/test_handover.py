@@ -25,6 +25,9 @@ from holdfast import (
     sum_,
     upstream,
 )
+from holdfast.api.graph import Stream
+from holdfast.api.options import Options
+from holdfast.connectors.sources import Position, Source, SplitReader
 from holdfast.core.effects import HandOver, IngestEpochs, ProcessBundles
 from holdfast.core.events import CopyInstalled
 from holdfast.core.exchange import Kept
@@ -32,20 +35,18 @@ from holdfast.core.ids import CohortId, ExchangeId, SiteId
 from holdfast.core.layout import Cohort, Guard, View
 from holdfast.core.records import EpochRecord, Range
 from holdfast.core.upstream import Gap
-from holdfast.flow.batches import Track
-from holdfast.flow.files import Folder
-from holdfast.flow.graph import Stream
-from holdfast.flow.options import Options
-from holdfast.flow.past import Past, store_state, stored_state
-from holdfast.flow.plan import Plan, plan, shape
-from holdfast.flow.sources import Position, Source, SplitReader
-from holdfast.flow.state import STANDBY
-from holdfast.site import handover, wire
-from holdfast.site.bundles import Frames, Router
+from holdfast.engine.batches import Track
+from holdfast.engine.state import STANDBY
+from holdfast.net import wire
+from holdfast.net.bundles import Frames, Router
+from holdfast.plan.planner import Plan, plan, shape
+from holdfast.site import handover
 from holdfast.site.handover import Checkpoint, Incoming, Outgoing
 from holdfast.site.node import Node
 from holdfast.site.stages import UnitRunner
 from holdfast.site.stages import together as split_by_time
+from holdfast.storage.files import Folder
+from holdfast.storage.restore_point import Past, store_state, stored_state
 
 OPTIONS = Options(partitions=4)
 EPOCHS, ROWS = 60, 5

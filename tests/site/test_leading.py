@@ -6,18 +6,18 @@ from pathlib import Path
 import msgspec
 
 from holdfast import discard, pairs
+from holdfast.api.graph import Flow
+from holdfast.api.options import Options
 from holdfast.arbiter import Arbiter, Entry
 from holdfast.arbiter.memory import MemoryArbiter
-from holdfast.control import Committed, Control
+from holdfast.control.hosting import Place
+from holdfast.control.server import Committed, Control
 from holdfast.core.controller import first_id
 from holdfast.core.effects import CommitView
 from holdfast.core.events import SiteRegistered, SitesFailed, ViewSeen
 from holdfast.core.layout import Domain
 from holdfast.errors import ArbiterAway
-from holdfast.flow.graph import Flow
-from holdfast.flow.options import Options
-from holdfast.flow.plan import plan
-from holdfast.hosting import Place
+from holdfast.plan.planner import plan
 from holdfast.site.runtime import OnExit, SiteConfig
 
 from .test_pairs import one_line

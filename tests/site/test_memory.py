@@ -12,9 +12,10 @@ import pytest
 
 from holdfast import Flow, OutOfMemoryError, discard, generator, max_, pairs
 from holdfast.core.ids import SiteId
+from holdfast.engine.memory import is_out_of_memory, limits
 from holdfast.errors import ProtocolError
-from holdfast.flow.memory import is_out_of_memory, limits
-from holdfast.site import bundles, handover, wire
+from holdfast.net import bundles, wire
+from holdfast.site import handover
 
 from .test_dialling import lonely_site
 

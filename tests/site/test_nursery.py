@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import HostError
-from holdfast.site.nursery import Nursery
+from holdfast.hosts.fork_server import Nursery
 from tests.site.test_pairs import until
 
 
@@ -90,7 +90,7 @@ def test_a_nursery_that_cannot_start_is_an_error(nursery, monkeypatch) -> None:
 def test_it_ends_with_the_process_that_has_it_and_sites_do_not() -> None:
     code = """if True:
     import os, signal
-    from holdfast.site.nursery import shared
+    from holdfast.hosts.fork_server import shared
     born = shared.fork(signal.pause)
     print(shared._process.pid, born.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

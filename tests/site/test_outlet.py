@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from holdfast import Flow, FlowError, HostError, count, generator, outlet, pairs, rows, sum_
-from holdfast.cli import main
+from holdfast.api.options import Options
+from holdfast.connectors.outlet import Outlet, OutletWriter
+from holdfast.connectors.readers import DROPPED_MAX
+from holdfast.connectors.sinks import Authority, Sink
+from holdfast.control.run import Run
 from holdfast.core.ids import SiteId, StageId
-from holdfast.flow.options import Options
-from holdfast.flow.outlet import Outlet, OutletWriter
-from holdfast.flow.plan import plan
-from holdfast.flow.readers import DROPPED_MAX
-from holdfast.flow.sinks import Authority, Sink
-from holdfast.run import Run
-from holdfast.site import wire
+from holdfast.net import wire
+from holdfast.net.reader import SinkReader, parse, url_of
+from holdfast.plan.planner import plan
 from holdfast.site.egress import Egress
-from holdfast.site.reading import SinkReader, parse, url_of
 from holdfast.site.serving import Serving
+from holdfast.ui.cli import main
 from tests.site.test_pairs import (
     SCHEMA,
     copies,

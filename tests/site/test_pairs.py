@@ -28,13 +28,13 @@ from holdfast import (
     parquet,
     sum_,
 )
-from holdfast.control import Control
+from holdfast.api.options import Options
+from holdfast.connectors.sinks import Sink
+from holdfast.control.run import Run
+from holdfast.control.server import Control
 from holdfast.core.controller import Controller
 from holdfast.core.ids import Unit
-from holdfast.flow.options import Options
-from holdfast.flow.sinks import Sink
-from holdfast.run import Run
-from holdfast.site import wire
+from holdfast.net import wire
 
 PATIENCE_S = 60
 

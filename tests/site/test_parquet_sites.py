@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from holdfast import pairs, parquet
+from holdfast.connectors.parquet import Parquet
+from holdfast.control.run import Run
 from holdfast.errors import SinkRewoundError
-from holdfast.flow.disk import Disk
-from holdfast.flow.parquet import Parquet
-from holdfast.run import Run
+from holdfast.storage.disk import Disk
 from tests.site.test_pairs import (
     PATIENCE_S,
     one_line,

@@ -29,10 +29,10 @@ from holdfast import (
     rows,
     sum_,
 )
-from holdfast.bench.dmz import DmzRows, dmz_flow, oracle
+from holdfast.api.options import Options
 from holdfast.core.sequencer import Budget
-from holdfast.flow.options import Options
-from holdfast.site.process_host import ProcessHost
+from holdfast.hosts.processes import ProcessHost
+from holdfast.lab.workloads.dmz import DmzRows, dmz_flow, oracle
 from holdfast.site.runtime import SiteConfig
 
 
@@ -110,7 +110,7 @@ def test_a_killed_site_stops_an_unprotected_flow_and_names_what_is_lost(kept) ->
 
 
 def test_a_site_killed_before_the_start_is_launched_again(kept) -> None:
-    from holdfast.site.process_host import ProcessHost
+    from holdfast.hosts.processes import ProcessHost
 
     class Clumsy(ProcessHost):
         """Kills site 1, and the first two that are launched in its place."""
@@ -135,7 +135,7 @@ def test_a_site_killed_before_the_start_is_launched_again(kept) -> None:
 
 def test_a_site_may_get_its_view_long_after_its_peer(kept, monkeypatch) -> None:
     """The peer has connected to it by then, and that connection must stay."""
-    from holdfast.control import Control
+    from holdfast.control.server import Control
 
     give = Control._give_view
 
@@ -343,7 +343,7 @@ def test_a_site_that_cannot_start_says_why(tmp_path) -> None:
 
 
 def test_sites_that_never_come_up_are_a_host_error() -> None:
-    from holdfast.site.process_host import ProcessHost
+    from holdfast.hosts.processes import ProcessHost
 
     class Hopeless(ProcessHost):
         def launch(self, flow, config, on_exit) -> None:

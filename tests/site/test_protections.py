@@ -26,12 +26,12 @@ from holdfast import (
     sum_,
     upstream,
 )
-from holdfast.bench.paced import Paced
-from holdfast.flow.graph import KeyedNode
-from holdfast.flow.plan import plan
-from holdfast.flow.protection import Protection, none
-from holdfast.flow.sources import Source
-from holdfast.run import Run
+from holdfast.api.graph import KeyedNode
+from holdfast.api.protection import Protection, none
+from holdfast.connectors.sources import Source
+from holdfast.control.run import Run
+from holdfast.lab.workloads.paced import Paced
+from holdfast.plan.planner import plan
 from tests.site.test_pairs import PATIENCE_S, copies, pids, until, until_protected, until_rows
 
 RATE = 40_000

@@ -8,7 +8,7 @@ import pytest
 from holdfast.core.ids import SiteId
 from holdfast.core.layout import Cohort, View
 from holdfast.errors import OperatorError
-from holdfast.site import wire
+from holdfast.net import wire
 from holdfast.site.runtime import Site
 
 from .test_dialling import lonely_site

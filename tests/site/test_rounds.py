@@ -2,7 +2,7 @@
 
 from holdfast.core.ids import CohortId, StageId
 from holdfast.core.layout import Guard
-from holdfast.site.rounds import PATIENCE, Progress, Rounds
+from holdfast.site.checkpoint_schedule import PATIENCE, Progress, Rounds
 
 UNIT = (StageId(1), CohortId(0))
 

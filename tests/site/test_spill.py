@@ -8,11 +8,11 @@ import pyarrow as pa
 import pytest
 
 from holdfast import FlowError, upstream
+from holdfast.api.options import Options
 from holdfast.core.exchange import Kept
 from holdfast.core.ids import Epoch
-from holdfast.flow.batches import Track
-from holdfast.flow.options import Options
-from holdfast.site.bundles import Frames
+from holdfast.engine.batches import Track
+from holdfast.net.bundles import Frames
 from holdfast.site.spill import Spill
 from tests.site.test_pairs import copies, pids, until, until_protected, until_rows
 from tests.site.test_protections import check, paced, windows

@@ -13,9 +13,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from holdfast import Flow, generator, pairs, parquet, rows
+from holdfast.api.options import Options
+from holdfast.connectors.sources import Source
 from holdfast.core.sequencer import Budget
-from holdfast.flow.options import Options
-from holdfast.flow.sources import Source
 from holdfast.spark.stateful import LAST_MS
 from tests.property.harness import Input, run
 from tests.site.test_pairs import PATIENCE_S, copies, kill, taken, until_protected, until_rows

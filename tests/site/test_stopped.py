@@ -27,13 +27,13 @@ from holdfast import (
     upstream,
     view,
 )
-from holdfast.cli import main
+from holdfast.api.protection import Protection
+from holdfast.connectors.sources import Source, generator
+from holdfast.control.run import Run
 from holdfast.errors import HostError
-from holdfast.flow.files import Folder
-from holdfast.flow.past import Kind, Past
-from holdfast.flow.protection import Protection
-from holdfast.flow.sources import Source, generator
-from holdfast.run import Run
+from holdfast.storage.files import Folder
+from holdfast.storage.restore_point import Kind, Past
+from holdfast.ui.cli import main
 from tests.site.test_pairs import PATIENCE_S, copies, kill, until, until_protected, until_rows
 from tests.site.test_protections import events
 
@@ -194,7 +194,7 @@ flow = mixed(made(5_000), Path({out!r}))
 
 AT_A_TERMINAL = """
 import signal, sys
-from holdfast.cli import main
+from holdfast.ui.cli import main
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
 sys.exit(main(sys.argv[1:]))

@@ -16,16 +16,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint_store import CheckpointStore, claimed, first_manifest, known, manifest_of
+from holdfast.control.checkpoint_store import (
+    CheckpointStore,
+    claimed,
+    first_manifest,
+    known,
+    manifest_of,
+)
 from holdfast.core.layout import Cohort, View
 from holdfast.core.records import EpochRecord, Range
 from holdfast.errors import FlowError, StoreDamagedError, StoreTakenError
-from holdfast.flow import files, generations
-from holdfast.flow import store_layout as layout
-from holdfast.flow.files import Folder, LocalDisk, RemoteDisk, located
-from holdfast.flow.past import Kind, Past
-from holdfast.site import wire
-from holdfast.site.storing import UnitFiles
+from holdfast.net import wire
+from holdfast.site.checkpoints import UnitFiles
+from holdfast.storage import files, generations, layout
+from holdfast.storage.files import Folder, LocalDisk, RemoteDisk, located
+from holdfast.storage.restore_point import Kind, Past
 from tests.site.lost_power import LossyDisk, PowerLost, Survives
 
 ROWS = 10

@@ -12,19 +12,19 @@ import pyarrow.parquet as pq
 import pytest
 
 from holdfast import Flow, FlowError, count, discard, follow, lines, pairs, rows, sum_
+from holdfast.connectors import pull as taps
+from holdfast.connectors.pull import FolderTap
+from holdfast.connectors.sources import Source, Tap
+from holdfast.control.run import Run
 from holdfast.core.effects import HandOver
 from holdfast.core.ids import CohortId, Epoch, SiteId, StageId
-from holdfast.flow import taps
-from holdfast.flow.files import Folder
-from holdfast.flow.past import Past, store_state, stored_state
-from holdfast.flow.plan import Plan, plan
-from holdfast.flow.sources import Source, Tap
-from holdfast.flow.taps import FolderTap
-from holdfast.run import Run
-from holdfast.site import wire
-from holdfast.site.feed import FedReader
+from holdfast.net import wire
+from holdfast.plan.planner import Plan, plan
 from holdfast.site.handover import Incoming, Outgoing
+from holdfast.site.push import FedReader
 from holdfast.site.stages import UnitRunner
+from holdfast.storage.files import Folder
+from holdfast.storage.restore_point import Past, store_state, stored_state
 from tests.site.test_handover import runner
 from tests.site.test_pairs import SCHEMA, copies, kill, numbers, until, until_protected
 

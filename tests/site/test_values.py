@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from holdfast import Flow, InputError, count, discard, first, generator, last, pairs, parquet, rows
-from holdfast.run import Run
+from holdfast.control.run import Run
 from tests.property.arrays import array_of, exact
 from tests.site.test_pairs import PATIENCE_S, copies, kill, until_protected, until_rows
 

@@ -5,11 +5,11 @@ import pyarrow as pa
 import pytest
 
 from holdfast import Flow, FlowError, generator, pairs, rows, view
-from holdfast.flow.keys import KeyIndex, key_words
-from holdfast.flow.sinks import Authority
-from holdfast.flow.view import View, ViewWriter
-from holdfast.run import Run
-from holdfast.site.reading import SinkReader
+from holdfast.connectors.sinks import Authority
+from holdfast.connectors.table import View, ViewWriter
+from holdfast.control.run import Run
+from holdfast.engine.keys import KeyIndex, key_words
+from holdfast.net.reader import SinkReader
 from tests.site.test_pairs import SCHEMA, copies, kill, numbers, until_protected, until_rows
 
 WHOSE = Authority("flow", "out")

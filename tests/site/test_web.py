@@ -8,8 +8,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from holdfast import Flow, FlowError, count, generator, pairs, sum_, view
-from holdfast.run import Run
-from holdfast.web import Web
+from holdfast.control.run import Run
+from holdfast.ui.web import Web
 from tests.site.test_pairs import SCHEMA, numbers, until_protected, until_rows
 
 

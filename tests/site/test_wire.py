@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from holdfast.core.layout import Cohort, Domain, View
 from holdfast.core.records import Block, EpochRecord, Range, pack_step
-from holdfast.site import wire
-from holdfast.site.connection import Connection, dial, listen
+from holdfast.net import wire
+from holdfast.net.connection import Connection, dial, listen
 
 SECRET = b"a secret of thirty-two bytes....."
 

@@ -8,7 +8,7 @@ import pyarrow as pa
 
 import holdfast
 from holdfast import Flow, generator, pairs, parquet
-from holdfast.bench.dmz import SCHEMA, DmzRows, dmz_flow
+from holdfast.lab.workloads.dmz import SCHEMA, DmzRows, dmz_flow
 
 KEYS, RATE, SITES = 20_000, 20_000, 4
 make = DmzRows(KEYS, staggered=True)

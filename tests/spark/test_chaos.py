@@ -5,14 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from holdfast.chaos.faults import APPS_KINDS, DISK, DRIVER, EXECUTOR, KINDS
-from holdfast.chaos.zookeeper import unavailable
+from holdfast.lab.chaos.faults import APPS_KINDS, DISK, DRIVER, EXECUTOR, KINDS
+from holdfast.lab.chaos.zookeeper import unavailable
 
 
 def test_a_few_faults_lose_and_repeat_nothing(tmp_path: Path) -> None:
     """In a process of its own: it has another Spark application than the other tests."""
     file = tmp_path / "chaos.json"
-    command = [sys.executable, "-m", "holdfast.cli", "chaos", "--host", "spark"]
+    command = [sys.executable, "-m", "holdfast.ui.cli", "chaos", "--host", "spark"]
     ended = subprocess.run(
         [*command, "--faults", "6", "--seed", "7", "--json", str(file)],
         capture_output=True,

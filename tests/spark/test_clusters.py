@@ -19,7 +19,7 @@ from typing import Any
 import pyspark
 import pytest
 
-from holdfast.bench.dmz import oracle, read_back
+from holdfast.lab.workloads.dmz import oracle, read_back
 from holdfast.spark.session import provide_java
 
 from . import cluster_flow
@@ -39,7 +39,7 @@ SCRIPT = """
 import os, signal, sys, time
 from pyspark.sql import SparkSession
 from holdfast import SiteLostError, discard
-from holdfast.bench.dmz import DmzRows, dmz_flow, oracle
+from holdfast.lab.workloads.dmz import DmzRows, dmz_flow, oracle
 
 def where(_):
     import holdfast

@@ -24,10 +24,10 @@ from holdfast import (
     sum_,
     view,
 )
-from holdfast.flow.protection import Protection
-from holdfast.flow.sinks import Sink
-from holdfast.flow.sources import Source
-from holdfast.site.reading import SinkReader
+from holdfast.api.protection import Protection
+from holdfast.connectors.sinks import Sink
+from holdfast.connectors.sources import Source
+from holdfast.net.reader import SinkReader
 from holdfast.spark import history
 
 from .test_pairs import kill_leader, until

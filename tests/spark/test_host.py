@@ -27,7 +27,7 @@ from holdfast import (
     spark_stream,
     sum_,
 )
-from holdfast.bench.dmz import DmzRows, dmz_flow, oracle, write_parquet
+from holdfast.lab.workloads.dmz import DmzRows, dmz_flow, oracle, write_parquet
 from holdfast.spark.host import UNFIT, SparkHost
 
 
@@ -198,12 +198,12 @@ def test_a_site_that_dies_in_spark_before_the_start_is_resubmitted(sites_spark) 
                 super().launch(flow, config, on_exit)
 
     flow = endless("patient")
-    from holdfast.flow.plan import plan
+    from holdfast.plan.planner import plan
 
     host = Clumsy(sites_spark, plan(flow), 2)
     started: list = []
     thread = threading.Thread(target=lambda: started.append(flow.start(sites=2, host=host)))
-    from holdfast import run as run_module
+    from holdfast.control.server import run as run_module
 
     runs: list = []
     original = run_module.Run._begin
@@ -307,7 +307,7 @@ def test_the_flow_file_runs_from_the_command_line(tmp_path: Path) -> None:
         "source.key_by('k').agg(n=count()).sink('out', discard())\n"
     )
     status = tmp_path / "status.json"
-    command = [sys.executable, "-m", "holdfast.cli", "run", str(file), "--sites", "2", "--quiet"]
+    command = [sys.executable, "-m", "holdfast.ui.cli", "run", str(file), "--sites", "2", "--quiet"]
     done = subprocess.run(
         [*command, "--json", str(status)], capture_output=True, text=True, timeout=90
     )

@@ -8,7 +8,10 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from holdfast import discard
-from holdfast.bench.nexmark import (
+from holdfast.api.options import Options
+from holdfast.core.sequencer import Budget
+from holdfast.lab.sim.world import World
+from holdfast.lab.workloads.nexmark import (
     CYCLE,
     EVENT_SCHEMA,
     NAMES,
@@ -17,9 +20,6 @@ from holdfast.bench.nexmark import (
     Nexmark,
     nexmark_flow,
 )
-from holdfast.core.sequencer import Budget
-from holdfast.flow.options import Options
-from holdfast.sim.world import World
 
 from ..nexmark.oracle import SQL, Rows, expected, rows_of
 

@@ -12,8 +12,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from holdfast import Flow, col, count, max_, pairs, parquet, sum_
+from holdfast.control.run import Run
 from holdfast.errors import FlowError, HostError
-from holdfast.run import Run
 from holdfast.spark.sources import spark_batch, spark_stream
 
 SELECT = ("id", "id * 7919 % 500 as k", "cast(id % 997 as double) as v")

@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from holdfast import Flow, active, col, count, max_, parquet, passive, rollback, sum_, upstream
-from holdfast.flow.protection import Protection
+from holdfast.api.protection import Protection
 from holdfast.spark.sources import spark_batch
 from tests.spark.test_pairs import same, until
 

@@ -9,7 +9,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
 from holdfast import Flow, count, generator, outlet, pairs, sum_, view
-from holdfast.run import Run
+from holdfast.control.run import Run
 from tests.site.test_pairs import SCHEMA, copies, kill, numbers, taken, until
 
 ROWS = 60_000

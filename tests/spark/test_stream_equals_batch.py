@@ -31,9 +31,9 @@ from holdfast import (
     rows,
     sum_,
 )
+from holdfast.engine.batches import Track, from_ipc
 from holdfast.errors import InputError
-from holdfast.flow.batches import Track, from_ipc
-from holdfast.flow.plan import plan
+from holdfast.plan.planner import plan
 from holdfast.spark import parcels
 from holdfast.spark import stream as stream_module
 from tests.spark.test_batch_equals_sql import (

@@ -1,0 +1,1 @@
+"""What a user writes: flows, streams, protection, options."""

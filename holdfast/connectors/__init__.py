@@ -1,0 +1,1 @@
+"""Sources and sinks: memory, files, parquet, sockets, Kafka, PostgreSQL, tables."""

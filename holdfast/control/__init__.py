@@ -1,0 +1,2 @@
+"""The control plane of a flow: its server, start-up, applications, checkpoints, and the run
+handle."""

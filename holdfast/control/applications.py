@@ -1,0 +1,332 @@
+"""One flow, hosted by several applications on this machine, so that it outlives any of them.
+
+Every application is a process of its own, with its own Spark driver, that holds one copy of every
+partition. They find each other at fixed ports and settle who leads through an arbiter: by default
+a directory, which is enough on one host. `Apps` starts them, starts those again that die, and
+reads what the leading one reports. It is no part of the flow: without it data flows on.
+
+Across hosts each application is started on its own, under something that starts it again, with
+``holdfast run FLOW.py --app N --controls HOST:PORT,HOST:PORT --arbiter zk://...``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from holdfast.api.options import Options
+from holdfast.control.hosting import Place
+from holdfast.errors import FlowError, HoldfastError, HostError
+
+if TYPE_CHECKING:
+    from holdfast.control.run import Run
+    from holdfast.ui.web import Web
+
+log = logging.getLogger("holdfast.apps")
+
+STATUS_S = 0.25
+START_S_MAX = 180.0
+SHORT_LIFE_S = 10.0
+SHORT_LIVES_MAX = 5
+BACKOFF_S = (0.0, 1.0, 2.0, 5.0)
+
+
+@dataclass(frozen=True)
+class AppConfig:
+    """What an application's process is told, on its standard input."""
+
+    file: str
+    place: Place
+    secret: bytes
+    host: str
+    master: str | None
+    sites: int
+    standbys: int
+    options: Options
+    status: str
+    http: str | None = None
+
+
+class Apps:
+    """A flow file run by `apps` applications. Looks like a `Run` to whoever watches it.
+
+    With `http` ("host:port") each serves the flow's figures, at a port of its own: the first at
+    that one, the second at the next, and so on.
+    """
+
+    def __init__(
+        self,
+        file: str,
+        *,
+        apps: int = 2,
+        sites: int = 4,
+        standbys: int = 0,
+        host: str = "spark",
+        master: str | None = None,
+        arbiter: str | None = None,
+        options: Options | None = None,
+        http: str | None = None,
+    ) -> None:
+        if apps < 2 or sites < apps:
+            raise FlowError(f"{apps} applications need at least as many sites, not {sites}")
+        self._directory = Path(tempfile.mkdtemp(prefix="holdfast-apps-"))
+        controls = tuple(("127.0.0.1", port) for port in free_ports(apps))
+        url = arbiter or f"file:{self._directory / 'arbiter'}"
+        secret = secrets.token_bytes(32)
+        self.configs = [
+            AppConfig(
+                os.path.abspath(file),
+                Place(app, controls, url),
+                secret,
+                host,
+                master,
+                sites,
+                standbys,
+                options or Options(),
+                str(self._directory / f"status-{app}.json"),
+                http_of(http, app),
+            )
+            for app in range(apps)
+        ]
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.lives = dict.fromkeys(range(apps), 0)
+        self.error: Exception | None = None
+        self._said: dict[str, Any] = {
+            "state": "gathering",
+            "view": None,
+            "rows_in": 0,
+            "sites": [],
+            "partitions": [],
+        }
+        self._over = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._supervise, args=(c,), daemon=True) for c in self.configs
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _supervise(self, config: AppConfig) -> None:
+        """Keep one application running until the flow has ended."""
+        short = 0
+        while not self._over.is_set():
+            begun = time.monotonic()
+            with open(self._log(config.place.app), "ab") as said:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "holdfast.control.applications"],
+                    stdin=subprocess.PIPE,
+                    stderr=said,
+                    start_new_session=True,
+                )
+            self.processes[config.place.app] = process
+            self.lives[config.place.app] += 1
+            assert process.stdin is not None
+            process.stdin.write(pickle.dumps(config))
+            process.stdin.close()
+            code = process.wait()
+            if code == 0 or (self._over.is_set() and code != FAILED):
+                self._over.set()
+                return
+            short = short + 1 if time.monotonic() - begun < SHORT_LIFE_S else 0
+            log.warning("application %s ended with status %s", config.place.app, code)
+            if code == FAILED or short >= SHORT_LIVES_MAX:
+                self.error = self._failure(config.place.app, code)
+                self._over.set()
+                return
+            self._over.wait(BACKOFF_S[min(short, len(BACKOFF_S) - 1)])
+
+    def _log(self, app: int) -> Path:
+        return self._directory / f"application-{app}.log"
+
+    def _failure(self, app: int, code: int) -> HostError:
+        said = self._reports().get(app, {}).get("error")
+        last = self._log(app).read_text(errors="replace").splitlines()[-15:]
+        return HostError(
+            said or f"application {app} ended with status {code}",
+            hint="its last words: " + "\n    ".join(last),
+        )
+
+    def _reports(self) -> dict[int, dict[str, Any]]:
+        found = {}
+        for config in self.configs:
+            try:
+                found[config.place.app] = msgspec.json.decode(Path(config.status).read_bytes())
+            except (OSError, msgspec.MsgspecError):
+                continue
+        return found
+
+    def status(self) -> dict[str, Any]:
+        """What the leading application said last. One that stood still says once more that it
+        leads before it finds out: the later term is right."""
+        reports = self._reports().values()
+        leading = [r for r in reports if r["state"] != "following"]
+        self._said = max(leading, key=lambda r: (r["term"], r["time"]), default=self._said)
+        return self._said
+
+    @property
+    def leader(self) -> int | None:
+        """The application that leads, as far as can be seen."""
+        return self.status().get("app")
+
+    @property
+    def protected(self) -> bool:
+        return bool(self.status().get("protected"))
+
+    def ended(self, timeout: float | None = None) -> bool:
+        """Whether the flow has ended, well or not, waiting at most `timeout` seconds for it."""
+        return self._over.wait(timeout)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the flow has ended; raise its error."""
+        ended = self._over.wait(timeout)
+        if ended:
+            for thread in self._threads:
+                thread.join(30)
+            if self.error is not None:
+                raise self.error
+        return ended
+
+    def stop(self, *, drain: bool = True, timeout: float | None = 60.0) -> None:
+        """End the flow, and all applications."""
+        command = self._directory / ("drain" if drain else "stop")
+        command.touch()
+        self._over.wait(timeout)
+
+    def close(self) -> None:
+        """End what still runs, and clean up."""
+        self._over.set()
+        for process in self.processes.values():
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                process.wait()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def __enter__(self) -> Apps:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self._over.is_set():
+            self.stop(drain=False)
+        self.close()
+
+
+FAILED = 3
+"""The flow itself has failed: starting the application again would not help."""
+
+
+def run_app(config: AppConfig) -> int:
+    """One application's life; its exit status."""
+    from holdfast.control.run import start
+    from holdfast.ui.cli import load_flow
+
+    try:
+        spark = _session(config) if config.host == "spark" else None
+        run = start(
+            load_flow(config.file, spark),
+            spark,
+            sites=config.sites,
+            standbys=config.standbys,
+            partitions=config.options.partitions,
+            options=config.options,
+            place=config.place,
+            secret=config.secret,
+            start_timeout=START_S_MAX,
+        )
+        _attend(config, run)
+        run.wait()
+    except HoldfastError as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    return 0
+
+
+def _attend(config: AppConfig, run: Run) -> None:
+    """Report on the flow, and do what the supervisor asks for, until it has ended."""
+    commands = Path(config.status).parent
+    asked = False
+    while not run.ended(STATUS_S):
+        if config.http is not None and run.web is None:
+            run.web = _web(config.http, run)
+        _write_status(config, run.status())
+        if (commands / "stop").exists():
+            run.stop(drain=False)
+        elif (commands / "drain").exists() and not asked and run.state == "running":
+            asked = True
+            threading.Thread(target=run.stop, daemon=True).start()
+    _write_status(config, run.status())
+
+
+def http_of(address: str | None, app: int) -> str | None:
+    """Where an application serves what the first one serves at `address`.
+
+    >>> http_of("127.0.0.1:9090", 1)
+    '127.0.0.1:9091'
+    """
+    if address is None:
+        return None
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or port == "0":
+        raise FlowError(
+            f"http={address!r} is no address that others can be counted from",
+            hint="write http='127.0.0.1:9090': the second application is at port 9091",
+        )
+    return f"{host}:{int(port) + app}"
+
+
+def _web(address: str, run: Run) -> Web | None:
+    """The flow does not stand or fall with whether it can be watched."""
+    from holdfast.ui.web import Web
+
+    try:
+        return Web(run, address)
+    except FlowError as error:
+        log.warning("%s; to be tried again", error)
+        return None
+
+
+def _session(config: AppConfig) -> Any:
+    from holdfast.spark.session import local_session, session
+
+    name = f"holdfast application {config.place.app}"
+    if config.master is not None:
+        return session(name, config.master)
+    return local_session(name, -(-(config.sites + config.standbys) // config.place.apps) + 4)
+
+
+def _write_status(config: AppConfig, status: dict[str, Any]) -> None:
+    said = {**status, "app": config.place.app, "pid": os.getpid(), "time": time.time()}
+    hidden = f"{config.status}.tmp"
+    Path(hidden).write_bytes(msgspec.json.encode(said))
+    os.replace(hidden, config.status)
+
+
+def free_ports(count: int) -> list[int]:
+    """Of this machine; another process may take them first."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(p.getsockname()[1]) for p in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+if __name__ == "__main__":
+    # Whoever ends the supervisor may reach this process as well: the supervisor sees to it.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
+    sys.exit(run_app(pickle.load(sys.stdin.buffer)))

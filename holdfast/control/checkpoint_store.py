@@ -1,0 +1,278 @@
+"""What the driver of a flow does in the folder that the flow is stored in.
+
+One `CheckpointStore` stands for one generation of the flow (see `holdfast.storage.generations`).
+The first thing that it writes is a manifest with everything that counts of the generations before
+it: from then on nothing that these may still add is looked at. Whatever it writes, it then looks
+whether it still has the folder; and only when a manifest is durable, and the folder still its own,
+it removes what that manifest does not name. So at any moment there is one manifest to go on from,
+and all that it names is there.
+
+Nothing here waits for anything but the disk. It is called in threads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+import msgspec
+import pyarrow as pa
+
+from holdfast.core.ids import Unit
+from holdfast.core.layout import View
+from holdfast.core.records import EpochRecord
+from holdfast.errors import FlowError
+from holdfast.net import wire
+from holdfast.storage import generations, layout
+from holdfast.storage.files import FileInfo, Folder
+from holdfast.storage.restore_point import Kind, Layer, Past, Stored
+
+log = logging.getLogger("holdfast.checkpoint_store")
+
+K = TypeVar("K", bound=tuple[int, int])
+V = TypeVar("V")
+
+
+class CheckpointStore:
+    """A generation's hold on a folder."""
+
+    def __init__(self, place: str, generation: int) -> None:
+        self.place, self.generation = place, generation
+        self.folder = Folder(place)
+
+    def begin(self, past: Past) -> None:
+        """Before the flow starts: see to it that there is something to go on from if it is lost at
+        once."""
+        for name in self.folder.unfinished():
+            self.folder.remove(name)
+        self.save(past)
+
+    def append(self, records: list[EpochRecord]) -> None:
+        """Write the records of epochs. Only when this returns they may be acted on."""
+        data = pa.array([msgspec.msgpack.encode(r) for r in records], pa.binary())
+        name = layout.records_file(self.generation, records[0].epoch, records[-1].epoch)
+        self.folder.write(name, [pa.record_batch({"data": data})], sync=True)
+        self.check_owner()
+
+    def check_owner(self) -> None:
+        generations.check(self.folder, self.generation)
+
+    def save(self, past: Past) -> None:
+        """Only now what the past names counts; what nobody needs any more goes."""
+        self.check_owner()
+        past.save(self.folder)
+        # Whoever claims the folder from here on finds this manifest, and needs no other.
+        self.check_owner()
+        try:
+            self._tidy(past)
+        except (OSError, pa.ArrowException) as error:  # it is only in the way
+            log.warning("cannot tidy up %s: %s", self.place, error)
+
+    def withdraw(self) -> None:
+        """The flow has left nothing to go on from: leave the folder as it was found."""
+        self.folder.remove(layout.manifest_file(self.generation))
+        generations.withdraw(self.folder, self.generation)
+
+    def _tidy(self, past: Past) -> None:
+        named = {name.rsplit("/", 1)[0] for name in past.named()}
+        for folder in self.folder.folders(layout.CHECKPOINTS):
+            if folder not in named and not self._is_under_way(folder, past):
+                self.folder.remove(folder)
+        for file in self.folder.list(layout.RECORDS):
+            span = layout.records_name(file)
+            if span is not None and (span.last < past.epochs or not self._is_mine(span, past)):
+                self.folder.remove(file)
+        portions = {file for files in past.portions.values() for file in files}
+        for file in self.folder.list(layout.PORTIONS):
+            portion = layout.portion_name(file)
+            if portion is not None and file not in portions:
+                taken, _ = fed_up_to(past, portion.source)
+                if portion.number <= taken or not self._is_mine(portion, past):
+                    self.folder.remove(file)
+        for kind in (layout.MANIFESTS, layout.GENERATIONS):
+            for file in self.folder.list(kind):
+                generation = layout.generation_of(file)
+                if generation is not None and generation < self.generation:
+                    self.folder.remove(file)
+
+    def _is_mine(self, name: layout.RecordsName | layout.PortionName, past: Past) -> bool:
+        return past.lost and name.generation >= self.generation
+
+    def _is_under_way(self, folder: str, past: Past) -> bool:
+        """Whether it may be of a later checkpoint, which sites are writing."""
+        at = layout.checkpoint_name(folder)
+        if at is None or not past.lost:
+            return at is None
+        return at.generation >= self.generation and at.epoch >= past.epochs - 1
+
+
+# --- what manifests say -------------------------------------------------------------------------
+
+
+def first_manifest(common: Past, past: Past | None) -> Past:
+    """What there is to go on from before anything has happened: what the flow itself goes on from,
+    with all that is known of the epochs after it."""
+    if past is None:
+        return msgspec.structs.replace(common, fresh=True, first=True)
+    names = ["stages", "partitions", "settled", "flow", "life", "every_ms", "home", "kind"]
+    touched = past.lost and not past.untouched
+    if not touched:  # to its sinks it is another flow
+        names.append("incarnation")
+    same = {name: getattr(common, name) for name in names}
+    elsewhere = past.elsewhere or past.place != common.place
+    fresh = past.fresh or not touched
+    return msgspec.structs.replace(past, elsewhere=elsewhere, fresh=fresh, first=True, **same)
+
+
+def manifest_of(
+    common: Past,
+    view: View,
+    record: EpochRecord,
+    stored: Mapping[Unit, wire.UnitFiles],
+    before: Past | None = None,
+) -> Past:
+    """The state of all units after the epoch of `record`. Of units that have stored only what has
+    changed, the rest is in the files of the checkpoint `before`."""
+    layers: dict[int, list[Layer]] = {}
+    sources: dict[int, wire.IngressExtras] = {}
+    sinks: dict[int, Stored] = {}
+    waiting: dict[int, list[str]] = {}
+    files: dict[str, FileInfo] = dict(before.files) if before is not None else {}
+    for unit, said in sorted(stored.items()):
+        cohort, extras, stage = view.cohort(unit), said.extras, unit[0]
+        files |= said.infos
+        if said.after is not None and before is not None:
+            old = [x for x in before.layers.get(stage, []) if x.first == cohort.first]
+            layers.setdefault(stage, []).extend(old)
+        new = [Layer(cohort.first, cohort.end, *named) for named in said.files]
+        layers.setdefault(stage, []).extend(new)
+        if extras["egress"] is not None:
+            saved = msgspec.msgpack.encode(extras["egress"])
+            sinks[stage] = Stored(saved, said.held, said.held_file)
+        elif extras["ingress"] is not None:
+            known = sources.setdefault(stage, extras["ingress"])
+            known["offsets"] |= extras["ingress"]["offsets"]
+            known["positions"] |= extras["ingress"]["positions"]
+            if said.held_file:
+                waiting.setdefault(stage, []).append(said.held_file)
+    past = msgspec.structs.replace(
+        common,
+        epochs=record.epoch + 1,
+        rows=record.base + record.rows,
+        mark=next((known["mark"] for known in sources.values()), b""),
+        layers=layers,
+        sources={s: msgspec.msgpack.encode(known) for s, known in sources.items()},
+        sinks=sinks,
+        waiting=waiting,
+        offsets=[(s, int(n), o) for s, k in sources.items() for n, o in k["offsets"].items()],
+    )
+    return msgspec.structs.replace(past, files={name: files[name] for name in past.named()})
+
+
+# --- what is there ------------------------------------------------------------------------------
+
+
+def claimed(place: str, flow: str, after: int) -> Past:
+    """What there is to go on from, and what is known of the epochs after it; for the caller and
+    nobody else. `after` is the generation that the caller has seen."""
+    folder = Folder(place)
+    generation = generations.claim(folder, flow, after)
+    # The generation before may have written until now.
+    past = known(Past.load(place), folder)
+    past.check()
+    return msgspec.structs.replace(past, life=generation)
+
+
+def known(past: Past, folder: Folder) -> Past:
+    """With all that is known of the epochs after it."""
+    if past.kind is not Kind.RUNNING:
+        return past
+    records, portions = known_records(folder, past), known_portions(folder, past)
+    return msgspec.structs.replace(past, records=records, portions=portions)
+
+
+def known_records(folder: Folder, past: Past) -> list[EpochRecord]:
+    """The records of the epochs after a checkpoint: those that were known when its generation
+    began, and those that it has added. A flow that was about to stop is not now."""
+    found = {record.epoch: record for record in past.records}
+    for file in folder.list(f"{layout.RECORDS}/{past.life:06d}"):
+        span = layout.records_name(file)
+        if span is not None and span.last >= past.epochs:
+            found |= {record.epoch: record for record in read_records(folder, file)}
+    epochs = [e for e in sorted(found) if e >= past.epochs]
+    if epochs != list(range(past.epochs, past.epochs + len(epochs))):
+        raise FlowError(
+            f"of the flow's epochs after {past.epochs - 1} some records are missing: there are "
+            f"{len(epochs)}, up to {epochs[-1]}",
+            hint=f"were files removed from {layout.RECORDS!r} in {folder.place}?",
+        )
+    rows = past.rows
+    for record in (found[e] for e in epochs):
+        if record.base != rows:
+            wrong = f"epoch {record.epoch} begins with row {record.base} instead of {rows}"
+            raise folder.damaged(f"{layout.RECORDS}/{past.life:06d}", wrong)
+        rows += record.rows
+    return [replace(found[e], last=found[e].ended) for e in epochs]
+
+
+def read_records(folder: Folder, file: str) -> list[EpochRecord]:
+    span = layout.records_name(file)
+    try:
+        data = folder.read_data(file)
+        records = [msgspec.msgpack.decode(d, type=EpochRecord) for d in data]
+    except msgspec.MsgspecError as error:
+        raise folder.damaged(file, f"it holds no records: {error}") from error
+    epochs = [record.epoch for record in records]
+    if span is not None and epochs != list(range(span.first, span.last + 1)):
+        raise folder.damaged(file, f"it holds the records of epochs {epochs[:1]} to {epochs[-1:]}")
+    return records
+
+
+def known_portions(folder: Folder, past: Past) -> dict[int, list[str]]:
+    """Where to find what has come in of fed sources after a checkpoint."""
+    listed = folder.list(f"{layout.PORTIONS}/{past.life:06d}")
+    earlier = [file for files in past.portions.values() for file in files]
+    found: dict[int, dict[tuple[int, int], dict[int, str]]] = {}
+    bases: dict[int, dict[tuple[int, int], int]] = {}
+    for file in dict.fromkeys([*earlier, *listed]):
+        name = layout.portion_name(file)
+        if name is not None:
+            by_leader = found.setdefault(name.source, {})
+            by_leader.setdefault((name.generation, name.rank), {})[name.number] = file
+            bases.setdefault(name.source, {})[name.generation, name.rank] = name.base
+    portions: dict[int, list[str]] = {}
+    for stage, by_leader in found.items():
+        taken, rank = fed_up_to(past, stage)
+        # A leader of old may have added some of the same numbers. Those that were known when the
+        # generation began are valid, whoever led then.
+        least = (0, 0) if past.first else (past.life, rank)
+        valid = {at: files for at, files in by_leader.items() if at >= least}
+        numbered = {n: file for n, file in not_void(valid, bases[stage]).items() if n > taken}
+        if sorted(numbered) != list(range(taken + 1, taken + 1 + len(numbered))):
+            raise FlowError(
+                f"of what came in of source {past.stages[stage]!r} after the last checkpoint some "
+                "is missing",
+                hint=f"were files removed from {layout.PORTIONS!r} in {folder.place}?",
+            )
+        portions[stage] = [numbered[n] for n in sorted(numbered)]
+    return portions
+
+
+def fed_up_to(past: Past, source: int) -> tuple[int, int]:
+    """How many portions of a fed source the checkpoint has, and who had taken them."""
+    if source not in past.sources:
+        return 0, 0
+    saved = msgspec.msgpack.decode(past.sources[source], type=wire.IngressExtras)
+    return (saved["feeds"][0]["taken"], saved["feeds"][0]["rank"]) if saved["feeds"] else (0, 0)
+
+
+def not_void(found: Mapping[K, Mapping[int, V]], bases: Mapping[K, int]) -> dict[int, V]:
+    """What was added by one after another. When a later one begins, what those before it have
+    added beyond its base is void, if only because it does not know of it. Up to there it has what
+    they had, and may add some of it once more."""
+    known: dict[int, V] = {}
+    for by in sorted(found):
+        known = {n: what for n, what in known.items() if n <= bases[by]} | dict(found[by])
+    return known

@@ -1,0 +1,572 @@
+"""A flow that runs: what ``flow.start`` returns.
+
+The controller lives in a thread of the process that called ``start`` (on Spark, the driver). It
+gathers the sites, watches them and ends the flow; rows never pass through it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+import pyarrow as pa
+
+from holdfast import errors
+from holdfast.api.graph import Flow
+from holdfast.api.options import Options
+from holdfast.api.protection import Protection
+from holdfast.control.bootstrap import settled
+from holdfast.control.checkpoint_store import CheckpointStore, first_manifest
+from holdfast.control.checkpoints import common_past
+from holdfast.control.hosting import Host, Place, Route, direct
+from holdfast.control.savepoint import resumed, write_ended, write_stopped
+from holdfast.control.server import Control
+from holdfast.core.controller import Controller
+from holdfast.core.records import EpochRecord
+from holdfast.hosts.processes import ProcessHost
+from holdfast.net import wire
+from holdfast.net.reader import ViewReader, forget_reader, readers_of, url_of
+from holdfast.plan.planner import plan, protected_otherwise
+from holdfast.storage.files import Folder, located
+from holdfast.storage.generations import claim
+from holdfast.storage.layout import GENERATIONS
+from holdfast.storage.restore_point import Kind, Past
+
+if TYPE_CHECKING:
+    from holdfast.ui.web import Web
+
+log = logging.getLogger("holdfast.run")
+
+T = TypeVar("T")
+LOOK_S = 0.05
+"""How often whoever looks at a run asks whether there is still somebody to show it."""
+
+UNKNOWN: dict[str, Any] = {
+    "view": None,
+    "term": -1,
+    "protected": False,
+    "partitions": [],
+    "dead": {},
+}
+"""What a run says of its flow as long as no application has said that it leads."""
+
+
+def start(
+    flow: Flow,
+    spark: Any = None,
+    *,
+    sites: int = 2,
+    standbys: int = 0,
+    partitions: int = 32,
+    listen: str | None = None,
+    start_timeout: float = 60.0,
+    host: Host | None = None,
+    options: Options | None = None,
+    place: Place | None = None,
+    secret: bytes | None = None,
+    route: Route = direct,
+    http: str | None = None,
+    history: Any = None,
+    history_at: str | None = None,
+    store: str | None = None,
+    store_every_ms: int | None = None,
+    resume: str | None = None,
+) -> Run:
+    """Run `flow` on `sites` sites, and return as soon as its rows flow.
+
+    With a SparkSession every site is a long-lived Spark task; without one a subprocess. Each keyed
+    stage has `partitions` partitions. `listen` is the address that the controller and the sites
+    listen on: loopback by default on a local master, all interfaces on a cluster. With a `place`
+    this is one of several applications that host the flow together (see
+    `holdfast.control.applications`). With `http` ("host:port") the flow's figures, status and views
+    are served there (see `holdfast.ui.web`). `route` may lead the connections between sites
+    elsewhere, such as through a proxy that breaks them (see `holdfast.lab.chaos`).
+
+    `history` is what came before: a DataFrame with the rows of the source, or a dict of them by
+    source. The flow is first run over it as a Spark batch job and goes on from its state, as if it
+    had streamed everything; sinks get its results first. The sources must begin where it ends.
+    `history_at` is a folder that driver and executors reach, for what is between the two.
+
+    With `store`, a folder or URL, the flow's state is written there when it is stopped. With
+    `store_every_ms` it is also written while the flow runs, that often, and so are the epochs'
+    records: then the flow can be gone on from if it is lost with everything. With `resume` a flow
+    of the same stages goes on from there, where all sources and sinks were, and is stored in the
+    same folder, as often as before, from then on; one that was stopped may be stored elsewhere.
+    """
+    if sites < 1 or standbys < 0:
+        raise errors.FlowError(
+            f"sites must be at least 1 and standbys not negative, not {sites}, {standbys}"
+        )
+    secret, options = secret or secrets.token_bytes(32), options or Options()
+    if history is not None and resume is not None:
+        raise errors.FlowError("a flow begins with a history, or goes on with resume=, not both")
+    flow = _settled(flow, place or Place(), secret, options, history, partitions, history_at)
+    several = place is not None and place.apps > 1
+    store, resume = store and located(store), resume and located(resume)
+    here = resume is not None and store in (None, resume) and not several
+    if resume is not None:
+        past = Past.load(resume)
+        if here:
+            store, store_every_ms = resume, store_every_ms or past.every_ms or None
+        elif past.lost and past.every_ms:
+            raise _to_be_stored_there(resume, store)
+        elif store is None:
+            log.warning("several applications host %r: without store= it is not stored", flow.name)
+    if store is not None and not here:
+        _refuse_used(store)
+    if store_every_ms is not None:
+        _refuse_to_store(flow, store, place or Place())
+    if resume is not None:
+        flow = resumed(flow, resume, partitions, here=here)
+    planned = plan(flow)
+    if host is None and spark is not None:
+        from holdfast.spark.host import SparkHost
+
+        apps = place.apps if place else 1
+        host = SparkHost(spark, planned, -(-(sites + standbys) // apps))
+    host = host or ProcessHost()
+    if listen is not None:
+        host.listen_host = listen
+        if not wire.is_wildcard(listen):
+            host.advertise_host = listen
+    generation = flow.past.life if here and flow.past is not None else 0
+    if store is not None and not here and not several:
+        generation = claim(Folder(store), flow.name)
+    options = replace(
+        options,
+        partitions=partitions,
+        store=store,
+        store_every_ms=store_every_ms or 0,
+        generation=generation,
+    )
+    control = Control(
+        flow,
+        planned,
+        host,
+        sites,
+        standbys,
+        options,
+        secret,
+        place or Place(),
+    )
+    control.route = route
+    run = Run(control, host)
+    try:
+        run._prepare_store()
+        if http is not None:
+            from holdfast.ui.web import Web
+
+            run.web = Web(run, http)
+        run._begin(start_timeout)
+    except BaseException:
+        run._give_up()
+        raise
+    return run
+
+
+def _settled(
+    flow: Flow,
+    place: Place,
+    secret: bytes,
+    options: Options,
+    history: Any,
+    partitions: int,
+    history_at: str | None,
+) -> Flow:
+    """The flow with everything that has to be known before it starts."""
+    if history is None:
+        return settled(flow, place, secret, options.lease_s)
+    from holdfast.spark.history import History
+    from holdfast.ui.live_table import progress_bar
+
+    with progress_bar(f"history of {flow.name}") as progress:
+        before = History(flow, history, partitions, history_at, progress)
+        return settled(flow, place, secret, options.lease_s, before)
+
+
+def _refuse_used(store: str) -> None:
+    """Nothing must be in it from another time, but for a claim that came to nothing."""
+    found = [name for name in Folder(store).list() if not name.startswith(f"{GENERATIONS}/")]
+    if found:
+        raise errors.FlowError(
+            f"store={store!r} is not empty",
+            hint="give each run one of its own; to go on with what is in it, write resume=",
+        )
+
+
+def _refuse_to_store(flow: Flow, store: str | None, place: Place) -> None:
+    """What could not be gone on from, if it were lost while it runs."""
+    if store is None:
+        raise errors.FlowError("store_every_ms needs store=, a folder to write to")
+    if place.apps > 1:
+        raise errors.FlowError("store_every_ms is for a flow in one application")
+    for stage in plan(flow).stages:
+        if stage.source is not None and stage.source.fed and not stage.source.resumable:
+            raise errors.FlowError(
+                f"store_every_ms: without a checkpoint location the query that feeds source "
+                f"{stage.name!r} would begin anew when the flow goes on",
+                hint="write spark_stream(df, checkpoint=...)",
+            )
+        if stage.sink is not None and stage.sink.unread_bytes_max is not None:
+            raise errors.FlowError(
+                f"store_every_ms: what is in the outlet {stage.name!r} is in memory alone, and its "
+                "readers could not go on with a flow that was lost",
+                hint="write to a sink that others read, such as kafka_sink",
+            )
+        if stage.merge == "arrival":
+            raise errors.FlowError(
+                f"store_every_ms: stage {stage.name!r} takes rows as they arrive, so there is no "
+                "state after an epoch",
+                hint='leave out merge="arrival"',
+            )
+
+
+def _to_be_stored_there(resume: str, store: str | None) -> errors.FlowError:
+    """A flow that was lost goes on in its own folder: at any moment there is one to resume from."""
+    return errors.FlowError(
+        f"the flow in {resume} was lost while it ran, and goes on being stored there",
+        hint=f"leave out store={store!r}; to go on from elsewhere, stop it first",
+    )
+
+
+class Run:
+    """A running flow."""
+
+    def __init__(self, control: Control, host: Host) -> None:
+        self.flow, self.plan, self.options = control.flow, control.plan, control.options
+        self._control, self._host = control, host
+        self.web: Web | None = None
+        """Where the run is served over HTTP, if it is."""
+        self._started_at = time.time()
+        self._running = threading.Event()
+        self._served = threading.Event()
+        """Nothing changes any more."""
+        self.stored = False
+        """Whether it was stopped, and its state is in its folder."""
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="holdfast-controller", daemon=True)
+        control.on_running = self._running.set
+        control.describe = self._described
+
+    # --- what a user calls ----------------------------------------------------------------------
+
+    @property
+    def error(self) -> Exception | None:
+        """What the flow failed with."""
+        return self._control.error
+
+    @property
+    def _controller(self) -> Controller | None:
+        return self._control.controller
+
+    @property
+    def state(self) -> str:
+        """gathering, connecting, running, draining, done or failed; following where another
+        application leads."""
+        return self._controller.state.value if self._controller else "following"
+
+    @property
+    def url(self) -> str:
+        """Where the flow's sinks can be read while it runs. It carries the flow's secret."""
+        controls = self._control.place.controls or (self._control.address,)
+        return url_of(self.flow.name, self._control.secret, controls)
+
+    def view(self, sink: str) -> ViewReader:
+        """Look at a sink that is a view, while the flow runs."""
+        return ViewReader(self.url, sink)
+
+    def readers(self, sink: str) -> list[dict[str, Any]]:
+        """Who reads a sink that is an outlet: a dict for each with its name, its state, up to which
+        epoch it has everything, how many epochs and bytes it is behind, and when it was seen."""
+        return readers_of(self.url, sink)
+
+    def forget_reader(self, sink: str, name: str) -> None:
+        """Hold no rows any more for a reader of an outlet that will not come back. If it does, and
+        lacks rows that have gone, its query fails and says which."""
+        forget_reader(self.url, sink, name)
+
+    def protect(self, stage: str, protection: Protection) -> None:
+        """Protect a keyed stage otherwise from now on, while the flow runs. Until the new
+        protection holds the old one does, as far as both can be had at once: `protected` says when
+        that is so. Raises `FlowError` if the stage cannot be protected so, and `HostError` if there
+        are not enough sites for it.
+        """
+        node, guards = protected_otherwise(self.flow, stage, protection, self.options.partitions)
+        self._look(partial(self._control.protect, guards))
+        node.protection = protection
+
+    @property
+    def protected(self) -> bool:
+        """Whether every partition has all its copies, and all of them are up to date."""
+        return self._look(self._is_protected)
+
+    def _is_protected(self) -> bool:
+        if self._controller is None:
+            return bool(self._control.told.get("protected"))
+        return self._controller.protected
+
+    def _look(self, look: Callable[[], T]) -> T:
+        """What `look` returns, called in the controller's thread: there all that it looks at
+        changes, and nothing does meanwhile."""
+        if not self._thread.is_alive() or self._thread is threading.current_thread():
+            return look()
+        seen: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                seen.set_result(look())
+            except Exception as error:
+                seen.set_exception(error)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._control.loop.call_soon_threadsafe(call)
+        while not self._served.is_set():
+            with contextlib.suppress(TimeoutError):
+                return seen.result(LOOK_S)
+        return look()
+
+    def status(self) -> dict[str, Any]:
+        """The flow's state and the latest figures of every site."""
+        return self._look(self._status)
+
+    def _status(self) -> dict[str, Any]:
+        records, controller = self._control.records, self._controller
+        last = records[max(records)] if records else None
+        sites = list(self._control.status.values())
+        return {
+            "flow": self.flow.name,
+            "state": self.state,
+            "seconds": time.time() - self._started_at,
+            "epochs": last.epoch + 1 if last else 0,
+            "rows_in": last.base + last.rows if last else 0,
+            "late_rows": _late_rows(sites),
+            "sites": sorted(sites, key=lambda s: s["site"]),
+            "domains": {int(s): d for s, d in controller.domains.items()} if controller else {},
+            **UNKNOWN,
+            **self._described(),
+            "store": self._control.durable.figures() if self._control.durable else None,
+            "error": str(self.error) if self.error else None,
+        }
+
+    def _described(self) -> dict[str, Any]:
+        """What only the leading application knows; elsewhere, what it said last."""
+        controller = self._controller
+        if controller is None:
+            return self._control.told
+        view = controller.view
+        return {
+            "view": str(view) if view else None,
+            "term": view.term if view else -1,
+            "protected": controller.protected,
+            "partitions": self._recovery(controller),
+            "dead": {int(s): reason for s, reason in controller.dead.items()},
+        }
+
+    def _recovery(self, controller: Controller) -> list[dict[str, Any]]:
+        """For every cohort of partitions: who has it, how protected it is, and what is to do."""
+        view = controller.view
+        if view is None:
+            return []
+        sites = list(self._control.status.values())
+        copying = {(*c["unit"], c["to"]): c for s in sites for c in s["copying"]}
+        finished = {
+            (stage, cohort, s["site"]): epoch
+            for s in sites
+            for stage, cohort, epoch, installed in s["finished_epochs"]
+            if installed
+        }
+        rows = []
+        for unit in view.units():
+            cohort = view.cohort(unit)
+            reached = [finished.get((*unit, s), -1) for s in cohort.copies]
+            copies = [copying[(*unit, s)] for s in cohort.joining if (*unit, s) in copying]
+            left = sum(c["bytes_left"] for c in copies)
+            rows.append(
+                {
+                    "stage": controller.shape.stages[unit[0]].name,
+                    "partitions": [cohort.first, cohort.end - 1],
+                    "copies": list(cohort.copies),
+                    "joining": list(cohort.joining),
+                    "standing": list(cohort.standing),
+                    "phase": controller.phase(unit),
+                    "bytes_to_go": left,
+                    "epochs_to_go": max(reached, default=-1) - min(reached, default=-1),
+                    "seconds_to_go": left / (self.options.catch_up_mb_s * 1e6),
+                    "reason": controller.unrecovered.get(unit),
+                }
+            )
+        return rows
+
+    def records(self) -> list[EpochRecord]:
+        """The epoch records so far (the last 100,000): what the batch job needs to take the rows in
+        the same order."""
+        records = self._look(lambda: dict(self._control.records))
+        return [records[e] for e in sorted(records)]
+
+    def sink_report(self, name: str) -> dict[str, Any]:
+        """What the sink `name` last reported about itself."""
+        for site in self._look(lambda: list(self._control.status.values())):
+            for stage in site["stages"]:
+                if stage["kind"] == "sink" and stage["stage"] == name and stage["sink"]:
+                    return stage["sink"]
+        return {}
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the flow has ended; raise its error. False if it runs on after `timeout`."""
+        ended = self._ended.wait(timeout)
+        if ended:
+            self._thread.join(timeout=30)
+            if self.error is not None:
+                raise self.error
+        return ended
+
+    def ended(self, timeout: float | None = None) -> bool:
+        """Whether the flow has ended, well or not, waiting at most `timeout` seconds for it."""
+        return self._ended.wait(timeout)
+
+    def stop(self, *, drain: bool = True, timeout: float | None = 60.0) -> None:
+        """End the flow: take no more rows and, with `drain`, deliver those that were taken. If that
+        takes longer than `timeout` the flow ends all the same; that is an error if it was to be
+        stored."""
+        if not self._ended.is_set():
+            self._control.stop(drain)
+        if not self.wait(timeout):
+            late = f"flow {self.flow.name!r} did not drain within {timeout} s"
+            log.warning("%s; it is ended now", late)
+            self._control.stop(drain=False)
+            self.wait()
+            if drain and self.options.store is not None and not self.stored:
+                raise errors.FlowError(f"{late}, so it was not stored", hint=self._if_not_stored())
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None and not self._ended.is_set():
+            self._control.stop(drain=False)
+            self._ended.wait(30)
+        elif not self._ended.is_set():
+            self.stop()
+
+    # --- the controller's thread ----------------------------------------------------------------
+
+    def _begin(self, timeout: float) -> None:
+        self._thread.start()
+        deadline = time.monotonic() + timeout
+        while not self._running.wait(0.05):
+            if self._ended.is_set():
+                self.wait()
+                return
+            controller = self._controller
+            if time.monotonic() > deadline and controller is not None:
+                missing = [s for s in controller.sites if s not in controller.addresses]
+                reason = "; ".join(list(controller.history)[-5:])
+                self._control.stop(drain=False)
+                self._ended.wait(30)
+                raise errors.HostError(
+                    f"flow {self.flow.name!r} did not start within {timeout} s: "
+                    f"{len(missing)} of {len(controller.sites)} sites have not registered",
+                    hint=f"are there free task slots for them? last events: {reason or 'none'}",
+                )
+
+    def _give_up(self) -> None:
+        """It could not be started, or somebody does not want it any more."""
+        if self._thread.is_alive():
+            self._control.stop(drain=False)
+            self._ended.wait(30)
+        elif not self._ended.is_set():
+            self._see_to_folders()
+
+    def _prepare_store(self) -> None:
+        """There is something to go on from from now on, if the flow is stored while it runs; and
+        others can tell that it runs if it is not."""
+        store, past = self._control.store, self.flow.past
+        if store is not None:
+            store.begin(first_manifest(self._common(), past))
+
+    def _common(self) -> Past:
+        return common_past(
+            self.flow, self.plan, self.options, wire.incarnation(self._control.secret)
+        )
+
+    def _if_not_stored(self) -> str:
+        if self.options.store_every_ms:
+            return f"resume={self.options.store!r} goes on from its last checkpoint"
+        return "give it more time, or store it while it runs, with store_every_ms="
+
+    def _see_to_folders(self) -> None:
+        """What the flow began with, and what it leaves behind."""
+        past = self.flow.past
+        if self.error is None and past is not None and not past.stopped:
+            past.remove()
+        if self.options.store is None:
+            return
+        try:
+            self._store_the_end()
+        except (errors.HoldfastError, OSError, pa.ArrowException) as error:
+            if self.error is None:
+                self._control.error = errors.FlowError(
+                    f"the state of flow {self.flow.name!r} could not be stored: {error}"
+                )
+
+    def _store_the_end(self) -> None:
+        assert self.options.store is not None
+        records, control, past = self._control.records, self._control, self.flow.past
+        last = records[max(records)] if records else None
+        drained = self.error is None and last is not None and last.last
+        view = control.controller.view if control.controller is not None else None
+        store = control.store
+        if store is None:  # of several applications only the leading one knows all of it
+            if not drained or view is None or last is None or last.ended:
+                return
+            store = CheckpointStore(self.options.store, 0)
+            claim(store.folder, self.flow.name, -1)
+        if drained and last is not None and view is not None and not last.ended:
+            write_stopped(store, self._common(), view, last, control.final)
+            self.stored = True
+        elif drained and last is not None and not self.options.store_every_ms:
+            write_ended(store, self._common(), last)
+        elif not drained and not self.options.store_every_ms:
+            if past is None or past.home != self.options.store:
+                store.withdraw()
+            elif not control.started:  # it is still where it was stopped
+                stopped = msgspec.structs.replace(past, kind=Kind.STOPPED, life=store.generation)
+                store.save(stopped)
+
+    def _serve(self) -> None:
+        loop = self._control.loop
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_until_complete(self._control.run())
+        finally:
+            self._served.set()
+            self._host.close()
+            if self.web is not None:
+                self.web.close()
+            self._see_to_folders()
+            loop.close()
+            self._ended.set()
+
+
+def _late_rows(sites: list[dict[str, Any]]) -> dict[str, int]:
+    """By stage: how many rows came too late for it, if any. All replicas of a partition count the
+    same rows, and one that has just joined may not have reported them yet."""
+    found: dict[tuple[str, int], int] = {}
+    for unit in (unit for site in sites for unit in site["stages"]):
+        key = (unit["stage"], unit["first"])
+        found[key] = max(found.get(key, 0), unit["late_rows"])
+    totals: dict[str, int] = {}
+    for (stage, _), rows in found.items():
+        if rows:
+            totals[stage] = totals.get(stage, 0) + rows
+    return totals

@@ -1,0 +1,1 @@
+"""Vectorised execution: batches, keys, state, watermarks, steps and operators."""

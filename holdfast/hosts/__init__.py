@@ -1,0 +1,1 @@
+"""Where sites run without Spark: plain processes, forked from one that has everything loaded."""

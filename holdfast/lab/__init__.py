@@ -1,0 +1,2 @@
+"""The laboratory: simulator, chaos, benchmarks, papers, workloads. The engine imports nothing of
+it."""

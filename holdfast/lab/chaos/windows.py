@@ -1,0 +1,87 @@
+"""A flow whose state comes from the recent past alone, so that it can be made anew from its input.
+
+The rows are those of the network-monitoring flow. `ts` numbers them, and is their event time: they
+are counted by connection in windows of a fifth of a second, and these counts by group in windows
+of a second, of which one ends every fifth. There is one split only: rows of two would come in
+another order at another speed, and some of them late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from holdfast.api.graph import Flow
+from holdfast.engine.batches import row_digests
+from holdfast.engine.expressions import col, count, max_, sum_
+from holdfast.lab.workloads import dmz
+from holdfast.lab.workloads.paced import EpochLog, Paced
+
+KEYS = 2_000
+PANE = 4_000
+"""So many rows come in a fifth of a second."""
+PANES = 5
+ROWS = dmz.DmzRows(KEYS, splits=1, staggered=True)
+OUTPUT = pa.schema(
+    [
+        ("app", pa.int32()),
+        ("src", pa.int32()),
+        ("window_start", pa.int64()),
+        ("window_end", pa.int64()),
+        ("n", pa.int64()),
+        ("last", pa.int64()),
+    ]
+)
+
+
+def windows_flow(source: Paced, sink: EpochLog) -> Flow:
+    due = Paced.DUE.name
+    flow = Flow("windows")
+    packets = flow.source("packets", source, event_time="ts")
+    counts = packets.key_by("src", "dst").window(time=PANE)
+    counted = counts.agg(n=count(), last=max_("ts"), due=max_(due))
+    groups = counted.select("window_start", "n", "last", due, "src", app=col("dst") % dmz.APPS)
+    totals = groups.key_by("app", "src").window(time=PANES * PANE, every=PANE)
+    totals.agg(n=sum_("n"), last=max_("last"), due=max_(due)).sink("alerts", sink)
+    return flow
+
+
+def oracle(rows: int) -> dict[str, Any]:
+    """The right answer for the first `rows` rows, computed without the engine."""
+    found, digest = 0, 0
+    for batch in answers(rows):
+        found += batch.num_rows
+        digest += int(row_digests(batch).sum(dtype=np.uint64))
+    return {"rows": found, "digest": dmz.as_hex(digest)}
+
+
+def answers(rows: int) -> Iterator[pa.RecordBatch]:
+    """The output rows, a batch for each window of a second: the last ones are cut short."""
+    nothing = np.zeros(dmz.GROUPS, np.int64)
+    panes = [(nothing, nothing)] * PANES
+    ends = -(-rows // PANE)
+    for end in range(1, ends + PANES):
+        first = (end - 1) * PANE
+        count = min(PANE, rows - first)
+        panes = [*panes[1:], _pane(first, count) if count > 0 else (nothing, nothing)]
+        n = np.sum([pane[0] for pane in panes], axis=0)
+        newest = np.max([pane[1] for pane in panes], axis=0)
+        group = np.flatnonzero(n)
+        start = np.full(group.size, (end - PANES) * PANE)
+        bounds = (start, start + PANES * PANE)
+        columns = (group // dmz.SOURCES, group % dmz.SOURCES, *bounds, n[group], newest[group])
+        arrays = [pa.array(c, t) for c, t in zip(columns, OUTPUT.types, strict=True)]
+        yield pa.RecordBatch.from_arrays(arrays, schema=OUTPUT)
+
+
+def _pane(first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """By group: how many of these rows it has, and the newest of them."""
+    batch = ROWS(0, first, count)
+    src, dst, ts = (batch.column(name).to_numpy() for name in ("src", "dst", "ts"))
+    group = dst % dmz.APPS * dmz.SOURCES + src
+    newest = np.zeros(dmz.GROUPS, np.int64)
+    np.maximum.at(newest, group, ts)
+    return np.bincount(group, minlength=dmz.GROUPS), newest

@@ -1,0 +1,124 @@
+"""Tables as pictures: lines over an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from holdfast.ui.drawing import COLOURS, RIGHT, TOP, WIDTH, Axis, Point, framed, text
+
+THIN = ("rollback", "pairs")
+DASHES = {"paper": "2 4", "model": "", "Holdfast": "8 4"}
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """What one of `paper`, `model` and `Holdfast` says of one approach, at each of a table's
+    places; None where it says nothing."""
+
+    approach: str
+    who: str
+    values: tuple[float | None, ...]
+
+    @property
+    def name(self) -> str:
+        return f"{self.approach}, {self.who}"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Figures of the paper and ours beside each other, and why they differ."""
+
+    key: str
+    title: str
+    x_name: str
+    y_name: str
+    places: tuple[float, ...]
+    series: tuple[Series, ...]
+    notes: tuple[str, ...]
+    log: bool = False
+    """Whether the picture's y axis is logarithmic."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "title": self.title,
+            "x": self.x_name,
+            "y": self.y_name,
+            "places": list(self.places),
+            "series": [
+                {"approach": s.approach, "who": s.who, "values": list(s.values)}
+                for s in self.series
+            ],
+            "notes": list(self.notes),
+        }
+
+    def of(self, approach: str, who: str) -> tuple[float | None, ...]:
+        """The values of one series."""
+        return next(s.values for s in self.series if (s.approach, s.who) == (approach, who))
+
+
+Line = tuple[str, str, Sequence[Point | None]]
+"""An approach, who says so, and points; nothing is drawn across what is not known."""
+
+
+def picture(table: Table) -> str:
+    """A table's values over its places, as SVG."""
+    lines = [(s.approach, s.who, known(table.places, s.values)) for s in table.series]
+    return drawn(table.title, table.x_name, table.y_name, lines, table.log)
+
+
+def known(xs: Sequence[float | None], ys: Sequence[float | None]) -> list[Point | None]:
+    """Points, where both are known."""
+    pairs = zip(xs, ys, strict=True)
+    return [None if x is None or y is None else (x, y) for x, y in pairs]
+
+
+def drawn(title: str, x_name: str, y_name: str, lines: Sequence[Line], log: bool = False) -> str:
+    """Lines in a frame with both axes and a legend, as SVG."""
+    lines = [line for line in lines if any(line[2])]
+    points = [point for _, _, line in lines for point in line if point is not None]
+    across = Axis.across([x for x, _ in points])
+    upward = Axis.upward([y for _, y in points], log)
+    parts: list[str] = []
+    for row, (approach, who, line) in enumerate(lines):
+        placed = [None if p is None else (across.at(p[0]), upward.at(p[1])) for p in line]
+        parts += _line(approach, who, placed)
+        parts += _legend(row, approach, who)
+    return framed(title, x_name, y_name, across, upward, parts)
+
+
+def _line(approach: str, who: str, points: Sequence[Point | None]) -> list[str]:
+    """Points that follow each other are joined. What may coincide with others is drawn thinly."""
+    way, pen = "", "M"
+    for point in points:
+        way += f"{pen}{point[0]:.1f} {point[1]:.1f}" if point else ""
+        pen = "L" if point else "M"
+    dash = f' stroke-dasharray="{DASHES[who]}"' if DASHES[who] else ""
+    colour, width = COLOURS[approach], 1.0 if approach in THIN else 1.8
+    return [
+        f'<path d="{way}" fill="none" stroke="{colour}" stroke-width="{width}"{dash}/>',
+        *(_mark(approach, who, *point) for point in points if point is not None),
+    ]
+
+
+def _mark(approach: str, who: str, x: float, y: float) -> str:
+    """Rings are the paper's, discs the model's, squares Holdfast's."""
+    colour = COLOURS[approach]
+    if who == "Holdfast":
+        size, fill = (4.0, "#fff") if approach in THIN else (8.0, colour)
+        where = f'x="{x - size / 2:.1f}" y="{y - size / 2:.1f}" width="{size}" height="{size}"'
+        return f'<rect {where} fill="{fill}" stroke="{colour}"/>'
+    fill, size = ("#fff", 5.0) if who == "paper" else (colour, 3.0)
+    where = f'cx="{x:.1f}" cy="{y:.1f}" r="{size}"'
+    return f'<circle {where} fill="{fill}" stroke="{colour}" stroke-width="1.6"/>'
+
+
+def _legend(row: int, approach: str, who: str) -> list[str]:
+    x, y = WIDTH - RIGHT + 26, TOP + 10 + 20 * row
+    line = _line(approach, who, [(x, y), (x + 36, y)])
+    return [
+        line[0],
+        _mark(approach, who, x + 18, y),
+        text(x + 46, y + 4, f"{approach}, {who}"),
+    ]

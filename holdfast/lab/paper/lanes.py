@@ -1,0 +1,136 @@
+"""One stream on one node of the model: its boxes with their queues, and its output queue."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from holdfast.lab.paper.wires import Host
+
+if TYPE_CHECKING:
+    from holdfast.lab.paper.model import System
+
+NONE = -1
+"""The number before that of a stream's first tuple."""
+
+Tuple = tuple[int, float]
+"""Its number in its stream, and when it was made."""
+
+
+class Output:
+    """The output queue of one stream, at a node or at its source."""
+
+    def __init__(self, system: System, host: Host, stream: int, hop: int) -> None:
+        self.system, self.host, self.stream, self.hop = system, host, stream, hop
+        self.kept: deque[Tuple] = deque()
+        self.silent = False
+        self.confirmed = NONE
+        self.lane: Lane | None = None
+        """Where the tuples come from; None at a source."""
+        self._said: dict[tuple[int, int], int] = {}
+
+    def emit(self, item: Tuple) -> None:
+        self.kept.append(item)
+        if not self.silent:
+            for place, lane in enumerate(self.system.receivers(self.stream, self.hop)):
+                self.system.send_tuple(self, lane, item, again=place > 0)
+
+    def resend(self) -> None:
+        """Send all that is kept."""
+        for item in self.kept:
+            for lane in self.system.receivers(self.stream, self.hop):
+                self.system.send_tuple(self, lane, item, again=True)
+
+    def on_ack(self, who: int, level: int, number: int) -> None:
+        if self.lane is not None and not self.lane.alive:
+            return
+        self._said[level, who] = number
+        living = self.system.receivers(self.stream, self.hop)
+        low = min(self._said.get((level, lane.who), NONE) for lane in living)
+        last = self.hop == len(self.system.layout.paths[self.stream])
+        if level == 1 or self.system.approach != "upstream" or last:
+            self.trim(low)
+        if level == 0 and low > self.confirmed:
+            self.confirmed = low
+            if self.lane is not None and self.system.approach == "upstream":
+                self.lane.release(self.lane.cause())
+
+    def trim(self, number: int) -> None:
+        """Let go of everything up to this tuple."""
+        while self.kept and self.kept[0][0] <= number:
+            self.kept.popleft()
+
+
+class Lane:
+    """One stream's boxes on a node, with the queue before each; or the client's end of it."""
+
+    def __init__(self, system: System, host: Host, stream: int, hop: int, who: int) -> None:
+        self.system, self.host, self.stream, self.hop, self.who = system, host, stream, hop, who
+        self.alive = True
+        self.arrivals: list[tuple[float, float]] | None = None
+        """If somebody wants to know: when each tuple was made, and when it came."""
+        path = system.layout.paths[stream]
+        self.client = hop == len(path)
+        depth = 0 if self.client else system.layout.boxes[stream][hop]
+        self.passes = 1.0 if self.client else system.layout.selectivity.get(path[hop], 1.0)
+        self.queues: list[deque[Tuple]] = [deque() for _ in range(depth)]
+        self.heads = [NONE] * depth
+        """The last tuple that each box has taken."""
+        self.received = self.released = self._acked = NONE
+        self.out = Output(system, host, stream, hop + 1)
+        self.out.lane = self
+        self.fresh: list[Tuple] = []
+        """What was put out since the last checkpoint."""
+
+    def take(self, item: Tuple) -> None:
+        """A tuple has arrived."""
+        if not self.alive or item[0] <= self.received:
+            return
+        self.received = item[0]
+        if self.arrivals is not None:
+            self.arrivals.append((item[1], self.system.clock.now))
+        if not self.client:
+            self.enqueue(0, item)
+
+    def enqueue(self, box: int, item: Tuple) -> None:
+        self.queues[box].append(item)
+        self.host.do(self.system.parameters.box_s, self._run, box)
+
+    def _run(self, box: int) -> None:
+        if not self.alive:
+            return
+        item = self.queues[box].popleft()
+        self.heads[box] = item[0]
+        if box == 0 and not self._passes(item[0]):
+            return
+        if box + 1 < len(self.queues):
+            self.enqueue(box + 1, item)
+        else:
+            self.fresh.append(item)
+            self.out.emit(item)
+
+    def _passes(self, number: int) -> bool:
+        """Whether the first box passes a tuple on: whoever asks, and whenever."""
+        if self.passes >= 1.0:
+            return True
+        mixed = (number * 0x9E3779B97F4A7C15 + self.stream * 0xD1B54A32D192ED03) % (1 << 64)
+        mixed = (mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9 % (1 << 64)
+        return (mixed >> 32) < self.passes * (1 << 32)
+
+    def cause(self) -> int:
+        """The last tuple of the input of which all that it caused has been confirmed; what was
+        filtered out counts as such, as the paper's flow tuples have it."""
+        waiting = [q[0][0] for q in self.queues if q]
+        waiting += [item[0] for item in self.out.kept if item[0] > self.out.confirmed][:1]
+        return min(waiting) - 1 if waiting else self.received
+
+    def confirm(self, number: int) -> None:
+        """A level-0 acknowledgement, unless nothing has come since the last."""
+        if number > self._acked:
+            self._acked = number
+            self.system.send_ack(self, 0, number)
+
+    def release(self, number: int) -> None:
+        if number > self.released:
+            self.released = number
+            self.system.send_ack(self, 1, number)

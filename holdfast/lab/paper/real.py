@@ -1,0 +1,315 @@
+"""Holdfast under the paper's conditions: the real nodes on simulated sites, with links that have
+the paper's delay and bandwidth, on which every message takes the bytes that it is encoded in.
+
+The flow is a source, one keyed stage and a sink. Source and sink are pairs, also where the stage
+is not protected; the stage is the paper's node. No two of all their copies are on one site. Windows
+of one tick of event time make the stage one that every protection is allowed for, and that gives a
+row for each row. An epoch is what has come in one communication interval; acks go out, and
+checkpoints are made, at that interval, too.
+
+A site that dies is silent: others find out when the failure is noticed, all at once, and the
+controller with them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from holdfast.api.graph import Flow, KeyedNode
+from holdfast.api.options import Options
+from holdfast.api.protection import Protection, active, none, pairs, passive, rollback, upstream
+from holdfast.connectors.sinks import Authority, Sink, SinkWriter, discard
+from holdfast.connectors.sources import Position, Source, SplitReader
+from holdfast.core.controller import Controller
+from holdfast.core.effects import ControllerEffect
+from holdfast.core.events import SitesFailed
+from holdfast.core.ids import CohortId, SiteId, StageId
+from holdfast.core.layout import View
+from holdfast.core.sequencer import Budget
+from holdfast.engine.batches import empty
+from holdfast.engine.expressions import col, max_
+from holdfast.errors import InvariantError
+from holdfast.lab.paper.layouts import Parameters
+from holdfast.lab.paper.measure import Recovery, recovery_of
+from holdfast.lab.sim.timed import Pace, TimedWorld
+from holdfast.lab.sim.world import CONTROLLER, Down, Link, World, _Port
+from holdfast.net import wire
+from holdfast.site.node import Node
+
+PROTECTIONS = ("passive", "active", "upstream", "rollback", "pairs")
+SITES = 6
+WARM_S = 0.3
+AFTER_S = 0.1
+"""And some intervals: so long rows are waited for after a failure was noticed."""
+NEVER_S = 1e6
+FIELDS = ("a", "b", "c")
+"""What else is in a row, besides its key, its number, and when it was made: eight bytes each."""
+SCHEMA = pa.schema(
+    [("n", pa.int64()), ("k", pa.int64()), ("due_us", pa.int64()), ("flag", pa.int16())]
+    + [(name, pa.int64()) for name in FIELDS]
+)
+"""Fifty bytes."""
+
+
+def protection(name: str, interval_s: float) -> Protection:
+    every_ms = max(
+        1, round(interval_s * 1e3) - 1
+    )  # the clock that it is asked by has that interval
+    made = {
+        "none": none(),
+        "passive": passive(every_ms=every_ms, apart="process"),
+        "active": active(apart="process"),
+        "upstream": upstream(apart="process"),
+        "rollback": rollback(apart="process"),
+        "pairs": pairs(apart="process"),
+    }
+    return made[name]
+
+
+class _Timely(Source):
+    """Rows that come at the times of a Poisson process, which the seed decides."""
+
+    schema = SCHEMA
+
+    def __init__(self, rate: float, seed: int, seconds: float) -> None:
+        drawn = random.Random(f"{seed}/0")
+        count = int(rate * seconds * 1.3) + 100
+        gaps_us = [1 + int(1e6 * drawn.expovariate(rate)) for _ in range(count)]
+        self.due_us = np.cumsum(gaps_us)
+        self.world: TimedWorld | None = None
+
+    def open(self, split: int, offset: int = 0, position: Position | None = None) -> SplitReader:
+        return _TimelyReader(self, offset)
+
+    def rows(self, begin: int, end: int) -> pa.RecordBatch:
+        n = np.arange(begin, end)
+        columns = dict.fromkeys(FIELDS, n * 7)
+        return pa.RecordBatch.from_pydict(
+            {"n": n, "k": n % 64, "due_us": self.due_us[begin:end], "flag": n % 2, **columns},
+            schema=SCHEMA,
+        )
+
+
+class _TimelyReader(SplitReader):
+    def __init__(self, source: _Timely, offset: int) -> None:
+        self._source, self._next = source, offset
+
+    def read(self, rows_max: int, *, due: bool = False) -> pa.RecordBatch | None:
+        source, begin = self._source, self._next
+        assert source.world is not None
+        now = np.inf if due else source.world.time * 1e6
+        end = min(int(np.searchsorted(source.due_us, now)), begin + rows_max)
+        if end <= begin:
+            return empty(SCHEMA)
+        self._next = end
+        return source.rows(begin, end)
+
+
+class _Noted(Sink):
+    """Notes when each row came, and when it had been made."""
+
+    def __init__(self, world: WiredWorld) -> None:
+        self.world = world
+
+    def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
+        return _NotedWriter(self.world)
+
+
+class _NotedWriter(SinkWriter):
+    def __init__(self, world: WiredWorld) -> None:
+        self._world = world
+
+    def write(self, epoch: int, batch: pa.RecordBatch) -> None:
+        now = self._world.time
+        numbers, due = batch.column("n").to_pylist(), batch.column("due_us").to_pylist()
+        self._world.rows += numbers
+        self._world.arrivals += [(us / 1e6, now) for us in due]
+
+
+class _Spread(Controller):
+    """Gives every copy a site of its own, and leaves the last site to whoever is made anew. (Else
+    a stage's second copy would be beside the source's, and what it gets would cost nothing.)"""
+
+    def _commit(self, view: View) -> list[ControllerEffect]:
+        if self.view is None:
+            free, placed = iter(view.members), []
+            for (cohort,) in view.cohorts:
+                copies = tuple(next(free) for _ in cohort.copies)
+                standing = tuple(next(free) for _ in cohort.standing)
+                placed.append((replace(cohort, copies=copies, standing=standing),))
+            view = replace(view, cohorts=tuple(placed))
+        return super()._commit(view)
+
+
+class WiredWorld(TimedWorld):
+    """A world whose messages are encoded as on a real wire, and take their time on it."""
+
+    def __init__(self, flow: Flow, source: _Timely, options: Options, pace: Pace, seed: int):
+        self.sent_bytes = self.input_bytes = self.ack_bytes = 0
+        """Between sites, and of these what the stage gets to process, and what it acknowledges
+        that with. What the controller says and hears does not count."""
+        self.arrivals: list[tuple[float, float]] = []
+        self.rows: list[int] = []
+        super().__init__(flow, sites=SITES, seed=seed, options=options, pace=pace)
+        source.world = self
+        self.stage = next(s for s in self.plan.stages if s.source is None and s.sink is None)
+        self.controller = _Spread(self.shape, list(self.nodes))
+        for stage in self.plan.sinks:
+            stage.sink = _Noted(self)
+
+    def make_node(self, site: SiteId) -> Node:
+        return Node(self.plan, site, self.options, _Port(self, site), now=self.now)
+
+    def packed(self, message: wire.Message, body: list[Any] | None) -> tuple[wire.Message, Any]:
+        return World.packed(self, message, body)
+
+    def _schedule(self, link: Link, item: Any) -> None:
+        """One message after the other goes out; each arrives when its last byte has."""
+        nbytes = len(wire.encode(item[0])) + len(item[1]) if isinstance(item, tuple) else 0
+        if CONTROLLER not in link and isinstance(item, tuple):
+            self._count(item[0], nbytes)
+        begun = max(self._free.get(link, 0.0), self.time)
+        self._free[link] = begun + nbytes / self.pace.bytes_per_s
+        self._push(self._free[link] + self.pace.delay - self.time, "net", link)
+
+    def _count(self, message: wire.Message, nbytes: int) -> None:
+        self.sent_bytes += nbytes
+        exchange = self.stage.inputs[0].id
+        if isinstance(message, wire.Bundle) and message.exchange == exchange:
+            self.input_bytes += nbytes
+        elif isinstance(message, wire.Acks) and message.acks[0].exchange == exchange:
+            self.ack_bytes += nbytes
+
+    def fall_silent(self, site: SiteId, noticed_after: float) -> None:
+        """A process ends; what it had sent arrives, and nobody knows until it is noticed."""
+        del self.nodes[site]
+        for link in [k for k in self.network if k[1] == site]:
+            self.network[link] = deque()
+        self._push(noticed_after, "do", lambda world: world.notice(site))
+
+    def notice(self, site: SiteId) -> None:
+        for link in [k for k in self.network if site in k]:
+            if link[0] == site and link[1] in self.nodes:
+                self.network[link] = deque([Down()])
+                self.deliver(link)
+            self.network.pop(link, None)
+        self._control(SitesFailed((site,), "crashed"))
+        for other in list(self.nodes):
+            self._rouse(other)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A flow that is about to run: see `world`."""
+
+    protection: str
+    parameters: Parameters
+    seed: int = 0
+    boxes: int = 1
+    selectivity: float = 1.0
+    seconds: float = 2.0
+
+    def world(self) -> WiredWorld:
+        parameters, interval = self.parameters, self.parameters.interval_s
+        source = _Timely(parameters.rate, self.seed, self.seconds + 2.0)
+        rows = int(parameters.rate * interval)
+        pace = Pace(
+            delay=parameters.delay_s,
+            spread=0.0,
+            bytes_per_s=parameters.bytes_per_s,
+            work=parameters.box_s * rows * self.boxes**0.5,
+            poll=interval,
+            part=0.0,
+            acks=interval,
+            hurry=NEVER_S,
+            relaunch=NEVER_S,
+        )
+        options = Options(
+            partitions=1,
+            budget=Budget(epoch_rows_max=10_000, epochs_in_flight_max=60, small_in_flight_max=60),
+            window=64,
+            block_rows=10_000,
+            read_ahead_rows=10_000,
+            lease_s=NEVER_S,
+        )
+        return WiredWorld(self._flow(source), source, options, pace, self.seed)
+
+    def acks(self) -> float:
+        """The acks of the stage for its input, relative to that; in percent."""
+        world = self.ran()
+        return 100.0 * world.ack_bytes / world.input_bytes
+
+    def bytes_a_row(self) -> float:
+        """What a row takes on its way to the stage."""
+        world = self.ran()
+        rows = sum(record.rows for record in world.records)
+        return world.input_bytes / rows
+
+    def ran(self) -> WiredWorld:
+        """The world after all its seconds."""
+        world = self.world()
+        _go(world, WARM_S + self.seconds)
+        return world
+
+    def _flow(self, source: _Timely) -> Flow:
+        flow = Flow("paper", protect=pairs(apart="process"))
+        stream = flow.source("sensor", source, event_time="n").key_by("k").window(time=1)
+        others = {name: max_(name) for name in (*FIELDS, "due_us", "flag")}
+        found = stream.agg(**others).select("k", *others, n=col("window_start"))
+        if self.selectivity < 1.0:
+            found = found.filter(col("n") * 7919 % 1_000 < round(1_000 * self.selectivity))
+        for _ in range(round(self.boxes**0.5) - 1):
+            found = found.with_columns(a=col("a") + 0)
+        found.sink("client", discard())
+        (keyed,) = (node for node in flow.nodes if isinstance(node, KeyedNode))
+        keyed.protection = protection(self.protection, self.parameters.interval_s)
+        return flow
+
+
+def overhead(run: Run) -> float:
+    """What sites send more because the stage is protected, relative to what it gets to process;
+    in percent."""
+    with_it, _ = _traffic(run)
+    without, of_rows = _traffic(replace(run, protection="none"))
+    return 100.0 * (with_it - without) / of_rows
+
+
+@cache
+def _traffic(run: Run) -> tuple[int, int]:
+    """Bytes between sites, and of these what the stage gets."""
+    world = run.world()
+    _go(world, WARM_S)
+    begun = world.sent_bytes, world.input_bytes
+    _go(world, WARM_S + run.seconds)
+    return world.sent_bytes - begun[0], world.input_bytes - begun[1]
+
+
+def recovery(run: Run) -> Recovery:
+    """Lose the site that computes the keyed stage."""
+    world = run.world()
+    interval = run.parameters.interval_s
+    _go(world, WARM_S + 3 * interval + 0.1 * random.Random(run.seed).random())
+    assert world.controller.view is not None
+    unit = (StageId(world.stage.id), CohortId(0))
+    victim = world.controller.view.cohort(unit).copies[0]
+    fails_at, noticed = world.time, world.time + run.parameters.detection_s
+    world.fall_silent(victim, run.parameters.detection_s)
+    _go(world, noticed + AFTER_S + 4 * interval)
+    if len(set(world.rows)) != len(world.rows) or world.rows != sorted(world.rows):
+        raise InvariantError("rows came twice, or in another order")
+    return recovery_of(world.arrivals, fails_at, noticed)
+
+
+def _go(world: WiredWorld, until: float) -> None:
+    while world._events and world._events[0][0] < until:
+        world.step()
+        if world.error is not None:
+            raise world.error
+    world.time = until

@@ -1,0 +1,499 @@
+"""Bugs to plant: each is a mistake that one could make in the protocol, switched on by itself.
+
+A simulator that finds nothing proves nothing unless it is known to find what is there. Every bug
+here must be caught within its number of seeds (`tests/sim/test_explore.py`), and
+``holdfast sim --bug NAME`` shows how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from holdfast.core.controller import Controller
+from holdfast.core.dataflow import Dataflow
+from holdfast.core.effects import PublishRecord
+from holdfast.core.exchange import Consumer, Producer
+from holdfast.core.ids import NO_EPOCH, CohortId, Epoch
+from holdfast.core.layout import Cohort, View
+from holdfast.core.records import EpochRecord
+from holdfast.core.sequencer import Sequencer
+from holdfast.core.unit import UnitCopy
+from holdfast.core.upstream import Needs, Search
+from holdfast.engine.batches import Track
+from holdfast.engine.state import StateTable
+from holdfast.engine.watermark import Watermark
+from holdfast.lab.sim.explore import Case, forget
+from holdfast.lab.sim.faults import KINDS, Fault
+from holdfast.lab.sim.timed import TimedWorld
+from holdfast.lab.sim.world import World
+from holdfast.site.egress import Egress
+from holdfast.site.handover import Checkpoint, Incoming
+from holdfast.site.ingress import Ingress
+from holdfast.site.node import Node
+from holdfast.site.stages import UnitRunner
+
+Make = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """A mistake: a method that is replaced by a wrong one."""
+
+    name: str
+    what: str
+    owner: Any
+    method: str
+    make: Make
+    flow: str = "windows"
+    protocol: str = "pairs"
+    kinds: tuple[str, ...] = KINDS
+    """Which faults bring it out."""
+    beyond: float = 0.1
+    """In what share of all runs they are more than the protocol can bear."""
+    then: str | None = None
+    """How the first keyed stage is protected later on, if not in the same way all the time."""
+    faults: tuple[Fault, ...] | None = None
+    """The schedule that brings it out, where those that seeds give hardly ever do."""
+    seeds: int = 60
+    """It is caught within so many."""
+
+    def case(self, seed: int) -> Case:
+        """A run that may bring it out."""
+        case = Case(seed, self.flow, self.protocol, kinds=self.kinds, beyond=self.beyond)
+        sites = 3 if self.faults else 0  # a schedule names its sites by rank
+        return replace(case, then=self.then, faults=self.faults, sites=sites)
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """The code with the mistake in it, which knows nothing of what right code has done."""
+        right = self.owner.__dict__[self.method]
+        setattr(self.owner, self.method, self.make(right))
+        forget()
+        try:
+            yield
+        finally:
+            setattr(self.owner, self.method, right)
+            forget()
+
+
+def _no_acks_to_followers(right: Any) -> Any:
+    def acks(self: Consumer, connected: Any) -> Any:
+        return [a for a in right(self, connected) if a.take]
+
+    return acks
+
+
+def _one_too_far(right: Any) -> Any:
+    def on_ack(self: Producer, ack: Any) -> Any:
+        taker = self.lanes[ack.consumer].takers[ack.site]
+        begins = ack.take and not taker.takes and taker.received >= 0
+        effects = right(self, ack)
+        return effects[1:] if begins else effects
+
+    return on_ack
+
+
+def _not_fenced(_: Any) -> Any:
+    def fence(self: World, node: Node, view: View) -> None: ...
+
+    return fence
+
+
+def _not_committed(right: Any) -> Any:
+    def commit(self: TimedWorld, effect: Any) -> None:
+        if self.arbiter_back > self.time:
+            self.give_out(effect)
+        right(self, effect)
+
+    return commit
+
+
+def _within_an_epoch(right: Any) -> Any:
+    def ordered(self: Dataflow, event: Any) -> Any:
+        unit = self.units.get(event.unit)
+        if unit is not None and unit.installed:
+            unit.handovers[event.joiner] = unit.finished
+            return self._handovers(unit)
+        return right(self, event)
+
+    return ordered
+
+
+def _trimmed_early(_: Any) -> Any:
+    def trim(self: Producer, lane: Any) -> None:
+        stable = max((t.received for t in lane.takers.values()), default=-1)
+        while lane.kept and lane.kept[0].epoch <= stable:
+            lane.kept.popleft()
+            lane.trimmed += 1
+
+    return trim
+
+
+def _nothing_kept(_: Any) -> Any:
+    def export(self: Producer, after: Epoch | None = None) -> Any:
+        return {consumer: [] for consumer in self.lanes}
+
+    return export
+
+
+def _twice(right: Any) -> Any:
+    def on_bundle(self: Consumer, event: Any) -> bool:
+        if event.epoch <= self.received.get(event.producer, -1):
+            waiting = self._arrived.get(event.epoch, {})
+            waiting.get(event.producer, []).append(event.bundle)
+            return True
+        return bool(right(self, event))
+
+    return on_bundle
+
+
+def _credit_leaks(right: Any) -> Any:
+    def on_view(self: Consumer, *args: Any) -> Any:
+        self.window = max(0, self.window - 1)
+        return right(self, *args)
+
+    return on_view
+
+
+def _published_early(right: Any) -> Any:
+    def cut_all(self: Sequencer) -> Any:
+        return [e if isinstance(e, PublishRecord) else PublishRecord(e.record) for e in right(self)]
+
+    return cut_all
+
+
+def _not_passed_again(right: Any) -> Any:
+    def pass_all(self: Sequencer) -> Any:
+        return []
+
+    return pass_all
+
+
+def _joiners_are_not_counted(_: Any) -> Any:
+    def count_takers(self: Dataflow, producer: Producer) -> None:
+        assert self.view is not None
+        cohorts = self.view.cohorts[self.shape.consumer_of[producer.exchange]]
+        producer.on_view(
+            {CohortId(j): {s: c.since_of(s) for s in c.copies} for j, c in enumerate(cohorts)}
+        )
+
+    return count_takers
+
+
+def _acked_before_it_came(right: Any) -> Any:
+    def ack(self: Consumer, *args: Any) -> Any:
+        found = right(self, *args)
+        return replace(found, received=Epoch(found.received + 1))
+
+    return ack
+
+
+def _follower_lets_go(right: Any) -> Any:
+    def take(self: Egress, epoch: int, batch: Any) -> None:
+        right(self, epoch, batch)
+        if not self.leads:
+            self._held.clear()
+
+    return take
+
+
+def _the_same_term(right: Any) -> Any:
+    def resume(self: Controller, view: View, term: int, *args: Any) -> Any:
+        effects = right(self, view, term, *args)
+        self.term = term - 1
+        return effects
+
+    return resume
+
+
+def _any_view(_: Any) -> Any:
+    def replaces(self: View, other: Any) -> bool:
+        return True
+
+    return replaces
+
+
+def _silence_stops_the_flow(right: Any) -> Any:
+    def failed(self: Controller, event: Any) -> Any:
+        return right(self, replace(event, certain=True))
+
+    return failed
+
+
+def _state_stays_behind(right: Any) -> Any:
+    def take(self: Incoming, plan: Any, message: Any, body: Any) -> None:
+        if type(message).__name__ != "HandOverState":
+            right(self, plan, message, body)
+
+    return take
+
+
+def _chain_not_awaited(_: Any) -> Any:
+    def is_whole(self: Node, unit: Any) -> bool:
+        return True
+
+    return is_whole
+
+
+def _leader_forgets(right: Any) -> Any:
+    def lead(self: Sequencer) -> None:
+        right(self)
+        for split in self.splits.values():
+            split.cut = max(0, split.cut - 1)
+            split.next_offset = split.cut
+
+    return lead
+
+
+def _store_not_asked(_: Any) -> Any:
+    def lead(self: Egress, term: int) -> None:
+        if not self.leads:
+            self.leads = True
+            self.writer, _ = self._sink.resume(self._whose, self._schema, self.durable)
+            for epoch, batch in self.held:
+                self._write(epoch, batch)
+
+    return lead
+
+
+def _nothing_held(_: Any) -> Any:
+    def held(self: UnitRunner) -> Any:
+        return []
+
+    return held
+
+
+def _largest_time_of_any_split(right: Any) -> Any:
+    def held_at(self: Watermark, but: int | None = None) -> int:
+        return right(self) if but is None else Track.END
+
+    return held_at
+
+
+def _own_rows_only(right: Any) -> Any:
+    def track(self: Ingress, record: EpochRecord) -> Track:
+        own = tuple(r for r in record.ranges if r.source == self.stage.id)
+        return right(self, replace(record, ranges=own))
+
+    return track
+
+
+def _joiners_step_in(right: Any) -> Any:
+    def without(self: Cohort, gone: Any) -> Cohort:
+        left: Cohort = right(self, gone)
+        return left if left.copies else replace(left, copies=left.joining, joining=())
+
+    return without
+
+
+def _all_in_the_last(right: Any) -> Any:
+    def split(self: UnitRunner, outputs: Any, tracks: Any, begins: Any) -> Any:
+        return right(self, outputs, tracks, [begins[0]] * len(begins))
+
+    return split
+
+
+def _as_if_stateless(_: Any) -> Any:
+    def came_from(self: UnitRunner, epoch: int) -> int:
+        return epoch
+
+    return came_from
+
+
+def _let_go_when_received(_: Any) -> Any:
+    def stable(self: Producer, lane: Any) -> Epoch:
+        return min((t.received for t in lane.takers.values()), default=NO_EPOCH)
+
+    return stable
+
+
+def _all_levels_alike(right: Any) -> Any:
+    def levels(self: UnitCopy, count: int, received: Epoch) -> Any:
+        found = right(self, count, received)
+        return (found[0],) * len(found)
+
+    return levels
+
+
+def _one_is_asked(right: Any) -> Any:
+    def begins(self: Search, wanted: Any) -> Any:
+        return right(self, dict.fromkeys(list(wanted)[:1]))
+
+    return begins
+
+
+def _needs_off_by_one(right: Any) -> Any:
+    def at(self: Needs, epoch: Epoch) -> Epoch:
+        return right(self, Epoch(epoch + 1))
+
+    return at
+
+
+def _half_a_checkpoint(_: Any) -> Any:
+    def take(self: Checkpoint, plan: Any, message: Any, body: memoryview) -> None:
+        Incoming.take(self, plan, message, body)
+
+    return take
+
+
+def _nothing_removed(right: Any) -> Any:
+    def removed(self: StateTable, whose: str) -> Any:
+        return right(self).slice(0, 0)
+
+    return removed
+
+
+def _output_left_out_of_checkpoints(right: Any) -> Any:
+    def export(self: Producer, after: Epoch | None = None) -> Any:
+        found = right(self, after)
+        return found if after is None else {consumer: [] for consumer in found}
+
+    return export
+
+
+def _standbys_are_not_counted(right: Any) -> Any:
+    def count_takers(self: Dataflow, producer: Producer) -> None:
+        assert self.view is not None
+        cohorts = self.view.cohorts[self.shape.consumer_of[producer.exchange]]
+        producer.on_view(
+            {
+                CohortId(j): {s: c.since_of(s) for s in c.copies + c.joining}
+                for j, c in enumerate(cohorts)
+            }
+        )
+
+    return count_takers
+
+
+def _before_it_is_in_place(right: Any) -> Any:
+    def hand_over(self: UnitCopy, *args: Any) -> Any:
+        effects = right(self, *args)
+        for site in self.given:
+            self.given[site] = Epoch(self.given[site] + 1)
+        return effects
+
+    return hand_over
+
+
+def _stock_not_awaited(_: Any) -> Any:
+    def lacks_stock(self: Controller, unit: Any) -> bool:
+        return False
+
+    return lacks_stock
+
+
+def _whatever_comes_is_taken(_: Any) -> Any:
+    def is_awaited(self: Node, unit: Any) -> bool:
+        return unit in self.dataflow.units
+
+    return is_awaited
+
+
+def _failure_is_said_once(_: Any) -> Any:
+    def fail_copy(self: Node, unit: Any, site: Any, reason: str) -> None:
+        self._tell_copy(unit, site, "failed", reason)
+
+    return fail_copy
+
+
+def _follows_what_was_received(_: Any) -> Any:
+    return property(lambda self: self.reached(0))
+
+
+_passive = partial(Bug, flow="times", protocol="passive", kinds=("crash", "crash of two"))
+_upstream = partial(Bug, flow="times", protocol="upstream", kinds=("crash", "crash of two"))
+_changes = partial(Bug, flow="times", kinds=("crash", "crash of two"))
+
+_FAILED_COPY_IS_NOT_COMMITTED = (
+    Fault("crash", 0.015, who=1),
+    Fault("arbiter", 0.022, "transferring", seconds=0.08),
+    Fault("reset", 0.022, "transferring", who=2),
+    Fault("controller", 0.075),
+)
+
+BUGS = [
+    Bug("forgotten ack", "copies that do not send get no acks",
+        Consumer, "acks", _no_acks_to_followers),
+    Bug("replay off by one", "who begins to send leaves the first frame out",
+        Producer, "on_ack", _one_too_far),
+    Bug("no fencing", "frames of who is no member count",
+        World, "fence", _not_fenced, kinds=("zombie",)),
+    Bug("view not committed", "a view is given out while the arbiter is away",
+        TimedWorld, "commit", _not_committed, kinds=("arbiter", "crash")),
+    Bug("snapshot within an epoch", "state is handed over as it is, whatever was received",
+        Dataflow, "_on_catch_up_ordered", _within_an_epoch),
+    Bug("trim too early", "a frame goes when the first copy has it",
+        Producer, "_trim", _trimmed_early),
+    Bug("output left out", "frames that are not stable are not handed over",
+        Producer, "export", _nothing_kept),
+    Bug("dedupe dropped", "a frame that comes twice counts twice",
+        Consumer, "on_bundle", _twice),
+    Bug("credit leaks", "with every view a consumer has less room",
+        Consumer, "on_view", _credit_leaks),
+    Bug("record on one copy", "the first sequencer publishes, before the others have it",
+        Sequencer, "_cut_all", _published_early),
+    Bug("records not passed again", "a chain that changed is not told what it may lack",
+        Sequencer, "_pass_all", _not_passed_again, kinds=("crash",)),
+    Bug("joiner not counted", "producers do not keep what a new copy will need",
+        Dataflow, "_count_takers", _joiners_are_not_counted),
+    Bug("ack ahead", "a consumer acks what is still on its way",
+        Consumer, "ack", _acked_before_it_came),
+    Bug("follower lets go", "a sink's other copy does not hold what is not durable yet",
+        Egress, "take", _follower_lets_go, kinds=("crash",)),
+    Bug("same term", "a new controller acts in the term of the old one",
+        Controller, "resume", _the_same_term, kinds=("controller", "crash")),
+    Bug("any view", "an older view is acted on",
+        View, "replaces", _any_view, kinds=("old leader", "crash")),
+    Bug("silence stops the flow", "a site that sleeps counts as dead for certain",
+        Controller, "_on_sites_failed", _silence_stops_the_flow, kinds=("crash", "cut off")),
+    Bug("state left behind", "a new copy begins with empty tables",
+        Incoming, "take", _state_stays_behind),
+    Bug("new leader cuts again", "a sequencer that takes over cuts rows that have been cut",
+        Sequencer, "_lead", _leader_forgets, kinds=("crash",)),
+    Bug("chain not awaited", "a copy of the sequencer counts before it is in the chain",
+        Node, "_is_whole", _chain_not_awaited, kinds=("crash",)),
+    Bug("failure said once", "a new controller is not told that a copy has failed",
+        Node, "_fail_copy", _failure_is_said_once, faults=_FAILED_COPY_IS_NOT_COMMITTED),
+    Bug("store not asked", "a sink that takes over writes what is durable already",
+        Egress, "lead", _store_not_asked, kinds=("crash",)),
+    Bug("held rows left behind", "a sink's new copy lacks what is not durable yet",
+        UnitRunner, "held", _nothing_held, kinds=("crash",), seeds=120),
+    Bug("largest time of any split", "splits do not wait for each other's event times",
+        Watermark, "_held_at", _largest_time_of_any_split, flow="sources", seeds=10),
+    Bug("watermark of own rows", "an ingress does not know how other sources' event times rise",
+        Ingress, "_track", _own_rows_only, flow="sources", seeds=10),
+    Bug("joiner steps in", "a copy that is being made counts when no other is left",
+        Cohort, "without", _joiners_step_in, kinds=("crash",), beyond=1.0),
+    _passive("half a checkpoint", "what comes of a checkpoint counts before it is complete",
+        Checkpoint, "take", _half_a_checkpoint),
+    _passive("removed keys stay", "a checkpoint does not say which keys are gone",
+        StateTable, "removed", _nothing_removed),
+    _passive("checkpoint without output", "frames that are not stable are not part of a checkpoint",
+        Producer, "export", _output_left_out_of_checkpoints),
+    _passive("standby not counted", "producers do not keep what came since the last checkpoint",
+        Dataflow, "_count_takers", _standbys_are_not_counted),
+    _passive("changes left out", "a checkpoint lacks what changed right after the one before",
+        UnitCopy, "hand_over", _before_it_is_in_place),
+    _upstream("state not counted", "input is let go although state comes from it",
+        UnitRunner, "came_from", _as_if_stateless),
+    _upstream("one of many", "what was done together all goes into the last of its epochs",
+        UnitRunner, "_split", _all_in_the_last),
+    _upstream("log let go", "input is let go when it is received",
+        Producer, "_stable", _let_go_when_received),
+    _upstream("levels alike", "input is let go although what comes from it is needed further on",
+        UnitCopy, "levels", _all_levels_alike),
+    _upstream("one log asked", "a unit is made anew from where the first of its producers can",
+        Search, "begins", _one_is_asked),
+    _upstream("needs off by one", "the state is taken for that of an epoch later",
+        Needs, "at", _needs_off_by_one),
+    _upstream("source too far", "a source's second copy leaves out what was only received",
+        Producer, "stable", _follows_what_was_received),
+    _changes("stock not awaited", "copies go before all is kept that a unit is made anew from",
+        Controller, "_lacks_stock", _stock_not_awaited, protocol="pairs", then="upstream"),
+    _changes("late checkpoint", "who stood by and computes now still takes checkpoints",
+        Node, "_is_awaited", _whatever_comes_is_taken, protocol="passive", then="pairs"),
+]  # fmt: skip

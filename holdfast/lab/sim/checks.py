@@ -1,0 +1,173 @@
+"""What must hold in a simulated world: after every step, and at the end.
+
+The machines check themselves (`check_invariants`); here is what no machine can see alone, because
+it is about several sites at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.core.controller import State
+from holdfast.core.exchange import Consumer, Producer
+from holdfast.core.ids import CohortId, Epoch, ExchangeId, SiteId, Unit
+from holdfast.core.layout import View, may_join
+from holdfast.errors import OperatorError, SiteLostError
+from holdfast.lab.sim.flows import expected, in_order
+from holdfast.lab.sim.timed import TimedWorld
+from holdfast.site.node import Node
+
+
+class Violation(AssertionError):
+    """The world is in a state that must not be."""
+
+
+class Checks:
+    """Looks at a world after its steps. Looking at everything after each would take most of the
+    time. So the site that has just acted is looked at after every `NEAR` steps; all of them, and
+    what holds between them, after every `FAR` steps, and after each fault and view."""
+
+    NEAR = 12
+    FAR = 120
+
+    def __init__(self, world: TimedWorld) -> None:
+        self.world = world
+        self._received: dict[tuple[SiteId, ExchangeId, CohortId, int, CohortId], Epoch] = {}
+        self._log = 0
+
+    def step(self) -> None:
+        world = self.world
+        if world.steps % self.FAR == 0 or len(world.log) != self._log:
+            self._log = len(world.log)
+            self.all()
+        elif world.steps % self.NEAR == 0 and world.acted in world.nodes:
+            self._one(world.acted, world.nodes[world.acted])
+
+    def all(self) -> None:
+        """Everything that can be said of a world on its way."""
+        view = self.world.controller.view
+        for site, node in self.world.nodes.items():
+            self._one(site, node)
+        if view is not None:
+            self._apart(view)
+            if not self.world.exceeded:
+                self._nothing_lost(view)
+
+    def _one(self, site: SiteId, node: Node) -> None:
+        """What can be said of a site, and of what it believes of others."""
+        self.world.check(node)
+        self._acts_on_what_is_committed(site, node)
+        self._in_order(site, node)
+        self._bounded(site, node)
+        for producer in node.dataflow.producers.values():
+            self._acked_no_more_than_received(site, producer)
+
+    def _acts_on_what_is_committed(self, site: SiteId, node: Node) -> None:
+        view = node.view
+        if view is not None and (view.term, view.number) not in self.world.committed_views:
+            raise Violation(f"site {site} acts on {view}, which nobody has committed")
+
+    def _in_order(self, site: SiteId, node: Node) -> None:
+        """What a consumer has of each producer only grows."""
+        for (exchange, cohort), consumer in node.dataflow.consumers.items():
+            for producer, received in consumer.received.items():
+                key = (site, exchange, cohort, consumer.since, producer)
+                if received < self._received.get(key, received):
+                    raise Violation(f"site {site}, exchange {exchange}: received went back")
+                self._received[key] = received
+
+    def _bounded(self, site: SiteId, node: Node) -> None:
+        """Credits bound what waits at a consumer; there is at most one order for a unit."""
+        for (exchange, _), consumer in node.dataflow.consumers.items():
+            if len(consumer.waiting()) > consumer.room + 1:
+                raise Violation(f"site {site}, exchange {exchange}: more waits than has room")
+        if len(node.orders) > len(node.dataflow.units):
+            raise Violation(f"site {site}: {len(node.orders)} orders for its units")
+
+    def _acked_no_more_than_received(self, site: SiteId, producer: Producer) -> None:
+        for cohort, lane in producer.lanes.items():
+            for taker, known in lane.takers.items():
+                consumer = self._consumer(taker, producer.exchange, cohort)
+                if consumer is None or consumer.since != known.since:
+                    continue
+                has = consumer.received.get(producer.cohort)
+                if has is not None and known.received > has:
+                    raise Violation(
+                        f"site {site} believes that {taker} has epoch {known.received} of exchange "
+                        f"{producer.exchange}; it has {has}"
+                    )
+
+    def _consumer(self, site: SiteId, exchange: ExchangeId, cohort: CohortId) -> Consumer | None:
+        node = self.world.nodes.get(site)
+        return node.dataflow.consumers.get((exchange, cohort)) if node is not None else None
+
+    def _apart(self, view: View) -> None:
+        for unit in view.units():
+            shape, domains = self.world.shape.under(view), self.world.controller.domains
+            stage = shape.stages[unit[0]]
+            copies = [s for s in view.cohort(unit).all if s in domains]
+            pairs = [(copies[:n], s) for n, s in enumerate(copies)]
+            if not all(may_join(stage, others, site, domains) for others, site in pairs):
+                raise Violation(f"unit {unit}: two copies in one {stage.guard.apart}: {view}")
+
+    def _nothing_lost(self, view: View) -> None:
+        """Whatever a living copy lacks, a living copy of its producer holds, or will make."""
+        for exchange, stage in enumerate(self.world.shape.consumer_of):
+            source = self.world.shape.producer_of[exchange]
+            for j, cohort in enumerate(view.cohorts[stage]):
+                for site in cohort.copies:
+                    consumer = self._consumer(site, ExchangeId(exchange), CohortId(j))
+                    if consumer is None:
+                        continue
+                    for i, received in consumer.received.items():
+                        producers = list(self._producers(view, exchange, (source, i)))
+                        if producers and not any(
+                            _holds(p, CohortId(j), received) for p in producers
+                        ):
+                            raise Violation(
+                                f"site {site} has epoch {received} of producer {i} on exchange "
+                                f"{exchange}, and nobody has the next one"
+                            )
+
+    def _producers(self, view: View, exchange: int, unit: Unit) -> Iterator[Producer]:
+        for site in view.cohort(unit).copies:
+            node = self.world.nodes.get(site)
+            found = node.dataflow.producers.get((ExchangeId(exchange), unit[1])) if node else None
+            if found is not None:
+                yield found
+
+    # --- at the end -----------------------------------------------------------------------------
+
+    def end(self, flow: str, rows_in: int) -> None:
+        """The flow ended well, with exactly the right rows; or it stopped, and had to."""
+        world = self.world
+        if world.error is not None:
+            self._stopped_rightly(world.error)
+        elif world.poisoned:
+            raise Violation("the flow ended although a row could not be processed")
+        elif world.controller.state is not State.DONE:
+            raise Violation(f"the flow has not ended: {world.describe()}")
+        for sink, right in expected(flow, rows_in).items():
+            found = in_order(world.result(sink))
+            if world.error is None and not found.equals(right):
+                raise Violation(
+                    f"sink {sink!r}: {found.num_rows} rows instead of {right.num_rows}"
+                    if found.num_rows != right.num_rows
+                    else f"sink {sink!r}: not the right rows"
+                )
+
+    def _stopped_rightly(self, error: Exception) -> None:
+        if isinstance(error, SiteLostError) and self.world.exceeded:
+            return
+        if isinstance(error, OperatorError) and self.world.poisoned:
+            return
+        raise Violation(f"the flow stopped without need: {error}") from error
+
+
+def _holds(producer: Producer, consumer: CohortId, received: Epoch) -> bool:
+    lane = producer.lanes.get(consumer)
+    if lane is None:
+        return False
+    if producer.made <= received:
+        return True
+    return bool(lane.kept) and lane.kept[0].epoch <= received + 1

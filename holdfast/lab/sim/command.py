@@ -1,0 +1,135 @@
+"""``holdfast sim``: try schedules of faults, and show the ones that go wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from multiprocessing import get_context
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from holdfast.errors import FlowError
+from holdfast.lab.sim.bugs import BUGS, Bug
+from holdfast.lab.sim.explore import Case, Outcome, run, shrink
+from holdfast.lab.sim.faults import PAIRS
+from holdfast.lab.sim.timeline import Event, save, text_timeline
+
+CHUNK = 4
+
+
+def bug_named(name: str | None) -> Bug | None:
+    """The planted bug of that name."""
+    if name is None:
+        return None
+    found = [bug for bug in BUGS if bug.name == name]
+    if not found:
+        raise FlowError(f"no bug {name!r}", hint="one of: " + ", ".join(b.name for b in BUGS))
+    return found[0]
+
+
+def explore(
+    cases: Sequence[Case], out: Path, console: Console, bug: Bug | None = None, jobs: int = 0
+) -> int:
+    """Run cases with a progress bar; exit status 1 if one fails, which is then made small."""
+    hit: set[tuple[str, str]] = set()
+    done = stopped = 0
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("simulating", total=len(cases))
+        for outcome in _outcomes(cases, bug, jobs or os.cpu_count() or 1):
+            done, stopped = done + 1, stopped + outcome.stopped
+            hit.update(outcome.done)
+            bar.advance(task)
+            if outcome.problem is not None:
+                bar.stop()
+                show_failure(outcome.case, out, console, bug)
+                return 1
+    console.print(
+        f"{done} runs, all right; {stopped} stopped as they should; "
+        f"{len(hit)} of {len(PAIRS)} pairs of phase and fault were hit"
+    )
+    return 0
+
+
+def _outcomes(cases: Sequence[Case], bug: Bug | None, jobs: int) -> Iterator[Outcome]:
+    if jobs == 1 or len(cases) < 2 * CHUNK:
+        for case in cases:
+            yield _run(case, bug)
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
+        names = [bug.name if bug else None] * len(cases)
+        yield from pool.map(_run_named, cases, names, chunksize=CHUNK)
+
+
+def _run_named(case: Case, name: str | None) -> Outcome:
+    return _run(case, bug_named(name))
+
+
+def _run(case: Case, bug: Bug | None, trace: bool = False) -> Outcome:
+    with bug.planted() if bug is not None else nullcontext():
+        outcome = run(case, trace=trace)
+    if outcome.problem is not None:  # it may not survive the way between processes
+        outcome.problem = AssertionError(f"{type(outcome.problem).__name__}: {outcome.problem}")
+    return outcome
+
+
+def show_failure(case: Case, out: Path, console: Console, bug: Bug | None = None) -> None:
+    """Print what failed, with the fewest faults that bring it about, and draw it."""
+    with bug.planted() if bug is not None else nullcontext():
+        small = shrink(case)
+    outcome = _run(small, bug, trace=True)
+    console.print(f"[red]seed {case.seed} fails[/red] ({case.flow}, {case.protocol})")
+    for fault in small.schedule():
+        console.print(f"  {fault}", markup=False, highlight=False)
+    text = str(outcome.problem).splitlines()[0]
+    console.print(f"  {text}", markup=False, highlight=False)
+    for path in draw(outcome, out):
+        console.print(f"  see {path}", markup=False, highlight=False)
+    again = f"holdfast sim --flow {case.flow} --protocol {case.protocol} --seed {case.seed} --trace"
+    again += f" --then {case.then}" if case.then else ""
+    again += f" --bug '{bug.name}'" if bug else ""
+    console.print(f"  again: {again}", markup=False, soft_wrap=True)
+
+
+def draw(outcome: Outcome, out: Path) -> list[Path]:
+    """The timeline of a run that was traced, as text and as a picture."""
+    case, events = outcome.case, [Event(*entry) for entry in outcome.trace]  # type: ignore[arg-type]
+    out.mkdir(parents=True, exist_ok=True)
+    title = f"{case.flow} under {case.protocol}, seed {case.seed}"
+    paths = [out / f"sim-{case.flow}-{case.seed}{end}" for end in (".txt", ".svg")]
+    for path in paths:
+        save(path, events, title)
+    return paths
+
+
+def replay(case: Case, out: Path, console: Console, bug: Bug | None = None) -> int:
+    """One run again, with its timeline."""
+    outcome = _run(case, bug, trace=True)
+    events = [Event(*entry) for entry in outcome.trace]  # type: ignore[arg-type]
+    console.print(text_timeline(events), markup=False, highlight=False)
+    for path in draw(outcome, out):
+        console.print(f"see {path}", markup=False, highlight=False)
+    if outcome.problem is not None:
+        console.print(f"[red]{type(outcome.problem).__name__}[/red] {outcome.problem}")
+        return 1
+    ended = "stopped as it should" if outcome.stopped else "ended with the right rows"
+    console.print(f"{outcome.steps} steps, {outcome.seconds * 1e3:.0f} ms: {ended}")
+    return 0
+
+
+def cases_of(
+    seeds: Sequence[int], what: tuple[str, str, str | None, str | None], bug: Bug | None
+) -> list[Case]:
+    """Of a flow, its protocol, and those of its first keyed stage at first and later on."""
+    if bug is not None:
+        return [bug.case(seed) for seed in seeds]
+    return [Case(seed, *what) for seed in seeds]

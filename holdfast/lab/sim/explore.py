@@ -1,0 +1,239 @@
+"""Trying many schedules of faults, and making the ones that fail small and readable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+
+from holdfast.api.graph import Flow, KeyedNode
+from holdfast.api.options import Options
+from holdfast.api.protection import Protection, active, pairs, passive, rollback, upstream
+from holdfast.core.controller import State
+from holdfast.core.layout import Guard
+from holdfast.core.sequencer import Budget
+from holdfast.errors import HoldfastError
+from holdfast.lab.sim import flows
+from holdfast.lab.sim.checks import Checks, Violation
+from holdfast.lab.sim.faults import KINDS, SPAN_S, Fault, Injector, phase_of, schedule
+from holdfast.lab.sim.memory import Memory
+from holdfast.lab.sim.timed import TimedWorld
+from holdfast.plan.planner import plan, shape
+
+STEPS_MAX = 60_000
+PROTECTED_S_MAX = 3.0
+"""So much virtual time (thirty leases) after the last fault everything is protected again."""
+GLANCE = 8
+"""After so many steps it is looked whether everything is protected."""
+CHANGE_S = 0.012
+"""So long before the first fault protection changes at the earliest, if it does."""
+FREE = 0.8
+"""What part of its rows a source gives before the flow has recovered from all faults."""
+
+OPTIONS = Options(
+    partitions=4,
+    budget=Budget(epoch_rows_max=50, epochs_in_flight_max=4, bytes_in_flight_max=1 << 20),
+    window=4,
+    block_rows=20,
+    read_ahead_rows=60,
+    # Rows that wait behind the gate are not late when it opens.
+    idle_ms=3_600_000,
+    lease_s=0.1,
+)
+
+SCARCE_BYTES = 12_000
+"""Buffers that are soon full: whoever is slow is let go."""
+
+PROTOCOLS: dict[str, Protection] = {
+    "pairs": pairs(apart="process"),
+    "triples": pairs(copies=3, apart="process"),
+    "active": active(apart="process"),
+    "rollback": rollback(base_ms=20, apart="process"),
+    "upstream": upstream(base_ms=20, apart="process"),
+    "passive": passive(every_ms=8, apart="process"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run: everything that decides what happens in it."""
+
+    seed: int
+    flow: str = "dmz"
+    protocol: str = "pairs"
+    first: str | None = None
+    """How the first keyed stage is protected, if not like the others."""
+    then: str | None = None
+    """How it is protected later on, if not in the same way all the time."""
+    sites: int = 0
+    """0: three to five, as the seed says."""
+    rows_in: int = flows.ROWS
+    kinds: tuple[str, ...] = KINDS
+    """What may go wrong."""
+    beyond: float = 0.1
+    """In what share of all runs it may be more than the protocol can bear."""
+    faults: tuple[Fault, ...] | None = None
+    """None: those that the seed gives."""
+
+    @property
+    def hurried(self) -> bool:
+        """Whether the end comes right after the first fault, and not after all is mended."""
+        return self.seed % 4 == 3
+
+    @property
+    def _world(self) -> tuple[str, str, str | None, int]:
+        return self.flow, self.protocol, self.first, self.rows_in
+
+    def _flow(self, first: str | None) -> Flow:
+        flow = flows.make(self.flow, PROTOCOLS[self.protocol], self.rows_in)
+        if first is not None:
+            keyed = next(node for node in flow.nodes if isinstance(node, KeyedNode))
+            keyed.protection = PROTOCOLS[first]
+        return flow
+
+    @property
+    def guards(self) -> tuple[Guard, ...]:
+        """How stages are protected later on."""
+        return shape(plan(self._flow(self.then)), self._options().partitions).guards
+
+    def schedule(self) -> list[Fault]:
+        if self.faults is not None:
+            return list(self.faults)
+        return schedule(self.seed, OPTIONS.lease_s, self.kinds, self.beyond)
+
+    def _options(self) -> Options:
+        options = OPTIONS
+        if self.flow in flows.EVEN:
+            rows = options.budget.epoch_rows_max
+            options = replace(options, block_rows=rows, read_ahead_rows=3 * rows)
+        return replace(options, kept_bytes_max=SCARCE_BYTES) if self.seed % 5 == 4 else options
+
+    def world(self) -> TimedWorld:
+        flow, ends = self._flow(self.first), PROTOCOLS[self.protocol].at_the_ends
+        checkpoints = any(s.protection and s.protection.every_ms for s in plan(flow).stages)
+        world = TimedWorld(
+            flow,
+            sites=max(self.sites or 3 + self.seed % 3, ends.copies),
+            seed=self.seed,
+            options=self._options(),
+            free_rows=int(self.rows_in * FREE) // flows.SPLITS.get(self.flow, 1),
+            # What has changed since a checkpoint, or since when it is there, is not remembered.
+            memory=None if checkpoints or self.then else _memory(*self._world),
+        )
+        if self.then is not None:
+            first = min((fault.at for fault in self.schedule()), default=SPAN_S)
+            before = CHANGE_S * (self.seed % 8) / 8  # so that things go wrong while it changes
+            world.at(max(0.0, first - before), partial(_change, guards=self.guards))
+        world.poisoned = self.flow in flows.POISONED
+        return world
+
+
+def _change(world: TimedWorld, guards: tuple[Guard, ...]) -> None:
+    """Protect otherwise, as soon as that can be."""
+    if world.controller.state is State.RUNNING and not world.leaderless:
+        world.want(guards)
+    elif not world.ended:
+        world.at(world.time + CHANGE_S, partial(_change, guards=guards))
+
+
+@cache
+def _memory(flow: str, protocol: str, first: str | None, rows_in: int) -> Memory:
+    """For all runs of a flow in this process."""
+    return Memory()
+
+
+def forget() -> None:
+    """What operators have made of their input may be otherwise from now on."""
+    _memory.cache_clear()
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a case."""
+
+    case: Case
+    problem: Exception | None
+    done: list[tuple[str, str]] = field(default_factory=list)
+    """The phase in which each fault was done, and its kind."""
+    stopped: bool = False
+    steps: int = 0
+    seconds: float = 0.0
+    log: list[str] = field(default_factory=list)
+    trace: list[tuple[object, ...]] = field(default_factory=list)
+    guards: tuple[Guard, ...] = ()
+    """How the stages were protected in the end."""
+
+
+def run(case: Case, *, trace: bool = False) -> Outcome:
+    """Run a case to its end, with all checks."""
+    world = case.world()
+    if trace:
+        world.trace = []
+    injector, checks = Injector(world, case.schedule()), Checks(world)
+    problem: Exception | None = None
+    try:
+        while not world.ended:
+            if not world.step():
+                raise Violation(f"nothing is left to happen: {world.describe()}")
+            checks.step()
+            _open_gate(world, injector, case.hurried)
+            if world.steps > STEPS_MAX or world.time > injector.last_at + 2 * PROTECTED_S_MAX:
+                raise Violation(f"it does not come to an end: {world.describe()}")
+        checks.all()
+        checks.end(case.flow, case.rows_in)
+    except (Violation, HoldfastError, AssertionError, KeyError, AttributeError) as error:
+        problem = error
+    return Outcome(
+        case,
+        problem,
+        injector.done,
+        world.error is not None,
+        world.steps,
+        world.time,
+        world.log,
+        world.trace or [],
+        world.controller.shape.guards,
+    )
+
+
+def _open_gate(world: TimedWorld, injector: Injector, hurried: bool) -> None:
+    """Let the flow end once it has recovered; that it does not is a violation, too. One that is
+    hurried may end while it recovers."""
+    if world.gate_is_open or world.steps % GLANCE or world.time < injector.last_at:
+        return
+    if hurried and injector.done:
+        world.gate_is_open = True
+    if any(fault.phase != "ending" for fault in injector.waiting):
+        return
+    if phase_of(world) in ("protected", "written"):
+        world.gate_is_open = True
+    elif world.time > injector.last_at + PROTECTED_S_MAX:
+        raise Violation(f"it is not protected again: {world.describe()}")
+
+
+def shrink(case: Case) -> Case:
+    """The smallest schedule that still fails: fewer faults, then earlier and plainer ones."""
+    faults = case.schedule()
+    smaller = True
+    while smaller:
+        smaller = False
+        for candidate in _smaller(faults):
+            tried = replace(case, faults=tuple(candidate))
+            if run(tried).problem is not None:
+                faults, smaller = candidate, True
+                break
+    return replace(case, faults=tuple(faults))
+
+
+def _smaller(faults: list[Fault]) -> list[list[Fault]]:
+    without = [faults[:n] + faults[n + 1 :] for n in range(len(faults))]
+    plainer = [
+        [*faults[:n], replace(f, phase=None), *faults[n + 1 :]]
+        for n, f in enumerate(faults)
+        if f.phase is not None
+    ]
+    shorter = [
+        [*faults[:n], replace(f, seconds=f.seconds / 2), *faults[n + 1 :]]
+        for n, f in enumerate(faults)
+        if f.seconds > 0.005
+    ]
+    return without + plainer + shorter

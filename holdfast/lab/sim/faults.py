@@ -1,0 +1,269 @@
+"""Faults: what can go wrong in a simulated world, and when.
+
+A fault happens at a time, or when the flow is next in a certain phase of recovery after that time:
+the moments at which protocols are wrong are short, and would hardly be hit by chance. Whom it hits
+is given by a rank among the sites that live then, so a schedule makes sense in any run, and stays
+the same when others are taken out of it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from holdfast.core.ids import SiteId
+from holdfast.core.layout import View
+from holdfast.lab.sim.timed import TimedWorld
+from holdfast.lab.sim.world import CONTROLLER
+from holdfast.site.node import Node
+
+SPAN_S = 0.06
+"""The first fault comes within so much time, in which the flow gets through half of its rows."""
+TICK_S = 0.0003
+"""How often a fault that waits for a phase looks whether it has come."""
+PATIENCE_S = 0.15
+"""A fault whose phase does not come within so long is done then, whatever the phase is."""
+
+KINDS = (
+    "crash",
+    "crash of two",
+    "pause",
+    "zombie",
+    "reset",
+    "block",
+    "cut off",
+    "slow",
+    "controller",
+    "old leader",
+    "arbiter",
+)
+LASTING = {
+    "pause": (0.05, 0.8),
+    "zombie": (1.3, 3.0),
+    "block": (0.1, 1.5),
+    "cut off": (0.3, 3.0),
+    "slow": (0.2, 2.0),
+    "arbiter": (0.2, 2.0),
+}
+"""How long those take that take a while, in leases: at least and at most."""
+LOST = ("crash", "crash", "crash", "crash of two", "zombie", "cut off")
+"""What makes the flow do without a site for a while."""
+PHASES: dict[str, tuple[str, ...]] = {
+    "protected": (),
+    "written": (),
+    "unnoticed": ("crash",),
+    "taking over": LOST,
+    "taken over": LOST,
+    "joining": LOST,
+    "transferring": LOST,
+    "replaying": LOST,
+    "folding in": LOST,
+    "without a controller": ("controller",),
+    "ending": (),
+}
+"""Where a flow can be, and what brings it there.
+
+*written*: a sink's leader has made rows durable, and another copy does not know. *unnoticed*: a
+process is gone, and nobody has noticed. *taking over*: a view without it has been committed; *taken
+over*: all act on it. *joining*: there are new copies; *transferring*: their state is on its way;
+*replaying*: they have it and are behind; *folding in*: a view that counts them has been committed.
+"""
+IMPOSSIBLE = {("without a controller", "controller")}
+PAIRS = [(p, k) for p in PHASES for k in KINDS if (p, k) not in IMPOSSIBLE]
+"""All phases in which each kind of fault can be done: what coverage is measured by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something that goes wrong."""
+
+    kind: str
+    at: float
+    """In virtual seconds."""
+    phase: str | None = None
+    """Not before the flow is in this phase."""
+    who: int = 0
+    other: int = 0
+    seconds: float = 0.0
+    beyond: bool = False
+    """Whether it may take the last copy of something."""
+
+    def __str__(self) -> str:
+        when = f"at {self.at * 1e3:.1f} ms" + (f", when {self.phase}" if self.phase else "")
+        span = f" for {self.seconds * 1e3:.1f} ms" if self.seconds else ""
+        return f"{self.kind} ({self.who}, {self.other}){span} {when}"
+
+
+def schedule(
+    seed: int, lease_s: float, kinds: Sequence[str] = KINDS, beyond_share: float = 0.1
+) -> list[Fault]:
+    """One to three faults. The last is one of `PAIRS`, each of them in its turn; those before it
+    bring its phase about. In a share of the runs they may be more than pairs can bear."""
+    chance = random.Random(f"faults {seed}")
+    beyond = chance.random() < beyond_share
+    first = chance.uniform(0.0, SPAN_S)
+    possible = [(p, k) for p, k in PAIRS if k in kinds]
+    phase, last = possible[seed % len(possible)]
+    before = [k for k in PHASES[phase] if k in kinds]
+    if before and chance.random() < 0.3:
+        chosen = [chance.choice(before), chance.choice(kinds)]
+    else:
+        chosen = [chance.choice(before)] if before else []
+    faults = [_fault(chance, k, first, None, lease_s, beyond) for k in chosen[:1]]
+    faults += [
+        _fault(chance, k, first, chance.choice(list(PHASES)), lease_s, beyond) for k in chosen[1:]
+    ]
+    return [*faults, _fault(chance, last, first, phase, lease_s, beyond)]
+
+
+def _fault(
+    chance: random.Random, kind: str, at: float, phase: str | None, lease_s: float, beyond: bool
+) -> Fault:
+    low, high = LASTING.get(kind, (0.0, 0.0))
+    seconds = lease_s * chance.uniform(low, high)
+    return Fault(kind, at, phase, chance.randrange(12), chance.randrange(12), seconds, beyond)
+
+
+def phase_of(world: TimedWorld) -> str:
+    """Where the flow is, as far as faults are concerned: the most delicate of what is going on."""
+    controller, view = world.controller, world.controller.view
+    if world.leaderless:
+        return "without a controller"
+    if not controller.running or view is None:
+        return "starting"
+    if any(_hands_over(node, view) for node in world.nodes.values()):
+        return "transferring"
+    if any(site not in world.nodes for site in view.members):
+        return "unnoticed"
+    cohorts = [(u, view.cohort(u)) for u in view.units()]
+    if any(cohort.joining for _, cohort in cohorts):
+        return "joining"
+    if controller.replaying:
+        return "replaying"
+    seen = controller.seen_by_all
+    if any(len(c.all) < controller.shape.stages[u[0]].guard.wanted for u, c in cohorts):
+        return "taken over" if seen else "taking over"
+    if not seen:
+        return "folding in"
+    if world.records and world.records[-1].last:
+        return "ending"
+    return "written" if _is_ahead(world) else "protected"
+
+
+def _hands_over(node: Node, view: View) -> bool:
+    """Whether a new copy is being made here, or of what is here."""
+    joining = {(u, s) for u in view.units() for s in view.cohort(u).joining}
+    given = any(key in joining for key in node.outgoing)
+    return given or any((unit, node.site) in joining for unit in node.incoming)
+
+
+def _is_ahead(world: TimedWorld) -> bool:
+    """Whether a store has epochs of which some copy of its sink does not know that it has."""
+    units = [r for node in world.nodes.values() for r in node.stages.units.values()]
+    return any(
+        runner.egress.durable < max(world.results[runner.stage.name], default=-1)
+        for runner in units
+        if runner.egress is not None
+    )
+
+
+class Injector:
+    """Does faults to a world, and keeps count of what was done in which phase."""
+
+    def __init__(self, world: TimedWorld, faults: list[Fault]) -> None:
+        self.world = world
+        self.done: list[tuple[str, str]] = []
+        self.last_at = 0.0
+        """When the last fault began, or ended if it lasted."""
+        self.waiting = list(faults)
+        for fault in faults:
+            world.at(fault.at, self._armed(fault, fault.at + PATIENCE_S))
+
+    def _armed(self, fault: Fault, deadline: float) -> Callable[[TimedWorld], None]:
+        def fire(world: TimedWorld) -> None:
+            phase = phase_of(world)
+            early = phase == "starting" or (fault.phase not in (None, phase))
+            if early and world.time < deadline and not world.ended:
+                world.at(world.time + TICK_S, fire)
+                return
+            self.waiting.remove(fault)
+            if not world.ended and phase != "starting" and self._do(fault):
+                self.done.append((phase, fault.kind))
+                self.last_at = max(self.last_at, world.time + fault.seconds)
+
+        return fire
+
+    def _do(self, fault: Fault) -> bool:
+        world = self.world
+        sites = sorted(world.nodes)
+        if not sites:
+            return False
+        one = sites[fault.who % len(sites)]
+        others = [s for s in sites if s != one]
+        other = others[fault.other % len(others)] if others else None
+        match fault.kind:
+            case "crash":
+                return self._crash(fault, one)
+            case "crash of two":
+                return other is not None and self._crash(fault, one, other)
+            case "pause":
+                world.pause(one, fault.seconds)
+            case "zombie":
+                return self._freeze(fault, one)
+            case "reset":
+                return other is not None and self._reset(one, other)
+            case "block":
+                if other is None or (one, other) not in world.network:
+                    return False
+                world.block((one, other), fault.seconds)
+            case "cut off":
+                world.block((one, CONTROLLER), fault.seconds)
+            case "slow":
+                world.slow(one, 3.0 + fault.other, fault.seconds)
+            case "controller":
+                return self._crash_controller()
+            case "old leader":
+                return self._old_leader()
+            case "arbiter":
+                world.take_arbiter_away(fault.seconds)
+        return True
+
+    def _crash(self, fault: Fault, *victims: SiteId) -> bool:
+        """A paused site does not count as living: it may be let go before it wakes up."""
+        asleep = [s for s in self.world.paused_at if s in self.world.nodes]
+        if not self.world.survives(*victims, *asleep) and not fault.beyond:
+            return False
+        self.world.crash(*victims)
+        return True
+
+    def _freeze(self, fault: Fault, site: SiteId) -> bool:
+        if not self.world.survives(site, *self.world.paused_at):
+            return False
+        self.world.pause(site, fault.seconds)
+        return True
+
+    def _reset(self, one: SiteId, other: SiteId) -> bool:
+        links = ((one, other), (other, one))
+        if any(link not in self.world.network for link in links):
+            return False
+        self.world.reset(one, other)
+        return True
+
+    def _old_leader(self) -> bool:
+        """It must have been replaced; if not, that is done first."""
+        if self.world.old_view is not None:
+            self.world.send_old_view()
+            return True
+        if self._crash_controller():
+            self.world.at(
+                self.world.time + 1.2 * self.world.options.lease_s, TimedWorld.send_old_view
+            )
+            return True
+        return False
+
+    def _crash_controller(self) -> bool:
+        if self.world.leaderless or not self.world.controller.running:
+            return False
+        self.world.crash_controller()
+        return True

@@ -1,0 +1,1 @@
+"""Flows and rows that benchmarks, chaos and tests share."""

@@ -1,0 +1,147 @@
+"""A blocking client of the wire, for tasks and threads outside the event loops."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from holdfast.engine.batches import cut, to_ipc
+from holdfast.errors import HostError, ProtocolError
+from holdfast.net import wire
+
+UNANSWERED_MAX = 16
+"""So many pieces of rows may be on their way to the ingress."""
+
+
+LEADER_S_MAX = 2.0
+
+
+def to_leader(
+    addresses: Sequence[tuple[str, int]], secret: bytes, message: wire.Message
+) -> tuple[Client, str]:
+    """Say something to whoever leads an ingress: a connection to it, and its remark.
+
+    Any site knows who that is. While a leader has just died and nobody leads yet, it waits.
+    """
+    deadline = time.monotonic() + LEADER_S_MAX
+    told: tuple[str, int] | None = None
+    while True:
+        for address in [told, *addresses] if told else addresses:
+            client = None
+            try:
+                client = Client(address, secret)
+                return client, client.ask(message)
+            except (HostError, OSError) as error:
+                failure = error
+                if client is not None:
+                    client.close()
+                if isinstance(error, Refused):
+                    if wire.NOT_HERE not in error.message:
+                        raise
+                    told = error.leader
+        if time.monotonic() > deadline:
+            raise HostError(f"no ingress takes rows: {failure}") from failure
+        time.sleep(0.02)
+
+
+class Refused(HostError):
+    """The ingress does not want what it was sent; `leader` is who does, if that is known."""
+
+    leader: tuple[str, int] | None = None
+    reason = ""
+
+
+class Client:
+    """One authenticated connection, to the ingress of a fed source or to the controller."""
+
+    def __init__(
+        self, address: tuple[str, int], secret: bytes, identity: tuple[str, int] = ("feeder", 0)
+    ) -> None:
+        try:
+            self._socket = socket.create_connection(address, timeout=10)
+        except OSError as error:
+            raise HostError(f"cannot reach {address[0]}:{address[1]}: {error}") from error
+        self._unanswered = 0
+        self._shake_hands(secret, identity)
+        self._socket.settimeout(None)  # an answer comes when there is room, however long it takes
+
+    def _shake_hands(self, secret: bytes, identity: tuple[str, int]) -> None:
+        challenge = self._receive(wire.Challenge)
+        nonce = os.urandom(16)
+        self._socket.sendall(wire.encode(wire.hello(secret, challenge, nonce, *identity)))
+        wire.check_welcome(secret, challenge, nonce, self._receive(wire.Welcome))
+
+    def _receive(self, kind: type[Any]) -> Any:
+        return self._receive_all(kind)[0]
+
+    def _receive_all(self, kind: type[Any]) -> tuple[Any, bytes]:
+        """A message and its body."""
+        greeting = kind in (wire.Challenge, wire.Welcome)
+        body, header = wire.PREFIX.unpack(self._exactly(wire.PREFIX.size))
+        wire.check_lengths(body, header, greeting)
+        data = self._exactly(header + body)
+        message = wire.decode(data[:header], greeting)
+        if not isinstance(message, kind):
+            raise ProtocolError(f"expected {kind.__name__}, got {type(message).__name__}")
+        return message, data[header:]
+
+    def exchange(self, message: wire.Message, kind: type[Any]) -> tuple[Any, bytes]:
+        """Send a message and wait for what answers it: a message of this kind, and its body."""
+        self._socket.sendall(wire.encode(message))
+        return self._receive_all(kind)
+
+    def _exactly(self, nbytes: int) -> bytes:
+        data = bytearray()
+        while len(data) < nbytes:
+            part = self._socket.recv(nbytes - len(data))
+            if not part:
+                raise HostError("the other side closed the connection: has the flow ended?")
+            data += part
+        return bytes(data)
+
+    def tell(self, message: wire.Message) -> None:
+        """Send a message that nobody answers."""
+        self._socket.sendall(wire.encode(message))
+
+    def heard(self, kind: type[wire.Message]) -> bool:
+        """Whether a message of this kind has come, from a side that says nothing else."""
+        try:
+            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        return isinstance(self._receive(kind), kind)
+
+    def ask(self, message: wire.Message) -> str:
+        """Send a message and wait until the ingress has taken it; its remark."""
+        self._socket.sendall(wire.encode(message))
+        self._unanswered += 1
+        while self._unanswered > 1:
+            self._answer()
+        return self._answer()
+
+    def _answer(self) -> str:
+        taken = self._receive(wire.FeedTaken)
+        self._unanswered -= 1
+        if not taken.ok:
+            refused = Refused(f"the ingress refused rows: {taken.reason}")
+            refused.leader, refused.reason = taken.leader, taken.reason
+            raise refused
+        return str(taken.reason)
+
+    def send_rows(self, batch: pa.RecordBatch) -> None:
+        """Send rows; waits only when too many of those before have not been taken yet."""
+        for piece in cut(batch, wire.PIECE_BYTES):
+            body = to_ipc(piece)
+            self._socket.sendall(wire.encode(wire.FeedRows(), body.size))
+            self._socket.sendall(body)
+            self._unanswered += 1
+            if self._unanswered >= UNANSWERED_MAX:
+                self._answer()
+
+    def close(self) -> None:
+        self._socket.close()

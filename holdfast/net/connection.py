@@ -1,0 +1,321 @@
+"""One end of a connection: the handshake, and messages as they come and go.
+
+What the messages are says `holdfast.net.wire`. A body takes memory as it comes, not as it was
+announced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from holdfast.errors import ProtocolError
+from holdfast.net import wire
+
+log = logging.getLogger("holdfast.wire")
+
+HANDSHAKE_S_MAX = 5.0
+CHUNK_BYTES = 1 << 17
+"""So much is received at once; a message that does not fit goes into memory of its own."""
+LARGE_BYTES = 1 << 22
+"""So much room a message gets that was only announced; more when it is full."""
+_JOINED_BYTES_MAX = 1 << 16
+
+Handler = Callable[["Connection", wire.Message, memoryview], None]
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One end of an authenticated connection.
+
+    `on_open` is called after the handshake, `on_message` for each message (the body is a view
+    that stays valid), `on_close` once at the end. Reading never pauses: credits, not TCP, hold
+    senders back.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        on_open: Callable[[Connection], None],
+        on_message: Handler,
+        on_close: Callable[[Connection, Exception | None], None],
+        identity: tuple[str, int] | None = None,
+        peer: tuple[str, int] = (wire.SERVER, -1),
+    ) -> None:
+        self._secret = secret
+        self._on_open, self._on_message, self._on_close = on_open, on_message, on_close
+        self._identity = identity  # as whom we dial; None on the side that was dialled
+        self._peer = peer  # whom we dial
+        self.role, self.id = "", -1
+        self.open = False
+        self.sent_bytes = 0
+        self.heard = self.spoke = True
+        """Whether anything came in or went out since whoever watches this has cleared them."""
+        self._transport: asyncio.Transport | None = None
+        self._nonce = os.urandom(16)
+        self._challenge: wire.Challenge | None = None
+        self._chunk = _empty(CHUNK_BYTES)
+        self._begin = self._end = 0  # what of the chunk is not taken yet
+        self._large: _Large | None = None  # a message that does not fit into a chunk
+        self._waiting: list[bytes | memoryview] = []
+        self._waiting_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    # --- asyncio's side -------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(high=1 << 30)
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(HANDSHAKE_S_MAX, self._refuse, "no handshake in time")
+        if self._identity is None:
+            self._write(wire.encode(wire.Challenge(self._nonce)))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        if self._large is not None:
+            return self._large.room
+        return self._chunk[self._end :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.heard = True
+        try:
+            if self._large is not None:
+                self._fill(nbytes)
+            else:
+                self._end += nbytes
+                self._take_messages()
+        except ProtocolError as error:
+            self._refuse(str(error))
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self.open = False
+        self._on_close(self, error)
+
+    # --- framing --------------------------------------------------------------------------------
+
+    def _take_messages(self) -> None:
+        """Take all messages that are whole; the chunk keeps the rest."""
+        while self._end - self._begin >= wire.PREFIX.size and not self._closing:
+            body, header = wire.PREFIX.unpack_from(self._chunk, self._begin)
+            wire.check_lengths(body, header, greeting=not self.open)
+            begin = self._begin + wire.PREFIX.size
+            end = begin + header + body
+            if end > self._end:
+                if wire.PREFIX.size + header + body > CHUNK_BYTES:
+                    self._large = _Large(header, body, self._chunk[begin : self._end])
+                    self._begin = self._end
+                break
+            self._begin = end
+            message = wire.decode(self._chunk[begin : begin + header], greeting=not self.open)
+            content = _empty(body)  # the chunk is used again
+            content[:] = self._chunk[begin + header : end]
+            self._dispatch(message, content)
+        left = self._end - self._begin
+        if self._begin and left:
+            self._chunk[:left] = bytes(self._chunk[self._begin : self._end])
+        self._begin, self._end = 0, left
+
+    def _fill(self, nbytes: int) -> None:
+        assert self._large is not None
+        if self._large.fill(nbytes):
+            large, self._large = self._large, None
+            self._dispatch(wire.decode(large.header), large.body)
+
+    def _dispatch(self, message: wire.Message, body: memoryview) -> None:
+        if self.open:
+            self._on_message(self, message, body)
+            return
+        match message:
+            case wire.Challenge() if self._identity is not None and self._challenge is None:
+                self._challenge = message
+                self._write(
+                    wire.encode(wire.hello(self._secret, message, self._nonce, *self._identity))
+                )
+            case wire.Hello() if self._identity is None:
+                expected = wire.proof(
+                    self._secret, "client", self._nonce, message.nonce, message.role, message.id
+                )
+                if not hmac.compare_digest(expected, message.proof):
+                    raise ProtocolError("the peer does not know the flow's secret")
+                if message.role == wire.SERVER:
+                    raise ProtocolError("who dials is no server")
+                self._write(
+                    wire.encode(
+                        wire.Welcome(wire.proof(self._secret, "server", message.nonce, self._nonce))
+                    )
+                )
+                self._opened(message.role, message.id)
+            case wire.Welcome() if self._identity is not None:
+                if self._challenge is None:
+                    raise ProtocolError("a welcome without a challenge")
+                wire.check_welcome(self._secret, self._challenge, self._nonce, message)
+                self._opened(*self._peer)
+            case _:
+                raise ProtocolError(f"{type(message).__name__} before the handshake")
+
+    def _opened(self, role: str, id_: int) -> None:
+        self.role, self.id, self.open = role, id_, True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._on_open(self)
+
+    def _refuse(self, reason: str) -> None:
+        peer = self._transport.get_extra_info("peername") if self._transport else None
+        log.warning("refused a connection from %s: %s", peer, reason)
+        self.abort()
+
+    # --- our side -------------------------------------------------------------------------------
+
+    @property
+    def local_host(self) -> str:
+        """The address of this machine by which the other end is reached."""
+        assert self._transport is not None
+        return str(self._transport.get_extra_info("sockname")[0])
+
+    @property
+    def _closing(self) -> bool:
+        return self._transport is None or self._transport.is_closing()
+
+    def _write(self, data: bytes | memoryview) -> None:
+        """Send with whatever else is said in this turn of the loop: a system call costs more than
+        a small copy."""
+        if self._closing:
+            return
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._flush)
+            self.spoke = True
+        self.sent_bytes += len(data)
+        self._waiting.append(data)
+        self._waiting_bytes += len(data)
+
+    def _flush(self) -> None:
+        """Neighbours that are small go out together, what is large goes as it is."""
+        waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        small: list[bytes | memoryview] = []
+        for data in waiting:
+            if len(data) <= _JOINED_BYTES_MAX:
+                small.append(data)
+            else:
+                self._pass_on(b"".join(small))
+                self._pass_on(data)
+                small = []
+        self._pass_on(b"".join(small))
+
+    def _pass_on(self, data: bytes | memoryview) -> None:
+        if data and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def send(self, message: wire.Message, body: list[Any] | None = None) -> None:
+        """Queue a message. `body` is a list of buffers, which must not change any more."""
+        views = [memoryview(b).cast("B") for b in body or ()]
+        self._write(wire.encode(message, sum(v.nbytes for v in views)))
+        for view in views:
+            self._write(view)
+
+    @property
+    def queued(self) -> int:
+        """Bytes that the kernel has not taken yet."""
+        written = self._transport.get_write_buffer_size() if self._transport else 0
+        return written + self._waiting_bytes
+
+    def close(self) -> None:
+        """Send what is queued, then close."""
+        if self._transport is not None:
+            self._flush()
+            self._transport.close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class _Large:
+    """A message that does not fit into a chunk: it comes straight to where it stays.
+
+    There is room for `LARGE_BYTES` at once, and when those are there for four times as much: who
+    only announces a large body makes nobody provide for it. The steps are a quarter of the message,
+    a quarter of that and so on, so that growing copies less than a third of it in all.
+    """
+
+    def __init__(self, header: int, body: int, begun: memoryview) -> None:
+        self._header, self._nbytes = header, header + body
+        room = self._nbytes
+        while room > LARGE_BYTES:
+            room = -(-room // 4)  # rounded up
+        self._held = self._make(room)
+        self._filled = begun.nbytes
+        self._held[: self._filled] = begun
+
+    @property
+    def room(self) -> memoryview:
+        """Where the next bytes go; never empty."""
+        return self._held[self._filled :]
+
+    def fill(self, nbytes: int) -> bool:
+        """So many bytes have come into the room; whether they were the last."""
+        self._filled += nbytes
+        if self._filled == self._held.nbytes < self._nbytes:
+            held = self._held
+            self._held = self._make(min(self._nbytes, 4 * held.nbytes))
+            self._held[: self._filled] = held
+        return self._filled == self._nbytes
+
+    def _make(self, nbytes: int) -> memoryview:
+        aligned = -self._header % 64  # so that the body begins at a multiple of 64
+        return _empty(aligned + nbytes)[aligned:]
+
+    @property
+    def header(self) -> memoryview:
+        return self._held[: self._header]
+
+    @property
+    def body(self) -> memoryview:
+        return self._held[self._header :]
+
+
+def _empty(nbytes: int) -> memoryview:
+    return np.empty(nbytes, np.uint8).data  # not zeroed, unlike a bytearray
+
+
+ConnectionMaker = Callable[[], Connection]
+
+
+async def listen(make: ConnectionMaker, host: str, port: int = 0) -> tuple[asyncio.Server, int]:
+    server = await asyncio.get_running_loop().create_server(make, host, port, backlog=512)
+    return server, server.sockets[0].getsockname()[1]
+
+
+async def dial(make: ConnectionMaker, address: tuple[str, int]) -> Connection:
+    """Connect; the handshake goes on by itself and ends in `on_open` or `on_close`. Where nobody
+    answers it is given up long before the kernel would: callers have other things to do."""
+    async with asyncio.timeout(HANDSHAKE_S_MAX):
+        _, connection = await asyncio.get_running_loop().create_connection(make, *address)
+    return connection
+
+
+async def is_listening(address: tuple[str, int], patience_s: float) -> bool:
+    """Whether somebody listens there, as far as one can tell: False is certain."""
+    try:
+        async with asyncio.timeout(patience_s):
+            reader, writer = await asyncio.open_connection(*address)
+            with contextlib.closing(writer):
+                # The kernel may still take connections of a process that is ending. A site that
+                # lives begins the handshake.
+                return bool(await reader.read(1))
+    except (ConnectionRefusedError, ConnectionResetError):
+        return False
+    except (OSError, TimeoutError) as error:
+        log.info("nobody answers at %s: %s", address, error)
+        return True

@@ -1,0 +1,263 @@
+"""Storing units while the flow runs, and when it is stopped: the site's part in its checkpoints.
+
+A unit's tables are frozen between two epochs, and given out a part at a time between the site's
+orders, as for a new copy. A thread writes the parts to files, and says so when they are there; the
+site never waits for a disk. Who writes what, and whether it all counts, is for the controller.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+
+from holdfast.core.effects import StoreState
+from holdfast.engine.operators.base import OperatorSnapshot
+from holdfast.errors import FlowError
+from holdfast.net import wire
+from holdfast.site.stages import KEPT, Keeper, UnitRunner
+from holdfast.storage.files import FileInfo, Folder, Growing
+from holdfast.storage.layout import unit_file
+
+RETRY_S = (0.1, 0.5, 1.0, 2.0)
+"""How long to wait before rows are written again that could not be; then the flow ends."""
+PART_BYTES = 1 << 20
+Done = Callable[[wire.UnitFiles], None]
+QUEUED_BYTES_MAX = 16 << 20
+"""So much may wait for the disk."""
+
+
+class Shelf:
+    """Writes to the folder of a flow, in its generation, as one of its sites. `tell` gets what is
+    to be said of units that are there, and `soon` what is to be done then; both call back in the
+    site's own thread."""
+
+    def __init__(
+        self,
+        place: str,
+        generation: int,
+        site: int,
+        tell: Callable[[wire.Message], None],
+        soon: Callable[[Callable[[], object]], None],
+    ) -> None:
+        self.generation, self.site = generation, site
+        self._tell, self._soon = tell, soon
+        self._place, self._folder = place, Folder(place)
+        self._rows = ThreadPoolExecutor(1, thread_name_prefix="holdfast-portions")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-store")
+        self._closed = False
+        self._given = self._written = 0  # bytes; each is counted by one thread
+
+    @property
+    def room(self) -> bool:
+        return self._given - self._written < QUEUED_BYTES_MAX
+
+    def add(self, files: UnitFiles, name: str, batch: pa.RecordBatch) -> None:
+        self._given += int(batch.nbytes)
+        self._submit(self._add, files, name, batch)
+
+    def _add(self, files: UnitFiles, name: str, batch: pa.RecordBatch) -> None:
+        files.add(self._folder, name, batch)
+        self._written += int(batch.nbytes)
+
+    def finish(self, files: UnitFiles, message: wire.UnitFiles, done: Done | None = None) -> None:
+        """All of a unit was added: say so when it is on the disk, or do what is to be done then."""
+        self._submit(self._finish, files, message, done)
+
+    def _finish(self, files: UnitFiles, message: wire.UnitFiles, done: Done | None) -> None:
+        infos = files.close(self._folder)
+        message = msgspec.structs.replace(message, infos=infos)
+        unit = (message.stage, message.cohort)
+        if done is not None and files.error is not None:
+            self._soon(partial(self._fail_to_stop, files.error))
+        elif done is not None:
+            self._soon(partial(done, message))
+        elif files.error is not None:
+            self._tell(wire.NotStored(*unit, message.epoch, files.error, False))
+        else:
+            self._tell(message)
+
+    def _fail_to_stop(self, error: str) -> None:
+        raise FlowError(
+            f"the state of a flow that is stopped cannot be written to {self._place}: {error}",
+            hint="what its sinks have got stays; only with store_every_ms can it be resumed now",
+        )
+
+    def drop(self, files: UnitFiles) -> None:
+        self._submit(files.abandon)
+
+    def _submit(self, call: Callable[..., None], *arguments: Any) -> None:
+        if not self._closed:
+            self._thread.submit(call, *arguments)
+
+    def write(self, name: str, batches: list[pa.RecordBatch], done: Callable[[], object]) -> None:
+        """Add a file of rows that nobody else keeps, and say when it is there. It does not wait for
+        units that are being stored."""
+        if not self._closed:
+            self._rows.submit(self._write, name, batches, done)
+
+    def _write(self, name: str, batches: list[pa.RecordBatch], done: Callable[[], object]) -> None:
+        for pause in (*RETRY_S, None):
+            try:
+                self._folder.write(name, batches, sync=True)
+                self._soon(done)
+                return
+            except (OSError, pa.ArrowException) as error:
+                if pause is None:
+                    self._soon(partial(self._fail, error))
+                else:
+                    time.sleep(pause)
+
+    def _fail(self, error: Exception) -> None:
+        raise FlowError(
+            f"rows that came in cannot be written to {self._place}, and could not be read again: "
+            f"{error}",
+            hint="when there is room again, go on with resume=",
+        )
+
+    def close(self) -> None:
+        """Do not wait for what is under way: it is of no use."""
+        self._closed = True
+        for thread in (self._thread, self._rows):
+            thread.shutdown(wait=False, cancel_futures=True)
+
+
+class UnitFiles:
+    """The files of one unit. What goes wrong is kept, and nothing is written after it."""
+
+    def __init__(self) -> None:
+        self.error: str | None = None
+        self._growing: dict[str, Growing] = {}
+
+    def add(self, folder: Folder, name: str, batch: pa.RecordBatch) -> None:
+        if self.error is None:
+            try:
+                if name not in self._growing:
+                    self._growing[name] = folder.growing(name, batch.schema, sync=True)
+                self._growing[name].add(batch)
+            except Exception as error:  # whatever it is, the checkpoint is not to wait for it
+                self._fail(error)
+
+    def close(self, folder: Folder) -> dict[str, FileInfo]:
+        """Have the disk write everything; what the files are like."""
+        try:
+            for file in self._growing.values() if self.error is None else ():
+                file.close()
+            for name in list(self._growing)[:1]:
+                folder.sync(name)
+            return {name: file.info for name, file in self._growing.items()}
+        except Exception as error:
+            self._fail(error)
+        return {}
+
+    def _fail(self, error: Exception) -> None:
+        self.abandon()
+        self.error = str(error) or type(error).__name__
+
+    def abandon(self) -> None:
+        self.error = "given up"
+        for file in self._growing.values():
+            file.abandon()
+        self._growing = {}
+
+
+def _keeps_rows(runner: UnitRunner) -> bool:
+    """Whether rows are left when the flow is stopped: of a fed source those in no epoch, of an
+    outlet those that were not read. All other sinks have made theirs durable by then."""
+    return runner.egress is None or runner.egress.is_read
+
+
+class Storing:
+    """A unit on its way to the shelf; `next` brings it a part further. With `done` it is the state
+    that a flow is stopped with: everything, but for rows that its sinks have made durable."""
+
+    def __init__(
+        self, order: StoreState, runner: UnitRunner, shelf: Shelf, done: Done | None = None
+    ) -> None:
+        self._order, self._shelf, self._done = order, shelf, done
+        self._runner = runner
+        self._files = UnitFiles()
+        self._named: dict[str, tuple[str, str, bool]] = {}
+        self._snapshot: OperatorSnapshot | None = None
+        self._begun = False
+        if done is None:
+            self._begin()
+
+    def _begin(self) -> None:
+        """Freeze the unit as it is now."""
+        runner, self._begun = self._runner, True
+        self._after, self._snapshot = _frozen(runner.keeper, self._order.after)
+        self._extras = runner.extras()
+        held = runner.held() if self._done is None or _keeps_rows(runner) else []
+        self._held = [(epoch, rows) for epoch, rows in held if rows.num_rows]
+        if self._snapshot is not None:
+            for table, gone in self._snapshot.gone.items():
+                if gone.num_rows:
+                    self._add(table, gone, gone=True)
+            width = self._snapshot.nbytes_left // max(1, self._snapshot.rows_left)
+            self._rows = max(1_024, PART_BYTES // max(1, width))
+
+    def next(self) -> int | None:
+        """Hand the next part over; how many bytes it had, None after the last."""
+        if not self._shelf.room:
+            return 0
+        if not self._begun:
+            if self._runner.fed is not None and not self._runner.fed.is_settled:
+                return 0  # the last rows that were taken are still on their way to all copies
+            self._begin()
+        part = self._snapshot.next(self._rows) if self._snapshot is not None else None
+        if part is not None:
+            self._add(*part)
+            return int(part[1].nbytes)
+        self._finish()
+        return None
+
+    def _add(self, table: str, batch: pa.RecordBatch, gone: bool = False) -> None:
+        name = self._name(f"{table}-gone" if gone else table)
+        self._named[name] = (table, name, gone)
+        self._shelf.add(self._files, name, batch)
+
+    def _name(self, what: str) -> str:
+        generation, site, order = self._shelf.generation, self._shelf.site, self._order
+        stop = self._done is not None
+        return unit_file(generation, order.epoch, order.unit, site, what, stop=stop)
+
+    def _finish(self) -> None:
+        for _, rows in self._held:
+            self._shelf.add(self._files, self._name("held"), rows)
+        message = wire.UnitFiles(
+            *self._order.unit,
+            self._order.epoch,
+            self._after,
+            list(self._named.values()),
+            self._extras,
+            [(epoch, rows.num_rows) for epoch, rows in self._held],
+            self._name("held") if self._held else "",
+            {},
+            self._done is not None,
+        )
+        self._shelf.finish(self._files, message, self._done)
+
+    def close(self) -> None:
+        """Nobody wants it any more."""
+        if self._snapshot is not None:
+            self._snapshot.close()
+        self._shelf.drop(self._files)
+
+
+def _frozen(keeper: Keeper | None, after: int | None) -> tuple[int | None, OperatorSnapshot | None]:
+    """What has changed after an epoch, or everything if most of it has: then nobody needs to keep
+    what was stored before."""
+    if keeper is None:
+        return after, None
+    snapshot = keeper.snapshot(after, whose=KEPT)
+    rows = sum(table.size for table in keeper.tables().values())
+    if after is None or 2 * snapshot.rows_left <= rows:
+        return after, snapshot
+    snapshot.close()
+    return None, keeper.snapshot(whose=KEPT)
