@@ -90,8 +90,8 @@ class SinkError(HoldfastError):
 
 class SinkRewoundError(SinkError):
     """A store outside has less than it has confirmed before: a standby was promoted that lacked the
-    last transactions, an older copy was restored, or what says how far the rows reach was deleted.
-    Going on would leave a gap or repeat rows."""
+    last transactions, an older backup was restored, or what says how far the rows reach was
+    deleted. Going on would leave a gap or repeat rows."""
 
     fields = ("sink", "committed", "found", "hint")
 

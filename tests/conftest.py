@@ -1,4 +1,4 @@
-"""Holdfast as users get it: a wheel, built from a copy of the sources."""
+"""Holdfast as users get it: a wheel, built from a replica of the sources."""
 
 import shutil
 import subprocess

@@ -179,7 +179,7 @@ def test_two_are_apart_when_both_say_so_or_one_for_long(control: Control) -> Non
     assert dead_after(1, wire.Unheard(0, ALONE_LEASES, "how")) == {0, 2}, "1 has what 2 had"
 
 
-def test_a_copy_that_gets_nothing_for_long_is_given_up(control: Control) -> None:
+def test_a_replica_that_gets_nothing_for_long_is_given_up(control: Control) -> None:
     async def nobody(*_: Any) -> list[SiteId]:
         return []
 
@@ -203,8 +203,8 @@ def test_a_copy_that_gets_nothing_for_long_is_given_up(control: Control) -> None
     control.status = {0: {"copying": copying}}
     control._give_up_joins(begun)
     control._give_up_joins(begun + limit - 1)
-    for copy in copying[1:]:
-        copy["bytes_left"] = 400
+    for replica in copying[1:]:
+        replica["bytes_left"] = 400
     control._give_up_joins(begun + limit - 0.5)
     assert joins() == [first, *others]
     control._give_up_joins(begun + limit + 1)
@@ -213,7 +213,7 @@ def test_a_copy_that_gets_nothing_for_long_is_given_up(control: Control) -> None
 
 
 @pytest.mark.parametrize("protection", [pairs(apart="process"), passive(apart="process")])
-def test_copies_and_who_stands_by_are_in_different_applications(protection: Any) -> None:
+def test_replicas_and_who_stands_by_are_in_different_applications(protection: Any) -> None:
     flow = Flow("f", protect=protection)
     source = flow.source("s", generator(lambda *_: None, SCHEMA))
     source.key_by("k").agg(n=count()).sink("out", discard())

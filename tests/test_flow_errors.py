@@ -513,7 +513,7 @@ def invert(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def explode(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, list[int]]:
-    """Row by row x copies of it; a row without a y is refused."""
+    """Row by row x replicas of it; a row without a y is refused."""
     origins = [i for i, x in enumerate(batch.column("x").to_pylist()) for _ in range(x)]
     if batch.column("y").null_count:
         raise ValueError("no y")
@@ -676,7 +676,7 @@ def test_one_of_several_rows_with_the_same_sequence_number_is_bad() -> None:
     """Rows that descend from one input row are judged one by one."""
     batch = pa.record_batch({"k": [1, 2], "x": [4, 4], "y": [1.0, 1.0]})
 
-    def copies(given: pa.RecordBatch) -> tuple[pa.RecordBatch, np.ndarray]:
+    def replicas(given: pa.RecordBatch) -> tuple[pa.RecordBatch, np.ndarray]:
         origins = np.repeat(np.arange(given.num_rows), 4)
         out = given.take(pa.array(origins))
         return out.set_column(1, "x", pa.array(np.arange(out.num_rows) % 4)), origins
@@ -685,7 +685,7 @@ def test_one_of_several_rows_with_the_same_sequence_number_is_bad() -> None:
     results = []
     for shape in (Shape(), Shape(cuts=[1], partitions=5, sites=3, seed=2)):
         flow = Flow("shop", on_error="dead-letter")
-        stream = flow.source("in", rows(batch)).flat_map(copies, schema)
+        stream = flow.source("in", rows(batch)).flat_map(replicas, schema)
         stream = stream.with_columns(j=col("x") // 3)
         stream.key_by("k", "x").apply(Ratio()).sink("out", discard())
         stream.with_columns(z=lit(9) // (col("x") - 2)).sink("steps", discard())
@@ -707,10 +707,10 @@ def test_rows_of_one_place_find_the_same_watermark_though_one_is_bad() -> None:
         """Each row, and three more from before; one of them is bad."""
         origins = np.repeat(np.arange(given.num_rows), 4)
         out = given.take(pa.array(origins))
-        copy = np.arange(out.num_rows) % 4
-        times = np.where(copy > 0, 6, out.column("t").to_numpy())
+        replica = np.arange(out.num_rows) % 4
+        times = np.where(replica > 0, 6, out.column("t").to_numpy())
         y = out.column("y").to_numpy()
-        y = pa.array(y, mask=(copy == 2) & (y == 2.0))
+        y = pa.array(y, mask=(replica == 2) & (y == 2.0))
         return pa.record_batch({"k": out.column("k"), "t": times, "y": y}), origins
 
     for shape in (Shape(), Shape(cuts=[1, 2], partitions=3, sites=2)):
@@ -727,7 +727,7 @@ def test_rows_of_one_place_find_the_same_watermark_though_one_is_bad() -> None:
 
 
 def test_a_bad_row_on_both_sides_of_a_join_is_put_aside_twice() -> None:
-    """Both sides have the row, at the same place; neither copy of it may be lost."""
+    """Both sides have the row, at the same place; neither replica of it may be lost."""
     batch = pa.record_batch(
         {"k": [1, 1, 1], "t": pa.array([1, None, 2], pa.int64()), "u": pa.array([1, 2, 3])}
     )

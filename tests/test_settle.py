@@ -28,7 +28,7 @@ class Asked(Source):
     def __init__(self, pause_s: float = 0.0) -> None:
         self.times, self.pause_s = 0, pause_s
 
-    def settle(self, copies: int, known: Sequence[str] = ()) -> dict[str, int]:
+    def settle(self, replicas: int, known: Sequence[str] = ()) -> dict[str, int]:
         self.times += 1
         time.sleep(self.pause_s)
         return {"splits": self.times + 1}

@@ -73,12 +73,12 @@ def test_a_call_is_hung_once_it_takes_too_long_and_others_beside_it_are_told() -
 
 
 def stuck(signs: Signs, cohort: Cohort, now: float) -> list[int]:
-    """Which sites get nowhere with the copy of the only unit there is, by no word of anybody."""
+    """Which sites get nowhere with the replica of the only unit there is, by no word of anybody."""
     found, _ = signs.stuck(View(0, 9, (ONE, OTHER), ((cohort,),)), [], now)
     return [site for _, site in found]
 
 
-def test_a_copy_that_gets_nothing_is_stuck_and_the_next_attempt_is_not() -> None:
+def test_a_replica_that_gets_nothing_is_stuck_and_the_next_attempt_is_not() -> None:
     signs, cohort = begun(), Cohort(0, 1, (ONE,))
     later = 2 * JOIN_S_MAX
     assert stuck(signs, cohort.joined_by(OTHER, 3), 0.0) == []
@@ -92,7 +92,7 @@ def test_a_unit_that_is_made_anew_may_wait_for_its_input() -> None:
     assert stuck(signs, cohort, 0.0) == stuck(signs, cohort, 100 * JOIN_S_MAX) == []
 
 
-def test_a_copy_is_not_stuck_while_its_donor_or_its_site_is_in_a_long_call() -> None:
+def test_a_replica_is_not_stuck_while_its_donor_or_its_site_is_in_a_long_call() -> None:
     for busy in (ONE, OTHER):
         signs, cohort = begun(), Cohort(0, 1, (ONE,)).joined_by(OTHER, 3)
         assert stuck(signs, cohort, 0.0) == []

@@ -139,7 +139,7 @@ def report(advice: Advice, origin: str, console: Console) -> None:
     for line in advice.code():
         console.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
     console.print(
-        f"\nThe models were fitted to {origin}.\nOn a local Spark master copies can only be in "
+        f"\nThe models were fitted to {origin}.\nOn a local Spark master replicas can only be in "
         'different processes: add apart="process".',
         highlight=False,
     )

@@ -39,7 +39,7 @@ class StageFacts:
     life_s: float | None
     """How far back these rows are at most, in seconds of the stream; None if that is not known."""
     ordered: bool = True
-    """Whether it merges in the recorded order: if not, its copies would differ."""
+    """Whether it merges in the recorded order: if not, its replicas would differ."""
     by: tuple[str, ...] = ()
     """The columns that are its key."""
 

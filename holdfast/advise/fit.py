@@ -100,14 +100,14 @@ def fit(figures: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> C
         (m.slowdown(name) for m in only_ends for name in m.has(*TWICE)),
         "the cost of pairs at the ends",
     )
-    copy = _median(
+    replica = _median(
         (
             (m.slowdown(name) - ends * m.ends) / (1.0 - m.ends)
             for m in flows
             for name in m.has(*TWICE)
             if m.keyed
         ),
-        "the cost of a second copy",
+        "the cost of a second replica",
     )
     state = _median((s for m in flows for s in _state(m)), "the bytes of a checkpoint")
     checkpoint = _median(
@@ -128,7 +128,7 @@ def fit(figures: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> C
         ((g - switch) / m.again_ms(name) for m, name, g in stood_by),
         "how long passive standby recovers",
     )
-    return Constants(ends, copy, checkpoint, state, route, switch, redo, ask, remake)
+    return Constants(ends, replica, checkpoint, state, route, switch, redo, ask, remake)
 
 
 def _state(flow: _Measured) -> list[float]:

@@ -6,16 +6,16 @@ is what it gets, in bytes a second, *r* its rows a second, *n* the number of its
 *Rate*, relative to none: ``1 / (1 + slowdown)``, where the slowdown is the sum of
 
 - ``ends · (1 − Σ w / C)``, *w* of all keyed stages, if sources and sinks are pairs: they are so
-  under pairs and active. Otherwise the second copy of an end only follows, and costs nothing;
-- ``copy · w / C`` for a stage under pairs or active, which is computed twice;
+  under pairs and active. Otherwise the second replica of an end only follows, and costs nothing;
+- ``replica · w / C`` for a stage under pairs or active, which is computed twice;
 - ``checkpoint · (megabytes of checkpoints a second) / C`` for one under passive.
 
-*Bytes* between sites. What an exchange carries goes to each copy of its consumer, from a copy on
-the same site if there is one: ``bytes · copies of consumer · (1 − copies of producer / S)``. A
-checkpoint every *T* seconds has the keys that were touched since the last one, which are
-``n (1 − exp(−r T / n))`` and so at most the smaller of *r T* and *n*, of *z* bytes, and
-16 bytes for each that is gone, times ``state``; and the output, if it goes to what is made anew.
-(What goes to a passive standby is in its checkpoints before.)
+*Bytes* between sites. What an exchange carries goes to each replica of its consumer, from a replica
+on the same site if there is one: ``bytes · replicas of consumer · (1 − replicas of producer / S)``.
+A checkpoint every *T* seconds has the keys that were touched since the last one, which are ``n (1 −
+exp(−r T / n))`` and so at most the smaller of *r T* and *n*, of *z* bytes, and 16 bytes for each
+that is gone, times ``state``; and the output, if it goes to what is made anew. (What goes to a
+passive standby is in its checkpoints before.)
 
 *Recovery* is how much later than usual the latest row is, behind the moment when the failure is
 known. A lost site had *1 / S* of every stage; what has to be done again is ``Σ w / S · span``: the
@@ -26,7 +26,7 @@ span is *T* under passive, and under upstream the time that the log reaches back
 - upstream, rollback, and ends that are no pairs: ``route + max(ask, remake · (what has to be done
   again))``.
 
-*Memory*: a second copy's state; what producers keep since the last checkpoint, *T · in*; or the
+*Memory*: a second replica's state; what producers keep since the last checkpoint, *T · in*; or the
 log, *in* times the life of the state, and of that of the stages after it that are made anew. A
 producer that is a pair keeps it twice.
 """
@@ -52,7 +52,7 @@ class Constants:
     """What `holdfast.advise.fit` finds in a benchmark."""
 
     ends: float
-    copy: float
+    replica: float
     checkpoint_s_per_mb: float
     state: float
     route_ms: float
@@ -73,7 +73,7 @@ class Choice:
     every_ms: int = 0
 
     @property
-    def copies(self) -> int:
+    def replicas(self) -> int:
         return 2 if self.name in TWICE else 1
 
     def __str__(self) -> str:
@@ -137,8 +137,8 @@ def predict(
     """What the flow would be like if its keyed stages were protected so, and its `ends`: by default
     as most stages are."""
     ends = ends or overall(choices)
-    copies = {i: choices.get(i, ends).copies for i in range(len(facts.stages))}
-    parts = {i: _part(facts, i, choices, constants, copies) for i in choices}
+    replicas = {i: choices.get(i, ends).replicas for i in range(len(facts.stages))}
+    parts = {i: _part(facts, i, choices, constants, replicas) for i in choices}
     slowdown = sum(p.slowdown for p in parts.values())
     recovery_ms = _recovery_ms(facts, choices, constants)
     if ends.name in TWICE:
@@ -149,7 +149,7 @@ def predict(
     into_sinks = [c for c in facts.carried if c.consumer not in choices]
     extra = sum(p.extra_bytes for p in parts.values())
     extra += sum(
-        sent(facts, c.producer, c.consumer, c.bytes, copies)
+        sent(facts, c.producer, c.consumer, c.bytes, replicas)
         - sent(facts, c.producer, c.consumer, c.bytes, {})
         for c in into_sinks
     )
@@ -173,25 +173,29 @@ def share(facts: FlowFacts, stage: int) -> float:
 
 
 def sent(
-    facts: FlowFacts, producer: int, consumer: int, carried: float, copies: Mapping[int, int]
+    facts: FlowFacts, producer: int, consumer: int, carried: float, replicas: Mapping[int, int]
 ) -> float:
-    """Bytes a second between sites; a stage has one copy unless `copies` says otherwise."""
-    here = min(1.0, copies.get(producer, 1) / facts.sites)
-    return carried * copies.get(consumer, 1) * (1.0 - here)
+    """Bytes a second between sites; a stage has one replica unless `replicas` says otherwise."""
+    here = min(1.0, replicas.get(producer, 1) / facts.sites)
+    return carried * replicas.get(consumer, 1) * (1.0 - here)
 
 
 def _part(
-    facts: FlowFacts, stage: int, choices: Choices, constants: Constants, copies: Mapping[int, int]
+    facts: FlowFacts,
+    stage: int,
+    choices: Choices,
+    constants: Constants,
+    replicas: Mapping[int, int],
 ) -> Part:
     choice = choices[stage]
     extra = sum(
-        sent(facts, c.producer, stage, c.bytes, copies)
+        sent(facts, c.producer, stage, c.bytes, replicas)
         - sent(facts, c.producer, stage, c.bytes, {})
         for c in facts.into(stage)
     )
     slowdown = memory = 0.0
     if choice.name in TWICE:
-        slowdown = constants.copy * share(facts, stage)
+        slowdown = constants.replica * share(facts, stage)
         memory = facts.stages[stage].state_bytes
     if choice.name == "passive":
         checkpoints = checkpoint_bytes(facts, stage, choices, constants)
@@ -199,7 +203,7 @@ def _part(
         extra += checkpoints
         memory = facts.stages[stage].state_bytes
     log = log_s(facts, stage, choices)
-    memory += sum(c.bytes * copies[c.producer] * log for c in facts.into(stage))
+    memory += sum(c.bytes * replicas[c.producer] * log for c in facts.into(stage))
     alone = _recovery_ms(facts, {stage: choice}, constants, log)
     return Part(slowdown, extra, alone, memory, log)
 
@@ -217,7 +221,7 @@ def checkpoint_bytes(facts: FlowFacts, stage: int, choices: Choices, constants: 
     """A second."""
     said, every_s = facts.stages[stage], choices[stage].every_ms / 1e3
     keys = touched(said.rows_in * every_s, said.keys)
-    # What a copy has received is let go of, and what a standby has a checkpoint of.
+    # What a replica has received is let go of, and what a standby has a checkpoint of.
     consumers = [(c, choices.get(c.consumer)) for c in facts.out_of(stage)]
     kept = [c.bytes for c, choice in consumers if choice is not None and choice.name in ANEW]
     changed = keys * said.key_bytes / every_s + GONE_BYTES * said.removals

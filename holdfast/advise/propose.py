@@ -221,7 +221,7 @@ def refused(facts: FlowFacts, stage: int, name: str) -> str | None:
     """Why a stage cannot be protected so; None if it can."""
     said = facts.stages[stage]
     if not said.ordered:
-        return "it merges in the order of arrival, which copies would not see alike"
+        return "it merges in the order of arrival, which replicas would not see alike"
     if name not in ("upstream", "rollback"):
         return None
     if name == "rollback" and not facts.uniform:
@@ -321,7 +321,7 @@ def _why(
         )
     other = _otherwise(facts, stage, "passive", choices, bounds, constants)
     if predict(facts, other, constants).recovery_ms > bounds.recovery_ms:
-        return f"only a second copy is ready at once; its work is {twice}"
+        return f"only a second replica is ready at once; its work is {twice}"
     found, taken = (predict(facts, c, constants) for c in (other, choices))
     if found.overhead > taken.overhead:
         return f"doing its work twice ({twice}) costs less than checkpoints often enough would"
@@ -365,7 +365,7 @@ def _same_as(taken: str, name: str) -> str | None:
     if (taken, name) == ("upstream", "rollback"):
         return "costs and takes the same; upstream() also takes flows that are not uniform"
     if (taken, name) == ("pairs", "active"):
-        return "costs and takes the same; for operators whose copies make rows in another order"
+        return "costs and takes the same; for operators whose replicas make rows in another order"
     return None
 
 

@@ -29,9 +29,9 @@ class Options:
     """A call of a stage's code that takes longer, and longer than two leases, is taken for one that
     never ends: its site is declared dead if the flow can do without it; if not, the flow ends."""
     catch_up_mb_s: float = 100.0
-    """How fast a site hands state over to new copies."""
+    """How fast a site hands state over to new replicas."""
     kept_bytes_max: int = 256 << 20
-    """A copy elsewhere for which a site must keep more than this is failed on purpose."""
+    """A replica elsewhere for which a site must keep more than this is failed on purpose."""
     log_bytes_max: int = 256 << 20
     """Of what a site keeps for others so much stays in memory; the rest goes to disk."""
     spill: str | None = None

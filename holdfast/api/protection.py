@@ -10,15 +10,15 @@ from holdfast.errors import FlowError
 
 @dataclass(frozen=True, slots=True)
 class Protection:
-    """A name that the core knows, how many copies of each partition it wants, and what no two of
+    """A name that the core knows, how many replicas of each partition it wants, and what no two of
     them may share."""
 
     name: str
-    copies: int = 1
+    replicas: int = 1
     apart: str = "process"
     granularity: str = "partition"
     standbys: int = 0
-    """How many more copies have checkpoints, and compute nothing."""
+    """How many more replicas have checkpoints, and compute nothing."""
     every_ms: int = 0
     """How often they get one."""
     every_epochs: int = 0
@@ -26,11 +26,11 @@ class Protection:
     recovery_ms: int = 0
     """Or within which time they shall be able to go on."""
     alike: bool = True
-    """Whether copies make the same frames, row by row, and are held to it."""
+    """Whether replicas make the same frames, row by row, and are held to it."""
     anew: int = 0
     """If not 0, partitions are made anew from their input; so many of them in a row at most."""
     lazy: bool = False
-    """Whether of sources and sinks only the first copy works, as long as it is there."""
+    """Whether of sources and sinks only the first replica works, as long as it is there."""
     base_ms: int = 0
     """If not 0, where that input would be all there ever was, a standby gets the state so often."""
 
@@ -53,7 +53,7 @@ class Protection:
 
 
 def none() -> Protection:
-    """A plain exchange: one copy of every partition; the loss of a site stops the flow."""
+    """A plain exchange: one replica of every partition; the loss of a site stops the flow."""
     return Protection("none")
 
 
@@ -61,10 +61,10 @@ ALL = 1 << 16
 
 
 def active(*, apart: str = "executor") -> Protection:
-    """Active standby: every partition has two copies that compute, of which the second withholds
+    """Active standby: every partition has two replicas that compute, of which the second withholds
     what it makes until the first is gone. Unlike `pairs` they need not make the same rows in the
     same order, only the same set of them in an epoch; and nobody compares them. Sources and
-    sinks are pairs. No two copies share what `apart` says.
+    sinks are pairs. No two replicas share what `apart` says.
     """
     _check_apart("active", apart)
     return Protection("active", 2, apart, alike=False)
@@ -77,14 +77,14 @@ def passive(
     recovery_ms: int | None = None,
     apart: str = "executor",
 ) -> Protection:
-    """Passive standby: every partition has one copy that computes, and another that gets what has
-    changed every so many milliseconds (500) or epochs. When the first dies the other goes on from
-    there; those that it gets its input from keep what came since. Of sources and sinks there are
-    two copies. No two copies share what `apart` says.
+    """Passive standby: every partition has one replica that computes, and another that gets what
+    has changed every so many milliseconds (500) or epochs. When the first dies the other goes on
+    from there; those that it gets its input from keep what came since. Of sources and sinks there
+    are two replicas. No two replicas share what `apart` says.
 
     With `recovery_ms` instead, checkpoints come as seldom as they may if going through what came
-    since the last one shall take no longer than that. How long it would take is what the copy that
-    computes has been at work for.
+    since the last one shall take no longer than that. How long it would take is what the replica
+    that computes has been at work for.
     """
     wanted = {"every_ms": every_ms, "every_epochs": every_epochs, "recovery_ms": recovery_ms}
     given = {name: value for name, value in wanted.items() if value is not None}
@@ -108,9 +108,10 @@ def passive(
 def upstream(
     *, k: int | None = None, base_ms: int | None = None, apart: str = "executor"
 ) -> Protection:
-    """Upstream backup: every partition has one copy, and those that it gets its input from keep it
-    for as long as the partition's state comes from it. When it dies it is made anew from that, on
-    any site that lives. Sources and sinks have two copies, which do not share what `apart` says.
+    """Upstream backup: every partition has one replica, and those that it gets its input from keep
+    it for as long as the partition's state comes from it. When it dies it is made anew from that,
+    on any site that lives. Sources and sinks have two replicas, which do not share what `apart`
+    says.
 
     That is for operators whose state comes from the recent past: event-time windows and joins, and
     sessions with a time-out. What another operator knows of a key comes from all rows that the key
@@ -138,7 +139,7 @@ def rollback(
     that is lost is made anew from the logs. Only for flows that are uniform: all ways from one
     stage to another must be equally long; and for operators whose state comes from the recent
     past, unless it is cut off by a summary every `base_ms` (see `upstream`). Sources and sinks have
-    two copies, which do not share what `apart` says.
+    two replicas, which do not share what `apart` says.
 
     Slices of thickness `h` overlap. By default they are as thick as the flow is long; with 2 no
     two stages in a row may lose a partition within a short time, be it on one site.
@@ -151,30 +152,30 @@ def rollback(
 
 
 def pairs(
-    *, copies: int = 2, apart: str = "executor", granularity: str = "partition"
+    *, replicas: int = 2, apart: str = "executor", granularity: str = "partition"
 ) -> Protection:
-    """Partition pairs: every partition has two copies (or more) that compute. When one dies the
-    other goes on at once, and a new copy is made while the stream flows.
+    """Partition pairs: every partition has two replicas (or more) that compute. When one dies the
+    other goes on at once, and a new replica is made while the stream flows.
 
-    `apart` is what no two copies may share: ``"process"``, ``"executor"``, ``"host"`` or
+    `apart` is what no two replicas may share: ``"process"``, ``"executor"``, ``"host"`` or
     ``"application"``. On a local Spark master all sites are in one executor, so there only
     ``"process"`` can be had; the loss of the driver then ends the flow.
 
     `granularity` is what is lost with a site, and made anew: its partitions (the point of pairs),
-    or, to compare with, the whole replica: of the flow on one site (``"dataflow"``), or on half of
-    the sites (``"cluster"``). With the latter two the flow stands still while a replica is made,
+    or, to compare with, the whole mirror: of the flow on one site (``"dataflow"``), or on half of
+    the sites (``"cluster"``). With the latter two the flow stands still while a mirror is made,
     and with cluster pairs the mean time to failure falls with the square of the number of sites.
     """
-    if copies < 2:
-        raise FlowError(f"pairs() needs at least 2 copies, not {copies}", hint="none() has one")
+    if replicas < 2:
+        raise FlowError(f"pairs() needs at least 2 replicas, not {replicas}", hint="none() has one")
     _check_apart("pairs", apart)
     if granularity not in GRANULARITIES:
         raise FlowError(
             f"pairs(): granularity must be one of {', '.join(GRANULARITIES)}, not {granularity!r}"
         )
-    if granularity != "partition" and copies != 2:
-        raise FlowError(f"pairs(): {granularity} pairs have 2 copies, not {copies}")
-    return Protection("pairs", copies, apart, granularity)
+    if granularity != "partition" and replicas != 2:
+        raise FlowError(f"pairs(): {granularity} pairs have 2 replicas, not {replicas}")
+    return Protection("pairs", replicas, apart, granularity)
 
 
 def _base_ms(who: str, base_ms: int | None) -> int:

@@ -1,8 +1,8 @@
 """Results that are kept until those who read them have them: the flow's end of a Spark stream.
 
-Rows wait at the copies of the egress. Each reader has a name; it says up to which epoch it has
+Rows wait at the replicas of the egress. Each reader has a name; it says up to which epoch it has
 everything for good, and what all of them have is let go. Who the readers are is known to all
-copies, so none is forgotten with a site that dies. Until all that are expected have come,
+replicas, so none is forgotten with a site that dies. Until all that are expected have come,
 everything is kept.
 """
 
@@ -80,7 +80,7 @@ class Outlet(Sink):
 
 
 class OutletWriter(SinkWriter):
-    """One copy's. Only the one that leads is asked, and drops readers."""
+    """One replica's. Only the one that leads is asked, and drops readers."""
 
     def __init__(
         self, whose: Authority, sink: Outlet, now: Callable[[], float] = time.monotonic
@@ -90,7 +90,7 @@ class OutletWriter(SinkWriter):
         self._taken = self._durable = -1
         self._seen: dict[str, float] = {}
         self._watched = self._looked = float("-inf")
-        """Since when, and when last, this copy looked after the readers."""
+        """Since when, and when last, this replica looked after the readers."""
 
     def write(self, epoch: int, batch: pa.RecordBatch) -> None:
         """The egress keeps the rows."""

@@ -402,7 +402,7 @@ class PartFolder:
             raise SinkError(
                 f"sink {self.whose.sink!r}: {self._in(name)} cannot be read as parquet, and the "
                 f"flow has its rows no more: it knows epochs up to {durable} as durable",
-                hint="restore the file from a copy; or move it away, and say allow_missing=True",
+                hint="restore the file from a replica; or move it away, and say allow_missing=True",
             )
         self._check_author(name, part)
         if part.last_epoch > durable:
@@ -574,7 +574,7 @@ class PartFolder:
             self.whose.sink,
             committed,
             found,
-            f"files were removed from {self._path}, or it was restored from an older copy, or is "
+            f"files were removed from {self._path}, or it was restored from an older backup, or is "
             f"not the same folder on all machines: put the files with the epochs {found + 1} to "
             f"{committed} back and resume the flow. If they are meant to be missing (moved "
             "elsewhere, or a new folder), say parquet(..., allow_missing=True)",

@@ -1,9 +1,9 @@
 """Sources that only one site reads: a folder to which files are added, and a socket.
 
-What they give cannot be read twice by two sites and be the same, so the leading copy of the ingress
-reads, and gives every portion to the other copies before it enters the flow (see `site/push.py`).
-With it goes a *mark*: how far reading has come. All copies note it when the rows have entered, and
-whoever leads next goes on from there.
+What they give cannot be read twice by two sites and be the same, so the leading replica of the
+ingress reads, and gives every portion to the other replicas before it enters the flow (see
+`site/push.py`). With it goes a *mark*: how far reading has come. All replicas note it when the rows
+have entered, and whoever leads next goes on from there.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Folder(Source):
         self.known: frozenset[str] = frozenset()
         """Files that are not to be read: the flow has their rows."""
 
-    def settle(self, copies: int, known: Sequence[str] = ()) -> list[str] | None:
+    def settle(self, replicas: int, known: Sequence[str] = ()) -> list[str] | None:
         files = [Path(unquote(urlsplit(name).path)) for name in known]
         here = self.path.resolve()
         return sorted(f.name for f in files if f.parent.resolve() == here) or None
@@ -84,7 +84,7 @@ class FolderTap(Tap):
     """Files in the order in which they were last changed; of equals, by name.
 
     Which files the flow has is in a table, by name, with the size that each had: 60 bytes a file,
-    which go to other copies and to the store like the state of an operator. A file is forgotten
+    which go to other replicas and to the store like the state of an operator. A file is forgotten
     when it has been missing from the folder for `FORGET_S`. Until then it does not matter whether
     a listing shows it.
     """
@@ -283,7 +283,7 @@ class FolderTap(Tap):
         self.rewind()
 
     def tables(self) -> dict[str, StateTable]:
-        """Which files the flow has, for other copies and for the store."""
+        """Which files the flow has, for other replicas and for the store."""
         return {"files": self._table}
 
     def snapshot(self, after: int | None = None, *, whose: str = STANDBY) -> OperatorSnapshot:

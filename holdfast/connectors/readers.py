@@ -5,8 +5,8 @@ dropped, because it was not seen for too long, holds too much, or somebody forgo
 if rows have gone meanwhile that it lacks, it is told so when it comes back. It never gets past them
 unnoticed.
 
-What is here is the same at all copies of the egress, and is stored when the flow is stopped. When a
-reader was seen is known only to the copy that leads.
+What is here is the same at all replicas of the egress, and is stored when the flow is stopped. When
+a reader was seen is known only to the replica that leads.
 """
 
 from __future__ import annotations

@@ -84,13 +84,13 @@ class SinkWriter:
         self, request: Mapping[str, Any], held: Sequence[tuple[int, pa.RecordBatch]]
     ) -> tuple[dict[str, int], list[pa.RecordBatch]]:
         """What somebody is told who reads the sink where it is written; `held` are the epochs that
-        are not durable. A request that changes what `save` gives is known to all copies before
+        are not durable. A request that changes what `save` gives is known to all replicas before
         its answer is given."""
         raise FlowError("this sink is not one that can be asked")
 
     def drop_reader(self, held_bytes: int) -> bool:
-        """Of a sink that is read where it is written, called every now and then at the leading copy
-        until it says no: whether a reader for which rows are held was dropped just now."""
+        """Of a sink that is read where it is written, called every now and then at the leading
+        replica until it says no: whether a reader for which rows are held was dropped just now."""
         return False
 
     def is_attended(self) -> bool:
@@ -98,7 +98,7 @@ class SinkWriter:
         return False
 
     def save(self) -> dict[str, Any]:
-        """Of a replicated sink: what a new copy needs to go on."""
+        """Of a replicated sink: what a new replica needs to go on."""
         return {}
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ class Sink:
     with_order = False
     """Whether rows keep the columns of their order key (named ``__o0``, ...)."""
     replicated = False
-    """Whether every copy of the egress writes, because what is written is in memory only."""
+    """Whether every replica of the egress writes, because what is written is in memory only."""
     unread_bytes_max: int | None = None
     """How much the egress keeps for those who read it there; None if nothing is kept for them."""
 

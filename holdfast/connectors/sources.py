@@ -24,8 +24,8 @@ Position = dict[str, int]
 class SplitReader:
     """Reads a split. `read` returns rows, an empty batch for "nothing yet", or None at the end.
 
-    With `due`, another copy of the ingress has had these rows: they are to be given at once, even
-    if their time has not come by the clock of this one.
+    With `due`, another replica of the ingress has had these rows: they are to be given at once,
+    even if their time has not come by the clock of this one.
     """
 
     def read(self, rows_max: int, *, due: bool = False) -> pa.RecordBatch | None:
@@ -51,20 +51,20 @@ Taken = tuple[list[pa.RecordBatch], str]
 
 
 class Tap:
-    """What the leading copy of an ingress reads, of a source that only one can. The other copies
-    have one, too, which is told how far that has come."""
+    """What the leading replica of an ingress reads, of a source that only one can. The other
+    replicas have one, too, which is told how far that has come."""
 
     def take(self) -> Taken | None:
         """Some rows, none if there are none now, or None if there never will be again."""
         raise NotImplementedError
 
     def note(self, mark: str, epoch: int) -> None:
-        """Rows with this mark have entered the flow, in this epoch or a later one: at all copies,
+        """Rows with this mark have entered the flow, in this epoch or a later one: at all replicas,
         the one that has taken them included. A mark that is none is a `ValueError`, and changes
         nothing."""
 
     def rewind(self) -> None:
-        """This copy leads from now on: `take` goes on behind what was noted."""
+        """This replica leads from now on: `take` goes on behind what was noted."""
 
     def save(self) -> str:
         """What `note` has said so far, in a few bytes. Whatever grows with the source is in tables
@@ -87,7 +87,7 @@ class Feeder(Protocol):
     failed: Callable[[Exception], None]
 
     def start(self, locate: Locate, secret: bytes, source: int, name: str, flow: str) -> None:
-        """`locate` tells where the copies of the ingress are just now; `name` is the source's and
+        """`locate` tells where the replicas of the ingress are just now; `name` is the source's and
         `flow` the flow's, for people to read."""
 
     def stop(self) -> None: ...
@@ -109,10 +109,10 @@ class Source:
     flawed = False
     """Whether readers add the column `FLAW`, because they may come across rows they cannot read."""
 
-    def settle(self, copies: int, known: Sequence[str] = ()) -> Any:
-        """What is not known before the flow starts and must be the same for all `copies` (how many
-        splits there are, where they begin), as plain values for `settled`. Asked once. `known` are
-        the files that the source's history was read from, if it has one."""
+    def settle(self, replicas: int, known: Sequence[str] = ()) -> Any:
+        """What is not known before the flow starts and must be the same for all `replicas` (how
+        many splits there are, where they begin), as plain values for `settled`. Asked once. `known`
+        are the files that the source's history was read from, if it has one."""
         return None
 
     def settled(self, values: Any) -> Source:

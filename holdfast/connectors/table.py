@@ -1,7 +1,7 @@
-"""A view: the latest row of every key, kept at the copies of the egress, to be looked at there.
+"""A view: the latest row of every key, kept at the replicas of the egress, to be looked at there.
 
-It is in memory alone. Whoever looks asks the copy that leads: for the rows of some keys, or for all
-rows as they were after one epoch, which are given out in parts while the view goes on.
+It is in memory alone. Whoever looks asks the replica that leads: for the rows of some keys, or for
+all rows as they were after one epoch, which are given out in parts while the view goes on.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class View(Sink):
 
 
 class ViewWriter(SinkWriter):
-    """One copy of a view."""
+    """One replica of a view."""
 
     def __init__(self, whose: Authority, schema: pa.Schema, key: list[str]) -> None:
         self._whose, self._schema, self._key = whose, schema, key
@@ -59,7 +59,7 @@ class ViewWriter(SinkWriter):
         self._epoch = -1
 
     def tables(self) -> dict[str, StateTable]:
-        """The rows, for whoever makes another copy."""
+        """The rows, for whoever makes another replica."""
         return {"rows": self._table}
 
     def snapshot(self, after: int | None = None, *, whose: str = STANDBY) -> OperatorSnapshot:

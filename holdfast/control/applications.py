@@ -1,9 +1,9 @@
 """One flow, hosted by several applications on this machine, so that it outlives any of them.
 
-Every application is a process of its own, with its own Spark driver, that holds one copy of every
-partition. They find each other at fixed ports and settle who leads through an arbiter: by default
-a directory, which is enough on one host. `Apps` starts them, starts those again that die, and
-reads what the leading one reports. It is no part of the flow: without it data flows on.
+Every application is a process of its own, with its own Spark driver, that holds one replica of
+every partition. They find each other at fixed ports and settle who leads through an arbiter: by
+default a directory, which is enough on one host. `Apps` starts them, starts those again that die,
+and reads what the leading one reports. It is no part of the flow: without it data flows on.
 
 Across hosts each application is started on its own, under something that starts it again, with
 ``holdfast run FLOW.py --app N --controls HOST:PORT,HOST:PORT --arbiter zk://...``.

@@ -74,7 +74,7 @@ def _find_out(flow: Flow, history: Before | None) -> Found:
     for node in flow.nodes:
         if isinstance(node, SourceNode):
             known = history.files(node.name) if history else []
-            found[node.name] = node.source.settle(flow.protection.at_the_ends.copies, known)
+            found[node.name] = node.source.settle(flow.protection.at_the_ends.replicas, known)
     sources = {name: values for name, values in found.items() if values is not None}
     return Found(sources, history.build() if history else None)
 

@@ -69,10 +69,10 @@ def refuse(plan: Plan, shaped: Shape, apps: int) -> None:
     for stage in plan.sources:
         if stage.source is None or not stage.source.fed:
             continue
-        if shaped.stages[stage.id].guard.copies > 2:
+        if shaped.stages[stage.id].guard.replicas > 2:
             raise errors.HostError(
                 f"source {stage.name!r} is one whose rows come once, and such a source can have "
-                f"2 copies, not {shaped.stages[stage.id].guard.copies}",
+                f"2 replicas, not {shaped.stages[stage.id].guard.replicas}",
                 hint="protect the flow with pairs(), or take a source that can be read again",
             )
         if apps > 1 and not stage.source.resumable:
@@ -88,7 +88,7 @@ def refuse(plan: Plan, shaped: Shape, apps: int) -> None:
 
 
 def apart(shaped: Shape, apps: int) -> Shape:
-    """With several applications, copies are in different ones: that is what they are for."""
+    """With several applications, replicas are in different ones: that is what they are for."""
     if apps == 1:
         return shaped
     stages = tuple(

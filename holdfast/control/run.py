@@ -307,7 +307,7 @@ class Run:
 
     @property
     def protected(self) -> bool:
-        """Whether every partition has all its copies, and all of them are up to date."""
+        """Whether every partition has all its replicas, and all of them are up to date."""
         return self._look(self._is_protected)
 
     def _is_protected(self) -> bool:
@@ -388,14 +388,14 @@ class Run:
         rows = []
         for unit in view.units():
             cohort = view.cohort(unit)
-            reached = [finished.get((*unit, s), -1) for s in cohort.copies]
-            copies = [copying[(*unit, s)] for s in cohort.joining if (*unit, s) in copying]
-            left = sum(c["bytes_left"] for c in copies)
+            reached = [finished.get((*unit, s), -1) for s in cohort.replicas]
+            replicas = [copying[(*unit, s)] for s in cohort.joining if (*unit, s) in copying]
+            left = sum(c["bytes_left"] for c in replicas)
             rows.append(
                 {
                     "stage": controller.shape.stages[unit[0]].name,
                     "partitions": [cohort.first, cohort.end - 1],
-                    "copies": list(cohort.copies),
+                    "replicas": list(cohort.replicas),
                     "joining": list(cohort.joining),
                     "standing": list(cohort.standing),
                     "phase": controller.phase(unit),

@@ -44,10 +44,10 @@ from holdfast.core.effects import (
 from holdfast.core.events import (
     Call,
     ControllerEvent,
-    CopyBehind,
-    CopyReported,
     FlowFailed,
     ProtectionWanted,
+    ReplicaBehind,
+    ReplicaReported,
     SiteFinished,
     SiteRegistered,
     SitesApart,
@@ -479,15 +479,15 @@ class Control:
                 self._on_register(connection, message)
             case wire.Seen():
                 self._handle(ViewSeen(site, message.term, message.number))
-            case wire.CopyState():
+            case wire.ReplicaReport():
                 unit = (StageId(message.stage), CohortId(message.cohort))
-                copy = SiteId(message.site)
+                replica = SiteId(message.site)
                 self._handle(
-                    CopyReported(copy, unit, message.number, message.phase, message.reason)
+                    ReplicaReported(replica, unit, message.number, message.phase, message.reason)
                 )
             case wire.Behind():
                 if self._uncommitted is None:  # if not, membership is frozen
-                    self._handle(CopyBehind(SiteId(message.site), message.reason))
+                    self._handle(ReplicaBehind(SiteId(message.site), message.reason))
             case wire.Unheard():
                 if self.controller is not None:
                     other = SiteId(message.site)
@@ -623,14 +623,14 @@ class Control:
             self._handle(SitesHung(calls, limit))
 
     def _give_up_joins(self, now: float) -> None:
-        """A copy that is being made and gets nowhere is given up, and made anew."""
+        """A replica that is being made and gets nowhere is given up, and made anew."""
         view = self.controller.view if self.controller else None
         if view is None:
             return
         stuck, seconds = self._signs.stuck(view, self.status.values(), now)
         for unit, site in stuck[:1]:  # the view is another one after that
             reason = f"site {site} got nothing for more than {seconds:.0f} s"
-            self._handle(CopyReported(site, unit, view.number, "failed", reason))
+            self._handle(ReplicaReported(site, unit, view.number, "failed", reason))
 
     # --- the controller's effects ---------------------------------------------------------------
 
@@ -818,10 +818,10 @@ class Control:
                 self._feeders.append(feeder)
 
     def _locate(self, stage: int) -> list[tuple[str, int]]:
-        """Where a stage with one cohort is: the leading copy first, then all who know of it."""
+        """Where a stage with one cohort is: the leading replica first, then all who know of it."""
         assert self.controller is not None and self.controller.view is not None
         view, addresses = self.controller.view, dict(self.controller.addresses)
-        sites = dict.fromkeys([*view.cohorts[stage][0].copies, *view.members])
+        sites = dict.fromkeys([*view.cohorts[stage][0].replicas, *view.members])
         return [addresses[s] for s in sites if s in addresses]
 
     def _on_feed_failed(self, error: Exception) -> None:

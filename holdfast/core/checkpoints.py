@@ -72,7 +72,7 @@ class Checkpoints:
         view = event.view
         if self.epoch is not None or view.bare():
             return []
-        self._missing = {unit: view.cohort(unit).copies[0] for unit in view.units()}
+        self._missing = {unit: view.cohort(unit).replicas[0] for unit in view.units()}
         self._stored = {}
         self.epoch = Epoch(self.recorded + max(1, event.ahead) * 2 ** min(self._misses, MISSES_MAX))
         after = self.complete if self._layers < LAYERS_MAX else None

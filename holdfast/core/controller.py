@@ -1,9 +1,9 @@
 """The controller: gathers the sites, starts the flow, and decides what a failure means.
 
 It takes no part in the flow of data. Its lifecycle is the table below. While the flow runs it
-turns failures into views (take-over), and brings missing copies back, at most one of a stage at a
-time (catch-up): it puts the new copy into a view as joining, waits until all members act on that
-view, tells the donor to hand over, and makes it a full copy when its state is in place.
+turns failures into views (take-over), and brings missing replicas back, at most one of a stage at a
+time (catch-up): it puts the new replica into a view as joining, waits until all members act on that
+view, tells the donor to hand over, and makes it a full replica when its state is in place.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from holdfast.core.effects import (
 )
 from holdfast.core.events import (
     ControllerEvent,
-    CopyBehind,
-    CopyReported,
     FlowFailed,
     ProtectionWanted,
+    ReplicaBehind,
+    ReplicaReported,
     SiteFinished,
     SiteRegistered,
     SitesApart,
@@ -81,16 +81,16 @@ STILLBORN_MAX = 5
 """So many lives of a site in a row that ended before they registered are a fault of the set-up."""
 
 JOINS_MAX = 5
-"""So many attempts in a row at a copy that all failed are enough; it is reported instead."""
+"""So many attempts in a row at a replica that all failed are enough; it is reported instead."""
 
 RELAUNCH_MS = 10_000
-"""How long a missing copy waits for a site that is being launched before it burdens another."""
+"""How long a missing replica waits for a site that is being launched before it burdens another."""
 
 APART_LEASES_MAX = 10
 """So long two sites may be apart before the flow is ended, if it can do without neither."""
 
 DOUBT_MS = 300
-"""How long to wait for word from a new copy when the one it was made from dies."""
+"""How long to wait for word from a new replica when the one it was made from dies."""
 
 
 def _backoff_ms(failures: int) -> int:
@@ -128,7 +128,7 @@ class Controller:
         self.launched: set[SiteId] = {*sites, *standbys}
         """Sites whose processes have been started and have not registered yet."""
         self.unrecovered: dict[Unit, str] = {}
-        """Units with a copy missing that nobody tries to make any more, and why."""
+        """Units with a replica missing that nobody tries to make any more, and why."""
         self.replaying: set[tuple[Unit, SiteId]] = set()
         self.replaced: dict[SiteId, SiteId] = {}
         """By site: the one that was launched in its place."""
@@ -136,22 +136,22 @@ class Controller:
         self._stillborn: dict[SiteId, int] = {}
         self._seen: set[SiteId] = set()
         self._ordered: dict[tuple[Unit, SiteId], tuple[SiteId, int]] = {}
-        """By copy that joins: which one was told to hand over to it, and since when it joins."""
+        """By replica that joins: which one was told to hand over to it, and since when it joins."""
         self._failed_joins: dict[Unit, int] = {}
         self._paused: set[Unit] = set()
         self._patience, self._asked_for = 0, -1
         """Counts what is launched in place of something, and which of that is waited for."""
         self._patience_over = False
         self._chain_since = 0
-        """The number of the view in which a copy of the sequencer was last lost."""
+        """The number of the view in which a replica of the sequencer was last lost."""
         self._in_doubt: dict[int, SitesFailed] = {}
         self._doubts = 0
         self._paused_flow = False
-        self._replica_of: dict[SiteId, int] = {}
-        """With dataflow or cluster pairs: which of the two replicas a site belongs to."""
+        self._mirror_of: dict[SiteId, int] = {}
+        """With dataflow or cluster pairs: which of the two mirrors a site belongs to."""
         self._finished: set[SiteId] = set()
         self._stocked: set[tuple[Unit, SiteId]] = set()
-        """Copies for which, in this view, all is kept that they are to be made anew from."""
+        """Replicas for which, in this view, all is kept that they are to be made anew from."""
 
     def resume(
         self,
@@ -177,7 +177,7 @@ class Controller:
         self.replaying = {
             (u, s)
             for u in view.units()
-            for s in view.cohort(u).copies
+            for s in view.cohort(u).replicas
             if view.cohort(u).since_of(s)
         }
         return self._commit(replace(self.view, number=view.number + 1)) + self._recover()
@@ -192,10 +192,10 @@ class Controller:
                 return self._on_view_seen(event)
             case SitesFailed():
                 return self._on_sites_failed(event)
-            case CopyReported():
-                return self._on_copy_reported(event)
-            case CopyBehind():
-                return self._on_copy_behind(event)
+            case ReplicaReported():
+                return self._on_replica_reported(event)
+            case ReplicaBehind():
+                return self._on_replica_behind(event)
             case SitesApart():
                 return self._on_sites_apart(event)
             case SitesHung():
@@ -253,11 +253,11 @@ class Controller:
             return self._end(State.FAILED, error)
         self._become(State.CONNECTING)
         if self.shape.granularity != "partition":
-            self._replica_of = {
-                site: copy
+            self._mirror_of = {
+                site: replica
                 for stage in placed.cohorts
                 for cohort in stage
-                for copy, site in enumerate(cohort.copies)
+                for replica, site in enumerate(cohort.replicas)
             }
         number = 0 if self.view is None else self.view.number + 1
         return self._commit(replace(placed, term=self.term, number=number))
@@ -313,23 +313,23 @@ class Controller:
                     effects += self._join_failed(unit, f"site {site} died: {event.reason}")
         self.replaying = {(u, s) for u, s in self.replaying if s not in gone}
         if any(s in self.view.members for s in gone):
-            if view.cohort(FIRST).copies != self.view.cohort(FIRST).copies:
+            if view.cohort(FIRST).replicas != self.view.cohort(FIRST).replicas:
                 self._chain_since = view.number
             effects += self._commit(view)
             effects += self._pause(False)
         return effects + self._recover()
 
     def _without(self, gone: Iterable[SiteId]) -> View:
-        """The next view without these; of a whole replica nothing is left with one site of it."""
+        """The next view without these; of a whole mirror nothing is left with one site of it."""
         assert self.view is not None
         view = self.view.without(gone)
         if self.shape.granularity == "partition":
             return view
-        return self._useless(view, {r for s, r in self._replica_of.items() if s in gone})
+        return self._useless(view, {r for s, r in self._mirror_of.items() if s in gone})
 
     def _useless(self, view: View, lost: set[int]) -> View:
-        """`view`, with all copies of these replicas gone, but not their sites."""
-        sites = [s for s in view.members if self._replica_of.get(s) in lost]
+        """`view`, with all replicas of these mirrors gone, but not their sites."""
+        sites = [s for s in view.members if self._mirror_of.get(s) in lost]
         return replace(view.without(sites), number=view.number, members=view.members)
 
     def _lost_with(self, view: View) -> list[Unit]:
@@ -359,8 +359,8 @@ class Controller:
         self.replaced[site] = new
         self._patience += 1
         self._patience_over = False
-        if site in self._replica_of:
-            self._replica_of[new] = self._replica_of.pop(site)
+        if site in self._mirror_of:
+            self._mirror_of[new] = self._mirror_of.pop(site)
         self._stillborn[new] = stillborn and self._stillborn.get(site, 0) + 1
         for group in (self.sites, self.standbys):
             if site in group:
@@ -381,18 +381,18 @@ class Controller:
         assert self.view is not None
         names = partitions_of(self.view, bare, self.shape)
         protected = any(self.shape.stages[u[0]].guard.wanted > 1 for u in bare)
-        said = "no copy is left of" if protected else "its partitions were not protected:"
+        said = "no replica is left of" if protected else "its partitions were not protected:"
         happened = f"site {_listed(gone)} died ({reason})" if gone else reason
         return SiteLostError(
             f"{happened}; {said} {names}",
             hint="start the flow again"
-            + (", with more copies" if protected else ", or protect its stages with pairs()"),
+            + (", with more replicas" if protected else ", or protect its stages with pairs()"),
         )
 
     # --- catch-up -------------------------------------------------------------------------------
 
     def _recover(self) -> list[ControllerEffect]:
-        """Begin to make copies that are missing, at most one of a stage at a time."""
+        """Begin to make replicas that are missing, at most one of a stage at a time."""
         if not self.running:
             return []
         assert self.view is not None
@@ -400,12 +400,12 @@ class Controller:
         added: list[SiteId] = []
         effects: list[ControllerEffect] = []
         if self.shape.granularity != "partition":
-            return self._recover_replica()
+            return self._recover_mirror()
         busy = {u[0] for u in self.view.units() if self.view.cohort(u).joining}
         load = self._load()
         for unit in self._missing():
             cohort = self.view.cohort(unit)
-            bare = not cohort.copies
+            bare = not cohort.replicas
             if bare and unit in self.unrecovered:
                 return [*effects, *self._given_up(unit)]
             # Of what is made anew there is one at first; others are copied from it.
@@ -427,17 +427,17 @@ class Controller:
         return effects
 
     def _given_up(self, unit: Unit) -> list[ControllerEffect]:
-        """There is no copy of it, and nobody could make it anew."""
+        """There is no replica of it, and nobody could make it anew."""
         return self._end(State.FAILED, self._lost([], [unit], self.unrecovered[unit]))
 
-    def _recover_replica(self) -> list[ControllerEffect]:
-        """Make a whole replica anew, all at once and with the flow standing still: what partition
+    def _recover_mirror(self) -> list[ControllerEffect]:
+        """Make a whole mirror anew, all at once and with the flow standing still: what partition
         pairs are there to avoid. All its sites must be there before it can begin."""
         assert self.view is not None
         missing = self._missing()
-        copies = [s for u in self.view.units() for s in self.view.cohort(u).copies]
-        kept = {self._replica_of[s] for s in copies}
-        sites = sorted(s for s, r in self._replica_of.items() if r not in kept)
+        replicas = [s for u in self.view.units() for s in self.view.cohort(u).replicas]
+        kept = {self._mirror_of[s] for s in replicas}
+        sites = sorted(s for s, r in self._mirror_of.items() if r not in kept)
         if not missing or not sites or any(s not in self.addresses for s in sites):
             return []
         if any(u in self._paused or u in self.unrecovered for u in missing):
@@ -468,36 +468,36 @@ class Controller:
         return {s: len(self.view.units_at(s)) for s in self.addresses}
 
     def _joiner(self, unit: Unit, load: dict[SiteId, int]) -> SiteId | None:
-        """Who shall get the copy: the site with least to do among those that are apart."""
+        """Who shall get the replica: the site with least to do among those that are apart."""
         assert self.view is not None
-        stage, copies = self.shape.stages[unit[0]], self.view.cohort(unit).all
-        fit = [s for s in load if may_join(stage, copies, s, self.domains)]
+        stage, replicas = self.shape.stages[unit[0]], self.view.cohort(unit).all
+        fit = [s for s in load if may_join(stage, replicas, s, self.domains)]
         if not fit:
             if not self.launched:
                 apart = stage.guard.apart
-                self.unrecovered[unit] = f"no site is in another {apart} than its copies"
+                self.unrecovered[unit] = f"no site is in another {apart} than its replicas"
             return None
         wanted = sum(self.shape.stages[u[0]].guard.wanted for u in self.view.units())
         fair = wanted // max(1, len(self.sites))
-        best = min(fit, key=lambda s: (load[s], closeness(copies, s, self.domains), s))
-        if copies and load[best] >= fair and self.launched and not self._patience_over:
+        best = min(fit, key=lambda s: (load[s], closeness(replicas, s, self.domains), s))
+        if replicas and load[best] >= fair and self.launched and not self._patience_over:
             return None  # a site is about to come that has nothing to do
         return best
 
     def _order_catch_ups(self) -> list[ControllerEffect]:
-        """All members count the joining copies: whatever they need from now on is kept."""
+        """All members count the joining replicas: whatever they need from now on is kept."""
         assert self.view is not None
         effects: list[ControllerEffect] = []
         for unit in self.view.units():
             cohort = self.view.cohort(unit)
-            for joiner in cohort.joining if cohort.copies else ():
+            for joiner in cohort.joining if cohort.replicas else ():
                 order = (cohort.donor, cohort.since_of(joiner))
                 if self._ordered.get((unit, joiner)) != order:
                     self._ordered[unit, joiner] = order
                     effects.append(OrderCatchUp(cohort.donor, unit, joiner))
         return effects
 
-    def _on_copy_reported(self, event: CopyReported) -> list[ControllerEffect]:
+    def _on_replica_reported(self, event: ReplicaReported) -> list[ControllerEffect]:
         assert self.view is not None
         cohort = self.view.cohort(event.unit)
         if event.phase == "caught_up":
@@ -508,7 +508,7 @@ class Controller:
                 self._stocked.add((event.unit, event.site))
             return self._change()
         if event.site not in cohort.joining or event.number < cohort.since_of(event.site):
-            return []  # word of a copy that was given up
+            return []  # word of a replica that was given up
         if event.phase == "impossible":
             return self._end(State.FAILED, self._not_anew(event.unit))
         if event.unit == FIRST and event.phase == "installed" and event.number < self._chain_since:
@@ -516,8 +516,10 @@ class Controller:
         if event.phase == "installed":
             self._ordered.pop((event.unit, event.site), None)
             self._failed_joins.pop(event.unit, None)
-            joined = cohort.installed_at(event.site, self.shape.stages[event.unit[0]].guard.copies)
-            if event.site in joined.copies:
+            joined = cohort.installed_at(
+                event.site, self.shape.stages[event.unit[0]].guard.replicas
+            )
+            if event.site in joined.replicas:
                 self.replaying.add((event.unit, event.site))
             self.view = self.view.changed({event.unit: joined})
             effects = [e for d in self._resolved() for e in self._on_sites_failed(d)]
@@ -530,12 +532,12 @@ class Controller:
                 effects += self._commit(self.view)
             return effects + self._change()
         effects = self._join_failed(event.unit, event.reason)
-        if event.unit in self.unrecovered and not cohort.copies:
+        if event.unit in self.unrecovered and not cohort.replicas:
             return self._given_up(event.unit)
         view = self.view.changed({event.unit: cohort.without([event.site])})
         if self.shape.granularity != "partition":
             self._ordered.clear()
-            view = self._useless(view, {self._replica_of[event.site]})
+            view = self._useless(view, {self._mirror_of[event.site]})
         return effects + self._commit(view) + self._pause(False)
 
     # --- changing protection --------------------------------------------------------------------
@@ -560,7 +562,7 @@ class Controller:
         held = {
             site: None
             for unit in self.view.units()
-            for site in self.view.cohort(unit).copies
+            for site in self.view.cohort(unit).replicas
             if self._lacks_stock(unit)
         }
         return [OrderStock(site, self.view.number) for site in held]
@@ -578,7 +580,7 @@ class Controller:
             cohort = self.view.cohort(unit)
             if not self._has_all(unit) or cohort.joining:
                 return []
-            stocked = all((unit, site) in self._stocked for site in cohort.copies)
+            stocked = all((unit, site) in self._stocked for site in cohort.replicas)
             if self._lacks_stock(unit) and not stocked:
                 return []
         self.history.append("protection has changed")
@@ -588,7 +590,7 @@ class Controller:
     def _has_all(self, unit: Unit) -> bool:
         assert self.view is not None
         cohort, guard = self.view.cohort(unit), self.shape.stages[unit[0]].guard
-        return len(cohort.copies) >= guard.copies and len(cohort.standing) >= guard.standbys
+        return len(cohort.replicas) >= guard.replicas and len(cohort.standing) >= guard.standbys
 
     def _not_anew(self, unit: Unit) -> SiteLostError:
         assert self.view is not None
@@ -615,15 +617,15 @@ class Controller:
         self._paused.add(unit)
         return [Wait(f"join {unit[0]} {unit[1]}", _backoff_ms(count - 1))]
 
-    def _on_copy_behind(self, event: CopyBehind) -> list[ControllerEffect]:
-        """A slow copy must not govern the flow: let it go, if the flow can do without it."""
+    def _on_replica_behind(self, event: ReplicaBehind) -> list[ControllerEffect]:
+        """A slow replica must not govern the flow: let it go, if the flow can do without it."""
         if self.view is None or not self.running or event.site not in self.view.members:
             return []
         joins = [u for u in self.view.units() if event.site in self.view.cohort(u).joining]
         if joins and self.shape.granularity == "partition":
             number = self.view.number
-            words = [CopyReported(event.site, u, number, "failed", event.reason) for u in joins]
-            return [e for word in words for e in self._on_copy_reported(word)]
+            words = [ReplicaReported(event.site, u, number, "failed", event.reason) for u in joins]
+            return [e for word in words for e in self._on_replica_reported(word)]
         if not self._lost_with(self._without([event.site])):
             return self._on_sites_failed(SitesFailed((event.site,), event.reason))
         return []
@@ -652,7 +654,7 @@ class Controller:
             State.FAILED,
             HostError(
                 f"sites {one} and {other} have heard nothing of each other for {leases} leases "
-                f"({how}), and of what they hold there is no other copy",
+                f"({how}), and of what they hold there is no other replica",
                 hint="is the network between the executors sound?",
             ),
         )
@@ -675,7 +677,9 @@ class Controller:
                 State.FAILED,
                 HungError(
                     f"{who} been {call}"
-                    + ("" if len(alike) > 1 else ", and of what it holds there is no other copy"),
+                    + (
+                        "" if len(alike) > 1 else ", and of what it holds there is no other replica"
+                    ),
                     hint="does a function of the flow wait for something that does not come? If "
                     "calls take that long, have smaller epochs, with "
                     "Options(budget=Budget(epoch_rows_max=...)), or allow for it, with "
@@ -725,7 +729,7 @@ class Controller:
     def _end_if_finished(self) -> list[ControllerEffect]:
         if self.view is None or not self.running:
             return []
-        at_work = {s for u in self.view.units() for s in self.view.cohort(u).copies}
+        at_work = {s for u in self.view.units() for s in self.view.cohort(u).replicas}
         if not self.view.bare() and self._finished.issuperset(at_work):
             return self._end(State.DONE, None)
         return []
@@ -749,7 +753,7 @@ class Controller:
             return "changing"
         if stage.guard.wanted == 1 and not stage.guard.level:
             return "not protected"
-        if not cohort.copies:
+        if not cohort.replicas:
             return "made anew"
         if cohort.joining:
             return "copying" if any(u == unit for u, _ in self._ordered) else "taken over"
@@ -764,8 +768,8 @@ class Controller:
 
     @property
     def protected(self) -> bool:
-        """Whether every unit has all its copies, and all of them are up to date and have said that
-        they act on the view."""
+        """Whether every unit has all its replicas, and all of them are up to date and have said
+        that they act on the view."""
         if self.view is None or not self.running or not self.seen_by_all:
             return False
         return all(self.phase(u) in ("protected", "not protected") for u in self.view.units())

@@ -6,8 +6,8 @@ first is for the runtime to choose.
 
 A unit that is joining has no state yet and does nothing. The unit it is copied from (its donor)
 hands over at an epoch boundary that everything its producers have let go of lies before: they keep
-the rest, because they count the new copy since the view in which it appeared. One that joins where
-there is no copy is made anew from its input (see `holdfast.core.upstream`).
+the rest, because they count the new replica since the view in which it appeared. One that joins
+where there is no replica is made anew from its input (see `holdfast.core.upstream`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from holdfast.core.effects import (
     BeginUnit,
     CloseUnit,
     OpenUnit,
-    ReportCopy,
     ReportDelivered,
     ReportFinished,
     ReportMissed,
+    ReportReplica,
     SiteEffect,
     TellLog,
 )
@@ -35,12 +35,12 @@ from holdfast.core.events import (
     BundleArrived,
     CatchUpOrdered,
     CheckpointDue,
-    CopyInstalled,
     LogAsked,
     LogTold,
     PeerConnected,
     PeerLost,
     RecordArrived,
+    ReplicaInstalled,
     SinkDurable,
     SiteEvent,
     StockOrdered,
@@ -52,12 +52,12 @@ from holdfast.core.exchange import Consumer, Producer
 from holdfast.core.ids import NO_EPOCH, STORE, CohortId, Epoch, ExchangeId, SiteId, Unit
 from holdfast.core.layout import Shape, View
 from holdfast.core.records import EpochRecord
-from holdfast.core.unit import UnitCopy
+from holdfast.core.replica import Replica
 from holdfast.core.upstream import Gap, Log, Needs, Search, Source
 from holdfast.errors import ProtocolError, require
 
 HISTORY = 512
-"""So many records are kept for copies that are made later."""
+"""So many records are kept for replicas that are made later."""
 
 
 class Dataflow:
@@ -68,7 +68,7 @@ class Dataflow:
         require(window >= 1, "a consumer must have room for the epoch it processes next")
         self.site, self.shape, self.window, self.begun = site, shape, window, begun
         self.view: View | None = None
-        self.units: dict[Unit, UnitCopy] = {}
+        self.units: dict[Unit, Replica] = {}
         self.producers: dict[tuple[ExchangeId, CohortId], Producer] = {}
         self.consumers: dict[tuple[ExchangeId, CohortId], Consumer] = {}
         self.records: dict[Epoch, EpochRecord] = {}
@@ -116,8 +116,8 @@ class Dataflow:
                 return self._on_catch_up_ordered(event)
             case StockOrdered():
                 return self._on_stock_ordered(event)
-            case CopyInstalled():
-                return self._on_copy_installed(event)
+            case ReplicaInstalled():
+                return self._on_replica_installed(event)
         assert_never(event)
 
     # --- who is where ---------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class Dataflow:
         for key in held:
             if key not in self.units:
                 cohort = view.cohort(key)
-                effects += self._open(key, installed=self.site in cohort.copies + cohort.standing)
+                effects += self._open(key, installed=self.site in cohort.replicas + cohort.standing)
         for unit in self.units.values():
             unit.shape, unit.stock = self.shape.stages[unit.key[0]], None
             self._stand(unit)
@@ -170,7 +170,7 @@ class Dataflow:
             return [self.records[max(self.records)]] if self.records else []
         return [self.records[e] for e in sorted(self.records) if e > epoch]
 
-    def _stand(self, unit: UnitCopy) -> None:
+    def _stand(self, unit: Replica) -> None:
         """Compute from now on, or do not."""
         assert self.view is not None
         cohort = self.view.cohort(unit.key)
@@ -183,7 +183,7 @@ class Dataflow:
         for consumer in unit.inputs.values():
             consumer.stands = unit.stands or unit.lazy
 
-    def _guard(self, unit: UnitCopy) -> None:
+    def _guard(self, unit: Replica) -> None:
         """Keep, and say, what the protection of the unit and of its neighbours takes."""
         if not unit.shape.guard.level:
             unit.needs = None
@@ -202,7 +202,7 @@ class Dataflow:
         assert self.view is not None
         since = self.view.cohort(key).since_of(self.site)
         finished = self.begun if installed else NO_EPOCH
-        self.units[key] = UnitCopy(key, self.shape.stages[key[0]], installed, since, finished)
+        self.units[key] = Replica(key, self.shape.stages[key[0]], installed, since, finished)
         self.units[key].stands = self.site in self.view.cohort(key).standing
         if installed:
             self._add_ends(self.units[key], finished, finished)
@@ -220,7 +220,7 @@ class Dataflow:
         return [CloseUnit(key)]
 
     def _add_ends(
-        self, unit: UnitCopy, finished: Epoch, needs: Epoch, log: Log | None = None
+        self, unit: Replica, finished: Epoch, needs: Epoch, log: Log | None = None
     ) -> None:
         cohort = unit.key[1]
         unit.needs = Needs(finished, needs)
@@ -253,9 +253,9 @@ class Dataflow:
         working = 1 if self.shape.stages[stage].guard.lazy else None
         return list(
             consumer.on_view(
-                {CohortId(i): c.copies[:working] for i, c in enumerate(cohorts)},
+                {CohortId(i): c.replicas[:working] for i, c in enumerate(cohorts)},
                 {
-                    CohortId(i): (c.copies[working:] if working else ()) + c.joining
+                    CohortId(i): (c.replicas[working:] if working else ()) + c.joining
                     for i, c in enumerate(cohorts)
                 },
                 prefer,
@@ -264,7 +264,8 @@ class Dataflow:
         )
 
     def _is_current(self, key: Unit, consumer: Consumer) -> bool:
-        """Whether this site has a copy of the producer that is not behind the one we take from."""
+        """Whether this site has a replica of the producer that is not behind the one we take
+        from."""
         unit = self.units.get(key)
         if unit is None or not unit.installed or unit.stands:
             return False
@@ -290,7 +291,7 @@ class Dataflow:
 
     def hurry(self) -> list[SiteEffect]:
         """Units that have something to do and have not moved since the last call: take what they
-        lack from another copy, in case the one they take from is slow."""
+        lack from another replica, in case the one they take from is slow."""
         effects: list[SiteEffect] = []
         for unit in self.units.values():
             stuck = unit.works and not unit.busy and unit.finished == unit.hurried
@@ -321,19 +322,20 @@ class Dataflow:
     def _on_bundle_arrived(self, event: BundleArrived) -> list[SiteEffect]:
         consumer = self.consumers.get((event.exchange, event.consumer))
         if consumer is None or consumer.since != event.since or not consumer.on_bundle(event):
-            return []  # for a copy that is no more, or it came twice
+            return []  # for a replica that is no more, or it came twice
         return self._next(self.units[self.shape.consumer_of[event.exchange], event.consumer])
 
     def _on_ack_arrived(self, event: AckArrived) -> list[SiteEffect]:
         producer = self.producers.get((event.exchange, event.producer))
         counted = producer.since(event.consumer, event.site) if producer else -1
         if producer is None or counted < event.since:
-            # From a site that acts on a later view than this one, or for a copy not in place yet.
+            # From a site that acts on a later view than this one, or for a replica not in place
+            # yet.
             key = (event.exchange, event.producer, event.consumer, event.site)
             self._early[key] = event
             return []
         if counted > event.since:
-            return []  # from a copy that was there before
+            return []  # from a replica that was there before
         effects: list[SiteEffect] = list(producer.on_ack(event))
         unit = self.units[self.shape.producer_of[event.exchange], event.producer]
         if unit.lazy:
@@ -341,7 +343,7 @@ class Dataflow:
         return effects + self._finish_site()
 
     def _take_early(self) -> list[SiteEffect]:
-        """What came for a view or a copy that is in place only now."""
+        """What came for a view or a replica that is in place only now."""
         early, self._early = self._early, {}
         asked, self._asked = self._asked, {}
         effects = [e for ack in early.values() for e in self._on_ack_arrived(ack)]
@@ -377,14 +379,14 @@ class Dataflow:
         """How far the sinks are that this site leads, for a sequencer that may not know."""
         return [e for unit in self.units.values() for e in self._delivered(unit)]
 
-    def _delivered(self, unit: UnitCopy) -> list[SiteEffect]:
+    def _delivered(self, unit: Replica) -> list[SiteEffect]:
         assert self.view is not None
         leads = self.view.cohort(unit.key).led_by(self.site)
         if unit.shape.kind != "sink" or not leads or unit.finished == NO_EPOCH:
             return []
         return [ReportDelivered(unit.key[0], unit.finished)]
 
-    def _next(self, unit: UnitCopy) -> list[SiteEffect]:
+    def _next(self, unit: Replica) -> list[SiteEffect]:
         """What the unit can do now, if anything."""
         if unit.busy or not unit.installed or unit.stands:
             return []
@@ -420,17 +422,17 @@ class Dataflow:
         return [ReportFinished()]
 
     def _is_owed(self, producer: Producer, last: Epoch) -> bool:
-        """Whether some copy of a consumer that takes it does not have everything yet."""
+        """Whether some replica of a consumer that takes it does not have everything yet."""
         assert self.view is not None
         stage = self.shape.consumer_of[producer.exchange]
         taking = 1 if self.shape.stages[stage].guard.lazy else None
         return any(
             producer.received(CohortId(j), site) < last
             for j, cohort in enumerate(self.view.cohorts[stage])
-            for site in cohort.copies[:taking]
+            for site in cohort.replicas[:taking]
         )
 
-    # --- making a new copy ----------------------------------------------------------------------
+    # --- making a new replica ---------------------------------------------------------------------
 
     def _on_catch_up_ordered(self, event: CatchUpOrdered) -> list[SiteEffect]:
         unit = self.units.get(event.unit)
@@ -439,11 +441,11 @@ class Dataflow:
         assert self.view is not None
         if event.joiner not in self.view.cohort(event.unit).joining:
             return []  # it was given up meanwhile
-        # What the producers let go of before they counted the new copy, this one has received.
+        # What the producers let go of before they counted the new replica, this one has received.
         unit.handovers[event.joiner] = unit.received
         return self._handovers(unit) if not unit.busy else []
 
-    def _handovers(self, unit: UnitCopy) -> list[SiteEffect]:
+    def _handovers(self, unit: Replica) -> list[SiteEffect]:
         assert self.view is not None
         return list(unit.hand_over(self.view.cohort(unit.key), self._stored))
 
@@ -480,7 +482,7 @@ class Dataflow:
         unit.checkpoint(self.view.cohort(unit.key).standing)
         return self._handovers(unit) if not unit.busy else []
 
-    def _on_copy_installed(self, event: CopyInstalled) -> list[SiteEffect]:
+    def _on_replica_installed(self, event: ReplicaInstalled) -> list[SiteEffect]:
         unit = self.units.get(event.unit)
         if unit is None or (unit.installed and not unit.stands):
             return []
@@ -491,17 +493,17 @@ class Dataflow:
 
     def _install(
         self,
-        unit: UnitCopy,
+        unit: Replica,
         epoch: Epoch,
         needs: Epoch,
         kept: Mapping[ExchangeId, Mapping[CohortId, list[Any]]],
         gaps: Mapping[ExchangeId, Mapping[CohortId, Gap]],
         log: Log | None = None,
     ) -> list[SiteEffect]:
-        """The unit's state is that after `epoch`: from now on it is a copy like any other."""
+        """The unit's state is that after `epoch`: from now on it is a replica like any other."""
         assert self.view is not None
         unit.installed, unit.finished = True, epoch
-        enough = len(self.view.cohort(unit.key).copies) >= unit.shape.guard.copies
+        enough = len(self.view.cohort(unit.key).replicas) >= unit.shape.guard.replicas
         unit.stands = enough and unit.shape.guard.standbys > 0
         unit.lazy = unit.shape.guard.lazy
         self._add_ends(unit, epoch, needs, log)
@@ -515,17 +517,17 @@ class Dataflow:
             effects += self._follow_producers(consumer)
         if unit.shape.kind == "source":
             effects.append(AskRecords(epoch))
-        effects.append(ReportCopy(unit.key, "installed"))
+        effects.append(ReportReplica(unit.key, "installed"))
         effects += [*self._next(unit), *unit.caught_up(self.window)]
         return effects + self._finish_site()
 
     # --- making a unit anew ---------------------------------------------------------------------
 
-    def _search(self, unit: UnitCopy) -> list[SiteEffect]:
-        """Ask all copies of the producers of a unit that is to be made anew what they have."""
+    def _search(self, unit: Replica) -> list[SiteEffect]:
+        """Ask all replicas of the producers of a unit that is to be made anew what they have."""
         assert self.view is not None
         cohort = self.view.cohort(unit.key)
-        if unit.installed or cohort.copies or self.site not in cohort.joining:
+        if unit.installed or cohort.replicas or self.site not in cohort.joining:
             unit.search = None
             return []
         unit.search = unit.search or Search()
@@ -536,15 +538,15 @@ class Dataflow:
         ]
         return [*asked, *self._make_anew(unit)]
 
-    def _sources(self, unit: UnitCopy) -> dict[Source, None]:
-        """All copies of its producers; none while one of them has no copy itself."""
+    def _sources(self, unit: Replica) -> dict[Source, None]:
+        """All replicas of its producers; none while one of them has no replica itself."""
         assert self.view is not None
         found: dict[Source, None] = {}
         for exchange in unit.shape.inputs:
             for i, cohort in enumerate(self.view.cohorts[self.shape.producer_of[exchange]]):
-                if not cohort.copies:
+                if not cohort.replicas:
                     return {}
-                found |= {(exchange, CohortId(i), site): None for site in cohort.copies}
+                found |= {(exchange, CohortId(i), site): None for site in cohort.replicas}
         return found
 
     def _on_log_asked(self, event: LogAsked) -> list[SiteEffect]:
@@ -567,14 +569,14 @@ class Dataflow:
         unit.search.told[source] = event.log
         return self._make_anew(unit)
 
-    def _make_anew(self, unit: UnitCopy) -> list[SiteEffect]:
+    def _make_anew(self, unit: Replica) -> list[SiteEffect]:
         """Begin, if it is known from where on."""
         log = unit.search.begins(self._sources(unit)) if unit.search is not None else None
         if log is None:
             return []
         unit.search = None
         if log.credit < 1:
-            return [ReportCopy(unit.key, "impossible")]
+            return [ReportReplica(unit.key, "impossible")]
         self.recorded = max(self.recorded, log.upto)
         right = max(log.after, log.line.get(unit.key, NO_EPOCH))
         makes = Log(right, log.upto, log.credit - 1, log.line)
@@ -593,7 +595,7 @@ class Dataflow:
         return effects
 
     def slowest(self) -> tuple[SiteId, int] | None:
-        """The copy elsewhere that most is kept for here, and how many bytes."""
+        """The replica elsewhere that most is kept for here, and how many bytes."""
         found = [p.slowest(self._standing(p)) for p in self.producers.values()]
         return max((f for f in found if f is not None), key=lambda f: f[1], default=None)
 
@@ -604,7 +606,9 @@ class Dataflow:
         stage = self.shape.consumer_of[producer.exchange]
         guard = self.shape.stages[stage].guard
         return {
-            CohortId(j): c.all if guard.anew else c.standing + (c.copies[1:] if guard.lazy else ())
+            CohortId(j): c.all
+            if guard.anew
+            else c.standing + (c.replicas[1:] if guard.lazy else ())
             for j, c in enumerate(self.view.cohorts[stage])
         }
 

@@ -23,7 +23,7 @@ class OpenUnit:
 
 @value
 class BeginUnit:
-    """The unit is made anew: it begins with empty state, whatever another copy may have begun to
+    """The unit is made anew: it begins with empty state, whatever another replica may have begun to
     hand over to it; or with what the flow begins with."""
 
     unit: Unit
@@ -103,7 +103,7 @@ class SendBundle:
 
 @value
 class SendAck:
-    """To the copy of `producer` at `site`; the rest as in `AckArrived`."""
+    """To the replica of `producer` at `site`; the rest as in `AckArrived`."""
 
     site: SiteId
     exchange: ExchangeId
@@ -121,7 +121,7 @@ class SendAck:
 
 @value
 class AskLog:
-    """Ask the copy of `producer` at `site` from where on it has what this consumer needs."""
+    """Ask the replica of `producer` at `site` from where on it has what this consumer needs."""
 
     site: SiteId
     exchange: ExchangeId
@@ -132,7 +132,7 @@ class AskLog:
 
 @value
 class TellLog:
-    """To the copy of `consumer` at `site`; the rest as in `LogTold`."""
+    """To the replica of `consumer` at `site`; the rest as in `LogTold`."""
 
     site: SiteId
     exchange: ExchangeId
@@ -186,7 +186,7 @@ class ReportMissed:
 
 @value
 class AbandonHandOver:
-    """The copy at `joiner` is not wanted any more."""
+    """The replica at `joiner` is not wanted any more."""
 
     unit: Unit
     joiner: SiteId
@@ -201,8 +201,8 @@ class ReportDelivered:
 
 
 @value
-class ReportCopy:
-    """Tell the controller how far the copy of a unit is: see `CopyReported`."""
+class ReportReplica:
+    """Tell the controller how far the replica of a unit is: see `ReplicaReported`."""
 
     unit: Unit
     phase: str
@@ -230,7 +230,7 @@ SiteEffect = (
     | ReportMissed
     | AbandonHandOver
     | ReportDelivered
-    | ReportCopy
+    | ReportReplica
     | ReportFinished
 )
 
@@ -239,14 +239,14 @@ SiteEffect = (
 
 @value
 class PublishRecord:
-    """Send the record to every site: all copies of the sequencer have it."""
+    """Send the record to every site: all replicas of the sequencer have it."""
 
     record: EpochRecord
 
 
 @value
 class PassRecord:
-    """Send the record to the next copy in the chain, which will pass it on or publish it."""
+    """Send the record to the next replica in the chain, which will pass it on or publish it."""
 
     site: SiteId
     record: EpochRecord
@@ -254,7 +254,7 @@ class PassRecord:
 
 @value
 class CopySequencer:
-    """Give the new copy at `site` this state."""
+    """Give the new replica at `site` this state."""
 
     site: SiteId
     state: dict[str, Any]
@@ -262,7 +262,7 @@ class CopySequencer:
 
 @value
 class ConfirmChain:
-    """Tell the copy at `site` that it is the next in the chain."""
+    """Tell the replica at `site` that it is the next in the chain."""
 
     site: SiteId
 

@@ -10,7 +10,7 @@ from holdfast.core.records import Block, EpochRecord
 from holdfast.core.upstream import Gap, Line, Log
 from holdfast.core.values import value
 
-# --- of a site's dataflow, and of its copy of the sequencer -------------------------------------
+# --- of a site's dataflow, and of its replica of the sequencer ------------------------------------
 
 
 @value
@@ -56,7 +56,8 @@ class BundleArrived:
     producer: CohortId
     consumer: CohortId
     since: int
-    """For the copy of the consumer that began in this view, and not one before it at this site."""
+    """For the replica of the consumer that began in this view, and not one before it at this
+    site."""
     last: bool
     bundle: Any
     part: int = 0
@@ -64,7 +65,7 @@ class BundleArrived:
 
 @value
 class AckArrived:
-    """What a copy of a consumer cohort, at `site`, says to a copy of a producer cohort."""
+    """What a replica of a consumer cohort, at `site`, says to a replica of a producer cohort."""
 
     exchange: ExchangeId
     producer: CohortId
@@ -76,7 +77,7 @@ class AckArrived:
     credit: Epoch
     """It has room up to this epoch."""
     take: bool
-    """Whether it takes its frames from this copy; from the others it only wants them kept."""
+    """Whether it takes its frames from this replica; from the others it only wants them kept."""
     finished: Epoch
     checksum: int
     """The last epoch it has processed, and the checksum of that epoch's bundle."""
@@ -104,7 +105,7 @@ class UnitProcessed:
 
 @value
 class LogAsked:
-    """The copy of a consumer at `site` is to be made anew, and wants to know from where on."""
+    """The replica of a consumer at `site` is to be made anew, and wants to know from where on."""
 
     exchange: ExchangeId
     producer: CohortId
@@ -115,7 +116,7 @@ class LogAsked:
 
 @value
 class LogTold:
-    """What the copy of a producer at `site` has for a consumer that is to be made anew."""
+    """What the replica of a producer at `site` has for a consumer that is to be made anew."""
 
     exchange: ExchangeId
     producer: CohortId
@@ -134,7 +135,7 @@ class CheckpointDue:
 
 @value
 class SinkDurable:
-    """The sink's first copy has written all rows up to this epoch for good."""
+    """The sink's first replica has written all rows up to this epoch for good."""
 
     unit: Unit
     epoch: Epoch
@@ -151,7 +152,7 @@ class StoreOrdered:
 
 @value
 class CatchUpOrdered:
-    """Every member counts the joining copy: the donor may hand over to it."""
+    """Every member counts the joining replica: the donor may hand over to it."""
 
     unit: Unit
     joiner: SiteId
@@ -166,8 +167,8 @@ class StockOrdered:
 
 
 @value
-class CopyInstalled:
-    """The state that another copy had after `epoch` is in place here, and these are the bundles
+class ReplicaInstalled:
+    """The state that another replica had after `epoch` is in place here, and these are the bundles
     that it still kept: all of them, or those of later epochs than it had given before."""
 
     unit: Unit
@@ -196,7 +197,7 @@ SiteEvent = (
     | StoreOrdered
     | CatchUpOrdered
     | StockOrdered
-    | CopyInstalled
+    | ReplicaInstalled
 )
 
 # --- of the sequencer ---------------------------------------------------------------------------
@@ -252,14 +253,14 @@ class PauseRequested:
 
 @value
 class RecordPassed:
-    """The copy of the sequencer before this one in the chain has the record."""
+    """The replica of the sequencer before this one in the chain has the record."""
 
     record: EpochRecord
 
 
 @value
 class ChainJoined:
-    """A new copy of the sequencer asks to be the next in the chain after this one. It has all
+    """A new replica of the sequencer asks to be the next in the chain after this one. It has all
     records before epoch `has`; with `NO_EPOCH` it needs the state first."""
 
     site: SiteId
@@ -275,7 +276,7 @@ class SuccessorConnected:
 
 @value
 class SequencerCopied:
-    """The state of the copy that this new one follows in the chain."""
+    """The state of the replica that this new one follows in the chain."""
 
     state: dict[str, Any]
 
@@ -323,11 +324,11 @@ class SitesFailed:
     sites: tuple[SiteId, ...]
     reason: str
     certain: bool = True
-    """False: silent only. Such a site is let go if every partition has a copy elsewhere."""
+    """False: silent only. Such a site is let go if every partition has a replica elsewhere."""
 
 
 @value
-class CopyReported:
+class ReplicaReported:
     """A joining site has a unit's state in place (`installed`), has caught up with what had been
     recorded by then (`caught_up`), or could not (`failed`). Or of a unit that is to be made anew
     if it is lost, all is kept that this takes (`stocked`)."""
@@ -341,8 +342,8 @@ class CopyReported:
 
 
 @value
-class CopyBehind:
-    """Another site must keep more for the copies at `site` than it has room for."""
+class ReplicaBehind:
+    """Another site must keep more for the replicas at `site` than it has room for."""
 
     site: SiteId
     reason: str
@@ -464,8 +465,8 @@ ControllerEvent = (
     SiteRegistered
     | ViewSeen
     | SitesFailed
-    | CopyReported
-    | CopyBehind
+    | ReplicaReported
+    | ReplicaBehind
     | SitesApart
     | SitesHung
     | FlowFailed

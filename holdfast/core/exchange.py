@@ -1,10 +1,10 @@
 """The two ends of an exchange, for one cohort on one site.
 
-Every copy of a consumer cohort tells every copy of a producer cohort, cumulatively, up to which
-epoch it has `received`, and takes its frames from one of them. A producer copy keeps a bundle
-until all copies of the consumer have it: that epoch is `stable`. So whichever copies die, what a
-survivor lacks is kept by, or will be made again by, any survivor on the other side; and "have I
-seen this?" is one comparison of epochs.
+Every replica of a consumer cohort tells every replica of a producer cohort, cumulatively, up to
+which epoch it has `received`, and takes its frames from one of them. A producer replica keeps a
+bundle until all replicas of the consumer have it: that epoch is `stable`. So whichever replicas
+die, what a survivor lacks is kept by, or will be made again by, any survivor on the other side; and
+"have I seen this?" is one comparison of epochs.
 
 A consumer that is made anew from its input if it dies (see `holdfast.core.upstream`) also says up
 to which epoch it does not need that input any more, at each *level*; then that is what is stable.
@@ -29,7 +29,7 @@ from holdfast.errors import DivergenceError, ProtocolError, require
 
 
 class Kept(NamedTuple):
-    """A bundle that some copy of the consumer may still need."""
+    """A bundle that some replica of the consumer may still need."""
 
     epoch: Epoch
     last: bool
@@ -40,7 +40,7 @@ class Kept(NamedTuple):
 
 @dataclass(slots=True)
 class _Taker:
-    """What a producer knows of one copy of a consumer."""
+    """What a producer knows of one replica of a consumer."""
 
     def reached(self, level: int) -> Epoch:
         """What it has (level 0), or does not need any more."""
@@ -64,7 +64,7 @@ class _Taker:
 
 @dataclass(slots=True)
 class _Lane:
-    """The bundles for one consumer cohort, and the copies it has."""
+    """The bundles for one consumer cohort, and the replicas it has."""
 
     kept: deque[Kept] = field(default_factory=deque)
     trimmed: int = 0
@@ -72,7 +72,7 @@ class _Lane:
     let_go: Epoch = NO_EPOCH
     """Up to which epoch they have, or were never here."""
     known: Epoch = NO_EPOCH
-    """Up to which epoch some copy of the consumer, dead or alive, was known not to need any."""
+    """Up to which epoch some replica of the consumer, dead or alive, was known not to need any."""
     base: Epoch = NO_EPOCH
     """After which epoch what is here is right, if it was made anew."""
     credit: int = 0
@@ -96,7 +96,7 @@ class Producer:
         log: Log | None = None,
         alike: bool = True,
     ) -> None:
-        """The consumers let go at this `level`. The copies of the producer make the same frames,
+        """The consumers let go at this `level`. The replicas of the producer make the same frames,
         if they are `alike`. If what comes here is made anew, it is right after the epoch
         `log.after`, and that is all that they need at the level `log.credit`, at first."""
         self.exchange, self.cohort, self.level = exchange, cohort, level
@@ -108,9 +108,9 @@ class Producer:
         self._log = log or Log(made, made, level, {})
         self._part = 0
 
-    def on_view(self, copies: Mapping[CohortId, Mapping[SiteId, int]]) -> None:
-        """Count these copies of the consumers, and no others; each with the view it is from."""
-        for consumer, sites in copies.items():
+    def on_view(self, replicas: Mapping[CohortId, Mapping[SiteId, int]]) -> None:
+        """Count these replicas of the consumers, and no others; each with the view it is from."""
+        for consumer, sites in replicas.items():
             lane = self.lanes.get(consumer) or self._new_lane(consumer)
             known = {s: t for s, t in lane.takers.items() if sites.get(s) == t.since}
             lane.takers = {s: known.get(s) or _Taker(since) for s, since in sites.items()}
@@ -123,13 +123,14 @@ class Producer:
         return lane
 
     def since(self, consumer: CohortId, site: SiteId) -> int:
-        """From which view the copy of `consumer` at `site` is that counts here; -1 if none does."""
+        """From which view the replica of `consumer` at `site` is that counts here; -1 if none
+        does."""
         lane = self.lanes.get(consumer)
         taker = lane.takers.get(site) if lane else None
         return taker.since if taker else -1
 
     def received(self, consumer: CohortId, site: SiteId) -> Epoch:
-        """What the copy of `consumer` at `site` has."""
+        """What the replica of `consumer` at `site` has."""
         return self.lanes[consumer].takers[site].received
 
     def offer(self, epoch: Epoch, last: bool, bundles: Mapping[CohortId, Any]) -> list[SendBundle]:
@@ -186,7 +187,7 @@ class Producer:
 
     @property
     def stable(self) -> Epoch:
-        """What no copy of any consumer will ask for."""
+        """What no replica of any consumer will ask for."""
         return min((self._stable(lane) for lane in self.lanes.values()), default=NO_EPOCH)
 
     def skip(self, epoch: Epoch) -> None:
@@ -196,7 +197,7 @@ class Producer:
             lane.let_go = max(lane.let_go, epoch)
 
     def reached(self, level: int) -> Epoch:
-        """What all copies of all consumers have (level 0), or do not need any more. A consumer of
+        """What all replicas of all consumers have (level 0), or do not need any more. A consumer of
         which nothing is left will be made anew, and then needs all that is kept for it."""
         return min(
             (
@@ -249,7 +250,7 @@ class Producer:
         return ready
 
     def _verify(self, lane: _Lane, ack: AckArrived) -> None:
-        """Two copies must make the same frames: compare what the other one sent with ours."""
+        """Two replicas must make the same frames: compare what the other one sent with ours."""
         if ack.take or ack.finished == NO_EPOCH or not self.alike:
             return
         if ack.finished > self.made:
@@ -262,15 +263,15 @@ class Producer:
     def _compare(self, consumer: CohortId, epoch: Epoch, bundle: Any, claim: int) -> None:
         if bundle.checksum != claim:
             raise DivergenceError(
-                f"exchange {self.exchange}, epoch {epoch}: the copies of producer cohort "
+                f"exchange {self.exchange}, epoch {epoch}: the replicas of producer cohort "
                 f"{self.cohort} sent different frames to consumer cohort {consumer}",
                 hint="an operator or step is not deterministic: does it use the time, a random "
                 "number, or the order of a set?",
             )
 
     def export(self, after: Epoch | None = None) -> dict[CohortId, list[Kept]]:
-        """What another copy must be able to send in place of this one; without what it has, if it
-        has been there after an earlier epoch."""
+        """What another replica must be able to send in place of this one; without what it has, if
+        it has been there after an earlier epoch."""
         return {
             consumer: [k for k in lane.kept if after is None or k.epoch > after]
             for consumer, lane in self.lanes.items()
@@ -290,7 +291,7 @@ class Producer:
         gaps: Mapping[CohortId, Gap],
         whole: bool = True,
     ) -> None:
-        """Be as another copy was after epoch `made`. If these are not all that it kept, what is
+        """Be as another replica was after epoch `made`. If these are not all that it kept, what is
         kept here of earlier epochs stays, as long as the other one kept it."""
         self.made = made
         for consumer, gap in gaps.items():
@@ -317,8 +318,8 @@ class Producer:
         return sum(len(lane.kept) for lane in self.lanes.values())
 
     def slowest(self, but: Mapping[CohortId, Iterable[SiteId]]) -> tuple[SiteId, int] | None:
-        """The copy that most bundles are kept for, and how many bytes they are; leaving out some,
-        that are meant to be behind."""
+        """The replica that most bundles are kept for, and how many bytes they are; leaving out
+        some, that are meant to be behind."""
         worst: tuple[int, SiteId] | None = None
         for consumer, lane in self.lanes.items():
             for site, taker in lane.takers.items():
@@ -359,14 +360,14 @@ class Consumer:
         self.stands = False
         """It takes nothing yet, and is counted."""
         self.alike = True
-        """Whether it does not matter from which copy of a producer it takes its frames."""
+        """Whether it does not matter from which replica of a producer it takes its frames."""
         self.levels: Callable[[Epoch], tuple[Epoch, ...]] = lambda received: ()
         """What is not needed any more, by level, given what was received."""
         self.lines: Callable[[], tuple[Line, ...]] = lambda: ()
         """What goes with it."""
         self.received: dict[CohortId, Epoch] = {}
         self.source: dict[CohortId, SiteId | None] = {}
-        self._copies: dict[CohortId, tuple[SiteId, ...]] = {}
+        self._replicas: dict[CohortId, tuple[SiteId, ...]] = {}
         self._counted: dict[CohortId, tuple[SiteId, ...]] = {}
         self._arrived: dict[Epoch, dict[CohortId, list[Any]]] = {}
         self._parts: dict[CohortId, int] = {}  # how many of the next epoch have come
@@ -375,18 +376,18 @@ class Consumer:
 
     def on_view(
         self,
-        copies: Mapping[CohortId, tuple[SiteId, ...]],
+        replicas: Mapping[CohortId, tuple[SiteId, ...]],
         joining: Mapping[CohortId, tuple[SiteId, ...]],
         prefer: Mapping[CohortId, SiteId],
         connected: set[SiteId],
     ) -> list[SendAck]:
-        """Take from these copies of the producers; tell them, and those that join, where we are.
+        """Take from these replicas of the producers; tell them, and those that join, where we are.
 
-        `prefer` names the copies that are on this site and not behind.
+        `prefer` names the replicas that are on this site and not behind.
         """
-        for producer, sites in copies.items():
+        for producer, sites in replicas.items():
             self.received.setdefault(producer, self.finished)
-            self._copies[producer] = sites
+            self._replicas[producer] = sites
             self._counted[producer] = sites + joining[producer]
             self._choose(producer, connected, prefer.get(producer))
         return self.acks(connected)
@@ -398,7 +399,7 @@ class Consumer:
         return [a for a in self.acks(connected) if a.site == site]
 
     def on_lost(self, site: SiteId, connected: set[SiteId]) -> list[SendAck]:
-        """Ask another copy at once for what this one was sending. It may come twice."""
+        """Ask another replica at once for what this one was sending. It may come twice."""
         effects = []
         for producer, source in self.source.items():
             if source == site:
@@ -407,7 +408,7 @@ class Consumer:
         return effects
 
     def _choose(self, producer: CohortId, connected: set[SiteId], prefer: SiteId | None) -> None:
-        alive = [s for s in self._copies[producer] if s in connected and not self.stands]
+        alive = [s for s in self._replicas[producer] if s in connected and not self.stands]
         if not self.alike:
             self.source[producer] = alive[0] if alive else None
         elif prefer is not None and prefer in alive:
@@ -417,10 +418,10 @@ class Consumer:
             self.source[producer] = alive[turn] if alive else None
 
     def turn(self, connected: set[SiteId]) -> list[SendAck]:
-        """Take what is lacking of the next epoch from the next copy."""
+        """Take what is lacking of the next epoch from the next replica."""
         effects = []
         for producer, received in self.received.items() if self.alike else ():
-            alive = [s for s in self._copies[producer] if s in connected]
+            alive = [s for s in self._replicas[producer] if s in connected]
             source = self.source.get(producer)
             if received == self.finished and source in alive and len(alive) > 1:
                 self.source[producer] = alive[(alive.index(source) + 1) % len(alive)]

@@ -1,4 +1,4 @@
-"""What the leading control knows of who lives, who hears whom, and which copies get on: no I/O.
+"""What the leading control knows of who lives, who hears whom, and which replicas get on: no I/O.
 
 All times are those of one clock, in seconds.
 """
@@ -16,7 +16,7 @@ from holdfast.core.peer_monitor import BEATS_PER_LEASE, PATIENCE_LEASES
 ALONE_LEASES = 5
 """After so many leases it counts that one site does not hear another, though only one says so."""
 JOIN_S_MAX = 10.0
-"""So long a copy that is being made may get nothing; or ten leases, if that is longer."""
+"""So long a replica that is being made may get nothing; or ten leases, if that is longer."""
 
 Couple = tuple[SiteId, SiteId]
 """Who complains, and of whom."""
@@ -34,7 +34,7 @@ class Signs:
         """What sites are at that are in a long call."""
         self._apart: dict[Couple, tuple[float, int, str]] = {}
         self._joins: dict[tuple[Unit, SiteId, int], tuple[float, int | None]] = {}
-        """Copies that are being made, and since which view: since when, and how many bytes, have
+        """Replicas that are being made, and since which view: since when, and how many bytes, have
         not become fewer."""
 
     def begin(self, sites: Iterable[SiteId], now: float) -> None:
@@ -107,18 +107,18 @@ class Signs:
     def stuck(
         self, view: View, figures: Iterable[Mapping[str, Any]], now: float
     ) -> tuple[list[tuple[Unit, SiteId]], float]:
-        """Copies that are being made and get nowhere, by what the sites say of themselves; and for
-        how many seconds they have not."""
+        """Replicas that are being made and get nowhere, by what the sites say of themselves; and
+        for how many seconds they have not."""
         left = {
-            ((StageId(stage), CohortId(cohort)), SiteId(copy["to"])): int(copy["bytes_left"])
+            ((StageId(stage), CohortId(cohort)), SiteId(replica["to"])): int(replica["bytes_left"])
             for said in figures
-            for copy in said["copying"]
-            for stage, cohort in [copy["unit"]]
+            for replica in said["copying"]
+            for stage, cohort in [replica["unit"]]
         }
         known, self._joins = self._joins, {}
         for unit in view.units():
             cohort = view.cohort(unit)
-            for site in cohort.joining if cohort.copies else ():  # others wait for their input
+            for site in cohort.joining if cohort.replicas else ():  # others wait for their input
                 join = (unit, site, cohort.since_of(site))
                 since, was = known.get(join, (now, None))
                 got = left.get((unit, site))

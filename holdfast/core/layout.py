@@ -1,7 +1,7 @@
 """What the machines know of a flow: its shape, and where its partitions are.
 
 `Shape` is the plan reduced to numbers. A `View` says which sites take part and which of them hold
-the copies of each partition. Both are plain data that travel between processes.
+the replicas of each partition. Both are plain data that travel between processes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from holdfast.errors import HostError
 class Guard:
     """How the units of a stage are protected."""
 
-    copies: int = 1
+    replicas: int = 1
     apart: str = "process"
-    """The failure domain that no two copies may share."""
+    """The failure domain that no two replicas may share."""
     standbys: int = 0
-    """How many more copies stand by: they get checkpoints, and compute nothing."""
+    """How many more replicas stand by: they get checkpoints, and compute nothing."""
     every_ms: int = 0
     """How often they get one."""
     every_epochs: int = 0
@@ -29,10 +29,10 @@ class Guard:
     recovery_ms: int = 0
     """Or within which time they shall be able to go on in place of one that is lost."""
     alike: bool = True
-    """Whether its copies make the same frames, row by row. If not, consumers take them from the
-    first copy, and the others withhold theirs."""
+    """Whether its replicas make the same frames, row by row. If not, consumers take them from the
+    first replica, and the others withhold theirs."""
     lazy: bool = False
-    """Of sources and sinks: whether copies other than the first only follow it: they know which
+    """Of sources and sinks: whether replicas other than the first only follow it: they know which
     epochs nobody needs from them any more, and do the others when they come to lead."""
     level: int = 0
     """If not 0, the input is kept at this level: see `holdfast.core.upstream`."""
@@ -42,18 +42,18 @@ class Guard:
 
     @property
     def comparable(self) -> bool:
-        """Whether what a copy makes is to be the same as what another one has made. A unit that is
-        made anew makes some of it wrong that nobody needs."""
+        """Whether what a replica makes is to be the same as what another one has made. A unit that
+        is made anew makes some of it wrong that nobody needs."""
         return self.alike and not self.anew
 
     @property
     def wanted(self) -> int:
         """How many sites shall have something of each partition."""
-        return self.copies + self.standbys
+        return self.replicas + self.standbys
 
     @property
     def counts(self) -> tuple[int, int]:
-        return self.copies, self.standbys
+        return self.replicas, self.standbys
 
     def towards(self, aim: Guard) -> Guard:
         """What comes before `aim`. What is kept now is kept until all that is wanted is in place;
@@ -85,7 +85,7 @@ class Shape:
     consumer_of: tuple[StageId, ...]
     """By exchange: the stage that it feeds."""
     granularity: str = "partition"
-    """What is lost with a site, and made anew: see `replicas`."""
+    """What is lost with a site, and made anew: see `mirrors`."""
 
     @property
     def levels(self) -> int:
@@ -134,73 +134,73 @@ class Cohort:
 
     first: int
     end: int
-    copies: tuple[SiteId, ...]
+    replicas: tuple[SiteId, ...]
     """The sites that compute it. The first one leads: it announces a source's rows, and writes a
     sink's."""
     joining: tuple[SiteId, ...] = ()
-    """The sites to which a copy is being made."""
+    """The sites to which a replica is being made."""
     since: tuple[tuple[SiteId, int], ...] = ()
-    """The number of the view in which a copy began to join. It tells a copy from one that was at
-    the same site before; those of the first view began with 0."""
+    """The number of the view in which a replica began to join. It tells a replica from one that was
+    at the same site before; those of the first view began with 0."""
     standing: tuple[SiteId, ...] = ()
-    """The sites that have a checkpoint of it, and will go on from there when no copy is left."""
+    """The sites that have a checkpoint of it, and will go on from there when no replica is left."""
 
     @property
     def all(self) -> tuple[SiteId, ...]:
-        return self.copies + self.joining + self.standing
+        return self.replicas + self.joining + self.standing
 
     def led_by(self, site: SiteId) -> bool:
-        return self.copies[:1] == (site,)
+        return self.replicas[:1] == (site,)
 
     def since_of(self, site: SiteId) -> int:
         return dict(self.since).get(site, 0)
 
     def joined_by(self, site: SiteId, number: int) -> Cohort:
-        """With a new copy at `site`, from the view with this number on."""
+        """With a new replica at `site`, from the view with this number on."""
         return replace(self, joining=(*self.joining, site), since=(*self.since, (site, number)))
 
-    def installed_at(self, site: SiteId, copies: int) -> Cohort:
+    def installed_at(self, site: SiteId, replicas: int) -> Cohort:
         """The state is in place at `site`, which joined: it computes, or there are enough that do
         and it stands by."""
         rest = tuple(s for s in self.joining if s != site)
-        if len(self.copies) < copies:
-            return replace(self, joining=rest, copies=(*self.copies, site))
+        if len(self.replicas) < replicas:
+            return replace(self, joining=rest, replicas=(*self.replicas, site))
         return replace(self, joining=rest, standing=(*self.standing, site))
 
     def without(self, gone: Iterable[SiteId]) -> Cohort:
-        """What is left; with no copy that computes, who stands by goes on."""
+        """What is left; with no replica that computes, who stands by goes on."""
         left = set(self.all) - set(gone)
-        copies = tuple(s for s in self.copies if s in left)
+        replicas = tuple(s for s in self.replicas if s in left)
         standing = tuple(s for s in self.standing if s in left)
-        stepped_in = 0 if copies else 1
+        stepped_in = 0 if replicas else 1
         return replace(
             self,
-            copies=copies + standing[:stepped_in],
+            replicas=replicas + standing[:stepped_in],
             joining=tuple(s for s in self.joining if s in left),
             standing=standing[stepped_in:],
             since=tuple(pair for pair in self.since if pair[0] in left),
         )
 
     def fitted(self, guard: Guard, number: int) -> Cohort:
-        """With as many copies as a stage shall have from the view with this number on, and as many
-        that stand by, as far as they are there. One that has computed and shall stand by gets its
-        state again: it is ahead of what it would be given."""
-        if not self.copies:
+        """With as many replicas as a stage shall have from the view with this number on, and as
+        many that stand by, as far as they are there. One that has computed and shall stand by gets
+        its state again: it is ahead of what it would be given."""
+        if not self.replicas:
             return self
-        more = max(0, guard.copies - len(self.copies))
-        copies, standing = self.copies + self.standing[:more], self.standing[more:]
-        surplus, standing = copies[guard.copies :], standing[: guard.standbys]
-        kept = {*copies[: guard.copies], *standing}
+        more = max(0, guard.replicas - len(self.replicas))
+        replicas, standing = self.replicas + self.standing[:more], self.standing[more:]
+        surplus, standing = replicas[guard.replicas :], standing[: guard.standbys]
+        kept = {*replicas[: guard.replicas], *standing}
         since = tuple(pair for pair in self.since if pair[0] in kept)
-        fitted = Cohort(self.first, self.end, copies[: guard.copies], (), since, standing)
+        fitted = Cohort(self.first, self.end, replicas[: guard.replicas], (), since, standing)
         for site in surplus[: guard.standbys - len(standing)]:
             fitted = fitted.joined_by(site, number)
         return fitted
 
     @property
     def donor(self) -> SiteId:
-        """The copy that new ones are made from: the one that has least else to do."""
-        return self.copies[-1]
+        """The replica that new ones are made from: the one that has least else to do."""
+        return self.replicas[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ class View:
     """How each shall be, if that is not how it is."""
 
     def __str__(self) -> str:
-        """``view 0.3 of 0 1 4: 01 | 01 1+4``: the copies of each cohort, stage by stage."""
+        """``view 0.3 of 0 1 4: 01 | 01 1+4``: the replicas of each cohort, stage by stage."""
         stages = [" ".join(_sites(c) for c in stage) for stage in self.cohorts]
         members = " ".join(str(s) for s in self.members)
         return f"view {self.term}.{self.number} of {members}: {' | '.join(stages)}"
@@ -235,8 +235,8 @@ class View:
     @property
     def sequencers(self) -> tuple[SiteId, ...]:
         """The sequencer lives with the first source's first cohort, so whatever failures leave a
-        copy of every partition leave one of the sequencer."""
-        return self.cohorts[0][0].copies
+        replica of every partition leave one of the sequencer."""
+        return self.cohorts[0][0].replicas
 
     def cohort(self, unit: Unit) -> Cohort:
         return self.cohorts[unit[0]][unit[1]]
@@ -253,8 +253,8 @@ class View:
         return [u for u in self.units() if site in self.cohort(u).all]
 
     def bare(self) -> list[Unit]:
-        """The units of which no copy is left."""
-        return [u for u in self.units() if not self.cohort(u).copies]
+        """The units of which no replica is left."""
+        return [u for u in self.units() if not self.cohort(u).replicas]
 
     def without(self, gone: Iterable[SiteId]) -> View:
         """The next view, in which these sites take no part."""
@@ -288,7 +288,7 @@ class View:
 def _sites(cohort: Cohort) -> str:
     joining = "".join(f"+{s}" for s in cohort.joining)
     standing = "".join(f"~{s}" for s in cohort.standing)
-    return ",".join(str(s) for s in cohort.copies) + joining + standing
+    return ",".join(str(s) for s in cohort.replicas) + joining + standing
 
 
 def partitions_of(view: View, units: Iterable[Unit], shape: Shape) -> str:
@@ -315,7 +315,7 @@ def spans(numbers: Sequence[int]) -> str:
 def place(shape: Shape, sites: Sequence[SiteId], domains: Mapping[SiteId, Domain]) -> View:
     """The first view: contiguous runs of each stage's partitions, chained over the sites.
 
-    Copies follow one another around the ring of sites (chained declustering), which is ordered so
+    Replicas follow one another around the ring of sites (chained declustering), which is ordered so
     that neighbours share as little as possible. Stages with fewer partitions than sites begin where
     the one before ended, so that they do not all pile up on the first site.
     """
@@ -323,7 +323,7 @@ def place(shape: Shape, sites: Sequence[SiteId], domains: Mapping[SiteId, Domain
         raise HostError("a flow needs at least one site")
     ring = _ring(sites, domains)
     if shape.granularity != "partition":
-        return _place_replicas(shape, ring, domains)
+        return _place_mirrors(shape, ring, domains)
     placed, turn = [], 0
     for stage in shape.stages:
         count = min(stage.partitions, len(ring))
@@ -331,12 +331,12 @@ def place(shape: Shape, sites: Sequence[SiteId], domains: Mapping[SiteId, Domain
         cohorts = []
         for c in range(count):
             at = (turn + c) % len(ring)
-            copies = [ring[at]]
+            replicas = [ring[at]]
             guard = stage.guard
-            while len(copies) < guard.wanted:
+            while len(replicas) < guard.wanted:
                 after = [ring[(at + k) % len(ring)] for k in range(1, len(ring))]
-                copies.append(_next_copy(stage, copies, after, domains))
-            both = (tuple(copies[: guard.copies]), tuple(copies[guard.copies :]))
+                replicas.append(_next_replica(stage, replicas, after, domains))
+            both = (tuple(replicas[: guard.replicas]), tuple(replicas[guard.replicas :]))
             cohorts.append(Cohort(bounds[c], bounds[c + 1], both[0], standing=both[1]))
         if count < len(ring):
             turn += count
@@ -344,8 +344,8 @@ def place(shape: Shape, sites: Sequence[SiteId], domains: Mapping[SiteId, Domain
     return View(0, 0, tuple(sites), tuple(placed))
 
 
-def replicas(shape: Shape, ring: Sequence[SiteId]) -> tuple[list[SiteId], list[SiteId]]:
-    """The two sets of sites that hold one copy of everything each: one site a set for dataflow
+def mirrors(shape: Shape, ring: Sequence[SiteId]) -> tuple[list[SiteId], list[SiteId]]:
+    """The two sets of sites that hold one replica of everything each: one site a set for dataflow
     pairs, half of them for cluster pairs."""
     count = 1 if shape.granularity == "dataflow" else len(ring) // 2
     return list(ring[0 : 2 * count : 2]), list(ring[1 : 2 * count : 2])
@@ -356,12 +356,12 @@ def _bounds(partitions: int, cohorts: int) -> list[int]:
     return [-(-partitions * c // cohorts) for c in range(cohorts + 1)]
 
 
-def _place_replicas(shape: Shape, ring: Sequence[SiteId], domains: Mapping[SiteId, Domain]) -> View:
-    first, second = replicas(shape, ring)
+def _place_mirrors(shape: Shape, ring: Sequence[SiteId], domains: Mapping[SiteId, Domain]) -> View:
+    first, second = mirrors(shape, ring)
     placed = []
     for stage in shape.stages:
         if not first or not second or not may_join(stage, first[:1], second[0], domains):
-            _next_copy(stage, ring[:1], ring[1:], domains)  # says what is wrong
+            _next_replica(stage, ring[:1], ring[1:], domains)  # says what is wrong
         count = min(stage.partitions, len(first))
         bounds = _bounds(stage.partitions, count)
         placed.append(
@@ -371,41 +371,42 @@ def _place_replicas(shape: Shape, ring: Sequence[SiteId], domains: Mapping[SiteI
 
 
 def may_join(
-    stage: StageShape, copies: Iterable[SiteId], site: SiteId, domains: Mapping[SiteId, Domain]
+    stage: StageShape, replicas: Iterable[SiteId], site: SiteId, domains: Mapping[SiteId, Domain]
 ) -> bool:
-    """Whether a copy at `site` is apart from these, as the stage wants it."""
+    """Whether a replica at `site` is apart from these, as the stage wants it."""
     return all(
         site != other
         and getattr(domains[site], stage.guard.apart) != getattr(domains[other], stage.guard.apart)
-        for other in copies
+        for other in replicas
     )
 
 
 def closeness(
-    copies: Iterable[SiteId], site: SiteId, domains: Mapping[SiteId, Domain]
+    replicas: Iterable[SiteId], site: SiteId, domains: Mapping[SiteId, Domain]
 ) -> tuple[bool, ...]:
     """How much `site` shares with these; less is better."""
-    shared = [domains[site].shared(domains[other]) for other in copies]
+    shared = [domains[site].shared(domains[other]) for other in replicas]
     return max(shared, default=(False,) * len(DOMAINS))
 
 
-def _next_copy(
+def _next_replica(
     stage: StageShape,
-    copies: Sequence[SiteId],
+    replicas: Sequence[SiteId],
     candidates: Sequence[SiteId],
     domains: Mapping[SiteId, Domain],
 ) -> SiteId:
-    fit = [s for s in candidates if may_join(stage, copies, s, domains)]
+    fit = [s for s in candidates if may_join(stage, replicas, s, domains)]
     if not fit:
         apart = stage.guard.apart
-        found = {getattr(domains[s], apart) for s in [*copies, *candidates]}
+        found = {getattr(domains[s], apart) for s in [*replicas, *candidates]}
         raise HostError(
-            f"stage {stage.name!r} wants {stage.guard.wanted} copies of each partition, no two in "
+            f"stage {stage.name!r} wants {stage.guard.wanted} replicas of each partition, no two "
+            "in "
             f"one {apart}, and the sites are in only {len(found)}: {', '.join(sorted(found))}",
-            hint=f"start more sites, spread them over more than one {apart}, or allow copies "
+            hint=f"start more sites, spread them over more than one {apart}, or allow replicas "
             f"to share it with pairs(apart=...), one of {', '.join(DOMAINS)}",
         )
-    return min(fit, key=lambda s: closeness(copies, s, domains))  # of equals the next in the ring
+    return min(fit, key=lambda s: closeness(replicas, s, domains))  # of equals the next in the ring
 
 
 def _ring(sites: Sequence[SiteId], domains: Mapping[SiteId, Domain]) -> list[SiteId]:

@@ -8,9 +8,9 @@ the budget is used, has large ones.
 Where rows have event times, it takes the oldest first: splits that are read from long ago advance
 side by side, and windows over them close. A split that is far ahead of the others is only delayed.
 
-Its copies form a chain: the first one cuts, each passes the record on to the next, and the last
-one publishes it. So a record that anybody acts on is on all copies, and whichever dies, the next
-one knows everything that was ever published. What was announced to the first copy and not yet
+Its replicas form a chain: the first one cuts, each passes the record on to the next, and the last
+one publishes it. So a record that anybody acts on is on all replicas, and whichever dies, the next
+one knows everything that was ever published. What was announced to the first replica and not yet
 cut is announced again to its successor.
 """
 
@@ -248,7 +248,7 @@ class Sequencer:
 
     def _on_chain_joined(self, event: ChainJoined) -> list[SequencerEffect]:
         if event.site not in self._joining:
-            return []  # a copy that was given up
+            return []  # a replica that was given up
         oldest = self.history[0].epoch if self.history else self.next_epoch
         if event.has < oldest:
             return [CopySequencer(event.site, self._state())]

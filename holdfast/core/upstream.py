@@ -1,4 +1,4 @@
-"""Upstream backup: a unit has one copy, and is made anew from its input if that dies.
+"""Upstream backup: a unit has one replica, and is made anew from its input if that dies.
 
 So its producers keep their bundles for longer than until they are received: as long as the state
 of the unit, and the output that its own consumers do not have yet, come from them. The unit says
@@ -27,7 +27,7 @@ from typing import NamedTuple
 from holdfast.core.ids import NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId, Unit
 
 Source = tuple[ExchangeId, CohortId, SiteId]
-"""A copy of a producer."""
+"""A replica of a producer."""
 
 
 Line = Mapping[Unit, Epoch]
@@ -45,7 +45,7 @@ def merged(lines: Iterable[Line]) -> dict[Unit, Epoch]:
 
 
 class Log(NamedTuple):
-    """What a copy of a producer has for a consumer that is to be made anew."""
+    """What a replica of a producer has for a consumer that is to be made anew."""
 
     after: Epoch
     """It has everything after this epoch ..."""
@@ -57,7 +57,7 @@ class Log(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """What a producer does not have for a consumer, as another copy of it must know."""
+    """What a producer does not have for a consumer, as another replica of it must know."""
 
     let_go: Epoch
     known: Epoch

@@ -16,7 +16,7 @@ _MERGED_BYTES_MAX = 256 << 20
 
 class Heap:
     """Values of one type, numbered in the order in which they came. They are held in arrays of
-    falling size, so that adding some copies each of the others a logarithmic number of times.
+    falling size, so that adding some replicas each of the others a logarithmic number of times.
 
     >>> heap = Heap(pa.array([None], pa.list_(pa.float64())))
     >>> numbers = heap.append(pa.array([[1.0, None], []], pa.list_(pa.float64())))
@@ -82,10 +82,10 @@ class Heap:
 
     def frozen(self) -> Heap:
         """The same values under the same numbers, whatever is added to this one later."""
-        copy = Heap.__new__(Heap)
-        copy._arrays, copy._starts = list(self._arrays), list(self._starts)
-        copy.size, copy.nbytes = self.size, self.nbytes
-        return copy
+        replica = Heap.__new__(Heap)
+        replica._arrays, replica._starts = list(self._arrays), list(self._starts)
+        replica.size, replica.nbytes = self.size, self.nbytes
+        return replica
 
 
 def _copied(arrays: list[pa.Array]) -> pa.Array:

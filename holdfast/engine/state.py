@@ -589,7 +589,7 @@ def distinct(slots: np.ndarray) -> np.ndarray:
 
 
 def _rows(arrays: _Rows, changed: np.ndarray, slots: np.ndarray) -> _Rows:
-    """A copy of these slots' rows."""
+    """A replica of these slots' rows."""
     rows = {name: array.take(slots, axis=0) for name, array in arrays.items()}
     return rows | {"__changed": changed[slots >> CHUNK_BITS]}
 

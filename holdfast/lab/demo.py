@@ -59,7 +59,7 @@ def demo(seconds: float = 5.0, sites: int = 4, console: Console | None = None) -
         with Apps(__file__, apps=2, sites=sites) as apps:
             _wait(apps, lambda: apps.protected)
             console.print(
-                f"One flow on {sites} sites, its copies in different applications; "
+                f"One flow on {sites} sites, its replicas in different applications; "
                 f"{RATE:,} packets a second."
             )
             _show(apps, console, seconds)

@@ -52,7 +52,7 @@ class Frames:
 
     @cached_property
     def checksum(self) -> int:
-        """The same for the same rows; what two copies of a producer are compared by."""
+        """The same for the same rows; what two replicas of a producer are compared by."""
         return 0 if self.digests is None else int(self.digests.sum(dtype=np.uint64))
 
     @cached_property
@@ -154,7 +154,7 @@ def encode(
     return wire.Bundle(exchange, epoch, producer, consumer, since, part, last, *sizes), body
 
 
-@lru_cache(maxsize=1)  # a bundle goes to all copies of its consumer, one right after another
+@lru_cache(maxsize=1)  # a bundle goes to all replicas of its consumer, one right after another
 def packed(frames: Frames) -> list[Any]:
     """A bundle's body, as bytes."""
     track = frames.track.to_bytes()

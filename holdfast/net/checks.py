@@ -14,7 +14,7 @@ import numpy as np
 
 from holdfast.core.layout import Shape, StageShape
 from holdfast.core.records import STEP_BYTES, Block, EpochRecord
-from holdfast.core.unit import ROOM_BEHIND
+from holdfast.core.replica import ROOM_BEHIND
 from holdfast.errors import ProtocolError
 from holdfast.net import wire
 from holdfast.plan.planner import Plan

@@ -190,7 +190,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _write(self, data: bytes | memoryview) -> None:
         """Send with whatever else is said in this turn of the loop: a system call costs more than
-        a small copy."""
+        a small replica."""
         if self._closing:
             return
         if not self._waiting:
@@ -246,7 +246,7 @@ class _Large:
 
     There is room for `LARGE_BYTES` at once, and when those are there for four times as much: who
     only announces a large body makes nobody provide for it. The steps are a quarter of the message,
-    a quarter of that and so on, so that growing copies less than a third of it in all.
+    a quarter of that and so on, so that growing replicas less than a third of it in all.
     """
 
     def __init__(self, header: int, body: int, begun: memoryview) -> None:

@@ -11,8 +11,8 @@ A connection opens with a handshake in which both ends prove that they know the 
     server -> client   Welcome(proof)                   the same, with the parts swapped
 
 Until `Welcome` no message may be longer than a kilobyte, and nothing but these three is decoded.
-Then, between sites: records, bundles, acks and what makes a new copy, each in the order in which it
-was sent. Whatever is not as declared is a `ProtocolError`, and ends the connection.
+Then, between sites: records, bundles, acks and what makes a new replica, each in the order in which
+it was sent. Whatever is not as declared is a `ProtocolError`, and ends the connection.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class Start(Message, frozen=True):
 
 
 class CatchUp(Message, frozen=True):
-    """Hand the unit over to the new copy at `joiner`. `term` is that of the leader who says so."""
+    """Hand the unit over to the new replica at `joiner`. `term` is that of the leader who says
+    so."""
 
     term: Number
     stage: Number
@@ -121,9 +122,9 @@ class Stock(Message, frozen=True):
     number: Number
 
 
-class CopyState(Message, frozen=True):
-    """How far the copy of a unit at `site` is: see `CopyReported`. `number` is
-    that of the view I act on: what is said of a copy that was given up since is void."""
+class ReplicaReport(Message, frozen=True):
+    """How far the replica of a unit at `site` is: see `ReplicaReported`. `number` is
+    that of the view I act on: what is said of a replica that was given up since is void."""
 
     stage: Number
     cohort: Number
@@ -134,7 +135,7 @@ class CopyState(Message, frozen=True):
 
 
 class Behind(Message, frozen=True):
-    """I must keep too much for the copies at `site`."""
+    """I must keep too much for the replicas at `site`."""
 
     site: Number
     reason: str
@@ -263,13 +264,13 @@ class NotStored(Message, frozen=True):
 
 
 class Record(Message, frozen=True):
-    """A record that all copies of the sequencer have."""
+    """A record that all replicas of the sequencer have."""
 
     record: EpochRecord
 
 
 class Pass(Message, frozen=True):
-    """A record for the next copy of the sequencer in the chain."""
+    """A record for the next replica of the sequencer in the chain."""
 
     record: EpochRecord
 
@@ -281,9 +282,9 @@ class RecordsAfter(Message, frozen=True):
 
 
 class JoinChain(Message, frozen=True):
-    """I am to have a copy of the sequencer. With `has`, the number of the next epoch, I have one:
-    pass your records on to me. Without it (-1), give me your state first. `since` is the view in
-    which I began to join."""
+    """I am to have a replica of the sequencer. With `has`, the number of the next epoch, I have
+    one: pass your records on to me. Without it (-1), give me your state first. `since` is the view
+    in which I began to join."""
 
     has: EpochNumber
     since: Number
@@ -294,7 +295,7 @@ class Chained(Message, frozen=True):
 
 
 class SequencerState(Message, frozen=True):
-    """What a new copy of the sequencer begins with."""
+    """What a new replica of the sequencer begins with."""
 
     next_epoch: EpochNumber
     next_seq: Number
@@ -322,7 +323,7 @@ class SplitState(Message, frozen=True):
 
 
 class SplitAt(Message, frozen=True):
-    """Where the rows of a split are that come next, for a copy that would read on from there."""
+    """Where the rows of a split are that come next, for a replica that would read on from there."""
 
     source: Number
     split: Number
@@ -414,7 +415,7 @@ class Delivered(Message, frozen=True):
     safe: EpochNumber
 
 
-# --- handing a unit over to a new copy ----------------------------------------------------------
+# --- handing a unit over to a new replica ---------------------------------------------------------
 
 
 class IngressExtras(TypedDict):
@@ -490,7 +491,7 @@ class HandOverKept(Message, frozen=True):
 
 
 class HandOverHeld(Message, frozen=True):
-    """Rows that only the copies of this unit have (Arrow IPC): see `UnitRunner.held`."""
+    """Rows that only the replicas of this unit have (Arrow IPC): see `UnitRunner.held`."""
 
     stage: Number
     cohort: Number
@@ -560,7 +561,7 @@ class FeedTaken(Message, frozen=True):
 
 
 class FeedPortion(Message, frozen=True):
-    """The leading ingress to its other copies: rows that are about to enter the flow (one Arrow
+    """The leading ingress to its other replicas: rows that are about to enter the flow (one Arrow
     IPC stream after another in the body), and where the feed stands after them. With the mark
     `more` it is only a part: it enters with the first portion after it that has no such mark, or
     not at all. `query` is whose micro-batches these are."""
@@ -574,15 +575,15 @@ class FeedPortion(Message, frozen=True):
 
 
 class FeedCounted(Message, frozen=True):
-    """The leading ingress to a new copy: you have all portions that have entered, and none enters
-    any more that you do not have."""
+    """The leading ingress to a new replica: you have all portions that have entered, and none
+    enters any more that you do not have."""
 
     source: Number
 
 
 class FeedHas(Message, frozen=True):
-    """A copy of an ingress to the leading one: I have so many portions; `again`: what follows may
-    have been lost."""
+    """A replica of an ingress to the leading one: I have so many portions; `again`: what follows
+    may have been lost."""
 
     source: Number
     number: Number
@@ -630,9 +631,9 @@ ReaderWord = Literal["reading", "idle", "behind", "forgotten"]
 
 
 class Notes(Message, frozen=True):
-    """The leading egress to its other copies: up to which epoch each of its readers has everything,
-    of which incarnation, and whether it reads on or was dropped (see `ReaderState`); how many of
-    them are yet to come, and what was let go."""
+    """The leading egress to its other replicas: up to which epoch each of its readers has
+    everything, of which incarnation, and whether it reads on or was dropped (see `ReaderState`);
+    how many of them are yet to come, and what was let go."""
 
     sink: Number
     number: Number
@@ -642,7 +643,7 @@ class Notes(Message, frozen=True):
 
 
 class NotesKept(Message, frozen=True):
-    """A copy of an egress to the leading one: I have those notes."""
+    """A replica of an egress to the leading one: I have those notes."""
 
     sink: Number
     number: Number

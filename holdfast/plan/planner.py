@@ -144,7 +144,7 @@ def shape(plan: Plan, partitions: int) -> Shape:
                 tuple(ExchangeId(e.id) for e in stage.outputs),
                 stage.merge == "ordered",
                 Guard(
-                    protection.copies,
+                    protection.replicas,
                     protection.apart,
                     protection.standbys,
                     protection.every_ms,
@@ -172,7 +172,7 @@ def shape(plan: Plan, partitions: int) -> Shape:
 
 
 def _is_lazy(stage: Stage) -> bool:
-    """Whether a copy can follow the one that leads without doing what it does: a source that can
+    """Whether a replica can follow the one that leads without doing what it does: a source that can
     be read again, or a sink that knows by itself what it has."""
     if stage.protection is None or not stage.protection.lazy:
         return False
@@ -365,7 +365,8 @@ class _Planner:
         stage.protection = self._protection_of(node, stage)
         if stage.merge == "arrival" and stage.protection.name != "none":
             raise FlowError(
-                f"stage {stage.name!r} merges in the order of arrival, which its copies would not "
+                f"stage {stage.name!r} merges in the order of arrival, which its replicas would "
+                "not "
                 f"see alike: {stage.protection.name} needs ordered merging",
                 hint='leave out merge="arrival", or protect the stage with none()',
             )

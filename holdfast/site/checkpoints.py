@@ -1,8 +1,8 @@
 """Storing units while the flow runs, and when it is stopped: the site's part in its checkpoints.
 
 A unit's tables are frozen between two epochs, and given out a part at a time between the site's
-orders, as for a new copy. A thread writes the parts to files, and says so when they are there; the
-site never waits for a disk. Who writes what, and whether it all counts, is for the controller.
+orders, as for a new replica. A thread writes the parts to files, and says so when they are there;
+the site never waits for a disk. Who writes what, and whether it all counts, is for the controller.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class Storing:
             return 0
         if not self._begun:
             if self._runner.fed is not None and not self._runner.fed.is_settled:
-                return 0  # the last rows that were taken are still on their way to all copies
+                return 0  # the last rows that were taken are still on their way to all replicas
             self._begin()
         part = self._snapshot.next(self._rows) if self._snapshot is not None else None
         if part is not None:

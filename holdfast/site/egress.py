@@ -1,8 +1,8 @@
 """Egress: a sink's rows on one site, from the last merge to the sink's writer.
 
-One copy leads and writes. The others keep what they have until it is durable: if the leader dies,
-the next copy finds out what really was, and writes the rest. Of a flow that has a past its results
-are the first epochs; nobody keeps them, as every copy finds them where they are stored.
+One replica leads and writes. The others keep what they have until it is durable: if the leader
+dies, the next replica finds out what really was, and writes the rest. Of a flow that has a past its
+results are the first epochs; nobody keeps them, as every replica finds them where they are stored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LIFE_BITS = 48
 
 
 class Egress:
-    """One copy of a sink's only unit."""
+    """One replica of a sink's only unit."""
 
     def __init__(
         self, flow: str, stage: Stage, incarnation: str = "", past: Past | None = None
@@ -172,7 +172,7 @@ class Egress:
         if epoch > self.durable and batch.num_rows:  # one without may never become durable
             self._held.append((epoch, batch))
             self._held_bytes += int(batch.nbytes)
-        # A leader before this one may have got further than this copy has.
+        # A leader before this one may have got further than this replica has.
         if self.writer is not None and (self._sink.replicated or epoch > self.durable):
             self._write(epoch, batch)
 
@@ -225,7 +225,7 @@ class Egress:
         return self.writer.save() if self.writer is not None and self.is_read else {}
 
     def note(self, notes: dict[str, Any]) -> None:
-        """What they have told the copy that leads."""
+        """What they have told the replica that leads."""
         if self.writer is None or not self.is_read:
             raise ProtocolError(f"sink {self._whose.sink!r} has no readers")
         self.writer.restore(notes)

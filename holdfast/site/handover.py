@@ -1,10 +1,10 @@
-"""Handing a unit over to a new copy: the donor's side and the joiner's.
+"""Handing a unit over to a new replica: the donor's side and the joiner's.
 
 The donor freezes its operator's tables and gives them out a part at a time, between its orders;
 it never stands still for longer than one part takes. The joiner puts the parts in as they come.
 
-A copy that stands by gets its state in the same way, again and again, and only what has changed: a
-checkpoint. It is put in when it is complete; until then the one before counts.
+A replica that stands by gets its state in the same way, again and again, and only what has changed:
+a checkpoint. It is put in when it is complete; until then the one before counts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from holdfast.core.effects import HandOver
-from holdfast.core.events import CopyInstalled
+from holdfast.core.events import ReplicaInstalled
 from holdfast.core.exchange import Kept
 from holdfast.core.ids import CohortId, Epoch, ExchangeId, Unit
 from holdfast.core.upstream import Gap
@@ -35,7 +35,7 @@ HELD_BYTES_MAX = 64 << 20
 
 
 class Outgoing:
-    """A unit's state on its way to a new copy; `next` gives the parts."""
+    """A unit's state on its way to a new replica; `next` gives the parts."""
 
     def __init__(self, order: HandOver, runner: UnitRunner) -> None:
         self.unit, self.joiner = order.unit, order.joiner
@@ -149,8 +149,8 @@ class Incoming:
                 rows = self._overflow.hold(bundles.rows_of(body)).rows
                 self._held.append((message.number, rows))
 
-    def install(self, unit: Unit) -> CopyInstalled:
-        """All parts are in: be the copy."""
+    def install(self, unit: Unit) -> ReplicaInstalled:
+        """All parts are in: be the replica."""
         with _from_a_peer():
             self._runner.restore(self.begin.extras, self._held)
         self._runner.epoch = self.begin.epoch
@@ -162,7 +162,7 @@ class Incoming:
         whole = self.begin.after is None
         epoch = Epoch(self.begin.epoch)
         needs = self._runner.came_from(epoch)
-        return CopyInstalled(unit, epoch, self._kept, gaps, whole, needs)
+        return ReplicaInstalled(unit, epoch, self._kept, gaps, whole, needs)
 
 
 class Checkpoint(Incoming):
@@ -180,7 +180,7 @@ class Checkpoint(Incoming):
         """Into one with empty state, instead of that with the checkpoint before."""
         self._runner = runner
 
-    def install(self, unit: Unit) -> CopyInstalled:
+    def install(self, unit: Unit) -> ReplicaInstalled:
         for plan, message, body in self._waiting:
             with _from_a_peer():
                 self._take(plan, message, memoryview(body))

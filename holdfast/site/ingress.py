@@ -71,7 +71,7 @@ class Split:
         is closed."""
         self._closed = False
         self._told: deque[tuple[int, Position]] = deque()
-        """By row: positions that the copy which gives them out has told."""
+        """By row: positions that the replica which gives them out has told."""
         self._hint: Position | None = None
         """A position at the next row or before it, of a reader that is astray."""
 
@@ -103,12 +103,12 @@ class Split:
         return self._hint if self._closed else self.reader.position()
 
     def note(self, row: int, position: Position) -> None:
-        """The copy that reads was there when it was at this row. It says so again and again."""
+        """The replica that reads was there when it was at this row. It says so again and again."""
         if not self._told or self._told[-1][0] != row:
             self._told.append((row, position))
 
     def skip(self, end: int) -> None:
-        """Be at the row `end`: those before have been given out by another copy."""
+        """Be at the row `end`: those before have been given out by another replica."""
         if not self._astray:
             self._hint = self.position
         self._held.clear()
@@ -156,7 +156,7 @@ class Split:
         return conform(batch, self._schema, self.stage.name).select(self._columns)
 
     def read_to(self, end: int, rows_max: int) -> bool:
-        """Have the rows before `end`, which another copy has had; False if not all are there."""
+        """Have the rows before `end`, which another replica has had; False if not all are there."""
         while self._next < end:
             if not self.read(min(rows_max, end - self._next), due=True):
                 return False
@@ -254,14 +254,15 @@ class Ingress:
         return (concat(batches) if batches else empty(self._schema)), self._track(record)
 
     def follow(self, record: EpochRecord) -> None:
-        """Be after an epoch whose rows another copy has given out."""
+        """Be after an epoch whose rows another replica has given out."""
         for r in record.ranges:
             if r.source == self.stage.id and r.split in self.splits:
                 self.splits[r.split].skip(r.end)
         self._track(record)
 
     def ready(self, records: Iterable[EpochRecord], rows_max: int) -> bool:
-        """Whether all rows of the epochs are in hand; those another copy has had are read now."""
+        """Whether all rows of the epochs are in hand; those another replica has had are read
+        now."""
         ranges = [r for record in records for r in record.ranges if r.source == self.stage.id]
         ends = {r.split: r.end for r in ranges if r.split in self.splits}
         return all(self.splits[split].read_to(end, rows_max) for split, end in ends.items())
@@ -273,7 +274,7 @@ class Ingress:
         return [*split.held, *map(split.conformed, split.reader.unread())]
 
     def save(self) -> wire.IngressExtras:
-        """What a new copy needs besides the source itself."""
+        """What a new replica needs besides the source itself."""
         return {
             "offsets": {str(n): s.first for n, s in self.splits.items()},
             "positions": {
@@ -292,7 +293,7 @@ class Ingress:
         }
 
     def restore(self, saved: wire.IngressExtras, rows: list[pa.RecordBatch]) -> None:
-        """Be where the copy was that this was saved from."""
+        """Be where the replica was that this was saved from."""
         assert self.stage.source is not None
         for number, split in self.splits.items():
             offset, reader = saved["offsets"][str(number)], split.reader

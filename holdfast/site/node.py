@@ -33,10 +33,10 @@ from holdfast.core.effects import (
     IngestEpochs,
     OpenUnit,
     ProcessBundles,
-    ReportCopy,
     ReportDelivered,
     ReportFinished,
     ReportMissed,
+    ReportReplica,
     SendAck,
     SendBundle,
     SiteEffect,
@@ -161,10 +161,10 @@ class Node:
         self.orders: list[tuple[int, int, int, Order]] = []
         self.outgoing: dict[tuple[Unit, SiteId], Outgoing] = {}
         self.incoming: dict[Unit, Incoming] = {}
-        self._failed_copies: dict[tuple[Unit, SiteId], tuple[int, str]] = {}
-        """Hand-overs from or to here that failed: since which view that copy joins, and why. The
-        controller that was told may be gone before it has committed a view that gives the copy up,
-        and nothing else would tell the next one that nobody is handing over any more."""
+        self._failed_replicas: dict[tuple[Unit, SiteId], tuple[int, str]] = {}
+        """Hand-overs from or to here that failed: since which view that replica joins, and why. The
+        controller that was told may be gone before it has committed a view that gives the replica
+        up, and nothing else would tell the next one that nobody is handing over any more."""
         self.finished = False
         self.freeze_ms = 0.0
         self._gaps = _Gaps()
@@ -182,9 +182,9 @@ class Node:
         if not view.replaces(known):
             return
         self.view, self.finished, self._over, self._finishes = view, False, False, False
-        self._failed_copies = {
+        self._failed_replicas = {
             (unit, site): (since, reason)
-            for (unit, site), (since, reason) in self._failed_copies.items()
+            for (unit, site), (since, reason) in self._failed_replicas.items()
             if self._joins_since(unit, site) == since
         }
         if known is None and self.site in view.sequencers:
@@ -193,7 +193,7 @@ class Node:
             if incoming.donor not in view.members:
                 del self.incoming[unit]
                 if not self.dataflow.units[unit].installed:
-                    self._fail_copy(unit, self.site, f"site {incoming.donor} died")
+                    self._fail_replica(unit, self.site, f"site {incoming.donor} died")
         self.stages.on_view(view)
         self._handle(ViewCommitted(view))
         self.incoming = {u: i for u, i in self.incoming.items() if self._is_awaited(u)}
@@ -204,12 +204,12 @@ class Node:
         self.sequencing.on_view(view)
         joins = self.site in view.cohort(FIRST).joining and self.dataflow.units[FIRST].installed
         if joins and known is not None and known.sequencers[-1:] != view.sequencers[-1:]:
-            self.sequencing.waits_for_chain = True  # the copy it was chained to is gone
+            self.sequencing.waits_for_chain = True  # the replica it was chained to is gone
         self.sequencing.take_early()
         self.sequencing.join_chain(view)
 
     def hurry(self) -> None:
-        """Called every now and then: a unit that has not moved since takes from other copies, and
+        """Called every now and then: a unit that has not moved since takes from other replicas, and
         sinks are seen to."""
         for effect in self.dataflow.hurry():
             self._apply(effect)
@@ -247,12 +247,12 @@ class Node:
             if site in held.handed:  # some of it may not have arrived
                 self._abandon(unit, site)
                 if self.view is not None and site in self.view.cohort(unit).joining:
-                    self._fail_copy(unit, site, f"its connection to site {self.site} broke")
+                    self._fail_replica(unit, site, f"its connection to site {self.site} broke")
         for unit, incoming in list(self.incoming.items()):
             if incoming.donor == site:
                 del self.incoming[unit]
                 if not self.dataflow.units[unit].installed:
-                    self._fail_copy(unit, self.site, f"its connection to site {site} broke")
+                    self._fail_replica(unit, self.site, f"its connection to site {site} broke")
         self._handle(PeerLost(site))
 
     def report_again(self) -> None:
@@ -266,8 +266,8 @@ class Node:
                 held = self.dataflow.units[unit]
                 if held.since:
                     self._tell_if_whole(unit)
-            for (unit, site), (_, reason) in self._failed_copies.items():
-                self._tell_copy(unit, site, "failed", reason)
+            for (unit, site), (_, reason) in self._failed_replicas.items():
+                self._tell_replica(unit, site, "failed", reason)
         if self.sequencer is not None:
             for record in self.sequencer.history:
                 self._transport.tell(wire.Cut(record))
@@ -431,7 +431,7 @@ class Node:
         match effect:
             case OpenUnit():
                 cohort = effect.view.cohort(effect.unit)
-                begins = self.site in cohort.copies + cohort.standing
+                begins = self.site in cohort.replicas + cohort.standing
                 self.stages.open(effect.unit, effect.view, begins=begins)
             case BeginUnit():
                 self.incoming.pop(effect.unit, None)
@@ -480,8 +480,8 @@ class Node:
                 self._abandon(effect.unit, effect.joiner)
             case ReportDelivered():
                 self._report_delivered(effect)
-            case ReportCopy():
-                self._report_copy(effect)
+            case ReportReplica():
+                self._report_replica(effect)
             case ReportFinished():
                 self._finish()
             case _:
@@ -607,15 +607,15 @@ class Node:
             )
         )
 
-    # --- new copies -----------------------------------------------------------------------------
+    # --- new replicas -----------------------------------------------------------------------------
 
     def _on_catch_up(self, message: wire.CatchUp) -> None:
         if self.view is None or message.term < self.view.term:
             return
         unit, joiner = (StageId(message.stage), CohortId(message.cohort)), SiteId(message.joiner)
-        failed = self._failed_copies.get((unit, joiner))
+        failed = self._failed_replicas.get((unit, joiner))
         if failed is not None:  # some of its state may be there: it must join anew
-            self._tell_copy(unit, joiner, "failed", failed[1])
+            self._tell_replica(unit, joiner, "failed", failed[1])
         else:
             self._handle(CatchUpOrdered(unit, joiner))
 
@@ -626,7 +626,7 @@ class Node:
             self.outgoing[unit, joiner] = Outgoing(effect, self.stages.units[unit])
             self.freeze_ms = max(self.freeze_ms, (self._now() - begun) * 1e3)
         elif self.view is not None and joiner in self.view.cohort(unit).joining:
-            self._fail_copy(unit, joiner, f"it has no connection to site {self.site}")
+            self._fail_replica(unit, joiner, f"it has no connection to site {self.site}")
         else:
             self.dataflow.units[unit].given.pop(joiner, None)
 
@@ -683,7 +683,7 @@ class Node:
         if self.dataflow.units[unit].installed:
             self.incoming[unit] = Checkpoint(message, site, self.stages.units[unit])
             return
-        self._failed_copies.pop((unit, self.site), None)
+        self._failed_replicas.pop((unit, self.site), None)
         self._empty(unit)
         self.incoming[unit] = Incoming(message, site, self.stages.units[unit])
 
@@ -709,25 +709,25 @@ class Node:
         self.stages.on_view(self.view)
 
     def _joins_since(self, unit: Unit, site: SiteId) -> int | None:
-        """Since which view a copy joins; None if it does not."""
+        """Since which view a replica joins; None if it does not."""
         assert self.view is not None
         cohort = self.view.cohort(unit)
         return cohort.since_of(site) if site in cohort.joining else None
 
-    def _fail_copy(self, unit: Unit, site: SiteId, reason: str) -> None:
+    def _fail_replica(self, unit: Unit, site: SiteId, reason: str) -> None:
         since = self._joins_since(unit, site)
         if since is not None:
-            self._failed_copies[unit, site] = (since, reason)
-        self._tell_copy(unit, site, "failed", reason)
+            self._failed_replicas[unit, site] = (since, reason)
+        self._tell_replica(unit, site, "failed", reason)
 
-    def _tell_copy(self, unit: Unit, site: SiteId, phase: str, reason: str = "") -> None:
+    def _tell_replica(self, unit: Unit, site: SiteId, phase: str, reason: str = "") -> None:
         assert self.view is not None
-        self._transport.tell(wire.CopyState(*unit, site, self.view.number, phase, reason))
+        self._transport.tell(wire.ReplicaReport(*unit, site, self.view.number, phase, reason))
 
-    def _report_copy(self, effect: ReportCopy) -> None:
+    def _report_replica(self, effect: ReportReplica) -> None:
         unit, phase = effect.unit, effect.phase
         if phase == "installed":
-            self._failed_copies.pop((unit, self.site), None)
+            self._failed_replicas.pop((unit, self.site), None)
         if phase == "installed" and unit[0] in self.stages.fed():
             self._uncounted.add(unit)
         if phase == "installed" and unit == FIRST:
@@ -735,10 +735,10 @@ class Node:
             self.sequencing.waits_for_chain = True
             self.sequencing.join_chain(self.view)
         if self._is_whole(unit):
-            self._tell_copy(unit, self.site, phase)
+            self._tell_replica(unit, self.site, phase)
 
     def _is_whole(self, unit: Unit) -> bool:
-        """Whether a new copy can take the place of the others: also as far as the sequencer and
+        """Whether a new replica can take the place of the others: also as far as the sequencer and
         the rows that were pushed to them are concerned."""
         return unit not in self._uncounted and not (
             unit == FIRST and self.sequencing.waits_for_chain
@@ -747,9 +747,9 @@ class Node:
     def _tell_if_whole(self, unit: Unit) -> None:
         held = self.dataflow.units.get(unit)
         if held is not None and held.installed and self._is_whole(unit):
-            self._tell_copy(unit, self.site, "installed")
+            self._tell_replica(unit, self.site, "installed")
             if held.replaying_to is None:
-                self._tell_copy(unit, self.site, "caught_up")
+                self._tell_replica(unit, self.site, "caught_up")
 
     def _on_sequencer_state(self, message: wire.SequencerState) -> None:
         if self.view is not None and self.sequencing.on_state(message):
@@ -782,8 +782,8 @@ class Node:
         egress = self.stages.egress(effect.sink)
         assert egress is not None
         message = wire.Delivered(effect.sink, effect.epoch, egress.durable, egress.safe)
-        copies = self.view.cohort((effect.sink, CohortId(0))).all
-        for site in {self.view.sequencers[0], *copies}:
+        replicas = self.view.cohort((effect.sink, CohortId(0))).all
+        for site in {self.view.sequencers[0], *replicas}:
             self._to(site, message)
 
     def _on_delivered(self, message: wire.Delivered) -> None:
@@ -835,12 +835,12 @@ class Node:
         }
 
     def behind(self) -> tuple[SiteId, int] | None:
-        """The copy elsewhere that most is kept for here, and how many bytes."""
+        """The replica elsewhere that most is kept for here, and how many bytes."""
         return self.dataflow.slowest()
 
 
 class _Gaps:
-    """How long a sink got nothing, as its copies see it: also across the death of the leader."""
+    """How long a sink got nothing, as its replicas see it: also across the death of the leader."""
 
     _SPAN_S = 5.0
 

@@ -1,4 +1,4 @@
-"""Rows that Spark tasks push to an ingress, or that its leading copy reads by itself.
+"""Rows that Spark tasks push to an ingress, or that its leading replica reads by itself.
 
 A driver announces a *push* (`FeedBegin`), its tasks send the rows of its partitions, and then:
 
@@ -12,18 +12,18 @@ comes in; the tasks of later partitions wait. Here a push is an attempt to read 
 Spark sorts again it cuts the partitions elsewhere, so a later push passes over as many rows as have
 been taken, whatever partitions they are in.
 
-What is pushed cannot be read again, so the leading copy of the ingress gives whatever it takes, as
-numbered *portions* of bounded size, to the other copies first. A micro-batch is a run of portions,
-of which all but the last carry the mark `more`. Only when all copies have the last one do the rows
-of all of them enter the flow, and only then is the driver told that they were taken. A copy that
-comes to lead drops a run that it has only in part: nobody has entered any of it, and the driver
-pushes the micro-batch again.
+What is pushed cannot be read again, so the leading replica of the ingress gives whatever it takes,
+as numbered *portions* of bounded size, to the other replicas first. A micro-batch is a run of
+portions, of which all but the last carry the mark `more`. Only when all replicas have the last one
+do the rows of all of them enter the flow, and only then is the driver told that they were taken. A
+replica that comes to lead drops a run that it has only in part: nobody has entered any of it, and
+the driver pushes the micro-batch again.
 
-Of a flow that is stored while it runs the store is one more copy: it has a portion before anything
-comes of it.
+Of a flow that is stored while it runs the store is one more replica: it has a portion before
+anything comes of it.
 
 Nothing here is bounded by the size of a micro-batch: what does not fit into memory is on disk, and
-a copy is sent only so much that it has not confirmed yet.
+a replica is sent only so much that it has not confirmed yet.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ PORTION_BYTES = 4 << 20
 """A portion has pieces of about so much in all; or one piece."""
 PIECES_MAX = 256
 WINDOW_BYTES = 16 << 20
-"""So much may be on its way to another copy."""
+"""So much may be on its way to another replica."""
 HELD_BYTES_MAX = 32 << 20
 """Past so much that the flow has not read yet, feeders wait."""
 MEMORY_BYTES_MAX = 64 << 20
 """Of all rows that a reader holds, staged ones included, so much is in memory."""
 PULLED_MAX = 16
-"""So many portions of a source that is tapped may be on their way to the other copies."""
+"""So many portions of a source that is tapped may be on their way to the other replicas."""
 ENDED = "the flow has ended and takes no more rows"
 
 
@@ -103,7 +103,7 @@ class _Portion:
     """Whether it enters the flow only together with the next one."""
     place: _Place
     tap: str = ""
-    """How far a source has been read that only the leading copy reads."""
+    """How far a source has been read that only the leading replica reads."""
     answers: list[tuple[Reply, str]] = field(default_factory=list)
 
     @property
@@ -113,7 +113,7 @@ class _Portion:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """What another copy has, and what is on its way to it."""
+    """What another replica has, and what is on its way to it."""
 
     has: int = 0
     sent: int = 0
@@ -143,7 +143,8 @@ class _Lane:
 
 
 class FedReader(SplitReader):
-    """One copy of the only split of a fed source. Replies to feeders when there is room for more.
+    """One replica of the only split of a fed source. Replies to feeders when there is room for
+    more.
 
     `send` gives a message to another site; `on_ready` is called when there are rows to read;
     `epoch` says which one the unit has reached. Rows that do not fit into memory go to `folder`.
@@ -181,7 +182,7 @@ class FedReader(SplitReader):
         self._head_taken = 0  # through: how many of its rows were taken
         self._passed = 0  # through: how many rows of this push are known from earlier ones
         self._waiting: list[tuple[Reply, str]] = []  # answers that wait for room
-        # Portions that some copy may lack; and the last ones of runs that have not entered.
+        # Portions that some replica may lack; and the last ones of runs that have not entered.
         self._portions: deque[_Portion] = deque()
         self._ends: deque[_Portion] = deque()
         self._submitted = self._entered = 0  # how many portions there are, and have entered
@@ -209,8 +210,8 @@ class FedReader(SplitReader):
         return batch
 
     def _is_readable(self, number: int) -> bool:
-        """A copy that does not lead reads what is due and nothing else. One that has come to lead
-        may have portions that the store lacks: no epoch may have their rows yet."""
+        """A replica that does not lead reads what is due and nothing else. One that has come to
+        lead may have portions that the store lacks: no epoch may have their rows yet."""
         stored = self._lanes.get(STORE)
         return self.leads and (stored is None or number <= stored.has)
 
@@ -271,7 +272,7 @@ class FedReader(SplitReader):
         return ""
 
     def _answer_when_entered(self, reply: Reply) -> None:
-        """What was submitted last is on its way, or in. A copy that has come to lead has it, and
+        """What was submitted last is on its way, or in. A replica that has come to lead has it, and
         the store may not: whoever heard that it was taken would not give it again."""
         if self._ends:
             self._ends[-1].answers.append((reply, wire.TAKEN))
@@ -384,7 +385,8 @@ class FedReader(SplitReader):
             self._submit([], replace(self._submitted_at, ended=True), reply)
 
     def pull(self) -> None:
-        """Of a source that the leading copy reads itself: take what there is, if there is room."""
+        """Of a source that the leading replica reads itself: take what there is, if there is
+        room."""
         if self.tap is None or not self.leads or self._closed:
             return
         while (
@@ -401,7 +403,7 @@ class FedReader(SplitReader):
             place = replace(self._submitted_at, ended=self._tapped_all)
             self._submit(pieces, place, None, mark)
 
-    # --- the copies -----------------------------------------------------------------------------
+    # --- the replicas -----------------------------------------------------------------------------
 
     def _submit_unknown(self, pieces: list[Held], reply: Reply) -> None:
         """Through: submit what of these rows no earlier push has brought."""
@@ -420,7 +422,8 @@ class FedReader(SplitReader):
     def _submit(
         self, pieces: list[Held], place: _Place, reply: Reply | None, tap: str = ""
     ) -> None:
-        """Give rows to all copies, as a run of portions; they enter when all have the last one."""
+        """Give rows to all replicas, as a run of portions; they enter when all have the last
+        one."""
         runs = list(_runs(pieces))
         for at, rows in enumerate(runs, 1):
             self._submitted += 1
@@ -436,7 +439,7 @@ class FedReader(SplitReader):
         self._enter()
 
     def _send_on(self, site: SiteId) -> None:
-        """Send another copy what it lacks, as long as not too much is unconfirmed."""
+        """Send another replica what it lacks, as long as not too much is unconfirmed."""
         lane = self._lanes[site]
         while self._portions and lane.unconfirmed_bytes < WINDOW_BYTES:
             first = self._portions[0].number
@@ -460,11 +463,11 @@ class FedReader(SplitReader):
             self.keep(self._lead, message, list(bodies))
 
     def _everywhere(self, sites: Iterable[SiteId]) -> int:
-        """How many portions all of these copies have."""
+        """How many portions all of these replicas have."""
         return min((self._lanes[s].has for s in sites if s in self._lanes), default=self._submitted)
 
     def _enter(self) -> None:
-        """Let in the runs that all copies that count have, and forget what all have."""
+        """Let in the runs that all replicas that count have, and forget what all have."""
         everywhere = self._everywhere(self._counted)
         while self._ends and self._ends[0].number <= everywhere:
             last = self._ends.popleft()
@@ -495,10 +498,10 @@ class FedReader(SplitReader):
                 reply(True, remark)
         self.on_ready()
 
-    def on_copies(
+    def on_replicas(
         self, leads: bool, others: Iterable[SiteId], joining: Iterable[SiteId], rank: int = 0
     ) -> None:
-        """Who the other copies are has changed, in a view of this rank."""
+        """Who the other replicas are has changed, in a view of this rank."""
         comes_to_lead = leads and not self.leads
         if comes_to_lead:
             self._lead = Lead(rank, self._entered)
@@ -518,7 +521,7 @@ class FedReader(SplitReader):
             return
         self._lanes = {s: self._lanes.get(s) or _Lane() for s in others | joining}
         if comes_to_lead and self.keep is not None:
-            # Of what this copy has been told that all have it, the store has everything.
+            # Of what this replica has been told that all have it, the store has everything.
             has = self._portions[0].number - 1 if self._portions else self._entered
             self._lanes[STORE] = _Lane(has, has)
         for site in self._lanes:
@@ -535,19 +538,19 @@ class FedReader(SplitReader):
         self._submitted = self._entered
 
     def on_portion(self, message: wire.FeedPortion, body: memoryview) -> None:
-        """The leader has given this copy a portion."""
+        """The leader has given this replica a portion."""
         if message.number != self._submitted + 1:
-            return  # it came before; or it left before the leader knew what this copy lacks
+            return  # it came before; or it left before the leader knew what this replica lacks
         rows, at = [], 0
         for size in message.sizes:
             rows.append(rows_of(body[at : at + size]))
             at += size
         self._receive(message, rows)
-        # Kept in case this copy comes to lead while another one lacks it.
+        # Kept in case this replica comes to lead while another one lacks it.
         self._forget_up_to(min(message.marks["everywhere"], self._entered))
 
     def recover(self, message: wire.FeedPortion, rows: list[pa.RecordBatch]) -> None:
-        """Of a flow that was lost: all copies have this portion, as it is stored. After the last
+        """Of a flow that was lost: all replicas have this portion, as it is stored. After the last
         one comes `drop_part`."""
         self._receive(message, rows)
         self._forget_up_to(self._entered)
@@ -573,9 +576,9 @@ class FedReader(SplitReader):
                 raise ProtocolError(f"a mark that is none: {error!r}") from error
 
     def on_has(self, site: SiteId, number: int, again: bool) -> bool:
-        """Another copy has so many portions; `again`: it wants those that follow sent again. True
-        if it is to be told that it has all that has entered, and that no portion enters any more
-        that it does not have."""
+        """Another replica has so many portions; `again`: it wants those that follow sent again.
+        True if it is to be told that it has all that has entered, and that no portion enters any
+        more that it does not have."""
         lane = self._lanes.get(site)
         if lane is None:
             return False
@@ -594,7 +597,7 @@ class FedReader(SplitReader):
 
     @property
     def has(self) -> int:
-        """How many portions this copy has."""
+        """How many portions this replica has."""
         return self._submitted
 
     def caught_up(self) -> bool:
@@ -620,8 +623,8 @@ class FedReader(SplitReader):
         return self._entered_at.query
 
     def save_tap(self) -> str:
-        """How far a source has been read that only the leading copy reads, as far as the rows have
-        entered; the tables of the tap are not part of it."""
+        """How far a source has been read that only the leading replica reads, as far as the rows
+        have entered; the tables of the tap are not part of it."""
         return self.tap.save() if self.tap is not None else ""
 
     def restore_tap(self, saved: str) -> None:

@@ -65,7 +65,7 @@ REDIAL_S = 0.05
 ROOM_S = 0.1
 """How often it is looked whether too much is kept in memory."""
 HURRY_S = 1.0
-"""A unit that has waited for so long tries another copy. Not sooner: what was on its way comes
+"""A unit that has waited for so long tries another replica. Not sooner: what was on its way comes
 twice then, and when everything is slow that makes it slower."""
 RESERVE_BYTES = 1 << 20
 """So much is let go when there is no more memory: enough to say so."""
@@ -76,7 +76,7 @@ HUNG_STATUS = 75
 ORPHAN_S = 10.0
 """How long a site goes on without a controller."""
 QUEUED_BYTES_MAX = 4 << 20
-"""What is handed over waits while so much is on its way to the new copy."""
+"""What is handed over waits while so much is on its way to the new replica."""
 
 
 HOST = "HOLDFAST_HOST"
@@ -422,7 +422,7 @@ class Site:
                 self.node.on_lost(site)
             self._addresses = {SiteId(s): a for s, a in message.addresses.items() if s != self.id}
             self.node.on_view(message.view)
-            if any(not message.view.cohort(u).copies for u in message.view.units()):
+            if any(not message.view.cohort(u).replicas for u in message.view.units()):
                 self._part_at = max(self._part_at, time.monotonic() + ANEW_S)
             if known is not None and message.view.term > known.term:
                 self._report_again()  # to a controller that has just begun to lead
@@ -494,7 +494,7 @@ class Site:
         view = self.node.view
         if view is None or not 0 <= source < len(view.cohorts):
             return None
-        return self._addresses.get(view.cohorts[source][0].copies[0])
+        return self._addresses.get(view.cohorts[source][0].replicas[0])
 
     # --- work -----------------------------------------------------------------------------------
 
@@ -625,7 +625,7 @@ class Site:
             os._exit(HUNG_STATUS)
 
     async def _hurry(self) -> None:
-        """Have units that wait for a slow copy take from another one."""
+        """Have units that wait for a slow replica take from another one."""
         while True:
             await asyncio.sleep(HURRY_S)
             self._guarded(self.node.hurry)

@@ -1,8 +1,8 @@
-"""A node's copy of the sequencer, if it has one: how it comes to be, and what goes in and out.
+"""A node's replica of the sequencer, if it has one: how it comes to be, and what goes in and out.
 
-The sequencer lives with the first unit. A copy of that which is made later is whole only when the
-sequencer's state has come from the last of the chain, and the new one is in the chain behind it:
-from then on every record passes through it before anybody acts on it.
+The sequencer lives with the first unit. A replica of that which is made later is whole only when
+the sequencer's state has come from the last of the chain, and the new one is in the chain behind
+it: from then on every record passes through it before anybody acts on it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Sequencing:
         self._begun, self._now, self._to, self._publish = begun, now, to, publish
         self.sequencer: Sequencer | None = None
         self.waits_for_chain = False
-        """Whether the copy that is here is not in the chain yet."""
+        """Whether the replica that is here is not in the chain yet."""
         self.early: deque[SequencerEvent] = deque(maxlen=EARLY_MAX)
         """From sites that act on a later view than this one."""
         self.latency_ms: deque[float] = deque(maxlen=2_000)

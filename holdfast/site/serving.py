@@ -1,6 +1,6 @@
 """Sinks that are read where they are written: readers ask the site that leads the egress.
 
-What a reader tells the writer must not die with that site. So the other copies of the egress get
+What a reader tells the writer must not die with that site. So the other replicas of the egress get
 the writer's notes whenever they have changed, and a reader gets its answer when they have them.
 """
 
@@ -23,7 +23,7 @@ Send = Callable[[SiteId, wire.Message], None]
 
 @dataclass(slots=True)
 class _Waiting:
-    """An answer that waits until all copies have the notes with this number."""
+    """An answer that waits until all replicas have the notes with this number."""
 
     sink: StageId
     number: int
@@ -45,24 +45,24 @@ class Serving:
         self._leaders: dict[StageId, SiteId] = {}
         self._number = 0
         self._passed: dict[StageId, dict[str, Any]] = {}
-        """The notes that the other copies were sent last."""
+        """The notes that the other replicas were sent last."""
         self._waiting: list[_Waiting] = []
 
     @property
     def owes_answers(self) -> bool:
-        """Whether a reader waits until other copies have what it said."""
+        """Whether a reader waits until other replicas have what it said."""
         return bool(self._waiting)
 
     def leader(self, sink: int) -> SiteId | None:
         return self._leaders.get(StageId(sink))
 
     def on_view(self, view: View, site: SiteId, sinks: list[StageId]) -> None:
-        """Other copies count, or other sites lead. A copy that is being made gets the notes with
-        its state, and those that come meanwhile when it is one."""
+        """Other replicas count, or other sites lead. A replica that is being made gets the notes
+        with its state, and those that come meanwhile when it is one."""
         for sink in sinks:
             cohort = view.cohort((sink, CohortId(0)))
-            self._others[sink] = tuple(s for s in cohort.copies if s != site)
-            self._leaders[sink] = cohort.copies[0]
+            self._others[sink] = tuple(s for s in cohort.replicas if s != site)
+            self._leaders[sink] = cohort.replicas[0]
             egress = self._egress(sink)
             if egress is not None and cohort.led_by(site) and egress.notes:
                 self._pass_on(sink, egress)
@@ -101,8 +101,8 @@ class Serving:
         return True
 
     def tend(self) -> None:
-        """Called every now and then: the other copies hear of readers that were dropped. Until then
-        one that leads in place of this one holds more than it must."""
+        """Called every now and then: the other replicas hear of readers that were dropped. Until
+        then one that leads in place of this one holds more than it must."""
         for sink in self._others:
             egress = self._egress(sink)
             led = egress is not None and egress.leads
@@ -128,7 +128,7 @@ class Serving:
         self._give()
 
     def on_connected(self, site: SiteId) -> None:
-        """What was on its way to a copy may be lost."""
+        """What was on its way to a replica may be lost."""
         for sink, others in self._others.items():
             egress = self._egress(sink)
             if site in others and egress is not None and egress.leads and egress.notes:

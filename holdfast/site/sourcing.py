@@ -1,5 +1,5 @@
-"""The sources of a node: what they have is read ahead and offered to the sequencer by the copy that
-leads, and the other copies are kept in the picture."""
+"""The sources of a node: what they have is read ahead and offered to the sequencer by the replica
+that leads, and the other replicas are kept in the picture."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Sourcing:
             self._to_sequencer(wire.Blocks(unit[0], split.number, (block,), False))
 
     def read_ahead(self, only_leading: bool) -> None:
-        """Read what the sources have, up to the limit; the leading copy offers it."""
+        """Read what the sources have, up to the limit; the leading replica offers it."""
         if self._dataflow.last is not None:
             return  # what comes now is in no epoch any more
         for reader in self._stages.fed().values():
@@ -107,16 +107,16 @@ class Sourcing:
             self._quiet_since[key] = _SAID
             self._say_quiet(source, split)
 
-    # --- copies that only follow ----------------------------------------------------------------
+    # --- replicas that only follow ----------------------------------------------------------------
 
     def tell_positions(self) -> None:
-        """Tell copies that only follow where the rows are that come next."""
+        """Tell replicas that only follow where the rows are that come next."""
         for unit, split in self._stages.splits():
             position = split.position if self._leads(unit) else None
             if position is None or not self._stages.units[unit].guard.lazy:
                 continue
             assert self._dataflow.view is not None
-            for site in self._dataflow.view.cohort(unit).copies[1:]:
+            for site in self._dataflow.view.cohort(unit).replicas[1:]:
                 said = wire.SplitAt(unit[0], split.number, split.first, position)
                 self._send(site, said)
 
@@ -146,10 +146,10 @@ class Sourcing:
             self._send(site, wire.FeedCounted(message.source))
 
     def ask_for_portions(self) -> None:
-        """Tell the leading ingress of each fed source what this copy has, and get the rest."""
+        """Tell the leading ingress of each fed source what this replica has, and get the rest."""
         view = self._dataflow.view
         for source, reader in self._stages.fed().items():
             unit = (StageId(source), CohortId(0))
             if view is not None and not reader.leads and self._dataflow.units[unit].installed:
-                leader = view.cohort(unit).copies[0]
+                leader = view.cohort(unit).replicas[0]
                 self._send(leader, wire.FeedHas(source, reader.has, True))

@@ -106,7 +106,7 @@ class UnitRunner:
         self.checkpoints = 0
         self.bytes_out = {ExchangeId(x.id): 0 for x in stage.outputs}
         self.work_s = 0.0
-        """Processor time of all calls. Like `bytes_out` it is what this copy has done itself."""
+        """Processor time of all calls. Like `bytes_out` it is what this replica has done itself."""
         self.epoch = -1
         if stage.source is not None:
             numbers = range(cohort.first, cohort.end)
@@ -169,8 +169,8 @@ class UnitRunner:
 
     @property
     def keeper(self) -> Keeper | None:
-        """Who has the tables that a new copy needs: the operator, a sink that is a table, or what
-        the leading ingress reads."""
+        """Who has the tables that a new replica needs: the operator, a sink that is a table, or
+        what the leading ingress reads."""
         if self.egress is not None and isinstance(self.egress.writer, ViewWriter):
             return self.egress.writer
         if self.fed is not None and isinstance(self.fed.tap, FolderTap):
@@ -211,7 +211,7 @@ class UnitRunner:
         return outputs
 
     def follow(self, record: EpochRecord) -> None:
-        """Be after an epoch of a source that another copy has seen to."""
+        """Be after an epoch of a source that another replica has seen to."""
         assert self.ingress is not None
         self.ingress.follow(record)
         self.epoch = record.epoch
@@ -274,8 +274,8 @@ class UnitRunner:
         return readers[0] if isinstance(readers[0], FedReader) else None
 
     def held(self) -> list[tuple[int, pa.RecordBatch]]:
-        """Rows that only copies of this unit have: of a sink, those that are not durable; of a fed
-        source, those in no epoch yet."""
+        """Rows that only replicas of this unit have: of a sink, those that are not durable; of a
+        fed source, those in no epoch yet."""
         if self.egress is not None:
             return self.egress.held
         if self.ingress is not None and self.fed is not None:
@@ -283,7 +283,7 @@ class UnitRunner:
         return []
 
     def extras(self) -> wire.Extras:
-        """What a new copy needs besides tables, kept bundles and held rows."""
+        """What a new replica needs besides tables, kept bundles and held rows."""
         operator = self.operator
         return {
             "counts": (self.rows_in, self.rows_out, self.calls, self.runner.dead_rows),
@@ -341,7 +341,7 @@ class Shelf(Protocol):
 
 
 class SiteStages:
-    """All units of which this site holds a copy."""
+    """All units of which this site holds a replica."""
 
     def __init__(
         self,
@@ -385,7 +385,7 @@ class SiteStages:
         self.units[unit] = runner
         if self.plan.past is not None and begins:
             runner.begin(self.plan.past)
-        if runner.egress is not None and cohort.copies[0] == self.site:
+        if runner.egress is not None and cohort.replicas[0] == self.site:
             runner.egress.begin(view.rank)
         for reader in self.fed().values():
             reader.on_ready, reader.send = self.on_fed, self.send
@@ -403,7 +403,7 @@ class SiteStages:
         shelf.write(name, batches, partial(reader.on_has, STORE, number, False))
 
     def on_view(self, view: View) -> None:
-        """Lead where a leader is gone; know the other copies of a fed source; follow of the state
+        """Lead where a leader is gone; know the other replicas of a fed source; follow of the state
         what protection takes."""
         for unit, runner in self.units.items():
             if unit not in view.units_at(self.site):
@@ -417,11 +417,11 @@ class SiteStages:
                 runner.egress.lead(view.rank)
             reader = runner.fed
             if reader is not None:
-                others = [s for s in cohort.copies if s != self.site]
-                reader.on_copies(leads, others, cohort.joining, view.rank)
+                others = [s for s in cohort.replicas if s != self.site]
+                reader.on_replicas(leads, others, cohort.joining, view.rank)
 
     def _protection(self, unit: Unit, view: View) -> tuple[Guard, tuple[str, ...]]:
-        """Of the unit; and to whom this copy gives what has changed. Who begins to do so gives
+        """Of the unit; and to whom this replica gives what has changed. Who begins to do so gives
         everything at first."""
         guard, cohort = self._shape.under(view).stages[unit[0]].guard, view.cohort(unit)
         stands = self.site in cohort.standing

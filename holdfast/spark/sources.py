@@ -177,7 +177,7 @@ class _Feeder(Generic[SourceT]):
         self._thread.start()
 
     def _again_if_moved(self, attempt: Callable[[list[tuple[str, int]]], None]) -> None:
-        """Do something with the ingress; once more if it failed because its copies changed."""
+        """Do something with the ingress; once more if it failed because its replicas changed."""
         while True:
             before = self._locate()
             self._refused = None

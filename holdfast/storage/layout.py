@@ -100,7 +100,7 @@ class PortionName(NamedTuple):
     number: int
     rank: int
     base: int
-    """How many portions the copy had that came to lead with this rank."""
+    """How many portions the replica had that came to lead with this rank."""
 
 
 def portion_file(generation: int, source: int, number: int, rank: int, base: int) -> str:

@@ -1,9 +1,9 @@
 """What a flow may begin with: the state after epochs that were computed elsewhere or before, and
 what they gave, in files that all sites reach.
 
-A past stands for the first epochs of its flow. Copies of stages that are there from the first view
-on take their state from it, instead of none; egresses take its results, in order, before any
-others. Copies that are made later are handed over as ever.
+A past stands for the first epochs of its flow. Replicas of stages that are there from the first
+view on take their state from it, instead of none; egresses take its results, in order, before any
+others. Replicas that are made later are handed over as ever.
 
 It comes from a history that the batch job went through, or from a flow of the same stages that was
 stopped: then its sinks have the results, and its sources go on where they were. Or it is the last

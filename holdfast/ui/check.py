@@ -182,6 +182,7 @@ def _how_to_go_on(past: Past, place: str) -> str:
 def _what_can_be_done(place: str) -> list[str]:
     return [
         "it cannot be resumed as it is: rows would be missing, or others than they were",
-        f"  put these files back from a copy of {place}, if there is one: only the right ones fit",
+        f"  put these files back from a backup of {place}, if there is one: only the right ones "
+        "fit",
         "  if not, start the flow from its sources again, into sinks that have none of its results",
     ]

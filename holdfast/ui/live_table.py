@@ -97,7 +97,7 @@ def _recovery(partitions: list[dict[str, Any]]) -> Table | Text:
     if not missing:
         return Text("every partition is protected", style="green")
     table = Table(title=None, expand=False, pad_edge=False)
-    for name in ("recovering", "partitions", "phase", "copies", "to", "MB to go", "epochs", "s"):
+    for name in ("recovering", "partitions", "phase", "replicas", "to", "MB to go", "epochs", "s"):
         table.add_column(name, no_wrap=True)
     for p in missing:
         first, last = p["partitions"]
@@ -105,7 +105,7 @@ def _recovery(partitions: list[dict[str, Any]]) -> Table | Text:
             p["stage"],
             str(first) if first == last else f"{first}-{last}",
             p["phase"] + (f": {p['reason']}" if p["reason"] else ""),
-            " ".join(str(s) for s in p["copies"]),
+            " ".join(str(s) for s in p["replicas"]),
             " ".join(str(s) for s in p["joining"]),
             f"{p['bytes_to_go'] / 1e6:,.1f}",
             str(p["epochs_to_go"]),

@@ -52,7 +52,7 @@ def metrics(status: dict[str, Any]) -> Iterator[Metric]:
     yield leading
     if status["partitions"]:  # if not, nobody here knows
         yield _one(
-            GaugeMetricFamily, "protected", "Whether all copies are up to date", flow, status
+            GaugeMetricFamily, "protected", "Whether all replicas are up to date", flow, status
         )
     sites = GaugeMetricFamily("holdfast_sites", "Sites that take part", labels=whole)
     sites.add_metric(flow, len(status["sites"]))
@@ -62,7 +62,7 @@ def metrics(status: dict[str, Any]) -> Iterator[Metric]:
     )
     gap.add_metric(flow, max((s["output_gap_ms"] or 0.0 for s in status["sites"]), default=0) / 1e3)
     yield gap
-    yield from _by_copies(flow, status["partitions"])
+    yield from _by_replicas(flow, status["partitions"])
     yield from _by_stage(flow, status["sites"])
 
 
@@ -72,13 +72,13 @@ def _one(kind: type[Any], name: str, text: str, flow: list[str], status: dict[st
     return metric
 
 
-def _by_copies(flow: list[str], partitions: list[dict[str, Any]]) -> Iterator[Metric]:
+def _by_replicas(flow: list[str], partitions: list[dict[str, Any]]) -> Iterator[Metric]:
     labels = ["flow", "stage"]
     missing = GaugeMetricFamily(
-        "holdfast_copies_missing", "Cohorts of partitions that lack a copy", labels=labels
+        "holdfast_replicas_missing", "Cohorts of partitions that lack a replica", labels=labels
     )
     lag = GaugeMetricFamily(
-        "holdfast_lag_epochs", "How far the slowest copy is behind the fastest", labels=labels
+        "holdfast_lag_epochs", "How far the slowest replica is behind the fastest", labels=labels
     )
     for stage in dict.fromkeys(p["stage"] for p in partitions):
         own = [p for p in partitions if p["stage"] == stage]

@@ -8,7 +8,7 @@ from holdfast.advise.model import Constants
 
 CONSTANTS = Constants(
     ends=0.1,
-    copy=0.8,
+    replica=0.8,
     checkpoint_s_per_mb=0.01,
     state=1.5,
     route_ms=2.0,

@@ -59,7 +59,7 @@ def test_the_command(flow_file: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert running["life_s"] is None and not running["bounded"]
     assert window["work"] > 0 and advice["measured"]["cores"] > window["work"]
     assert {p["stage"] for p in advice["proposed"]} == {window["name"], running["name"]}
-    assert advice["constants"]["copy"] > 0
+    assert advice["constants"]["replica"] > 0
     assert not (tmp_path / "written").exists()  # nothing went into the sink
 
 
@@ -88,7 +88,7 @@ def test_a_flow_that_gets_nothing_is_not() -> None:
 def test_the_flow_is_as_it_was(flow_file: Path) -> None:
     flow = load_flow(str(flow_file), None)
     keyed = next(n for n in flow.nodes if isinstance(n, KeyedNode))
-    keyed.protection = pairs(copies=3)
+    keyed.protection = pairs(replicas=3)
     before = flow.protection, [dict(n.__dict__) for n in flow.nodes]
     with aside(flow):
         assert flow.protection.name == "none" and keyed.protection is None

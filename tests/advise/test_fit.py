@@ -55,7 +55,7 @@ def test_known_constants_are_found() -> None:
 
 
 def test_other_rates_give_other_constants() -> None:
-    assert fit(figures(replace(KNOWN, copy=1.6))).copy == pytest.approx(1.6)
+    assert fit(figures(replace(KNOWN, replica=1.6))).replica == pytest.approx(1.6)
     assert fit(figures(replace(KNOWN, state=3.0))).state == pytest.approx(3.0)
 
 
@@ -64,7 +64,7 @@ def test_facts_may_come_from_elsewhere() -> None:
     facts = {n: plain[n]["none"].pop("facts") for n in ("dmz", "stateless")}
     facts["events"] = plain["none"].pop("facts")
     assert fit(plain, facts) == fit(figures())
-    assert fit(plain).copy > 0  # by what is shipped
+    assert fit(plain).replica > 0  # by what is shipped
 
 
 def test_figures_of_something_else_are_refused() -> None:

@@ -33,7 +33,7 @@ def test_ends_are_as_most_stages() -> None:
 
 def test_pairs_send_and_compute_twice() -> None:
     found = predict(flow(RUNNING), {1: PAIRS}, CONSTANTS)
-    assert found.extra_bytes == pytest.approx(1 / 3)  # each copy finds half of its input at home
+    assert found.extra_bytes == pytest.approx(1 / 3)  # each replica finds half of its input at home
     assert found.rate == pytest.approx(1 / (1 + 0.1 * 0.8 + 0.8 * 0.2))
     assert found.memory_bytes == RUNNING.state_bytes
     assert found.recovery_ms == CONSTANTS.route_ms

@@ -33,7 +33,7 @@ def test_state_of_everything_has_checkpoints_as_seldom_as_may_be() -> None:
     assert predict(found.facts, longer, CONSTANTS).recovery_ms > 200
 
 
-def test_a_tight_bound_takes_a_second_copy() -> None:
+def test_a_tight_bound_takes_a_second_replica() -> None:
     found = advice(WINDOW, RUNNING, bounds=Bounds(recovery_ms=10, overhead=0.5))
     assert {c.name for c in found.choices.values()} == {"pairs"}
     assert "ready at once" in found.proposed[0].why

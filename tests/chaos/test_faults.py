@@ -25,9 +25,9 @@ def fault(kind, rank: int) -> Fault:
 
 
 def partition(
-    *copies: int, phase: str = "protected", standing: tuple[int, ...] = (), stage: str = "s"
+    *replicas: int, phase: str = "protected", standing: tuple[int, ...] = (), stage: str = "s"
 ) -> dict:
-    return {"stage": stage, "copies": list(copies), "standing": list(standing), "phase": phase}
+    return {"stage": stage, "replicas": list(replicas), "standing": list(standing), "phase": phase}
 
 
 def test_the_same_seed_gives_the_same_faults() -> None:
@@ -50,7 +50,7 @@ def test_victims_are_chosen_by_rank_among_the_living() -> None:
     assert candidates(fault(NAP, 9), set()) == []
 
 
-def test_a_copy_of_everything_must_be_left_and_be_up_to_date() -> None:
+def test_a_replica_of_everything_must_be_left_and_be_up_to_date() -> None:
     ring = [partition(0, 1), partition(1, 2), partition(2, 3), partition(3, 0)]
     assert survivable(ring, {0})
     assert survivable(ring, {0, 2})
@@ -67,7 +67,7 @@ def test_who_stands_by_can_go_on() -> None:
     assert not survivable(ring, {0, 1})
 
 
-def test_what_is_made_anew_needs_no_copy_but_the_ends_do() -> None:
+def test_what_is_made_anew_needs_no_replica_but_the_ends_do() -> None:
     flow = [
         partition(0, 1, stage="in"),
         partition(2, stage="windows"),

@@ -88,7 +88,7 @@ def test_whoever_is_to_store_something_must_not_be_lost() -> None:
     machine = Checkpoints()
     ordered(machine)
     machine.handle(view(1, "0", "1,2+0", "2,0"))
-    assert machine.epoch == 0, "a copy that does not lead is gone"
+    assert machine.epoch == 0, "a replica that does not lead is gone"
     machine.handle(UnitStored(KEYED, 0, "b"))
     machine.handle(view(2, "0", "2+0", "2,0"))
     assert machine.epoch == 0, "it had been stored"

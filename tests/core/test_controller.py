@@ -26,10 +26,10 @@ from holdfast.core.effects import (
 )
 from holdfast.core.events import (
     Call,
-    CopyBehind,
-    CopyReported,
     FlowFailed,
     ProtectionWanted,
+    ReplicaBehind,
+    ReplicaReported,
     SiteFinished,
     SiteRegistered,
     SitesApart,
@@ -62,15 +62,15 @@ def finished(controller: Controller, site: int) -> SiteFinished:
 
 def reported(
     controller: Controller, site: int, unit: tuple[int, int], phase: str, reason: str = ""
-) -> CopyReported:
-    """Word of a new copy, said under the latest view."""
+) -> ReplicaReported:
+    """Word of a new replica, said under the latest view."""
     assert controller.view is not None
     key = (StageId(unit[0]), CohortId(unit[1]))
-    return CopyReported(SiteId(site), key, controller.view.number, phase, reason)
+    return ReplicaReported(SiteId(site), key, controller.view.number, phase, reason)
 
 
-def protected(copies: int = 2, apart: str = "process") -> Shape:
-    stages = tuple(replace(s, guard=Guard(copies, apart)) for s in SHAPE.stages)
+def protected(replicas: int = 2, apart: str = "process") -> Shape:
+    stages = tuple(replace(s, guard=Guard(replicas, apart)) for s in SHAPE.stages)
     return replace(SHAPE, stages=stages)
 
 
@@ -115,7 +115,7 @@ def waits(effects: list[ControllerEffect]) -> list[str]:
     return [e.what for e in effects if isinstance(e, Wait)]
 
 
-def copies(controller: Controller) -> str:
+def replicas(controller: Controller) -> str:
     """Who holds what, stage by stage."""
     return str(controller.view).split(": ", 1)[1]
 
@@ -218,7 +218,7 @@ def test_only_edges_of_the_table_are_taken() -> None:
 # --- take-over ----------------------------------------------------------------------------------
 
 
-def test_a_death_of_the_only_copy_names_the_partitions_that_are_lost() -> None:
+def test_a_death_of_the_only_replica_names_the_partitions_that_are_lost() -> None:
     (end,) = running().handle(SitesFailed((1,), "killed"))
     assert isinstance(end, EndFlow) and isinstance(end.error, SiteLostError)
     text = str(end.error)
@@ -235,7 +235,7 @@ def test_a_site_that_has_finished_may_go() -> None:
 
 def test_a_death_is_a_view_without_the_site_and_another_one_is_launched() -> None:
     controller = running(PAIRS, 4, 0)
-    assert copies(controller) == "0,1 1,2 | 2,3 3,0 0,1 1,2 | 2,3"
+    assert replicas(controller) == "0,1 1,2 | 2,3 3,0 0,1 1,2 | 2,3"
     assert controller.protected
     effects = controller.handle(SitesFailed((1,), "killed"))
     assert effects == [
@@ -252,17 +252,17 @@ def test_a_death_is_a_view_without_the_site_and_another_one_is_launched() -> Non
 
 
 def test_sites_that_fail_together_are_one_view() -> None:
-    controller = running(protected(copies=3), 4, 0)
+    controller = running(protected(replicas=3), 4, 0)
     effects = controller.handle(SitesFailed((1, 2), "the host is gone"))
     assert views(effects) == ["view 0.1 of 0 3: 0 3 | 3,0 3,0 0 3 | 3,0"]
     assert [e.site for e in effects if isinstance(e, LaunchSite)] == [4, 5]
 
 
-def test_the_loss_of_all_copies_names_their_partitions() -> None:
+def test_the_loss_of_all_replicas_names_their_partitions() -> None:
     (end,) = running(PAIRS, 4, 0).handle(SitesFailed((1, 2), "killed"))
     assert isinstance(end, EndFlow) and isinstance(end.error, SiteLostError)
     text = str(end.error)
-    assert "site 1, 2 died (killed); no copy is left of" in text and "more copies" in text
+    assert "site 1, 2 died (killed); no replica is left of" in text and "more replicas" in text
     assert "'packets': 1" in text and "'sessions': 6-7" in text and "alerts" not in text
 
 
@@ -275,13 +275,13 @@ def test_a_silent_site_is_let_go_if_the_flow_can_do_without_it() -> None:
     assert isinstance(end.error, SiteLostError), "now it is known to be gone"
 
 
-def test_a_copy_that_is_too_far_behind_is_let_go_likewise() -> None:
+def test_a_replica_that_is_too_far_behind_is_let_go_likewise() -> None:
     controller = running(PAIRS, 4, 0)
-    effects = controller.handle(CopyBehind(1, "300 MB are kept for it at site 0"))
+    effects = controller.handle(ReplicaBehind(1, "300 MB are kept for it at site 0"))
     assert FenceSite(1) in effects and len(views(effects)) == 1
     assert "300 MB" in controller.dead[1]
-    assert controller.handle(CopyBehind(2, "300 MB")) == []
-    assert controller.handle(CopyBehind(1, "300 MB")) == [], "it is gone already"
+    assert controller.handle(ReplicaBehind(2, "300 MB")) == []
+    assert controller.handle(ReplicaBehind(1, "300 MB")) == [], "it is gone already"
 
 
 def test_of_two_that_are_apart_one_is_let_go_that_can_be_spared() -> None:
@@ -291,7 +291,7 @@ def test_of_two_that_are_apart_one_is_let_go_that_can_be_spared() -> None:
     assert controller.dead[2] == "it and site 1 have heard nothing of each other: how"
     assert controller.handle(SitesApart({(1, 2): (3, "how")})) == [], "it is gone already"
     effects = controller.handle(SitesApart({(3, 0): (2, "how"), (0, 3): (2, "how")}))
-    assert FenceSite(0) in effects, "3 has the last copy of what 2 had"
+    assert FenceSite(0) in effects, "3 has the last replica of what 2 had"
 
 
 def test_a_site_whose_call_does_not_end_is_let_go_and_the_call_is_named() -> None:
@@ -315,7 +315,7 @@ def test_a_call_that_ends_nowhere_ends_the_flow_and_no_site_is_failed_for_it() -
     assert controller.dead == {}
 
 
-def test_a_call_that_does_not_end_where_the_only_copy_is_ends_the_flow() -> None:
+def test_a_call_that_does_not_end_where_the_only_replica_is_ends_the_flow() -> None:
     (end,) = running().handle(SitesHung({1: Call("alerts", -1, 61.0)}, 60.0))
     assert isinstance(end.error, HungError)
     assert "site 1 has been in stage 'alerts' for 61 s, and of what it holds" in str(end.error)
@@ -374,13 +374,13 @@ def installed(controller: Controller, stage: int, cohort: int, site: int) -> lis
     return effects
 
 
-def test_a_new_site_gets_the_missing_copies_one_of_a_stage_at_a_time() -> None:
+def test_a_new_site_gets_the_missing_replicas_one_of_a_stage_at_a_time() -> None:
     controller = running(PAIRS, 4, 0)
     controller.handle(SitesFailed((1,), "killed"))
     effects = controller.handle(registered(4))
     assert views(effects) == ["view 0.2 of 0 2 3 4: 0+4 2 | 2,3 3,0 0+4 2 | 2,3"]
     assert controller.phase((1, 2)) == "taken over"
-    assert seen(controller, 3) == [], "not all count the new copies yet"
+    assert seen(controller, 3) == [], "not all count the new replicas yet"
     assert seen(controller) == [OrderCatchUp(0, (0, 0), 4), OrderCatchUp(0, (1, 2), 4)]
     assert controller.phase((1, 2)) == "copying"
     effects = controller.handle(reported(controller, 4, (0, 0), "installed"))
@@ -408,7 +408,7 @@ def test_a_standby_takes_over_at_once() -> None:
     assert joining == "view 0.2 of 0 2 3 4: 0+4 2 | 2,3 3,0 0+4 2 | 2,3"
 
 
-def test_if_no_site_comes_the_others_get_the_copies() -> None:
+def test_if_no_site_comes_the_others_get_the_replicas() -> None:
     controller = running(PAIRS, 4, 0)
     controller.handle(SitesFailed((1,), "killed"))
     effects = controller.handle(WaitOver("patience 1"))
@@ -426,7 +426,7 @@ def test_patience_ends_though_more_has_failed_since() -> None:
     assert views(effects) == ["view 0.2 of 0 2 3: 0+3 2 | 2,3 3,0 0+2 2 | 2,3"]
     seen(controller)
     effects = controller.handle(reported(controller, 3, (0, 0), "installed"))
-    assert copies(controller) == "0,3 2+0 | 2,3 3,0 0+2 2 | 2,3", "nobody waits once more"
+    assert replicas(controller) == "0,3 2+0 | 2,3 3,0 0+2 2 | 2,3", "nobody waits once more"
     assert waits(effects) == []
 
 
@@ -436,12 +436,12 @@ def test_one_wait_for_a_site_is_enough() -> None:
     assert controller.handle(WaitOver("join 0 0")) == []
 
 
-def test_a_joiner_that_dies_before_its_copy_was_ordered() -> None:
+def test_a_joiner_that_dies_before_its_replica_was_ordered() -> None:
     controller = lost_one()
     effects = controller.handle(SitesFailed((4,), "killed"))
     assert Wait("join 0 0", 0) in effects and Wait("join 1 2", 0) in effects
     assert LaunchSite(5, 0) in effects
-    assert copies(controller) == "0 2 | 2,3 3,0 0 2 | 2,3"
+    assert replicas(controller) == "0 2 | 2,3 3,0 0 2 | 2,3"
     assert views(controller.handle(registered(5))) == [
         "view 0.4 of 0 2 3 5: 0 2+5 | 2,3 3,0 0 2+5 | 2,3"
     ], "what has just failed pauses, the others go first"
@@ -461,21 +461,21 @@ def test_a_joiner_that_dies_while_it_is_copied_to() -> None:
     assert seen(controller) == [OrderCatchUp(0, (0, 0), 5), OrderCatchUp(0, (1, 2), 5)]
 
 
-def test_a_joiner_that_dies_when_its_copy_is_in_place() -> None:
+def test_a_joiner_that_dies_when_its_replica_is_in_place() -> None:
     controller = lost_one()
     seen(controller)
     controller.handle(reported(controller, 4, (1, 2), "installed"))
-    assert copies(controller) == "0+4 2 | 2,3 3,0 0,4 2+4 | 2,3"
+    assert replicas(controller) == "0+4 2 | 2,3 3,0 0,4 2+4 | 2,3"
     controller.handle(SitesFailed((4,), "killed"))
-    assert copies(controller) == "0 2 | 2,3 3,0 0 2 | 2,3"
+    assert replicas(controller) == "0 2 | 2,3 3,0 0 2 | 2,3"
     assert controller.phase((1, 2)) == "taken over"
     controller.handle(WaitOver("join 0 0"))
     controller.handle(WaitOver("join 1 3"))
     controller.handle(registered(5))
-    assert copies(controller) == "0+5 2 | 2,3 3,0 0+5 2 | 2,3"
+    assert replicas(controller) == "0+5 2 | 2,3 3,0 0+5 2 | 2,3"
 
 
-def test_a_copy_that_failed_is_tried_again_after_a_pause_and_not_for_ever() -> None:
+def test_a_replica_that_failed_is_tried_again_after_a_pause_and_not_for_ever() -> None:
     controller = lost_one()
     waits = []
     for attempt in range(JOINS_MAX):
@@ -502,32 +502,32 @@ def test_a_copy_that_failed_is_tried_again_after_a_pause_and_not_for_ever() -> N
     assert controller.unrecovered == {}, "a new site is a new chance"
 
 
-def test_a_donor_that_dies_is_replaced_by_another_copy() -> None:
-    controller = running(protected(copies=3), 4, 1)
-    assert copies(controller).startswith("0,1,2 1,2,3 |")
+def test_a_donor_that_dies_is_replaced_by_another_replica() -> None:
+    controller = running(protected(replicas=3), 4, 1)
+    assert replicas(controller).startswith("0,1,2 1,2,3 |")
     controller.handle(SitesFailed((1,), "killed"))
     assert controller.view.cohort((0, 0)).all == (0, 2, 4)
     assert OrderCatchUp(2, (0, 0), 4) in seen(controller)
     controller.handle(SitesFailed((2,), "killed"))
-    assert controller.view.cohort((0, 0)).copies == (0,)
+    assert controller.view.cohort((0, 0)).replicas == (0,)
     assert OrderCatchUp(0, (0, 0), 4) in seen(controller)
 
 
 LINE = replace(PAIRS, stages=tuple(replace(s, partitions=1) for s in PAIRS.stages))
-"""Three units, each with two copies."""
+"""Three units, each with two replicas."""
 
 
-def test_word_of_a_copy_in_time_saves_the_flow_when_its_donor_dies() -> None:
+def test_word_of_a_replica_in_time_saves_the_flow_when_its_donor_dies() -> None:
     controller = running(LINE, 2, 1)
-    assert copies(controller) == "0,1 | 1,0 | 0,1"
+    assert replicas(controller) == "0,1 | 1,0 | 0,1"
     controller.handle(SitesFailed((1,), "killed"))
-    assert copies(controller) == "0+2 | 0+2 | 0+2"
+    assert replicas(controller) == "0+2 | 0+2 | 0+2"
     seen(controller)
     controller.handle(reported(controller, 2, (0, 0), "installed"))
     controller.handle(reported(controller, 2, (2, 0), "installed"))
     assert controller.handle(SitesFailed((0,), "killed too")) == [Wait("doubt 1", DOUBT_MS)]
     effects = controller.handle(reported(controller, 2, (1, 0), "installed"))
-    assert copies(controller) == "2 | 2 | 2"
+    assert replicas(controller) == "2 | 2 | 2"
     assert controller.running and controller.dead == {1: "killed", 0: "killed too"}
     assert FenceSite(0) in effects
     last = views(effects)[-1]
@@ -540,7 +540,7 @@ def test_a_unit_that_cannot_be_made_anew_ends_the_flow_and_says_why() -> None:
     anew = replace(LINE, stages=tuple(replace(s, guard=guards[s.kind]) for s in LINE.stages))
     controller = running(anew, 3, 1)
     assert controller.view is not None
-    (lost,) = controller.view.cohort(KEYED).copies
+    (lost,) = controller.view.cohort(KEYED).replicas
     controller.handle(SitesFailed((lost,), "killed"))
     effects: list[ControllerEffect] = []
     for _ in range(JOINS_MAX):
@@ -553,7 +553,7 @@ def test_a_unit_that_cannot_be_made_anew_ends_the_flow_and_says_why() -> None:
     assert text.startswith(f"{JOINS_MAX} attempts failed, the last because no room; ")
 
 
-def test_no_word_of_the_copy_ends_the_flow() -> None:
+def test_no_word_of_the_replica_ends_the_flow() -> None:
     controller = running(LINE, 2, 1)
     controller.handle(SitesFailed((1,), "killed"))
     seen(controller)
@@ -562,10 +562,10 @@ def test_no_word_of_the_copy_ends_the_flow() -> None:
     (end,) = controller.handle(WaitOver("doubt 1"))
     assert isinstance(end.error, SiteLostError)
     text = str(end.error)
-    assert "site 0 died (killed too); no copy is left of 'sessions': 0; 'alerts': 0" in text
+    assert "site 0 died (killed too); no replica is left of 'sessions': 0; 'alerts': 0" in text
 
 
-def test_a_copy_that_says_it_failed_does_not_save_the_flow() -> None:
+def test_a_replica_that_says_it_failed_does_not_save_the_flow() -> None:
     controller = running(LINE, 2, 1)
     controller.handle(SitesFailed((1,), "killed"))
     seen(controller)
@@ -575,32 +575,32 @@ def test_a_copy_that_says_it_failed_does_not_save_the_flow() -> None:
     assert [type(e) for e in effects] == [EndFlow] and isinstance(effects[0].error, SiteLostError)
 
 
-def test_a_site_that_gets_a_copy_after_it_had_finished_is_not_finished() -> None:
-    """Site 0 has read the source to its end. Then it gets a copy of the sink, and its donor dies:
-    the flow is done when that copy is through."""
+def test_a_site_that_gets_a_replica_after_it_had_finished_is_not_finished() -> None:
+    """Site 0 has read the source to its end. Then it gets a replica of the sink, and its donor
+    dies: the flow is done when that replica is through."""
     controller = running(LINE, 4, 0)
-    assert copies(controller) == "0,1 | 1,2 | 2,3"
+    assert replicas(controller) == "0,1 | 1,2 | 2,3"
     controller.handle(finished(controller, 0))
     controller.handle(SitesFailed((3,), "killed"))
     controller.handle(WaitOver("patience 1"))
-    assert copies(controller) == "0,1 | 1,2 | 2+0"
+    assert replicas(controller) == "0,1 | 1,2 | 2+0"
     seen(controller)
     controller.handle(reported(controller, 0, (2, 0), "installed"))
     controller.handle(SitesFailed((2,), "killed"))
-    assert controller.view.cohort((2, 0)).copies == (0,)
+    assert controller.view.cohort((2, 0)).replicas == (0,)
     seen(controller)
     said = controller.handle(finished(controller, 1))
     assert said == [], "0 has not said that the sink is through"
     assert controller.handle(finished(controller, 0)) == [EndFlow(None)]
 
 
-def test_copies_of_units_that_are_through_do_not_keep_the_flow_from_ending() -> None:
+def test_replicas_of_units_that_are_through_do_not_keep_the_flow_from_ending() -> None:
     controller = running(LINE, 2, 1)
     controller.handle(finished(controller, 0))
     controller.handle(SitesFailed((1,), "killed"))
     seen(controller)
     controller.handle(finished(controller, 0))  # it may say so again
-    assert controller.state is State.DONE, "though all three miss a copy"
+    assert controller.state is State.DONE, "though all three miss a replica"
 
 
 # --- placement ----------------------------------------------------------------------------------
@@ -616,14 +616,14 @@ def test_partitions_are_spread_evenly_and_single_ones_do_not_pile_up() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_copies_are_chained_so_that_a_loss_burdens_several(count: int) -> None:
+def test_replicas_are_chained_so_that_a_loss_burdens_several(count: int) -> None:
     domains = {s: domain(s) for s in range(5)}
     view = place(protected(count), list(domains), domains)
     for cohort in view.cohorts[1]:
-        first = cohort.copies[0]
-        assert cohort.copies == tuple((first + k) % 5 for k in range(count))
+        first = cohort.replicas[0]
+        assert cohort.replicas == tuple((first + k) % 5 for k in range(count))
     for position in range(count):
-        assert sorted(c.copies[position] for c in view.cohorts[1]) == list(range(5)), "even"
+        assert sorted(c.replicas[position] for c in view.cohorts[1]) == list(range(5)), "even"
 
 
 GRID = {s: Domain(f"p{s}", f"e{s // 2}", f"h{s // 4}", f"a{s // 8}") for s in range(16)}
@@ -631,40 +631,42 @@ GRID = {s: Domain(f"p{s}", f"e{s // 2}", f"h{s // 4}", f"a{s // 8}") for s in ra
 
 
 @pytest.mark.parametrize("apart", ["process", "executor", "host", "application"])
-def test_copies_are_as_far_apart_as_asked_and_as_can_be(apart: str) -> None:
+def test_replicas_are_as_far_apart_as_asked_and_as_can_be(apart: str) -> None:
     view = place(protected(apart=apart), list(GRID), GRID)
     for unit in view.units():
-        one, other = (GRID[s] for s in view.cohort(unit).copies)
+        one, other = (GRID[s] for s in view.cohort(unit).replicas)
         assert getattr(one, apart) != getattr(other, apart)
         assert one.application != other.application, "there are two: why share one"
 
 
-def test_three_copies_on_two_applications_share_no_host() -> None:
+def test_three_replicas_on_two_applications_share_no_host() -> None:
     view = place(protected(3, "host"), list(GRID), GRID)
     for unit in view.units():
-        assert len({GRID[s].host for s in view.cohort(unit).copies}) == 3
+        assert len({GRID[s].host for s in view.cohort(unit).replicas}) == 3
 
 
 @pytest.mark.parametrize(
     ("apart", "found"), [("executor", "only 1: e0"), ("application", "only 1: a0")]
 )
-def test_copies_that_cannot_be_apart_are_refused_with_what_there_is(apart: str, found: str) -> None:
+def test_replicas_that_cannot_be_apart_are_refused_with_what_there_is(
+    apart: str, found: str
+) -> None:
     with pytest.raises(HostError) as caught:
         place(protected(apart=apart), [0, 1], GRID)
     text = str(caught.value)
-    assert f"'packets' wants 2 copies of each partition, no two in one {apart}" in text
+    assert f"'packets' wants 2 replicas of each partition, no two in one {apart}" in text
     assert found in text and "pairs(apart=...)" in text
 
 
-def test_too_few_sites_for_the_copies_end_the_flow_before_it_starts() -> None:
+def test_too_few_sites_for_the_replicas_end_the_flow_before_it_starts() -> None:
     controller = Controller(protected(3), [0, 1])
     controller.handle(registered(0))
     (end,) = controller.handle(registered(1))
-    assert isinstance(end.error, HostError) and "wants 3 copies" in str(end.error)
+    assert isinstance(end.error, HostError) and "wants 3 replicas" in str(end.error)
     assert controller.state is State.FAILED
 
 
-def test_new_copies_are_made_only_where_they_are_apart() -> None:
+def test_new_replicas_are_made_only_where_they_are_apart() -> None:
     controller = Controller(protected(apart="executor"), [0, 2])
     for site in (0, 2):
         controller.handle(SiteRegistered(site, ("", site), GRID[site]))
@@ -672,7 +674,7 @@ def test_new_copies_are_made_only_where_they_are_apart() -> None:
     (_, launch, *_) = controller.handle(SitesFailed((2,), "killed"))
     controller.handle(SiteRegistered(launch.site, ("", 0), GRID[1]))  # beside site 0
     assert all(controller.view.cohort(u).all == (0,) for u in controller.view.units())
-    assert controller.unrecovered[0, 0] == "no site is in another executor than its copies"
+    assert controller.unrecovered[0, 0] == "no site is in another executor than its replicas"
     assert not controller.protected
 
 
@@ -693,9 +695,9 @@ def keyed_as(guard: Guard) -> Shape:
     return replace(PAIRS, stages=stages)
 
 
-def test_a_copy_that_is_made_for_another_reason_now_is_ordered_again() -> None:
+def test_a_replica_that_is_made_for_another_reason_now_is_ordered_again() -> None:
     """Pairs shall be passive, and pairs again before the standby has its state: the donor has
-    forgotten the first order with the copy that it was for."""
+    forgotten the first order with the replica that it was for."""
     controller = running(PAIRS, sites=2, standbys=0)
     for guard in (Guard(standbys=1, every_ms=100), Guard(2)):
         controller.handle(ProtectionWanted(keyed_as(guard).guards))
@@ -706,12 +708,12 @@ def test_a_copy_that_is_made_for_another_reason_now_is_ordered_again() -> None:
 
 
 def test_a_unit_is_made_anew_at_one_site_only() -> None:
-    """Also if it is lost while its second copy is being made."""
+    """Also if it is lost while its second replica is being made."""
     controller = running(keyed_as(ANEW), sites=4, standbys=2)
     controller.handle(ProtectionWanted(PAIRS.guards))
     assert controller.view is not None
-    copies = controller.view.cohort(KEYED).copies
+    replicas = controller.view.cohort(KEYED).replicas
     assert len(controller.view.cohort(KEYED).joining) == 1
-    controller.handle(SitesFailed(copies, "crashed"))
+    controller.handle(SitesFailed(replicas, "crashed"))
     cohort = controller.view.cohort(KEYED)
-    assert cohort.copies == () and len(cohort.joining) == 1
+    assert cohort.replicas == () and len(cohort.joining) == 1

@@ -11,10 +11,10 @@ from holdfast.core.effects import (
     IngestEpochs,
     OpenUnit,
     ProcessBundles,
-    ReportCopy,
     ReportDelivered,
     ReportFinished,
     ReportMissed,
+    ReportReplica,
     SendAck,
     SendBundle,
     SiteEffect,
@@ -24,10 +24,10 @@ from holdfast.core.events import (
     AckArrived,
     BundleArrived,
     CatchUpOrdered,
-    CopyInstalled,
     PeerConnected,
     PeerLost,
     RecordArrived,
+    ReplicaInstalled,
     StoreOrdered,
     UnitProcessed,
     ViewCommitted,
@@ -35,14 +35,14 @@ from holdfast.core.events import (
 from holdfast.core.ids import NO_EPOCH
 from holdfast.core.layout import Cohort, Guard, Shape, StageShape, View
 from holdfast.core.records import EpochRecord, Range
-from holdfast.core.unit import AT_ONCE_ROWS, AT_ONCE_S, REPLAYED, ROOM_BEHIND
+from holdfast.core.replica import AT_ONCE_ROWS, AT_ONCE_S, REPLAYED, ROOM_BEHIND
 from holdfast.core.upstream import Gap
 
 SHAPE = Shape(
     (
-        StageShape(0, "packets", "source", 1, (), (0,), guard=Guard(copies=2)),
-        StageShape(1, "sessions", "keyed", 1, (0,), (1,), guard=Guard(copies=2)),
-        StageShape(2, "alerts", "sink", 1, (1,), (), guard=Guard(copies=2)),
+        StageShape(0, "packets", "source", 1, (), (0,), guard=Guard(replicas=2)),
+        StageShape(1, "sessions", "keyed", 1, (0,), (1,), guard=Guard(replicas=2)),
+        StageShape(2, "alerts", "sink", 1, (1,), (), guard=Guard(replicas=2)),
     ),
     producer_of=(0, 1),
     consumer_of=(1, 2),
@@ -57,10 +57,10 @@ class Frames:
     nbytes: int = 1
 
 
-def view(number: int, *copies: str) -> ViewCommitted:
+def view(number: int, *replicas: str) -> ViewCommitted:
     """``view(3, "0,1", "1+2", "2")``: who holds the source, the keyed stage and the sink."""
     cohorts = []
-    for held in copies:
+    for held in replicas:
         full, *joining = held.split("+")
         sites = tuple(int(s) for s in full.split(",") if s)
         cohorts.append((Cohort(0, 1, sites, tuple(int(s) for s in joining)),))
@@ -68,11 +68,11 @@ def view(number: int, *copies: str) -> ViewCommitted:
     return ViewCommitted(View(0, number, members, tuple(cohorts)))
 
 
-def site(number: int, *copies: str, connected: tuple[int, ...] = ()) -> Dataflow:
+def site(number: int, *replicas: str, connected: tuple[int, ...] = ()) -> Dataflow:
     machine = Dataflow(number, SHAPE, window=3)
     for other in connected:
         machine.handle(PeerConnected(other))
-    machine.handle(view(0, *copies))
+    machine.handle(view(0, *replicas))
     return machine
 
 
@@ -162,7 +162,7 @@ def test_acks_of_a_lost_connection_are_not_counted_later() -> None:
     assert of(SendBundle, machine.handle(view(1, "0", "1+2", "1"))) == []
 
 
-def test_a_lost_connection_turns_a_consumer_to_the_other_copy() -> None:
+def test_a_lost_connection_turns_a_consumer_to_the_other_replica() -> None:
     machine = site(0, "1,2", "0", "0", connected=(1, 2))
     source = machine.consumers[0, 0].source[0]
     other = 3 - source
@@ -183,7 +183,7 @@ def test_a_death_in_a_view_turns_a_consumer_too_and_lets_go_of_what_was_kept() -
     machine.check_invariants()
 
 
-def test_a_sink_reports_from_the_copy_that_leads_only() -> None:
+def test_a_sink_reports_from_the_replica_that_leads_only() -> None:
     for leader, expected in (("0,1", [ReportDelivered(2, 0)]), ("1,0", [])):
         machine = site(0, "1", "1", leader, connected=(1,))
         machine.handle(bundle(1, 0))
@@ -233,18 +233,18 @@ def test_the_end_is_said_once() -> None:
     assert of(ReportFinished, machine.handle(record(0, last=True))) == []
 
 
-def test_a_copy_that_comes_after_the_end_was_said_is_seen_through_and_said() -> None:
+def test_a_replica_that_comes_after_the_end_was_said_is_seen_through_and_said() -> None:
     """It may be the only one by then: nobody else would say it."""
     machine = finished_source()
     machine.handle(view(1, "0,1", "1", "1+0"))
-    effects = machine.handle(CopyInstalled(SINK, NO_EPOCH, {}, {}))
+    effects = machine.handle(ReplicaInstalled(SINK, NO_EPOCH, {}, {}))
     assert of(ReportFinished, effects) == []
     machine.handle(view(2, "0,1", "1", "1,0"))
     machine.handle(bundle(1, 0))
     assert of(ReportFinished, machine.handle(processed(SINK, 0))) == [ReportFinished()]
 
 
-# --- a new copy ---------------------------------------------------------------------------------
+# --- a new replica --------------------------------------------------------------------------------
 
 
 def donor() -> Dataflow:
@@ -257,7 +257,7 @@ def donor() -> Dataflow:
 
 
 def test_the_donor_hands_over_after_all_that_it_had_received_is_processed() -> None:
-    """Its producers may have let go of that before they counted the new copy."""
+    """Its producers may have let go of that before they counted the new replica."""
     machine = donor()
     assert machine.handle(CatchUpOrdered(KEYED, 2)) == []
     assert of(HandOver, machine.handle(processed(KEYED, 0, x1="o0"))) == []
@@ -294,20 +294,20 @@ def test_what_is_not_held_here_is_not_handed_over() -> None:
     assert machine.handle(CatchUpOrdered(KEYED, 2)) == [], "nor what is only on its way here"
 
 
-def test_a_new_copy_does_nothing_until_its_state_is_there() -> None:
+def test_a_new_replica_does_nothing_until_its_state_is_there() -> None:
     machine = site(0, "1", "1+0", "1", connected=(1,))
     assert machine.handle(bundle(0, 0)) == []
     assert not machine.consumers and not machine.producers
 
 
-def test_a_new_copy_goes_on_from_where_its_state_was_taken() -> None:
+def test_a_new_replica_goes_on_from_where_its_state_was_taken() -> None:
     machine = site(2, "1", "0+2", "1", connected=(0, 1))
     machine.handle(record(7))  # the others are at 7
-    machine.handle(ack(1, 1, 2))  # early: the sink's copy counts us already
+    machine.handle(ack(1, 1, 2))  # early: the sink's replica counts us already
     kept = {1: {0: [(3, True, Frames("o3")), (4, True, Frames("o4")), (5, True, Frames("o5"))]}}
-    effects = machine.handle(CopyInstalled(KEYED, 5, kept, {1: {0: gap(kept[1][0][0][0] - 1)}}))
-    assert ReportCopy(KEYED, "installed") in effects
-    assert ReportCopy(KEYED, "caught_up") not in effects
+    effects = machine.handle(ReplicaInstalled(KEYED, 5, kept, {1: {0: gap(kept[1][0][0][0] - 1)}}))
+    assert ReportReplica(KEYED, "installed") in effects
+    assert ReportReplica(KEYED, "caught_up") not in effects
     sent = of(SendBundle, effects)
     assert [(s.site, s.exchange, s.epoch) for s in sent] == [(1, 1, 3), (1, 1, 4), (1, 1, 5)]
     (told,) = of(SendAck, effects)
@@ -316,14 +316,14 @@ def test_a_new_copy_goes_on_from_where_its_state_was_taken() -> None:
     for epoch in (6, 7):
         assert of(ProcessBundles, machine.handle(bundle(0, epoch)))[0].epoch == epoch
         effects = machine.handle(processed(KEYED, epoch, x1="o"))
-        caught_up = ReportCopy(KEYED, "caught_up") in effects
+        caught_up = ReportReplica(KEYED, "caught_up") in effects
         assert caught_up == (epoch == 7)
     machine.check_invariants()
 
 
 def test_a_new_source_asks_for_the_records_it_lacks() -> None:
     machine = site(2, "0+2", "1", "1", connected=(0, 1))
-    effects = machine.handle(CopyInstalled(SOURCE, 4, {0: {0: []}}, {0: {0: gap(4)}}))
+    effects = machine.handle(ReplicaInstalled(SOURCE, 4, {0: {0: []}}, {0: {0: gap(4)}}))
     assert AskRecords(4) in effects
     assert [e.epoch for e in of(IngestEpochs, machine.handle(record(5)))] == [5]
 
@@ -350,7 +350,7 @@ def test_a_stage_that_takes_anothers_place_takes_epochs_together_until_it_has_ca
     machine = site(2, "0", "1+2", "1", connected=(0, 1))
     for epoch in range(12):
         machine.handle(record(epoch))
-    told = of(SendAck, machine.handle(CopyInstalled(KEYED, 5, {1: {0: []}}, {1: {0: gap(5)}})))
+    told = of(SendAck, machine.handle(ReplicaInstalled(KEYED, 5, {1: {0: []}}, {1: {0: gap(5)}})))
     assert [(a.site, a.credit) for a in told] == [(0, 5 + ROOM_BEHIND)]
     assert of(ProcessBundles, machine.handle(bundle(0, 6)))[0].earlier == ()
     for epoch in range(7, 14):
@@ -361,7 +361,7 @@ def test_a_stage_that_takes_anothers_place_takes_epochs_together_until_it_has_ca
     assert [b[0][0].name for b in order.epochs] == ["b"] * 5
     made = tuple({1: {0: Frames(name)}} for name in "pqrst")
     effects = machine.handle(UnitProcessed(KEYED, 11, True, made[-1], earlier=made[:-1]))
-    assert ReportCopy(KEYED, "caught_up") in effects
+    assert ReportReplica(KEYED, "caught_up") in effects
     kept = [(k.epoch, k.bundle.name) for k in machine.producers[1, 0].lanes[0].kept]
     assert kept[-5:] == list(zip(range(7, 12), "pqrst", strict=True))
     assert machine.consumers[0, 0].window == 3, "it has room as ever"
@@ -388,16 +388,16 @@ def test_a_source_stops_where_its_state_is_wanted() -> None:
 def test_state_that_comes_too_late_is_dropped() -> None:
     machine = site(2, "1", "0+2", "1", connected=(0, 1))
     machine.handle(view(1, "1", "0", "1"))
-    assert machine.handle(CopyInstalled(KEYED, 5, {1: {0: []}}, {1: {0: gap(5)}})) == []
+    assert machine.handle(ReplicaInstalled(KEYED, 5, {1: {0: []}}, {1: {0: gap(5)}})) == []
 
 
-def test_a_consumer_does_not_turn_to_a_copy_beside_it_that_is_behind() -> None:
-    """Site 2 has the sink, and gets a copy of the keyed stage whose state is older than what the
+def test_a_consumer_does_not_turn_to_a_replica_beside_it_that_is_behind() -> None:
+    """Site 2 has the sink, and gets a replica of the keyed stage whose state is older than what the
     sink has received from the other."""
     machine = site(2, "1", "0+2", "2", connected=(0, 1))
     for epoch in range(3):
         machine.handle(bundle(1, epoch))
-    machine.handle(CopyInstalled(KEYED, 1, {1: {0: []}}, {1: {0: gap(1)}}))
+    machine.handle(ReplicaInstalled(KEYED, 1, {1: {0: []}}, {1: {0: gap(1)}}))
     machine.handle(view(1, "1", "0,2", "2"))
     assert machine.consumers[1, 0].source[0] == 0
     machine.handle(bundle(0, 2))
@@ -414,7 +414,7 @@ def test_a_site_without_a_view_has_nothing_to_finish() -> None:
 
 def test_who_stood_by_and_lacks_nothing_has_caught_up_when_it_computes() -> None:
     """If nothing comes for a while, nobody else would say so."""
-    guards = (Guard(copies=2), Guard(standbys=1, every_ms=100), Guard(copies=2))
+    guards = (Guard(replicas=2), Guard(standbys=1, every_ms=100), Guard(replicas=2))
     machine = Dataflow(2, SHAPE.guarded(guards), window=3)
     machine.handle(PeerConnected(0))
     stands = View(0, 0, (0, 1, 2), ((Cohort(0, 1, (0,)),), (Cohort(0, 1, (1,), standing=(2,)),)))
@@ -423,7 +423,7 @@ def test_who_stood_by_and_lacks_nothing_has_caught_up_when_it_computes() -> None
     assert machine.units[KEYED].stands
     effects = machine.handle(ViewCommitted(stands.without([1])))
     assert not machine.units[KEYED].stands
-    assert ReportCopy(KEYED, "caught_up") in effects
+    assert ReportReplica(KEYED, "caught_up") in effects
 
 
 def joined_after(seconds: float) -> list[int]:
@@ -432,7 +432,7 @@ def joined_after(seconds: float) -> list[int]:
     machine = site(2, "0", "1+2", "1", connected=(0, 1))
     for epoch in range(40):
         machine.handle(record(epoch))
-    machine.handle(CopyInstalled(KEYED, 5, {1: {0: []}}, {1: {0: gap(5)}}))
+    machine.handle(ReplicaInstalled(KEYED, 5, {1: {0: []}}, {1: {0: gap(5)}}))
     orders = of(ProcessBundles, [e for n in range(6, 40) for e in machine.handle(bundle(0, n))])
     calls: list[int] = []
     while orders:

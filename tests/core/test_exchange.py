@@ -27,10 +27,10 @@ def sent(effects: list[SendBundle]) -> list[tuple[int, int, int, str]]:
     return [(e.site, e.consumer, e.epoch, e.bundle.name) for e in effects]
 
 
-def producer(**copies: tuple[int, ...]) -> Producer:
-    """A producer cohort 0, and the copies of its consumers: ``c1=(7, 8)``."""
+def producer(**replicas: tuple[int, ...]) -> Producer:
+    """A producer cohort 0, and the replicas of its consumers: ``c1=(7, 8)``."""
     made = Producer(X, 0)
-    made.on_view({int(c[1:]): dict.fromkeys(sites, 0) for c, sites in copies.items()})
+    made.on_view({int(c[1:]): dict.fromkeys(sites, 0) for c, sites in replicas.items()})
     return made
 
 
@@ -52,15 +52,15 @@ def ack(
     return AckArrived(X, 0, consumer, site, 0, received, credit, take, finished, checksum)
 
 
-def consumer(copies: dict[int, tuple[int, ...]], window: int = 2, **known) -> Consumer:
-    """Consumer cohort 1 that takes from these copies of its producers."""
+def consumer(replicas: dict[int, tuple[int, ...]], window: int = 2, **known) -> Consumer:
+    """Consumer cohort 1 that takes from these replicas of its producers."""
     made = Consumer(X, 1, window)
     joining = known.get("joining", {})
     made.on_view(
-        copies,
-        {p: joining.get(p, ()) for p in copies},
+        replicas,
+        {p: joining.get(p, ()) for p in replicas},
         known.get("prefer", {}),
-        known.get("connected", {s for sites in copies.values() for s in sites}),
+        known.get("connected", {s for sites in replicas.values() for s in sites}),
     )
     return made
 
@@ -71,7 +71,7 @@ def arrived(
     return BundleArrived(X, epoch, producer, 1, 0, last, Frames(name, checksum), part)
 
 
-# --- one copy on each side ----------------------------------------------------------------------
+# --- one replica on each side ---------------------------------------------------------------------
 
 
 def test_bundles_go_out_while_there_is_credit() -> None:
@@ -145,10 +145,10 @@ def test_acks_are_cumulative_and_carry_credit_and_checksums() -> None:
     made.check_invariants()
 
 
-# --- several copies of the consumer -------------------------------------------------------------
+# --- several replicas of the consumer -------------------------------------------------------------
 
 
-def test_a_bundle_is_kept_until_both_copies_have_it() -> None:
+def test_a_bundle_is_kept_until_both_replicas_have_it() -> None:
     made = producer(c1=(7, 8))
     made.on_ack(ack(7, NO_EPOCH))
     made.on_ack(ack(8, NO_EPOCH))
@@ -160,7 +160,7 @@ def test_a_bundle_is_kept_until_both_copies_have_it() -> None:
     made.check_invariants()
 
 
-def test_a_copy_that_takes_from_elsewhere_is_kept_for_and_not_sent_to() -> None:
+def test_a_replica_that_takes_from_elsewhere_is_kept_for_and_not_sent_to() -> None:
     made = producer(c1=(7, 8))
     made.on_ack(ack(7, NO_EPOCH))
     made.on_ack(ack(8, NO_EPOCH, take=False))
@@ -170,7 +170,7 @@ def test_a_copy_that_takes_from_elsewhere_is_kept_for_and_not_sent_to() -> None:
     assert sent(made.on_ack(ack(8, NO_EPOCH, take=True))) == [(8, 1, 0, "a")]
 
 
-def test_a_copy_that_turns_here_gets_what_it_has_not_received_and_in_order() -> None:
+def test_a_replica_that_turns_here_gets_what_it_has_not_received_and_in_order() -> None:
     made = producer(c1=(7, 8))
     made.on_ack(ack(7, NO_EPOCH))
     made.on_ack(ack(8, NO_EPOCH, credit=1, take=False))
@@ -182,7 +182,7 @@ def test_a_copy_that_turns_here_gets_what_it_has_not_received_and_in_order() -> 
     assert sent(made.on_ack(ack(8, 2, credit=5))) == [(8, 1, 3, "e3")]
 
 
-def test_a_copy_that_is_gone_is_not_kept_for() -> None:
+def test_a_replica_that_is_gone_is_not_kept_for() -> None:
     made = producer(c1=(7, 8))
     made.on_ack(ack(7, NO_EPOCH))
     for epoch in range(3):
@@ -195,7 +195,7 @@ def test_a_copy_that_is_gone_is_not_kept_for() -> None:
     made.check_invariants()
 
 
-def test_a_new_copy_is_kept_for_from_the_view_on_that_has_it() -> None:
+def test_a_new_replica_is_kept_for_from_the_view_on_that_has_it() -> None:
     made = producer(c1=(7,))
     made.on_ack(ack(7, NO_EPOCH))
     offer(made, 0, c1="a")
@@ -219,7 +219,7 @@ def test_after_a_broken_connection_all_that_was_not_received_is_sent_again() -> 
     assert sent(made.on_ack(ack(7, 0))) == [(7, 1, 1, "e1"), (7, 1, 2, "e2"), (7, 1, 3, "e3")]
 
 
-def test_the_copy_that_most_is_kept_for_is_known() -> None:
+def test_the_replica_that_most_is_kept_for_is_known() -> None:
     made = producer(c1=(7, 8), c2=(8,))
     assert made.slowest({}) in ((7, 0), (8, 0))
     offer(made, 0, c1=Frames("a", nbytes=100), c2=Frames("b", nbytes=1))
@@ -227,14 +227,14 @@ def test_the_copy_that_most_is_kept_for_is_known() -> None:
     assert made.slowest({}) == (8, 100)
 
 
-# --- several copies of the producer -------------------------------------------------------------
+# --- several replicas of the producer -------------------------------------------------------------
 
 
 def takes(acks: list[SendAck]) -> dict[int, bool]:
     return {a.site: a.take for a in acks}
 
 
-def test_one_copy_of_a_producer_is_taken_from_and_all_are_told() -> None:
+def test_one_replica_of_a_producer_is_taken_from_and_all_are_told() -> None:
     made = consumer({0: (10, 11)}, joining={0: (12,)}, connected={10, 11, 12})
     told = made.acks({10, 11, 12})
     assert [a.site for a in told] == [10, 11, 12], "those that join must know, too"
@@ -243,7 +243,7 @@ def test_one_copy_of_a_producer_is_taken_from_and_all_are_told() -> None:
     assert {a.received for a in told} == {NO_EPOCH}
 
 
-def test_cohorts_take_from_different_copies() -> None:
+def test_cohorts_take_from_different_replicas() -> None:
     sources = set()
     for cohort in (0, 1):
         made = Consumer(X, cohort, 2)
@@ -252,7 +252,7 @@ def test_cohorts_take_from_different_copies() -> None:
     assert sources == {10, 11}
 
 
-def test_a_copy_on_the_same_site_is_preferred() -> None:
+def test_a_replica_on_the_same_site_is_preferred() -> None:
     for here in (10, 11):
         made = consumer({0: (10, 11)}, prefer={0: here})
         assert made.source[0] == here
@@ -260,7 +260,7 @@ def test_a_copy_on_the_same_site_is_preferred() -> None:
         assert made.source[0] == here, "and kept to"
 
 
-def test_when_the_connection_breaks_the_other_copy_is_asked_at_once() -> None:
+def test_when_the_connection_breaks_the_other_replica_is_asked_at_once() -> None:
     made = consumer({0: (10, 11), 1: (11,)}, prefer={0: 10})
     made.on_bundle(arrived(0, 0, "a"))
     assert made.on_lost(11, {10}) == [], "cohort 1 has no other, and its only one is not there"
@@ -273,7 +273,7 @@ def test_when_the_connection_breaks_the_other_copy_is_asked_at_once() -> None:
     assert told == SendAck(11, X, 0, 1, 0, 0, 1, True, NO_EPOCH, 0)
 
 
-def test_what_two_copies_send_is_taken_once_whichever_is_first() -> None:
+def test_what_two_replicas_send_is_taken_once_whichever_is_first() -> None:
     made = consumer({0: (10, 11)}, window=4, prefer={0: 10})
     assert made.on_bundle(arrived(0, 0, "from 10"))
     made.on_lost(10, {11})
@@ -284,17 +284,17 @@ def test_what_two_copies_send_is_taken_once_whichever_is_first() -> None:
     assert [b.name for e in (0, 1) for b in made.take(e)] == ["from 10", "from 11"]
 
 
-def test_a_view_without_the_copy_that_was_taken_from_turns_to_another() -> None:
+def test_a_view_without_the_replica_that_was_taken_from_turns_to_another() -> None:
     made = consumer({0: (10, 11)}, prefer={0: 10})
     told = made.on_view({0: (11,)}, {0: ()}, {}, {10, 11})
     assert takes(told) == {11: True}
 
 
-# --- two copies on both sides -------------------------------------------------------------------
+# --- two replicas on both sides -------------------------------------------------------------------
 
 
-def test_whichever_copies_die_a_survivor_has_what_a_survivor_lacks() -> None:
-    """Producer copies 10 and 11, consumer copies 7 (from 10) and 8 (from 11). 10 and 8 die."""
+def test_whichever_replicas_die_a_survivor_has_what_a_survivor_lacks() -> None:
+    """Producer replicas 10 and 11, consumer replicas 7 (from 10) and 8 (from 11). 10 and 8 die."""
     ten, eleven = producer(c1=(7, 8)), producer(c1=(7, 8))
     seven = consumer({0: (10, 11)}, window=9, prefer={0: 10})
     for made, site in ((ten, 10), (eleven, 11)):
@@ -318,7 +318,7 @@ def test_whichever_copies_die_a_survivor_has_what_a_survivor_lacks() -> None:
     seven.check_invariants()
 
 
-def test_copies_that_disagree_stop_the_flow_with_the_place_named() -> None:
+def test_replicas_that_disagree_stop_the_flow_with_the_place_named() -> None:
     """7 takes from elsewhere, and says what it got; it is not what was made here."""
     made = producer(c1=(7,))
     offer(made, 0, c1=Frames("a", checksum=70))
@@ -330,7 +330,7 @@ def test_copies_that_disagree_stop_the_flow_with_the_place_named() -> None:
         assert part in str(caught.value)
 
 
-def test_a_copy_that_is_behind_finds_out_when_it_gets_there() -> None:
+def test_a_replica_that_is_behind_finds_out_when_it_gets_there() -> None:
     made = producer(c1=(7,))
     made.on_ack(ack(7, 2, take=False, finished=2, checksum=72))
     for epoch in range(2):
@@ -345,10 +345,10 @@ def test_who_takes_from_here_is_not_compared_with() -> None:
     made.on_ack(ack(7, NO_EPOCH, take=True, finished=0, checksum=99))
 
 
-# --- a new copy ---------------------------------------------------------------------------------
+# --- a new replica --------------------------------------------------------------------------------
 
 
-def test_a_new_copy_can_send_whatever_the_old_one_could() -> None:
+def test_a_new_replica_can_send_whatever_the_old_one_could() -> None:
     old = producer(c1=(7, 8), c2=(8,))
     for site, cohort in ((7, 1), (8, 1), (8, 2)):
         old.on_ack(ack(site, NO_EPOCH, consumer=cohort))

@@ -1,4 +1,4 @@
-"""Sources and sinks whose second copy only follows the first, until it comes to lead."""
+"""Sources and sinks whose second replica only follows the first, until it comes to lead."""
 
 from holdfast.core.effects import FollowEpoch, IngestEpochs, ProcessBundles, SendAck
 from holdfast.core.events import AckArrived, SinkDurable
@@ -6,7 +6,7 @@ from holdfast.core.layout import Guard, Shape, StageShape
 
 from .test_dataflow import KEYED, SINK, SOURCE, Dataflow, PeerConnected, record, view
 
-LAZY = Guard(copies=2, alike=False, lazy=True)
+LAZY = Guard(replicas=2, alike=False, lazy=True)
 SHAPE = Shape(
     (
         StageShape(0, "packets", "source", 1, (), (0,), guard=LAZY),
@@ -18,11 +18,11 @@ SHAPE = Shape(
 )
 
 
-def site(number: int, *copies: str) -> Dataflow:
+def site(number: int, *replicas: str) -> Dataflow:
     machine = Dataflow(number, SHAPE, window=3)
     for other in {0, 1, 2} - {number}:
         machine.handle(PeerConnected(other))
-    machine.handle(view(0, *copies))
+    machine.handle(view(0, *replicas))
     return machine
 
 
@@ -51,7 +51,7 @@ def test_a_sink_takes_nothing_before_it_leads_and_then_what_is_not_durable() -> 
     assert [(a.received, a.take) for a in asked if a.exchange == 1] == [(4, True)]
 
 
-def test_the_first_copy_works_and_is_who_consumers_take_from() -> None:
+def test_the_first_replica_works_and_is_who_consumers_take_from() -> None:
     first = site(0, "0,1", "2", "0,1")
     assert [type(e) for e in first.handle(record(0))] == [IngestEpochs]
     assert not first.handle(SinkDurable(SINK, 0)), "it knows best itself"

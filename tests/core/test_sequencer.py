@@ -26,13 +26,13 @@ SINK = 9
 
 
 def chain(*sites: int, joining: tuple[int, ...] = (), number: int = 0) -> ViewCommitted:
-    """A view in which these sites have the copies of the sequencer."""
+    """A view in which these sites have the replicas of the sequencer."""
     members = (*sites, *joining)
     return ViewCommitted(View(0, number, members, ((Cohort(0, 1, sites, joining),),)))
 
 
 def sequencer(splits=((0, 0),), site: int = 0, sites=(0,), **budget) -> Sequencer:
-    """The copy at `site` of the sequencer that is at `sites`."""
+    """The replica at `site` of the sequencer that is at `sites`."""
     limits = {
         "epoch_rows_max": 100,
         "epochs_in_flight_max": 3,
@@ -386,7 +386,7 @@ def test_blocks_that_are_all_in_records_are_not_cut_again() -> None:
 
 
 def test_announced_anew_replaces_what_was_announced() -> None:
-    """Another copy of the ingress leads, whose blocks are cut differently."""
+    """Another replica of the ingress leads, whose blocks are cut differently."""
     machine = sequencer(small_in_flight_max=1)
     machine.handle(blocks(0, 5))
     machine.handle(blocks(5, 10, 10))
@@ -439,14 +439,14 @@ def test_when_the_middle_is_gone_the_first_passes_on_to_the_last() -> None:
     assert first.handle(chain(0, 2, number=1)) == [PassRecord(2, FIRST)]
 
 
-def test_a_new_connection_to_the_next_copy_gets_everything_again() -> None:
+def test_a_new_connection_to_the_next_replica_gets_everything_again() -> None:
     first = sequencer(site=0, sites=(0, 1))
     first.handle(blocks(0, 5))
     assert first.handle(SuccessorConnected(7)) == []
     assert first.handle(SuccessorConnected(1)) == [PassRecord(1, FIRST)]
 
 
-def test_a_new_copy_is_in_the_chain_before_it_counts() -> None:
+def test_a_new_replica_is_in_the_chain_before_it_counts() -> None:
     first = sequencer(site=0, sites=(0,))
     first.handle(blocks(0, 5))
     first.handle(EpochDelivered(SINK, 0))
@@ -458,7 +458,7 @@ def test_a_new_copy_is_in_the_chain_before_it_counts() -> None:
     # Until it says that it has the state, nothing waits for it.
     joined = ChainJoined(3, new.next_epoch)
     assert first.handle(joined) == [PassRecord(3, FIRST), ConfirmChain(3)]
-    # From now on no record is acted on that the new copy does not have.
+    # From now on no record is acted on that the new replica does not have.
     assert first.handle(blocks(5, 7)) == [PassRecord(3, SECOND)]
     assert new.handle(RecordPassed(SECOND)) == [PublishRecord(SECOND)]
     # Views in which it still joins leave it in the chain, ...
@@ -471,7 +471,7 @@ def test_a_new_copy_is_in_the_chain_before_it_counts() -> None:
     assert new.handle(blocks(12, 1, anew=True)) == [PublishRecord(record(2, 12, 13))]
 
 
-def test_a_new_copy_that_is_not_wanted_any_more_leaves_the_chain() -> None:
+def test_a_new_replica_that_is_not_wanted_any_more_leaves_the_chain() -> None:
     first = sequencer(site=0, sites=(0,))
     first.handle(chain(0, joining=(3,), number=1))
     assert first.handle(ChainJoined(3, 0)) == [ConfirmChain(3)]
@@ -488,7 +488,7 @@ def test_who_does_not_join_is_not_let_into_the_chain() -> None:
     assert first.handle(blocks(0, 5)) == [PublishRecord(FIRST)]
 
 
-def test_a_copy_restores_every_split() -> None:
+def test_a_replica_restores_every_split() -> None:
     first = sequencer(splits=[(0, 0), (0, 1)], small_in_flight_max=9)
     first.handle(chain(0, joining=(3,), number=1))
     first.handle(blocks(0, 5))

@@ -1,21 +1,28 @@
 """Upstream backup: what is kept, for how long, and from where a lost unit begins."""
 
-from holdfast.core.effects import AskLog, ProcessBundles, ReportCopy, SendAck, SendBundle, TellLog
+from holdfast.core.effects import (
+    AskLog,
+    ProcessBundles,
+    ReportReplica,
+    SendAck,
+    SendBundle,
+    TellLog,
+)
 from holdfast.core.events import AckArrived, LogAsked, LogTold, UnitProcessed, ViewCommitted
 from holdfast.core.exchange import Producer
 from holdfast.core.ids import NO_EPOCH
 from holdfast.core.layout import Guard, Shape, StageShape
-from holdfast.core.unit import ROOM_BEHIND
+from holdfast.core.replica import ROOM_BEHIND
 from holdfast.core.upstream import Gap, Log, Needs, Search, merged
 
 from .test_dataflow import Dataflow, Frames, PeerConnected, view
 
 SHAPE = Shape(
     (
-        StageShape(0, "source", "source", 1, (), (0,), guard=Guard(copies=2)),
+        StageShape(0, "source", "source", 1, (), (0,), guard=Guard(replicas=2)),
         StageShape(1, "first", "keyed", 1, (0,), (1,), guard=Guard(level=2, anew=2)),
         StageShape(2, "second", "keyed", 1, (1,), (2,), guard=Guard(level=1, anew=1)),
-        StageShape(3, "sink", "sink", 1, (2,), (), guard=Guard(copies=2)),
+        StageShape(3, "sink", "sink", 1, (2,), (), guard=Guard(replicas=2)),
     ),
     producer_of=(0, 1, 2),
     consumer_of=(1, 2, 3),
@@ -23,11 +30,11 @@ SHAPE = Shape(
 FIRST, SECOND = (1, 0), (2, 0)
 
 
-def site(number: int, *copies: str, connected: tuple[int, ...] = ()) -> Dataflow:
+def site(number: int, *replicas: str, connected: tuple[int, ...] = ()) -> Dataflow:
     machine = Dataflow(number, SHAPE, window=3)
     for other in connected:
         machine.handle(PeerConnected(other))
-    machine.handle(view(0, *copies))
+    machine.handle(view(0, *replicas))
     return machine
 
 
@@ -107,7 +114,7 @@ def test_a_unit_says_what_it_needs_at_every_level() -> None:
     assert machine.units[FIRST].levels(2, 2) == (1, 0)
 
 
-def test_a_unit_that_has_copies_needs_nothing_that_it_has() -> None:
+def test_a_unit_that_has_replicas_needs_nothing_that_it_has() -> None:
     machine = site(2, "0", "1", "1", "2", connected=(0, 1))
     (sent,) = machine.consumers[2, 0].acks(machine.connected)
     assert isinstance(sent, SendAck) and sent.levels == (-1, -1)
@@ -117,7 +124,7 @@ def test_a_unit_that_has_copies_needs_nothing_that_it_has() -> None:
 
 
 def test_a_lost_unit_is_made_anew_from_where_its_producers_have_its_input() -> None:
-    """Site 3 gets the first stage, of which nothing is left; the source has two copies."""
+    """Site 3 gets the first stage, of which nothing is left; the source has two replicas."""
     machine = site(3, "0,4", "1", "2", "2", connected=(0, 2, 4))
     effects = machine.handle(view(1, "0,4", "+3", "2", "2"))
     asked = [e for e in effects if isinstance(e, AskLog)]
@@ -130,8 +137,8 @@ def test_a_lost_unit_is_made_anew_from_where_its_producers_have_its_input() -> N
     assert not machine.units[FIRST].installed
     effects = machine.handle(LogTold(0, 0, 0, 4, since, Log(5, 9, 2, {})))
     assert machine.units[FIRST].installed and machine.units[FIRST].finished == 5
-    assert ReportCopy(FIRST, "installed") in effects
-    assert ReportCopy(FIRST, "caught_up") not in effects, "others have got to 9"
+    assert ReportReplica(FIRST, "installed") in effects
+    assert ReportReplica(FIRST, "caught_up") not in effects, "others have got to 9"
     takes = [e for e in effects if isinstance(e, SendAck) and e.exchange == 0 and e.take]
     assert [(e.received, e.credit) for e in takes] == [(5, 5 + ROOM_BEHIND)], "it is behind"
     assert machine.producers[1, 0].log(0) == (5, 5, 1, {}), (
@@ -152,7 +159,7 @@ def test_what_nobody_has_any_more_cannot_be_made_anew() -> None:
     effects = machine.handle(view(1, "0", "1", "+3", "0"))
     (asked,) = [e for e in effects if isinstance(e, AskLog)]
     effects = machine.handle(LogTold(1, 0, 0, 1, asked.since, Log(5, 9, 0, {})))
-    assert effects == [ReportCopy(SECOND, "impossible")]
+    assert effects == [ReportReplica(SECOND, "impossible")]
 
 
 def test_a_producer_answers_when_it_counts_who_asks() -> None:
@@ -227,16 +234,16 @@ def test_what_is_not_right_yet_is_not_offered_to_consumers_that_are_made_anew_to
 
 
 def test_what_a_log_lacks_is_handed_over_with_it() -> None:
-    """A copy that is made of one that was made anew knows no more than that."""
+    """A replica that is made of one that was made anew knows no more than that."""
     machine = made_anew(Log(3, 6, 1, {FIRST: 5}))
     told = machine.producers[1, 0].log(0)
     assert told == (5, 3, 0, {FIRST: 5}), "complete at no level"
     (gaps,) = (p.gaps() for p in machine.producers.values())
     assert gaps == {0: Gap(5, -1, 5, 0, {FIRST: 5})}
-    copy = Producer(1, 0, level=1, made=3)
-    copy.install(3, {0: []}, gaps)
-    copy.on_view({0: {2: 0}})
-    assert copy.log(0) == told
+    replica = Producer(1, 0, level=1, made=3)
+    replica.install(3, {0: []}, gaps)
+    replica.on_view({0: {2: 0}})
+    assert replica.log(0) == told
 
 
 def test_of_two_lines_the_later_epochs_count() -> None:

@@ -46,7 +46,7 @@ from holdfast.connectors.sources import SplitReader
 from holdfast.control.run import Run
 from holdfast.lab.chaos.kafka import Broker
 
-from ..site.test_pairs import copies, exists, kill, numbers, pids, until, until_protected
+from ..site.test_pairs import exists, kill, numbers, pids, replicas, until, until_protected
 from .topics import Kafka, Transactions
 
 SCHEMA = numbers(0, 0, 0).schema
@@ -151,7 +151,7 @@ def test_sites_are_killed_between_two_topics(topics: Kafka, load, kept) -> None:
     for victim in ("in", "out"):
         until_protected(run, 3)
         until_taken(run, run.status()["rows_in"] + 1_000)
-        kill(run, copies(run)[victim, 0][0])
+        kill(run, replicas(run)[victim, 0][0])
     until_protected(run, 3)
     finish(run, written, topics, out)
 
@@ -170,9 +170,9 @@ def test_the_leader_of_the_egress_is_killed_and_another_sleeps(topics: Kafka, ke
     for _ in range(2):
         until_protected(run, 3)
         time.sleep(moments.random() * 0.2)
-        kill(run, copies(run)["out", 0][0])
+        kill(run, replicas(run)["out", 0][0])
     until_protected(run, 3)
-    sleeper = copies(run)["out", 0][0]
+    sleeper = replicas(run)["out", 0][0]
     pid = pids(run)[sleeper]
     time.sleep(moments.random() * 0.2)
     os.kill(pid, signal.SIGSTOP)
@@ -294,7 +294,7 @@ def test_nobody_answers() -> None:
             kafka_source("127.0.0.1:1", "t", schema=SCHEMA).settle(1)
 
 
-def test_a_compacted_topic_is_refused_if_copies_read_it(topics: Kafka) -> None:
+def test_a_compacted_topic_is_refused_if_replicas_read_it(topics: Kafka) -> None:
     topic = topics.create(cleanup_policy="compact")
     made = kafka_source(topics.servers, topic, schema=SCHEMA)
     made.settle(1)
@@ -351,7 +351,7 @@ def test_a_bad_record_stops_the_flow_and_is_named(topics: Kafka, kept) -> None:
 
 
 def test_bad_records_become_dead_letters(topics: Kafka, kept) -> None:
-    """Under pairs: both copies must say the same about them."""
+    """Under pairs: both replicas must say the same about them."""
     topic, dead, out = topics.create(), topics.create(), topics.create()
     good = [plain(at * 40, 40) for at in range(len(BAD) + 1)]
     topics.fill(topic, good[0])

@@ -41,11 +41,11 @@ from holdfast.control.run import Run
 from tests.integration.postgres_server import Server
 from tests.site.test_pairs import (
     SCHEMA,
-    copies,
     exists,
     kill,
     numbers,
     pids,
+    replicas,
     taken,
     until,
     until_protected,
@@ -476,7 +476,7 @@ def until_added(run: Run, rows: int) -> None:
 def test_a_flow_stops_when_a_standby_takes_over_that_lacks_results(
     database, name, ask, kept
 ) -> None:
-    """A server with an older copy of the data answers at the same address."""
+    """A server with an older backup of the data answers at the same address."""
     server = Server()
     server.start()
     try:
@@ -651,10 +651,10 @@ def test_every_row_is_there_once_though_leaders_die_and_sleep_and_the_server_cra
         until_protected(run, 3)
         until_rows(run, 1_000)
         time.sleep(draw.random() * 0.1)
-        kill(run, copies(run)["out", 0][0])
+        kill(run, replicas(run)["out", 0][0])
     until_protected(run, 3)
     until_rows(run, 1_000)
-    victim = copies(run)["out", 0][0]
+    victim = replicas(run)["out", 0][0]
     pid = pids(run)[victim]
     os.kill(pid, signal.SIGSTOP)
     try:

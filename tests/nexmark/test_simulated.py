@@ -192,8 +192,8 @@ def test_sites_are_killed(case: tuple[str, int, int, int]) -> None:
 
 
 def run_with_kills(world: World, seed: int) -> int:
-    """Run to the end, killing sites at random moments where a copy of everything is left; how many
-    it were."""
+    """Run to the end, killing sites at random moments where a replica of everything is left; how
+    many it were."""
     choice = random.Random(seed)
     moments = _moments(choice)
     due, killed = next(moments), 0

@@ -503,9 +503,9 @@ def _repeat(batch: pa.RecordBatch) -> tuple[pa.RecordBatch, np.ndarray]:
     """Each row as often as its `i` says, modulo 4."""
     times = batch.column("i").to_numpy() % 4
     origin = np.repeat(np.arange(batch.num_rows), times)
-    copy = np.arange(origin.size) - np.searchsorted(origin, origin)
+    replica = np.arange(origin.size) - np.searchsorted(origin, origin)
     out = {n: batch.column(n).take(pa.array(origin)) for n in batch.schema.names}
-    return pa.record_batch({**out, "copy": pa.array(copy)}), origin
+    return pa.record_batch({**out, "copy": pa.array(replica)}), origin
 
 
 def _repeated(model: models.Rows) -> models.Rows:
@@ -522,8 +522,8 @@ def test_stateless_steps(world: World) -> None:
     promised = pa.schema([("twice", pa.int64()), ("n", pa.int64()), ("ts", pa.int64())])
     source.map(_double, promised).with_columns(n=col("n") // 7).sink("arrow", discard())
     source.map_pandas(_double_pandas, promised).filter(col("twice") != 4).sink("pandas", discard())
-    copies = pa.schema([*world.batch.schema, ("copy", pa.int64())])
-    source.flat_map(_repeat, copies).select("n", "copy").sink("flat", discard())
+    replicas = pa.schema([*world.batch.schema, ("copy", pa.int64())])
+    source.flat_map(_repeat, replicas).select("n", "copy").sink("flat", discard())
     result = check(flow, world.input, world.shape)
 
     stream = models.stream(world.input, "s")
@@ -622,8 +622,8 @@ def test_chain_of_three_keyed_stages(world: World) -> None:
 @given(worlds())
 def test_chain_of_flat_map_and_two_keyed_stages(world: World) -> None:
     flow = Flow("f")
-    copies = pa.schema([*world.batch.schema, ("copy", pa.int64())])
-    stream = world.source(flow).flat_map(_repeat, copies)
+    replicas = pa.schema([*world.batch.schema, ("copy", pa.int64())])
+    stream = world.source(flow).flat_map(_repeat, replicas)
     stream = stream.key_by("copy").agg(sv=sum_("v"), tag=last("tag"))
     stream.key_by("tag").window(rows=3, every=2).agg(m=mean("sv")).sink("out", discard())
     result = check(flow, world.input, world.shape)

@@ -33,7 +33,7 @@ STEPS_MAX = 60_000
 PROTECTIONS: list[Protection] = [
     none(),
     pairs(apart="process"),
-    pairs(copies=3, apart="process"),
+    pairs(replicas=3, apart="process"),
     active(apart="process"),
     passive(every_ms=8, apart="process"),
     upstream(base_ms=20, apart="process"),
@@ -202,7 +202,7 @@ def crash_who_reads_to_the_end(world: World) -> bool:
     if first not in world.nodes or world.nodes[first].sequencer is None:
         return False
     for (source, number), split in world.nodes[first].sequencer.splits.items():
-        (leader,) = [c.copies[0] for c in view.cohorts[source] if c.first <= number < c.end]
+        (leader,) = [c.replicas[0] for c in view.cohorts[source] if c.first <= number < c.end]
         waits = split.end is not None and split.blocks and leader != first
         if waits and leader in world.nodes and world.survives(leader):
             world.crash(leader)

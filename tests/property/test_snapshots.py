@@ -36,7 +36,7 @@ from .test_state import PARTITIONS, Model, key_lists, words_for
 
 
 class Frozen:
-    """A snapshot beside a copy of the rows it has to give out."""
+    """A snapshot beside a replica of the rows it has to give out."""
 
     def __init__(self, model: Model, partitions: Collection[int] | None) -> None:
         self.snapshot: Snapshot = model.table.snapshot(partitions)
@@ -61,11 +61,11 @@ class Frozen:
         while self.pull(rows_max):
             pass
         assert sum(p.num_rows for p in self.parts) == len(self.rows)
-        copy = Model()
-        copy.rows = self.rows
+        replica = Model()
+        replica.rows = self.rows
         for part in self.parts:
-            copy.table.install(part)
-        copy.check()
+            replica.table.install(part)
+        replica.check()
 
 
 def part_of(key: int | None) -> int:
@@ -259,10 +259,10 @@ class Epochs:
 
 
 class Follower:
-    """A new copy, which gets its state in parts while the original goes on."""
+    """A new replica, which gets its state in parts while the original goes on."""
 
     def __init__(self, original: KeyedOperator, fresh: KeyedOperator, since: int) -> None:
-        self.copy, self.since = fresh, since
+        self.replica, self.since = fresh, since
         self.rows = original.state_rows()
         self.snapshot = original.snapshot()
         assert self.snapshot.rows_left == self.rows
@@ -274,7 +274,7 @@ class Follower:
             return False
         name, batch = part
         assert 0 < batch.num_rows <= rows_max
-        self.copy.install({name: through_ipc(batch)})
+        self.replica.install({name: through_ipc(batch)})
         return True
 
 
@@ -303,12 +303,12 @@ def follow(epochs: Epochs, starts: Collection[int], pulls: int, rows_max: int) -
     for follower in followers:
         while follower.pull(rows_max):
             pass
-        copy = follower.copy
-        copy.install_extras(json.loads(json.dumps(follower.snapshot.extras)))
+        replica = follower.replica
+        replica.install_extras(json.loads(json.dumps(follower.snapshot.extras)))
         for epoch in range(follower.since, len(epochs)):
-            assert epochs.feed(copy, epoch) == wanted[epoch]
-        assert copy.late_rows == original.late_rows
-        assert state_of(copy) == state_of(original)
+            assert epochs.feed(replica, epoch) == wanted[epoch]
+        assert replica.late_rows == original.late_rows
+        assert state_of(replica) == state_of(original)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -319,7 +319,7 @@ def follow(epochs: Epochs, starts: Collection[int], pulls: int, rows_max: int) -
     st.integers(0, 2),
     st.sampled_from([1, 3, 50]),
 )
-def test_a_copy_goes_on_like_the_original(
+def test_a_replica_goes_on_like_the_original(
     name: str, world: World, starts: list[int], pulls: int, rows_max: int
 ) -> None:
     epochs = Epochs(OPERATORS[name], world.batch, world.keys, world.shape.cuts)
@@ -327,7 +327,7 @@ def test_a_copy_goes_on_like_the_original(
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_a_copy_of_much_state_goes_on_like_the_original(name: str) -> None:
+def test_a_replica_of_much_state_goes_on_like_the_original(name: str) -> None:
     """Tables that grow, and are compacted, between the parts."""
     rng = random.Random(5)
     n = 3750
@@ -353,16 +353,16 @@ class Fussy(KeyedFunction):
 def test_what_an_operator_takes_back_is_not_in_a_snapshot() -> None:
     batch = pa.record_batch({"k": [1, 2, 3, 1, 2, 3], "n": [1, 2, 3, 4, -5, 6], "ts": range(6)})
     epochs = Epochs(lambda _, keyed: keyed.apply(Fussy()), batch, ["k"], [3, 4])
-    original, copy = epochs.operator.open(7), epochs.operator.open(7)
+    original, replica = epochs.operator.open(7), epochs.operator.open(7)
     epochs.feed(original, 0)
-    follower = Follower(original, copy, 1)
+    follower = Follower(original, replica, 1)
     with pytest.raises(ValueError, match="negative"):
         epochs.feed(original, 2)
     before = state_of(original)
     epochs.feed(original, 1)
     while follower.pull(2):
         pass
-    assert state_of(copy) == before != state_of(original)
+    assert state_of(replica) == before != state_of(original)
 
 
 def test_a_snapshot_of_some_partitions() -> None:
@@ -370,13 +370,13 @@ def test_a_snapshot_of_some_partitions() -> None:
     batch = pa.record_batch({"k0": [*range(200)], **_values(rng, 200, wild=False)})
     for build in OPERATORS.values():
         epochs = Epochs(build, batch, ["k0"], [100])
-        original, copy = epochs.operator.open(7), epochs.operator.open(7)
+        original, replica = epochs.operator.open(7), epochs.operator.open(7)
         epochs.feed(original, 0)
         snapshot, wanted = original.snapshot(partitions=[1, 4]), state_of(original, [1, 4])
         epochs.feed(original, 1)
         while part := snapshot.next(16):
-            copy.install(dict([part]))
-        assert state_of(copy) == wanted
+            replica.install(dict([part]))
+        assert state_of(replica) == wanted
 
 
 def test_a_closed_snapshot_costs_nothing() -> None:

@@ -198,19 +198,19 @@ def test_since_gives_the_chunks_that_changed() -> None:
     changed = table.extract(since=1)
     assert changed.num_rows == 1 << CHUNK_BITS
     assert 9 in changed.column("n").to_pylist()
-    copy = StateTable({"n": Field(pa.int64())}, 4)
-    copy.install(table.extract())
-    assert copy.extract(since=3).num_rows >= 1 << CHUNK_BITS  # what changed is known there too
-    assert copy.extract(since=4).num_rows == 0
+    replica = StateTable({"n": Field(pa.int64())}, 4)
+    replica.install(table.extract())
+    assert replica.extract(since=3).num_rows >= 1 << CHUNK_BITS  # what changed is known there too
+    assert replica.extract(since=4).num_rows == 0
 
 
-def test_an_increment_brings_a_copy_up_to_date() -> None:
+def test_an_increment_brings_a_replica_up_to_date() -> None:
     rng = random.Random(3)
-    model, copy = Model(), StateTable(FIELDS, PARTITIONS)
+    model, replica = Model(), StateTable(FIELDS, PARTITIONS)
     for epoch in range(6):
         model.write(rng.choices(range(3000), k=700), rng, epoch)
-        copy.install(through_ipc(model.table.extract(since=epoch - 1)))
-    model.table = copy
+        replica.install(through_ipc(model.table.extract(since=epoch - 1)))
+    model.table = replica
     model.check()
 
 

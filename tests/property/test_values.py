@@ -99,10 +99,10 @@ def test_a_table_gives_back_what_it_was_given(
                     table._compact(name)
     assert held(table) == model.rows
     for snapshot, wanted in frozen:
-        copy = StateTable(fields, 4)
+        replica = StateTable(fields, 4)
         while (part := snapshot.next(rng.choice([1, 7]))) is not None:
-            copy.install(through_ipc(part))
-        assert held(copy) == wanted
+            replica.install(through_ipc(part))
+        assert held(replica) == wanted
 
 
 @examples(30)

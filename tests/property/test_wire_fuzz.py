@@ -104,7 +104,7 @@ MESSAGES: list[tuple[wire.Message, bytes]] = [
                 1, 0, 9, 5, [("state", "a", True)], EXTRAS, [(8, 3)], "b", {"a": INFO}, False
             ),
             wire.NotStored(1, 0, 9, "no room", False),
-            wire.CopyState(1, 0, 3, 4, "failed", "it broke"),
+            wire.ReplicaReport(1, 0, 3, 4, "failed", "it broke"),
             wire.Behind(1, "slow"),
             wire.AskLog(0, 0, 0, 2),
             wire.TellLog(0, 0, 0, 2, -1, 3, 1, ((1, 0, 2),)),
@@ -600,9 +600,11 @@ class Meddler:
             return
         sender, receiver = self.rng.choice(links)
         message, body = self.rng.choice(list(self.seen.values()))
-        copies = [(s, unit) for s, n in self.world.nodes.items() for unit in n.incoming]
-        if copies and self.rng.random() < 0.5:  # where a copy is being made there is more to break
-            receiver, (stage, cohort) = self.rng.choice(copies)
+        replicas = [(s, unit) for s, n in self.world.nodes.items() for unit in n.incoming]
+        if (
+            replicas and self.rng.random() < 0.5
+        ):  # where a replica is being made there is more to break
+            receiver, (stage, cohort) = self.rng.choice(replicas)
             sender = self.world.nodes[receiver].incoming[stage, cohort].donor
             message, body = self.seen[self.rng.choice(HANDING_OVER)]
             message = msgspec.structs.replace(message, stage=stage, cohort=cohort)
@@ -651,7 +653,7 @@ def test_nodes_go_on_whatever_their_peers_say(seed: int, crash: bool) -> None:
     meddled(seed, crash)
 
 
-def test_a_copy_is_made_in_spite_of_them() -> None:
+def test_a_replica_is_made_in_spite_of_them() -> None:
     """What was half handed over when something did not fit is thrown away, and handed over anew."""
     world = World(line(), sites=3, seed=5, options=TINY)
     meddler = Meddler(world, 5)
@@ -672,7 +674,7 @@ def test_a_copy_is_made_in_spite_of_them() -> None:
     assert broken == meddler.refused == 8
     for sink, table in expected().items():
         assert result(world, sink).equals(table)
-    assert any("+" in line for line in world.log), "copies were made"
+    assert any("+" in line for line in world.log), "replicas were made"
 
 
 def ready(seed: int = 1, steps: int = 200) -> World:
@@ -844,7 +846,7 @@ def test_a_portion_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     shaped = plan(flow)
     checks = Checks(shaped, shape(shaped, 4), 2)
     reader = FedReader(0, ROWS.schema, False)
-    reader.on_copies(False, [SiteId(1)], [])
+    reader.on_replicas(False, [SiteId(1)], [])
     rng = random.Random(0)
     portion = wire.FeedPortion(0, 1, MARKS, [len(IPC)])
     before = reader.save()

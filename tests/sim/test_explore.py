@@ -70,7 +70,7 @@ FAILS_WITHOUT_A_CONTROLLER = (
     Fault("old leader", 0.01248, "taken over", who=9),
 )
 # The donor says that it cannot hand over to a controller whose next view is never committed.
-FAILED_COPY_IS_NOT_COMMITTED = (
+FAILED_REPLICA_IS_NOT_COMMITTED = (
     Fault("cut off", 0.015411782198, who=1, other=8, seconds=0.18493009),
     Fault("arbiter", 0.015411782198, "joining", who=4, other=1, seconds=0.031497893),
     Fault("controller", 0.015411782198, "replaying", who=6),
@@ -82,15 +82,15 @@ FAILED_COPY_IS_NOT_COMMITTED = (
     [
         Case(57, "windows", faults=JOINS_AT_THE_END),
         Case(4, "poison", faults=FAILS_WITHOUT_A_CONTROLLER),
-        Case(85, sites=3, faults=FAILED_COPY_IS_NOT_COMMITTED),
+        Case(85, sites=3, faults=FAILED_REPLICA_IS_NOT_COMMITTED),
     ],
-    ids=["joins at the end", "fails without a controller", "failed copy is not committed"],
+    ids=["joins at the end", "fails without a controller", "failed replica is not committed"],
 )
 def test_schedules_that_once_failed(case: Case) -> None:
     assert run(case).problem is None
 
 
-def test_three_copies_outlive_two_crashes() -> None:
+def test_three_replicas_outlive_two_crashes() -> None:
     at_once = (Fault("crash of two", 0.03, who=1, other=2),)
     outcome = run(Case(1, "windows", "triples", sites=5, faults=at_once))
     assert outcome.problem is None and outcome.done == [("protected", "crash of two")]
@@ -167,7 +167,7 @@ def test_orders_close_to_a_crash_and_second_crashes() -> None:
 
 
 def test_exhaustion_finds_a_bug() -> None:
-    with named("record on one copy").planted():
+    with named("record on one replica").planted():
         assert any(exhaust.run(path)[1] is not None for path in exhaust.one_crash())
 
 

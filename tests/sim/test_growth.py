@@ -62,7 +62,8 @@ def test_a_sink_without_rows_keeps_nothing_back(protection: Protection, tmp_path
 
 
 def noted(node: Node) -> int:
-    """For how many calls it is noted which keys were removed, at copies that nobody asks for it."""
+    """For how many calls it is noted which keys were removed, at replicas that nobody asks for
+    it."""
     assert node.view is not None or not node.stages.units
     found = 0
     for unit, runner in node.stages.units.items():
@@ -76,7 +77,7 @@ def test_a_standby_does_not_note_which_keys_are_gone() -> None:
     assert most(counts(PASSIVE, discard()), noted) == 0
 
 
-def test_a_copy_that_is_not_stored_does_not_note_which_keys_are_gone(tmp_path: Path) -> None:
+def test_a_replica_that_is_not_stored_does_not_note_which_keys_are_gone(tmp_path: Path) -> None:
     options = replace(OPTIONS, store=str(tmp_path), store_every_ms=100)
     world = counts(pairs(apart="process"), discard(), options=options)
     for node in world.nodes.values():
@@ -85,7 +86,7 @@ def test_a_copy_that_is_not_stored_does_not_note_which_keys_are_gone(tmp_path: P
 
 
 def test_when_epochs_were_cut_is_forgotten_when_they_are_delivered() -> None:
-    """Also where the sequencer has a copy and no sink has one."""
+    """Also where the sequencer has a replica and no sink has one."""
     world = counts(pairs(apart="process"), discard(), sites=6)
     assert 0 < most(world, lambda node: len(node.sequencing._cut_at)) < 20
 

@@ -1,5 +1,5 @@
-"""Partition pairs on simulated sites: whatever dies while a copy of everything is left, whenever it
-dies, the results are those of an undisturbed run; if the last copy goes, that is said.
+"""Partition pairs on simulated sites: whatever dies while a replica of everything is left, whenever
+it dies, the results are those of an undisturbed run; if the last replica goes, that is said.
 
 A seed that fails is run again with ``one(seed, ...)``; `world.describe()` has the last views.
 """
@@ -112,7 +112,8 @@ def go(world: World, *disturb: Callable[[World], None], until: Callable[[], Any]
 
 
 def check_chain(world: World) -> None:
-    """Records pass through sites only that have, or are about to have, a copy of the sequencer."""
+    """Records pass through sites only that have, or are about to have, a replica of the
+    sequencer."""
     for site, node in world.nodes.items():
         if node.sequencer is not None and node.view is not None and site in node.view.sequencers:
             chain = (None, *node.view.cohorts[0][0].all)
@@ -145,7 +146,7 @@ def steps(world: World, count: int) -> None:
 # --- at random ----------------------------------------------------------------------------------
 
 
-def test_the_flow_with_copies_gives_what_it_gives_without() -> None:
+def test_the_flow_with_replicas_gives_what_it_gives_without() -> None:
     assert expected()["out"].num_rows == N and expected()["windows"].num_rows > 20
     world = finish(protected_world(0))
     assert world.controller.state is State.DONE
@@ -165,15 +166,15 @@ def test_crashes_and_connections_that_break(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(300, 306))
-def test_two_sites_at_once_with_three_copies(seed: int) -> None:
-    world = protected_world(seed, sites=5, protect=pairs(copies=3, apart="process"))
+def test_two_sites_at_once_with_three_replicas(seed: int) -> None:
+    world = protected_world(seed, sites=5, protect=pairs(replicas=3, apart="process"))
     faults = Faults(seed, at_once=2)
     finish(world, faults)
     assert faults.crashed > 0
 
 
 @pytest.mark.parametrize("seed", range(400, 405))
-def test_nobody_is_launched_and_the_others_take_the_copies(seed: int) -> None:
+def test_nobody_is_launched_and_the_others_take_the_replicas(seed: int) -> None:
     world = protected_world(seed, sites=5, relaunch=False)
     steps(world, 150)
     world.crash(SiteId(2))
@@ -181,11 +182,11 @@ def test_nobody_is_launched_and_the_others_take_the_copies(seed: int) -> None:
     view = world.controller.view
     assert view is not None and set(view.members) == {0, 1, 3, 4}
     joined = [line for line in world.log if "+" in line]
-    assert joined, "copies were made on the sites that are left"
+    assert joined, "replicas were made on the sites that are left"
 
 
 @pytest.mark.parametrize("seed", range(500, 503))
-def test_standbys_take_the_copies(seed: int) -> None:
+def test_standbys_take_the_replicas(seed: int) -> None:
     world = protected_world(seed, standbys=2, relaunch=False)
     steps(world, 150)
     world.crash(SiteId(1))
@@ -197,7 +198,7 @@ def test_standbys_take_the_copies(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(600, 605))
-def test_draining_while_copies_are_made(seed: int) -> None:
+def test_draining_while_replicas_are_made(seed: int) -> None:
     world = protected_world(seed)
     faults = Faults(seed, crashes=3)
     go(world, faults, until=lambda: faults.crashed)
@@ -245,7 +246,7 @@ def leader_of(world: World, role: str) -> SiteId:
         return view.sequencers[0]
     if role == "sequencer's follower":
         return view.sequencers[-1]
-    return view.cohort((world.plan.stage_named(role).id, 0)).copies[0]  # type: ignore[arg-type]
+    return view.cohort((world.plan.stage_named(role).id, 0)).replicas[0]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("role", ["sequencer", "sequencer's follower", "out", "windows"])
@@ -277,7 +278,7 @@ def test_epochs_are_numbered_on_by_every_sequencer() -> None:
     assert [r.base for r in world.records] == [0, *bases[:-1]]
 
 
-# --- when the last copy goes --------------------------------------------------------------------
+# --- when the last replica goes -------------------------------------------------------------------
 
 
 def through(world: World, site: SiteId) -> bool:
@@ -304,21 +305,21 @@ def is_prefix(world: World) -> bool:
 
 
 @pytest.mark.parametrize("seed", range(800, 806))
-def test_the_loss_of_all_copies_is_said_and_nothing_wrong_was_delivered(seed: int) -> None:
+def test_the_loss_of_all_replicas_is_said_and_nothing_wrong_was_delivered(seed: int) -> None:
     world = protected_world(seed)
     rng = random.Random(seed)
     steps(world, rng.randint(60, 300))
-    if seed % 2:  # while the copies of another are being made
+    if seed % 2:  # while the replicas of another are being made
         world.crash(SiteId(rng.randrange(4)))
         steps(world, rng.randint(1, 200))
     view = world.controller.view
     assert view is not None
-    unit = rng.choice([u for u in view.units() if set(view.cohort(u).copies) <= set(world.nodes)])
-    world.crash(*view.cohort(unit).copies)
+    unit = rng.choice([u for u in view.units() if set(view.cohort(u).replicas) <= set(world.nodes)])
+    world.crash(*view.cohort(unit).replicas)
     with pytest.raises(SiteLostError) as caught:
         world.run()
     stage = world.plan.stages[unit[0]].name
-    assert "no copy is left of" in str(caught.value) and repr(stage) in str(caught.value)
+    assert "no replica is left of" in str(caught.value) and repr(stage) in str(caught.value)
     assert is_prefix(world)
 
 
@@ -379,9 +380,9 @@ def joining(world: World) -> Iterator[tuple[Any, SiteId]]:
             yield unit, site
 
 
-def test_word_of_a_copy_that_was_given_up_is_not_taken_for_the_next_one() -> None:
-    """A new copy is in place, and says so; before that is heard its donor says that the connection
-    broke. The copy is given up and made again, and then the old word arrives."""
+def test_word_of_a_replica_that_was_given_up_is_not_taken_for_the_next_one() -> None:
+    """A new replica is in place, and says so; before that is heard its donor says that the
+    connection broke. The replica is given up and made again, and then the old word arrives."""
     world = protected_world(21, sites=3, relaunch=False, options=replace(TINY, partitions=1))
     # The sinks stand still, so that the stream does not end meanwhile.
     world.stalled = lambda site, order: order.unit[0] >= 4
@@ -391,7 +392,7 @@ def test_word_of_a_copy_that_was_given_up_is_not_taken_for_the_next_one() -> Non
     unit, joiner = next((u, s) for u, s in joining(world) if world.plan.stages[u[0]].operator)
     words = hold(world, joiner, CONTROLLER)
     words.held = False
-    go(world, until=lambda: told(words, wire.CopyState, stage=unit[0], phase="installed"))
+    go(world, until=lambda: told(words, wire.ReplicaReport, stage=unit[0], phase="installed"))
     words.held = True
     world.reset(world.controller.view.cohort(unit).donor, joiner)
     go(world, until=lambda: joiner not in world.controller.view.cohort(unit).joining)
@@ -490,9 +491,9 @@ def test_an_idle_source_is_told_to_the_sequencer_that_takes_over(lost: bool) -> 
 
 @pytest.mark.parametrize("phase", ["joining", "ordered", "handing over", "installed", "promoted"])
 @pytest.mark.parametrize("who", ["joiner", "donor"])
-def test_a_death_in_each_phase_of_making_a_copy(phase: str, who: str) -> None:
-    """With three copies, so that the donor is never the last one."""
-    world = protected_world(31, protect=pairs(copies=3, apart="process"))
+def test_a_death_in_each_phase_of_making_a_replica(phase: str, who: str) -> None:
+    """With three replicas, so that the donor is never the last one."""
+    world = protected_world(31, protect=pairs(replicas=3, apart="process"))
     steps(world, 120)
     world.crash(SiteId(1))
     go(world, until=lambda: world.controller.dead and list(joining(world)))
@@ -508,7 +509,7 @@ def test_a_death_in_each_phase_of_making_a_copy(phase: str, who: str) -> None:
             unit in world.nodes[joiner].dataflow.units
             and world.nodes[joiner].dataflow.units[unit].installed
         ),
-        "promoted": lambda: joiner in world.controller.view.cohort(unit).copies,  # type: ignore[union-attr]
+        "promoted": lambda: joiner in world.controller.view.cohort(unit).replicas,  # type: ignore[union-attr]
     }
     go(world, until=reached[phase])
     assert not world.ended
@@ -519,13 +520,14 @@ def test_a_death_in_each_phase_of_making_a_copy(phase: str, who: str) -> None:
 
 
 def test_a_sink_leader_dies_with_the_last_rows_and_all_others_are_through() -> None:
-    """Its other copy has said that it is through; it has yet to write what the leader has not."""
+    """Its other replica has said that it is through; it has yet to write what the leader has
+    not."""
     world = protected_world(41, sites=2, relaunch=False, options=replace(TINY, budget=ROOMY))
     sink = world.plan.stage_named("out").id
     go(world, until=lambda: world.controller.running)
     view = world.controller.view
     assert view is not None
-    leader, other = view.cohort((sink, 0)).copies  # type: ignore[arg-type]
+    leader, other = view.cohort((sink, 0)).replicas  # type: ignore[arg-type]
     world.stalled = lambda site, order: site == leader and order.unit[0] == sink
     go(world, until=lambda: len(world.records) >= 4)
     world.drain()
@@ -541,7 +543,7 @@ def test_a_sink_leader_dies_with_the_last_rows_and_all_others_are_through() -> N
 # --- the checks themselves ----------------------------------------------------------------------
 
 
-def test_copies_that_differ_are_found_out() -> None:
+def test_replicas_that_differ_are_found_out() -> None:
     """An operator that depends on the site it runs at."""
     world = protected_world(51)
     go(world, until=lambda: world.controller.running)
@@ -575,7 +577,7 @@ def _skewed(world: World, stage: int, noticed: bool) -> Callable[[SiteId, Any], 
     return skewed
 
 
-def test_a_copy_that_loses_rows_when_it_is_made_is_found_out(monkeypatch: Any) -> None:
+def test_a_replica_that_loses_rows_when_it_is_made_is_found_out(monkeypatch: Any) -> None:
     """The harness notices if a hand-over leaves something behind."""
     from holdfast.site.handover import Incoming
 

@@ -27,14 +27,14 @@ def run(epochs: int = 20, sites: int = 4, seed: int = 0) -> list[Event]:
             events.append(Event(arrives, "arrive", other, text, site))
         return arrives
 
-    copies = [[(c + k) % sites for k in (0, 1)] for c in range(sites)]
+    replicas = [[(c + k) % sites for k in (0, 1)] for c in range(sites)]
     for epoch in range(epochs):
         base = 0.002 + 0.0124 * epoch + rng.uniform(0, 0.001)
         events.append(Event(base, "control", 0, f"record epoch {epoch}", -1, base + 0.0005))
         for source in (0, 1):
             done = base + 0.0011
             events.append(Event(base, "work", source, f"packets/0 epoch {epoch}", None, done))
-        for cohort, (first, second) in enumerate(copies):
+        for cohort, (first, second) in enumerate(replicas):
             ready = {}
             for to in (first, second):
                 source = cohort % 2

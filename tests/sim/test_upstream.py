@@ -49,7 +49,7 @@ def test_two_stages_in_a_row_are_lost_and_the_second_takes_no_half_known_window(
 
 
 def long(rows_in: int) -> Flow:
-    """Windows that are long compared with what may be kept for a copy that is behind."""
+    """Windows that are long compared with what may be kept for a replica that is behind."""
     flow = Flow("long")
     source = flow.source("events", rows(flows._events(rows_in)), event_time="ts")
     source.key_by("k").window(time=400).agg(n=count(), x=sum_("v")).sink("out", discard())
@@ -69,7 +69,7 @@ def test_a_unit_with_a_long_log_is_not_let_go_because_it_is_behind(monkeypatch: 
 
 
 @pytest.mark.parametrize("seed", [10, 83])
-def test_a_unit_is_lost_while_its_second_copy_is_made(seed: int) -> None:
+def test_a_unit_is_lost_while_its_second_replica_is_made(seed: int) -> None:
     """On the way to a standby. It is made anew at one site, of which then others are made."""
     kinds = ("crash", "controller", "crash of two", "block", "reset")
     done = run(Case(seed, "times", "upstream", "upstream", "passive", kinds=kinds))
@@ -80,7 +80,7 @@ def hands_over(world: TimedWorld) -> int | None:
     """Who hands a unit of the first keyed stage over just now, and has sent some of its state."""
     view = world.controller.view
     for number, cohort in enumerate(view.cohorts[1] if view is not None else ()):
-        for joiner in cohort.joining if cohort.copies else ():
+        for joiner in cohort.joining if cohort.replicas else ():
             node, unit = world.nodes[joiner], (1, number)
             if unit in node.incoming and world.survives(cohort.donor):
                 keeper = node.stages.units[unit].keeper
@@ -158,7 +158,7 @@ def test_a_unit_is_lost_when_its_source_has_finished() -> None:
         if not drained or crashed or view is None:
             continue
         source_at, sink_at = view.cohorts[0][0].all, view.cohorts[2][0].all
-        victims = [s for c in view.cohorts[1] for s in c.copies if s not in source_at + sink_at]
+        victims = [s for c in view.cohorts[1] for s in c.replicas if s not in source_at + sink_at]
         if victims and world.nodes[source_at[0]].finished:
             world.crash(victims[0])
             crashed = True

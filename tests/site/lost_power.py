@@ -66,9 +66,9 @@ class LossyDisk:
             if name != "/" and any(up not in names for up in _above(folder)):
                 continue  # a name in a folder that is not there
             if file is not None:
-                copy = _File(found)
-                copy.data = copy.synced = self._left(file, survives)
-                file = copy
+                replica = _File(found)
+                replica.data = replica.synced = self._left(file, survives)
+                file = replica
             found.names[name] = found.synced[name] = file
         return found
 

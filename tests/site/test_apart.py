@@ -18,8 +18,8 @@ from holdfast.lab.chaos.proxy import Proxy
 from .test_pairs import (
     PATIENCE_S,
     check_lines,
-    copies,
     pids,
+    replicas,
     two_lines,
     until,
     until_protected,
@@ -43,7 +43,7 @@ def test_of_two_that_hear_nothing_of_each_other_one_is_let_go(kept, proxy: Proxy
     kept.append(run)
     until_protected(run, 4)
     until_rows(run)
-    one, other = copies(run)["left", 0]
+    one, other = replicas(run)["left", 0]
     proxy.hold(one, other)
     until(lambda: run.status()["dead"], "one of the two is let go")
     ((dead, reason),) = run.status()["dead"].items()
@@ -60,7 +60,7 @@ def test_who_is_apart_from_all_others_is_let_go_and_not_they(kept, proxy: Proxy)
     kept.append(run)
     until_protected(run, 4)
     until_rows(run)
-    lonely = copies(run)["right", 0][0]
+    lonely = replicas(run)["right", 0][0]
     for other in set(pids(run)) - {lonely}:
         proxy.hold(lonely, other)
     until(lambda: run.status()["dead"], "it is let go")

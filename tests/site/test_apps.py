@@ -128,7 +128,7 @@ def test_each_application_serves_the_figures_of_the_whole_flow(apps: Apps) -> No
     for app, leads in ((leader, 1.0), (1 - leader, 0.0)):
         until(apps, lambda app=app: all_is_known(figures(apps, app)), "it is known")
         said = figures(apps, app)
-        assert said["leading"] == leads and said["copies_missing"] == 0
+        assert said["leading"] == leads and said["replicas_missing"] == 0
         assert set(FIGURES) <= said.keys() and said["rows_in_total"] > 0
         until(
             apps,

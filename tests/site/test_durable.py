@@ -36,7 +36,7 @@ from holdfast.connectors.sources import Source, generator
 from holdfast.control.run import Run
 from holdfast.control.server import checkpoints as durable_module
 from holdfast.storage.restore_point import Past
-from tests.site.test_pairs import PATIENCE_S, copies, kill, until, until_protected, until_rows
+from tests.site.test_pairs import PATIENCE_S, kill, replicas, until, until_protected, until_rows
 from tests.site.test_protections import events
 
 ROWS = 160_000
@@ -196,7 +196,7 @@ def test_it_goes_on_with_other_sites_partitions_elsewhere_and_another_protection
     until_stored(first, 2)
     # It is the leader of some units, and perhaps of a checkpoint that is under way.
     for victim in ("running aggregate by (k)", "near"):
-        kill(first, copies(first)[victim, 0][0])
+        kill(first, replicas(first)[victim, 0][0])
         until_stored(first, 2)
         until_protected(first, 3)
     lose(first)

@@ -1,4 +1,4 @@
-"""A sink's copies: when an epoch waits, and what becomes durable without another one."""
+"""A sink's replicas: when an epoch waits, and what becomes durable without another one."""
 
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def test_an_epoch_waits_while_the_sink_has_no_room(sink: Slow, egress: Egress) -
     assert egress.ready
 
 
-def test_a_copy_that_does_not_lead_never_waits(sink: Slow, egress: Egress) -> None:
+def test_a_replica_that_does_not_lead_never_waits(sink: Slow, egress: Egress) -> None:
     sink.taken = 7
     egress.take(0, ROWS)
     assert egress.ready and [e for e, _ in egress.held] == [0]
@@ -262,7 +262,7 @@ def test_whoever_leads_next_goes_on_with_what_is_stored(tmp_path: Path) -> None:
     log.reached = log.taken = 1
     egress.lead(1)
     assert log.rows == [] and not egress.ready
-    assert [e for e, _ in egress.held] == [4], "a new copy would get it"
+    assert [e for e, _ in egress.held] == [4], "a new replica would get it"
     egress.recall()
     log.reached = 2
     assert log.rows == STORED[2:3]
@@ -309,7 +309,7 @@ def test_an_egress_is_not_finished_before_its_sink_is(sink: Slow, egress: Egress
     assert egress.finish() and egress.held == []
 
 
-def test_a_copy_that_was_made_of_a_leader_recalls_nothing_twice(tmp_path: Path) -> None:
+def test_a_replica_that_was_made_of_a_leader_recalls_nothing_twice(tmp_path: Path) -> None:
     one, other = Log(), Log()
     old, new = with_past(one, tmp_path), with_past(other, tmp_path)
     old.begin()
@@ -325,7 +325,7 @@ def test_a_copy_that_was_made_of_a_leader_recalls_nothing_twice(tmp_path: Path) 
     assert other.rows == [*STORED, (4, [1, 2])]
 
 
-def test_every_copy_of_a_replicated_sink_recalls(tmp_path: Path) -> None:
+def test_every_replica_of_a_replicated_sink_recalls(tmp_path: Path) -> None:
     one, other = Log(replicated=True), Log(replicated=True)
     old, new = with_past(one, tmp_path), with_past(other, tmp_path)
     one.reached = other.reached = 9

@@ -77,9 +77,9 @@ def fed(reader: FedReader, number: int, *values: int, query: str = "query") -> R
 
 
 def alone(through: bool = False, **more: Any) -> FedReader:
-    """The only copy, which leads."""
+    """The only replica, which leads."""
     reader = FedReader(0, SCHEMA, through, **more)
-    reader.on_copies(True, [], [])
+    reader.on_replicas(True, [], [])
     return reader
 
 
@@ -233,7 +233,7 @@ def test_a_flow_that_begins_takes_whatever_micro_batch_comes_first() -> None:
 
 
 def test_whoever_goes_on_knows_the_query() -> None:
-    """A new copy, a flow that was stopped, and one that was lost."""
+    """A new replica, a flow that was stopped, and one that was lost."""
     pair = Pair(through=False)
     fed(pair.leader, 0, 1)
     pair.deliver()
@@ -243,7 +243,7 @@ def test_whoever_goes_on_knows_the_query() -> None:
     lost = FedReader(0, SCHEMA, False)
     lost.recover(msgspec.msgpack.decode(msgspec.msgpack.encode(stored), type=type(stored)), [])
     for reader in (pair.other, second, lost):
-        reader.on_copies(True, [], [])
+        reader.on_replicas(True, [], [])
         assert not fed(reader, 0, 1, query="other")[0][0]
         assert fed(reader, 0, 1) == [(True, "taken")]
 
@@ -254,7 +254,7 @@ def test_what_was_stored_before_queries_were_told_apart() -> None:
     reader.restore(old | {"ended": 0, "taken": 5, "rank": 3})
     marks = old | {"committed": 5, "ended": 0, "everywhere": 0}
     reader.recover(wire.FeedPortion(0, 6, marks, []), [batch(1)])
-    reader.on_copies(True, [], [])
+    reader.on_replicas(True, [], [])
     assert "does not follow on 5" in fed(reader, 0, 77)[0][1], "a fresh one begins with 0"
     assert fed(reader, 5, 1, query="first") == [(True, "taken")]
     assert fed(reader, 6, 2, query="first") == [(True, "")]
@@ -341,7 +341,7 @@ def test_another_driver_begins_with_the_whole() -> None:
     hand_over(reader, "a", 1, 2, 4)
     again = FedReader(0, SCHEMA, True)
     again.restore(reader.save())
-    again.on_copies(True, [], [])
+    again.on_replicas(True, [], [])
     assert hand_over(again, "a", 1, 3, 4, 5)[1] == [(False, GIVEN_UP)]
     begun(again, 0, "b")
     hand_over(again, "b", 0, 1, 1, 2)
@@ -349,11 +349,11 @@ def test_another_driver_begins_with_the_whole() -> None:
     assert drained(again) == [5]
 
 
-# --- copies -------------------------------------------------------------------------------------
+# --- replicas -------------------------------------------------------------------------------------
 
 
 class Pair:
-    """A leading copy and another one; what goes between them waits until it is delivered."""
+    """A leading replica and another one; what goes between them waits until it is delivered."""
 
     def __init__(self, through: bool) -> None:
         self.leader, self.other = (FedReader(0, SCHEMA, through) for _ in range(2))
@@ -361,8 +361,8 @@ class Pair:
         self.leader.send = lambda site, message, body: self.sent.append(
             (message, b"".join(bytes(b) for b in body))  # type: ignore[arg-type]
         )
-        self.leader.on_copies(True, [OTHER], [])
-        self.other.on_copies(False, [SiteId(1)], [])
+        self.leader.on_replicas(True, [OTHER], [])
+        self.other.on_replicas(False, [SiteId(1)], [])
 
     def deliver(self, confirmed: bool = True, most: int = 1_000_000) -> None:
         while self.sent and most:
@@ -373,7 +373,7 @@ class Pair:
                 self.leader.on_has(OTHER, self.other.has, False)
 
 
-def test_rows_enter_and_are_confirmed_when_all_copies_have_them() -> None:
+def test_rows_enter_and_are_confirmed_when_all_replicas_have_them() -> None:
     pair = Pair(through=False)
     replies = fed(pair.leader, 0, 1, 2)
     assert drained(pair.leader) == [] and replies == []
@@ -388,7 +388,7 @@ def test_a_new_leader_knows_which_batches_were_taken() -> None:
     pair = Pair(through=False)
     fed(pair.leader, 0, 1, 2)
     pair.deliver(confirmed=False)  # the leader dies before it hears, and has not answered
-    pair.other.on_copies(True, [], [])
+    pair.other.on_replicas(True, [], [])
     assert fed(pair.other, 0, 1, 2) == [(True, "taken")]
     assert fed(pair.other, 1, 3) == [(True, "")]
     assert drained(pair.other) == [1, 2, 3]
@@ -405,10 +405,10 @@ def test_a_driver_that_asks_again_hears_when_the_batch_has_entered() -> None:
     assert drained(pair.leader) == [1, 2]
 
 
-def test_a_new_copy_is_waited_for_once_it_counts() -> None:
+def test_a_new_replica_is_waited_for_once_it_counts() -> None:
     """A leader that is alone would confirm what nobody else has."""
     pair = Pair(through=False)
-    pair.leader.on_copies(True, [], [OTHER])
+    pair.leader.on_replicas(True, [], [OTHER])
     pair.leader.on_has(OTHER, 0, True)
     replies = fed(pair.leader, 0, 1)
     assert replies == []
@@ -416,7 +416,7 @@ def test_a_new_copy_is_waited_for_once_it_counts() -> None:
     assert replies == [(True, "")]
 
 
-def test_what_left_before_the_leader_knew_what_a_copy_lacks_is_sent_again() -> None:
+def test_what_left_before_the_leader_knew_what_a_replica_lacks_is_sent_again() -> None:
     pair = Pair(through=False)
     for number in range(3):
         fed(pair.leader, number, number)
@@ -439,7 +439,7 @@ def test_a_later_attempt_passes_over_what_was_taken_however_it_is_cut() -> None:
     assert staged is not None
     pair.leader.rows(staged, batch(4, 5), Replies())
     pair.deliver()
-    pair.other.on_copies(True, [], [])
+    pair.other.on_replicas(True, [], [])
     begun(pair.other, 0, "b")
     hand_over(pair.other, "b", 0, 2, 1, 2)
     hand_over(pair.other, "b", 1, 2, 3, 4, 5, 6)
@@ -463,13 +463,13 @@ def test_what_is_on_its_way_is_no_part_of_what_is_stored() -> None:
 
 
 def test_no_epoch_has_rows_that_the_store_lacks(small: None) -> None:
-    """The other copy has them when the leader dies, and the store has not."""
+    """The other replica has them when the leader dies, and the store has not."""
     pair, stored = Pair(through=False), []
     pair.other.keep = lambda lead, message, bodies: stored.append((message.number, lead.rank))
     fed(pair.leader, 0, 1, 2)
     pair.deliver(confirmed=False)
     assert drained(pair.other) == [], "whoever does not lead reads what is due"
-    pair.other.on_copies(True, [], [], rank=7)
+    pair.other.on_replicas(True, [], [], rank=7)
     assert drained(pair.other) == [] and stored == [(1, 7)]
     replies = Replies()
     pair.other.begin("query", 0, "again", replies)
@@ -478,10 +478,10 @@ def test_no_epoch_has_rows_that_the_store_lacks(small: None) -> None:
     assert drained(pair.other) == [1, 2] and replies == [(True, "taken")]
 
 
-def test_a_new_copy_counts_when_it_has_what_entered_without_it(small: None) -> None:
+def test_a_new_replica_counts_when_it_has_what_entered_without_it(small: None) -> None:
     pair = Pair(through=False)
-    pair.leader.on_copies(True, [], [])
-    pair.leader.on_copies(True, [], [OTHER])
+    pair.leader.on_replicas(True, [], [])
+    pair.leader.on_replicas(True, [], [OTHER])
     pair.other.restore(pair.leader.save(), pair.leader.query)
     values, _ = large(pair.leader, 0)
     pair.sent.clear()
@@ -566,14 +566,14 @@ def test_a_large_micro_batch_is_sent_in_bounded_portions(small: None) -> None:
 
 @pytest.mark.parametrize("arrived", [0, 1, 17, 119, 1_000])
 def test_half_a_micro_batch_is_none(small: None, arrived: int) -> None:
-    """The leader dies when the other copy has some portions of it."""
+    """The leader dies when the other replica has some portions of it."""
     pair = Pair(through=False)
     fed(pair.leader, 0, -1)
     pair.deliver()
     values, _ = large(pair.leader, 1)
     pair.deliver(most=arrived)
     complete = not pair.sent
-    pair.other.on_copies(True, [], [])
+    pair.other.on_replicas(True, [], [])
     assert begun(pair.other, 1, "again")[1] == ("taken" if complete else "")
     if not complete:
         hand_over(pair.other, "again", 0, 1, *reversed(values))  # Spark may give it otherwise
@@ -583,24 +583,24 @@ def test_half_a_micro_batch_is_none(small: None, arrived: int) -> None:
     assert fed(pair.other, 2, -2) == [(True, "")]
 
 
-def test_the_other_copy_dies_in_the_middle_of_a_micro_batch(small: None) -> None:
+def test_the_other_replica_dies_in_the_middle_of_a_micro_batch(small: None) -> None:
     pair = Pair(through=False)
     values, replies = large(pair.leader, 0)
     pair.deliver(most=9)
-    pair.leader.on_copies(True, [], [])
+    pair.leader.on_replicas(True, [], [])
     assert replies == [] and drained(pair.leader) == values
     assert replies == [(True, "")]
 
 
-def test_another_copy_comes_in_the_middle_of_a_micro_batch(small: None) -> None:
+def test_another_replica_comes_in_the_middle_of_a_micro_batch(small: None) -> None:
     """It gets the portions that are on their way to the store, and no more of them at once."""
     pair, stored = Pair(through=False), []
     pair.leader.keep = lambda lead, message, bodies: stored.append(message.number)
-    pair.leader.on_copies(True, [], [])
+    pair.leader.on_replicas(True, [], [])
     values, replies = large(pair.leader, 0)
     while len(stored) < 40:
         pair.leader.on_has(STORE, stored[-1], False)
-    pair.leader.on_copies(True, [], [OTHER])
+    pair.leader.on_replicas(True, [], [OTHER])
     pair.other.restore(pair.leader.save(), pair.leader.query)
     pair.sent.clear()  # it was not there yet
     assert pair.leader.on_has(OTHER, pair.other.has, True), "nothing has entered that it lacks"
@@ -660,7 +660,7 @@ BATCHES, ROWS, ATTEMPTS = 5, 60, 100_000
 
 
 class Story:
-    """A query feeds a flow of two copies and a store, and everything goes wrong in turn.
+    """A query feeds a flow of two replicas and a store, and everything goes wrong in turn.
 
     A row is (micro-batch, row, push, attempt): the rows of a micro-batch are known, and each push
     deals them out to partitions in another way. What the flow has must be, of each micro-batch, all
@@ -693,7 +693,7 @@ class Story:
         self.leader, self.other = self.copy(), None
         self.lead()
 
-    def copy(self) -> FedReader:
+    def replica(self) -> FedReader:
         reader = FedReader(0, SCHEMA, through=False)
         if self.store is not None:
             reader.keep = lambda *portion: self.keep(reader, *portion)
@@ -701,7 +701,7 @@ class Story:
 
     def lead(self) -> None:
         self.leader.send = self.send
-        self.leader.on_copies(True, [], [], next(self.rank))
+        self.leader.on_replicas(True, [], [], next(self.rank))
         self.push, self.asked = "", None
 
     def send(self, site: SiteId, message: wire.Message, bodies: list[Any]) -> None:
@@ -803,7 +803,7 @@ class Story:
             reader, number, again = self.heard.popleft()
             if reader is self.other and self.leader.on_has(OTHER, number, again):
                 self.is_protected = True
-                self.leader.on_copies(True, [OTHER], [], next(self.rank))
+                self.leader.on_replicas(True, [OTHER], [], next(self.rank))
 
     def write(self) -> None:
         if self.kept and self.store is not None:
@@ -813,7 +813,7 @@ class Story:
                 reader.on_has(STORE, number, False)
 
     def read(self) -> None:
-        """An epoch is made of what the leader has; the other copy makes the same."""
+        """An epoch is made of what the leader has; the other replica makes the same."""
         rows = self.leader.read(self.rng.randint(1, 40))
         if rows is not None and rows.num_rows:
             self.flow += rows["x"].to_pylist()
@@ -821,7 +821,7 @@ class Story:
                 self.follow(self.other)
 
     def follow(self, reader: FedReader) -> None:
-        """Make the epochs that another copy has made, as far as their rows are there."""
+        """Make the epochs that another replica has made, as far as their rows are there."""
         while lacks := len(self.flow) - self.followed:
             read = reader.read(lacks, due=True)
             if read is None or not read.num_rows:
@@ -850,14 +850,14 @@ class Story:
             self.lead()
         else:
             self.other = None
-            self.leader.on_copies(True, [], [], next(self.rank))
+            self.leader.on_replicas(True, [], [], next(self.rank))
         self.heard.clear()
 
     def join(self) -> None:
         if self.other is None:
             self.other, self.is_protected = self.copy(), False
-            self.other.on_copies(False, [SiteId(1)], [])
-            self.leader.on_copies(True, [], [OTHER], next(self.rank))
+            self.other.on_replicas(False, [SiteId(1)], [])
+            self.leader.on_replicas(True, [], [OTHER], next(self.rank))
             self.other.restore(self.leader.save(), self.leader.query)
             for rows in self.leader.unread():  # which are handed over
                 self.other._ready.append((0, self.other.overflow.hold(rows)))
@@ -958,7 +958,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
         ),
     ),
     "the last attempt counts": (Push, "find", _takes_any_attempt),
-    "a new copy counts at once": (
+    "a new replica counts at once": (
         FedReader,
         "on_has",
         lambda self, site, number, again, on_has=FedReader.on_has: (

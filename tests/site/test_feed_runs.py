@@ -16,9 +16,9 @@ from holdfast.site.push import MEMORY_BYTES_MAX
 from tests.site.test_pairs import (
     PATIENCE_S,
     SCHEMA,
-    copies,
     kill,
     numbers,
+    replicas,
     until,
     until_protected,
 )
@@ -102,7 +102,7 @@ def test_the_leader_dies_with_a_micro_batch_that_does_not_fit_into_memory(kept: 
     assert 16 * SIZES[1] > MEMORY_BYTES_MAX
 
     def kill_leader(run: Run) -> None:
-        leader = copies(run)["numbers", 0][0]
+        leader = replicas(run)["numbers", 0][0]
         kill(run, leader)
         until(lambda: leader in run.status()["dead"], "its death is noticed")
 

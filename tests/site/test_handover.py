@@ -29,7 +29,7 @@ from holdfast.api.graph import Stream
 from holdfast.api.options import Options
 from holdfast.connectors.sources import Position, Source, SplitReader
 from holdfast.core.effects import HandOver, IngestEpochs, ProcessBundles
-from holdfast.core.events import CopyInstalled
+from holdfast.core.events import ReplicaInstalled
 from holdfast.core.exchange import Kept
 from holdfast.core.ids import CohortId, ExchangeId, SiteId
 from holdfast.core.layout import Cohort, Guard, View
@@ -277,7 +277,7 @@ def handed(
     between: Callable[[], object] = lambda: None,
     after: int | None = None,
     standby: UnitRunner | None = None,
-) -> tuple[UnitRunner, CopyInstalled]:
+) -> tuple[UnitRunner, ReplicaInstalled]:
     """Give the unit's state to a fresh one, or what has changed to one that stands by; `between`
     happens between the parts."""
     key = (unit.stage.id, 0)
@@ -315,7 +315,7 @@ def test_an_operator_goes_on_as_if_nothing_had_happened(
     old = runner(planned, 1, OPTIONS.partitions)
     for epoch in range(when):
         processed(old, epoch, sent[epoch])
-    # The old copy goes on while it gives its state out.
+    # The old replica goes on while it gives its state out.
     rest = iter(range(when, EPOCHS))
     ahead: list[list[pa.RecordBatch]] = []
 
@@ -408,7 +408,7 @@ def test_of_sessions_only_those_are_held_that_are_open_and_only_as_of_their_last
 
 
 def test_a_source_is_read_on_from_where_the_epochs_are() -> None:
-    """Rows that were read and are in no epoch yet are read again by the new copy."""
+    """Rows that were read and are in no epoch yet are read again by the new replica."""
     flow = Flow("one")
     KINDS["time window"](flow.source("events", rows(events()), event_time="ts")).sink(
         "out", discard()
@@ -549,19 +549,19 @@ def joining(term: int, number: int, since: int) -> View:
 
 
 class Told:
-    """A transport that remembers what the controller was told of copies."""
+    """A transport that remembers what the controller was told of replicas."""
 
     def __init__(self) -> None:
-        self.copies: list[tuple[int, int, str]] = []
+        self.replicas: list[tuple[int, int, str]] = []
 
     def send(self, site: int, message: wire.Message, body: Any = None) -> None: ...
 
     def tell(self, message: wire.Message) -> None:
-        if isinstance(message, wire.CopyState):
-            self.copies.append((message.site, message.number, message.phase))
+        if isinstance(message, wire.ReplicaReport):
+            self.replicas.append((message.site, message.number, message.phase))
 
     def taken(self) -> list[tuple[int, int, str]]:
-        found, self.copies = self.copies, []
+        found, self.replicas = self.replicas, []
         return found
 
 
@@ -571,7 +571,7 @@ def one_keyed_stage() -> Plan:
     return plan(flow)
 
 
-def test_a_donor_reports_a_failed_copy_until_a_view_has_given_it_up() -> None:
+def test_a_donor_reports_a_failed_replica_until_a_view_has_given_it_up() -> None:
     """The controller that heard of it may die before it has committed the next view."""
     told = Told()
     node = Node(one_keyed_stage(), SiteId(0), OPTIONS, told)
@@ -595,7 +595,7 @@ def test_a_donor_reports_a_failed_copy_until_a_view_has_given_it_up() -> None:
     assert told.taken() == [(1, 4, "failed")]
 
 
-def test_a_joiner_reports_a_failed_copy_until_it_is_handed_over_again() -> None:
+def test_a_joiner_reports_a_failed_replica_until_it_is_handed_over_again() -> None:
     told = Told()
     node = Node(one_keyed_stage(), SiteId(1), OPTIONS, told)
     node.on_view(joining(0, 2, since=2))

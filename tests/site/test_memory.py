@@ -40,7 +40,7 @@ def limited(batch: pa.RecordBatch) -> pa.RecordBatch:
     return batch
 
 
-@pytest.mark.parametrize("protected", [False, True], ids=["one copy", "pairs"])
+@pytest.mark.parametrize("protected", [False, True], ids=["one replica", "pairs"])
 def test_a_flow_whose_state_does_not_fit_stops_and_blames_no_row(kept, protected: bool) -> None:
     """Not even if bad rows are put aside; and of replicas with the same state none is failed."""
     protect = {"protect": pairs(apart="process")} if protected else {}

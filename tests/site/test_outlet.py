@@ -26,10 +26,10 @@ from holdfast.site.serving import Serving
 from holdfast.ui.cli import main
 from tests.site.test_pairs import (
     SCHEMA,
-    copies,
     kill,
     numbers,
     one_line,
+    replicas,
     until,
     until_protected,
 )
@@ -72,9 +72,9 @@ def test_nothing_is_let_go_before_all_readers_have_come_that_are_expected() -> N
     writer.commit(3)
     writer.answer({"do": "commit", "reader": "a", "epoch": 3}, HELD)
     assert writer.commit(3) == -1, "b is to have it, too"
-    copy = Outlet(readers=2).open(WHOSE, batch().schema)
-    copy.restore(writer.save())
-    for one in (writer, copy):
+    replica = Outlet(readers=2).open(WHOSE, batch().schema)
+    replica.restore(writer.save())
+    for one in (writer, replica):
         one.answer({"do": "commit", "reader": "a", "epoch": 3}, HELD)
         assert one.commit(3) == -1, "a is no other reader than before"
         one.answer({"do": "commit", "reader": "b", "epoch": 2}, HELD)
@@ -165,9 +165,9 @@ def test_a_reader_that_is_not_seen_for_too_long_is_dropped_and_told() -> None:
     assert clock.wait(writer, 1) == [True] and writer.commit(3) == 3
     assert listed(writer) == {"nightly": "idle", "live": "reading"}
     lacks = "reader 'nightly' was dropped, as it was not seen for 10 s; the rows of epochs 1 to 3"
-    copy = opened(clock, reader_idle_s_max=10)
-    copy.restore(writer.save())
-    for one in (writer, copy):  # also one that takes over
+    replica = opened(clock, reader_idle_s_max=10)
+    replica.restore(writer.save())
+    for one in (writer, replica):  # also one that takes over
         with pytest.raises(FlowError, match=lacks):
             say(one, "nightly", 0)
         with pytest.raises(FlowError, match=lacks):
@@ -196,12 +196,12 @@ def test_whoever_takes_over_or_was_deaf_gives_readers_their_time_again() -> None
     clock = Clock()
     writer = opened(clock, reader_idle_s_max=10)
     say(writer, "reader", 0)
-    copy = opened(clock, reader_idle_s_max=10)
-    copy.restore(writer.save())
+    replica = opened(clock, reader_idle_s_max=10)
+    replica.restore(writer.save())
     clock.wait(writer, 9)
-    assert not any(clock.wait(copy, 10)), "it cannot know when the reader was seen"
+    assert not any(clock.wait(replica, 10)), "it cannot know when the reader was seen"
     clock.now += 60  # it was stopped, and could not hear
-    assert not any(clock.wait(copy, 11)) and clock.wait(copy, 2) == [True, False]
+    assert not any(clock.wait(replica, 11)) and clock.wait(replica, 2) == [True, False]
 
 
 def test_the_slowest_reader_is_dropped_when_too_much_is_held() -> None:
@@ -285,7 +285,7 @@ def test_limits_that_make_no_sense_are_refused(options: dict[str, Any], complain
 
 
 class Told(RuleBasedStateMachine):
-    """Whatever readers, clocks, limits, copies and stops do: a reader that is answered lacks no
+    """Whatever readers, clocks, limits, replicas and stops do: a reader that is answered lacks no
     row, and one that would is refused."""
 
     NAMES = ("a", "b", "c")
@@ -360,14 +360,14 @@ class Told(RuleBasedStateMachine):
 
     @rule()
     def take_over(self) -> None:
-        self._copy(str(self.life))
+        self._replica(str(self.life))
 
     @rule()
     def stop_and_go_on(self) -> None:
         self.life += 1
-        self._copy(str(self.life))
+        self._replica(str(self.life))
 
-    def _copy(self, incarnation: str) -> None:
+    def _replica(self, incarnation: str) -> None:
         notes = self.writer.save()
         self.writer = OutletWriter(Authority("f", "out", incarnation), self.sink, self.clock)
         self.writer.restore(notes)
@@ -379,9 +379,9 @@ TestTold.settings = settings(max_examples=40, stateful_step_count=30, deadline=N
 
 
 def reading(egress: Egress) -> Serving:
-    """A site that leads an outlet of which site 1 has the other copy."""
+    """A site that leads an outlet of which site 1 has the other replica."""
     view = SimpleNamespace(
-        cohort=lambda _: SimpleNamespace(copies=(SiteId(0), SiteId(1)), led_by=lambda s: s == 0)
+        cohort=lambda _: SimpleNamespace(replicas=(SiteId(0), SiteId(1)), led_by=lambda s: s == 0)
     )
     serving = Serving(lambda _: egress, lambda *said: SENT.append(said), lambda: egress.taken)
     serving.on_view(view, SiteId(0), [StageId(0)])  # type: ignore[arg-type]
@@ -398,7 +398,7 @@ def egress_of(sink: Sink) -> Egress:
     return Egress("f", plan(flow).sinks[0], "life")
 
 
-def test_other_copies_hear_of_readers_that_were_dropped() -> None:
+def test_other_replicas_hear_of_readers_that_were_dropped() -> None:
     egress = egress_of(outlet(reader_bytes_max=1))
     egress.begin()
     serving = reading(egress)
@@ -418,7 +418,7 @@ def test_other_copies_hear_of_readers_that_were_dropped() -> None:
     assert other.held == [] and other.durable == 0
 
 
-def test_a_site_owes_an_answer_until_the_other_copies_know() -> None:
+def test_a_site_owes_an_answer_until_the_other_replicas_know() -> None:
     """If it left before, the reader would ask again, and find nobody."""
     egress = egress_of(outlet())
     egress.begin()
@@ -482,7 +482,7 @@ class Reading(threading.Thread):
 
 
 def paced(sink: Sink) -> Flow:
-    """Rows for three seconds, two copies of everything."""
+    """Rows for three seconds, two replicas of everything."""
     flow = Flow("line", protect=pairs(apart="process"))
     source = flow.source("numbers", generator(numbers, SCHEMA, rows=ROWS, rate=ROWS / 3))
     source.key_by("k").agg(t=sum_("v"), n=count()).sink("out", sink)
@@ -508,7 +508,7 @@ def test_readers_get_every_row_once_whoever_dies(kept: list[Run]) -> None:
     until_protected(run, 3)
     readers = [Reading(run.url, "one"), Reading(run.url, "other")]
     until(lambda: all(r.epoch >= 0 for r in readers), "both have begun")
-    kill(run, copies(run)["out", 0][0])
+    kill(run, replicas(run)["out", 0][0])
     right = expected()
     assert all(reader.table().equals(right) for reader in readers)
     assert run.wait(60), "it ends when they have everything"
@@ -523,7 +523,7 @@ def test_a_reader_that_never_comes_back_is_forgotten(
     with SinkReader(run.url, "out") as gone:
         gone.ask({"do": "begin", "reader": "gone", "latest": 0})
     other = Reading(run.url, "other")
-    kill(run, copies(run)["out", 0][0])
+    kill(run, replicas(run)["out", 0][0])
     other.table()
     found = {row["reader"]: row for row in run.readers("out")}
     assert set(found) == {"gone", "other"} and not run.ended(0)
@@ -567,7 +567,7 @@ def test_a_reader_goes_on_with_a_flow_that_was_stopped(kept: list[Run], tmp_path
     again = flow.start(sites=2, partitions=6, resume=store)
     kept.append(again)
     until_protected(again, 2)
-    kill(again, copies(again)["out", 0][0])  # the other copy knows the reader, too
+    kill(again, replicas(again)["out", 0][0])  # the other replica knows the reader, too
     assert [row["epoch"] for row in again.readers("out")] == [after]
     until(lambda: again.status()["rows_in"] > before + 1_000, "it goes on")
     with SinkReader(again.url, "out") as reader:

@@ -74,7 +74,7 @@ def until(condition: Callable[[], object], what: str, within: float = PATIENCE_S
 
 
 def until_protected(run: Run, sites: int) -> None:
-    """Every copy is there, and every site has said who it is."""
+    """Every replica is there, and every site has said who it is."""
 
     def ready() -> bool:
         assert not run.ended(0), run.error
@@ -93,9 +93,9 @@ def pids(run: Run) -> dict[int, int]:
     return {s["site"]: s["pid"] for s in run.status()["sites"]}
 
 
-def copies(run: Run) -> dict[tuple[str, int], list[int]]:
-    """Who has the copies of each cohort, by stage and first partition."""
-    return {(p["stage"], p["partitions"][0]): p["copies"] for p in run.status()["partitions"]}
+def replicas(run: Run) -> dict[tuple[str, int], list[int]]:
+    """Who has the replicas of each cohort, by stage and first partition."""
+    return {(p["stage"], p["partitions"][0]): p["replicas"] for p in run.status()["partitions"]}
 
 
 def kill(run: Run, *sites: int) -> None:
@@ -141,7 +141,7 @@ def test_a_site_of_each_role_is_killed_in_turn(kept) -> None:
     killed = []
     for role in ("sequencer", "ingress", "egress", "plain"):
         until_protected(run, 4)
-        held = copies(run)
+        held = replicas(run)
         leaders = {
             "sequencer": held["left", 0][0],
             "ingress": held["right", 0][0],
@@ -163,7 +163,7 @@ def test_two_sites_that_share_nothing_are_killed_at_once(kept) -> None:
     kept.append(run)
     until_protected(run, 4)
     until_rows(run)
-    held = [set(c) for c in copies(run).values()]
+    held = [set(c) for c in replicas(run).values()]
     couples = [(a, b) for a in range(4) for b in range(a) if not any(c <= {a, b} for c in held)]
     assert couples, held
     kill(run, *couples[0])
@@ -172,17 +172,19 @@ def test_two_sites_that_share_nothing_are_killed_at_once(kept) -> None:
     check_lines(run, kept)
 
 
-def test_all_copies_of_a_partition_are_killed(kept) -> None:
+def test_all_replicas_of_a_partition_are_killed(kept) -> None:
     run = two_lines(pairs()).start(sites=4, partitions=8)
     kept.append(run)
     until_protected(run, 4)
     until_rows(run)
-    (stage, first), victims = next(i for i in copies(run).items() if i[0][0].startswith("running"))
-    lost = {name for name, sites in copies(run).items() if set(sites) <= set(victims)}
+    (stage, first), victims = next(
+        i for i in replicas(run).items() if i[0][0].startswith("running")
+    )
+    lost = {name for name, sites in replicas(run).items() if set(sites) <= set(victims)}
     found = pids(run)
     for site in victims:
         os.kill(found[site], signal.SIGKILL)
-    with pytest.raises(SiteLostError, match="no copy is left of") as caught:
+    with pytest.raises(SiteLostError, match="no replica is left of") as caught:
         run.wait(PATIENCE_S)
     assert run.state == "failed"
     assert f"{stage!r}: {first}" in str(caught.value)
@@ -199,7 +201,7 @@ def test_a_site_that_sleeps_longer_than_the_lease_must_leave(kept) -> None:
     kept.append(run)
     until_protected(run, 4)
     until_rows(run)
-    victim = copies(run)["left out", 0][0]  # it believes that it leads a sink
+    victim = replicas(run)["left out", 0][0]  # it believes that it leads a sink
     pid = pids(run)[victim]
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -233,8 +235,10 @@ def test_a_nap_shorter_than_the_lease_is_nothing(kept) -> None:
 # --- what is there ------------------------------------------------------------------------------
 
 
-def test_too_few_sites_for_the_copies_are_refused() -> None:
-    with pytest.raises(HostError, match="wants 2 copies of each partition, no two in one executor"):
+def test_too_few_sites_for_the_replicas_are_refused() -> None:
+    with pytest.raises(
+        HostError, match="wants 2 replicas of each partition, no two in one executor"
+    ):
         one_line(discard(), pairs(), rows=10).start(sites=1)
     with pytest.raises(HostError, match=r"no two in one host, and the sites are in only 1"):
         one_line(discard(), pairs(apart="host"), rows=10).start(sites=2)
@@ -248,7 +252,7 @@ def test_every_row_is_in_the_parquet_files_once_though_its_writers_are_killed(
     for _ in range(2):
         until_protected(run, 3)
         until_rows(run)
-        kill(run, copies(run)["out", 0][0])
+        kill(run, replicas(run)["out", 0][0])
     until_rows(run)
     run.stop(timeout=PATIENCE_S)
     (rows,) = taken(run).values()
@@ -305,9 +309,9 @@ def test_an_order_that_is_lost_with_its_connection_is_given_again(kept, monkeypa
     kept.append(run)
     until_protected(run, 3)
     if lost is wire.CatchUp:
-        kill(run, copies(run)["out", 0][1])
-        until(lambda: dropped, "a copy is ordered")
-        until(lambda: run.protected, "the copy is made nevertheless", within=30)
+        kill(run, replicas(run)["out", 0][1])
+        until(lambda: dropped, "a replica is ordered")
+        until(lambda: run.protected, "the replica is made nevertheless", within=30)
     run.stop(timeout=30)
     assert dropped
     assert any(r.last for r in run.records()), "it was drained, not broken off"

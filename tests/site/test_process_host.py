@@ -293,7 +293,7 @@ def wait_for_figures(run, sites: int) -> None:
 def cut_connection_between(pids: set[int]) -> bool:
     """Shut down, from within one of them, the socket that two processes share; False if none.
 
-    pidfd_getfd duplicates a descriptor of a child of ours; shutting the copy down ends the
+    pidfd_getfd duplicates a descriptor of a child of ours; shutting the replica down ends the
     connection for both, and neither process is touched otherwise.
     """
     import ctypes

@@ -32,7 +32,7 @@ from holdfast.connectors.sources import Source
 from holdfast.control.run import Run
 from holdfast.lab.workloads.paced import Paced
 from holdfast.plan.planner import plan
-from tests.site.test_pairs import PATIENCE_S, copies, pids, until, until_protected, until_rows
+from tests.site.test_pairs import PATIENCE_S, pids, replicas, until, until_protected, until_rows
 
 RATE = 40_000
 
@@ -127,13 +127,13 @@ ALL = {
 
 @pytest.mark.parametrize("name", ["active", "passive", "upstream", "rollback"])
 def test_sites_are_killed(kept, tmp_path, name: str) -> None:
-    """First one, then another: of the source and of the sink a copy must be left."""
+    """First one, then another: of the source and of the sink a replica must be left."""
     run = windows(paced(tmp_path), ALL[name]).start(sites=4, partitions=8)
     kept.append(run)
     for _ in range(2):
         until_protected(run, 4)
         until_rows(run, 30_000)
-        only = copies(run)["totals", 0][0]
+        only = replicas(run)["totals", 0][0]
         kill(run, only)
     check(run, kept, tmp_path)
 
@@ -143,7 +143,7 @@ def test_sessions_with_a_time_out_are_made_anew(kept, tmp_path) -> None:
     kept.append(run)
     until_protected(run, 4)
     until_rows(run, 30_000)
-    kill(run, copies(run)["sessions by (k)", 0][0])
+    kill(run, replicas(run)["sessions by (k)", 0][0])
     check(run, kept, tmp_path, sessions)
 
 
@@ -152,7 +152,7 @@ def test_two_sites_are_killed_at_once_and_all_they_had_is_made_anew(kept, tmp_pa
     kept.append(run)
     until_protected(run, 4)
     until_rows(run, 30_000)
-    held = copies(run)
+    held = replicas(run)
     ends = [set(held[name, 0]) for name in ("events", "out")]
     couples = [(a, b) for a in pids(run) for b in pids(run) if a < b]
     kill(run, *next(c for c in couples if not any(end <= set(c) for end in ends)))
@@ -173,7 +173,7 @@ def test_neighbours_are_protected_in_different_ways(
     for stage in ("totals", "time window by (g)"):
         until_protected(run, 3)
         until_rows(run, 30_000)
-        kill(run, copies(run)[stage, 0][0])
+        kill(run, replicas(run)[stage, 0][0])
     check(run, kept, tmp_path)
 
 
@@ -196,7 +196,7 @@ def test_a_summary_cuts_off_what_state_comes_from(kept, tmp_path) -> None:
     for stage in ("running aggregate by (g)", "time window by (k)"):
         until_protected(run, 4)
         until_rows(run, 30_000)
-        kill(run, copies(run)[stage, 0][0])
+        kill(run, replicas(run)[stage, 0][0])
     check(run, kept, tmp_path, totals)
 
 
@@ -214,9 +214,9 @@ def test_protection_is_changed_while_the_flow_runs(kept, tmp_path, before: str, 
     run.protect(stage, ALL[after])
     until(lambda: run.protected, "it is protected otherwise")
     found = [p for p in run.status()["partitions"] if p["stage"] == stage]
-    wanted = (ALL[after].copies, ALL[after].standbys)
-    assert {(len(p["copies"]), len(p["standing"])) for p in found} == {wanted}
-    kill(run, found[0]["copies"][0])
+    wanted = (ALL[after].replicas, ALL[after].standbys)
+    assert {(len(p["replicas"]), len(p["standing"])) for p in found} == {wanted}
+    kill(run, found[0]["replicas"][0])
     check(run, kept, tmp_path)
 
 
@@ -225,8 +225,8 @@ def test_what_protection_cannot_be_changed_to_is_said(kept, tmp_path) -> None:
     kept.append(run)
     with pytest.raises(FlowError, match=r"no keyed stage 'out'.*\n.*'totals'"):
         run.protect("out", none())
-    with pytest.raises(HostError, match=r"wants 3 copies of each partition"):
-        run.protect("totals", pairs(copies=3, apart="process"))
+    with pytest.raises(HostError, match=r"wants 3 replicas of each partition"):
+        run.protect("totals", pairs(replicas=3, apart="process"))
     with pytest.raises(FlowError, match="only partition pairs"):
         run.protect("totals", pairs(apart="process", granularity="cluster"))
     run.stop()
@@ -256,7 +256,7 @@ def test_checkpoints_come_after_so_many_epochs(kept, tmp_path) -> None:
     kept.append(run)
     until_protected(run, 3)
     until_rows(run, 60_000)
-    kill(run, copies(run)["totals", 0][0])
+    kill(run, replicas(run)["totals", 0][0])
     check(run, kept, tmp_path)
     units = [u for s in run.status()["sites"] for u in s["stages"] if u["kind"] == "keyed"]
     assert all(u["checkpoints"] <= u["epoch"] // 20 + 1 for u in units)

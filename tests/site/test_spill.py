@@ -14,7 +14,7 @@ from holdfast.core.ids import Epoch
 from holdfast.engine.batches import Track
 from holdfast.net.bundles import Frames
 from holdfast.site.spill import Spill
-from tests.site.test_pairs import copies, pids, until, until_protected, until_rows
+from tests.site.test_pairs import pids, replicas, until, until_protected, until_rows
 from tests.site.test_protections import check, paced, windows
 
 
@@ -62,7 +62,7 @@ def test_a_unit_is_made_anew_from_disk(kept, tmp_path) -> None:
     until_protected(run, 4)
     until_rows(run, 30_000)
     until(lambda: any(s["spilled_bytes"] for s in run.status()["sites"]), "some of it is on disk")
-    os.kill(pids(run)[copies(run)["totals", 0][0]], signal.SIGKILL)
+    os.kill(pids(run)[replicas(run)["totals", 0][0]], signal.SIGKILL)
     until(lambda: run.status()["dead"], "the death is known")
     check(run, kept, tmp_path)
 

@@ -18,7 +18,7 @@ from holdfast.connectors.sources import Source
 from holdfast.core.sequencer import Budget
 from holdfast.spark.stateful import LAST_MS
 from tests.property.harness import Input, run
-from tests.site.test_pairs import PATIENCE_S, copies, kill, taken, until_protected, until_rows
+from tests.site.test_pairs import PATIENCE_S, kill, replicas, taken, until_protected, until_rows
 from tests.spark.processors import VISITS, Visits
 
 COMMANDS = ["wait", "add", "wait twice", "shorten", "clear", "forget timers", "quiet"]
@@ -55,7 +55,7 @@ def test_a_site_that_holds_a_processors_state_is_killed(kept, tmp_path) -> None:
     kept.append(run_)
     until_protected(run_, 3)
     until_rows(run_, 200)
-    kill(run_, copies(run_)["Visits by (k)", 0][0])
+    kill(run_, replicas(run_)["Visits by (k)", 0][0])
     until_protected(run_, 3)
     until_rows(run_, 200)
     run_.stop(timeout=PATIENCE_S)

@@ -34,7 +34,7 @@ from holdfast.errors import HostError
 from holdfast.storage.files import Folder
 from holdfast.storage.restore_point import Kind, Past
 from holdfast.ui.cli import main
-from tests.site.test_pairs import PATIENCE_S, copies, kill, until, until_protected, until_rows
+from tests.site.test_pairs import PATIENCE_S, kill, replicas, until, until_protected, until_rows
 from tests.site.test_protections import events
 
 ROWS = 120_000
@@ -84,7 +84,7 @@ def test_it_goes_on_with_other_sites_and_another_protection(
     kept.append(second)
     # What stands by has begun with the same as what computes.
     until_protected(second, 2)
-    kill(second, copies(second)["running aggregate by (k)", 0][0])
+    kill(second, replicas(second)["running aggregate by (k)", 0][0])
     until_rows(second, 20_000)
     assert second.records()[0].base == rows_in
     total = sum(row["n"] for row in second.view("latest").table().to_pylist())
@@ -126,7 +126,7 @@ def test_what_it_goes_on_with_is_not_forgotten_when_a_unit_is_made_anew(
     kept.append(second)
     until_protected(second, 3)
     until_rows(second, 10_000)
-    kill(second, copies(second)["time window by (k)", 0][0])
+    kill(second, replicas(second)["time window by (k)", 0][0])
     assert second.wait(PATIENCE_S) and second.status()["dead"]
     alone = windows(made(None), tmp_path / "alone").start(sites=1)
     kept.append(alone)

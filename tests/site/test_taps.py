@@ -26,7 +26,7 @@ from holdfast.site.stages import UnitRunner
 from holdfast.storage.files import Folder
 from holdfast.storage.restore_point import Past, store_state, stored_state
 from tests.site.test_handover import runner
-from tests.site.test_pairs import SCHEMA, copies, kill, numbers, until, until_protected
+from tests.site.test_pairs import SCHEMA, kill, numbers, replicas, until, until_protected
 
 PER_FILE = 2_000
 
@@ -158,7 +158,7 @@ def test_a_folder_that_is_not_there_for_a_while(tmp_path: Path, monkeypatch) -> 
 
 def test_files_that_were_removed_are_forgotten_in_the_end(tmp_path: Path, monkeypatch) -> None:
     """A folder to which files are added for months must not fill the memory with their names. All
-    copies forget the same ones."""
+    replicas forget the same ones."""
     now = [1e9]
     monkeypatch.setattr(taps.time, "time", lambda: now[0])
     monkeypatch.setattr(taps, "KEYS_MAX", 4)
@@ -169,8 +169,8 @@ def test_files_that_were_removed_are_forgotten_in_the_end(tmp_path: Path, monkey
     def listed() -> None:
         while (got := tap.take()) != ([], ""):
             assert got is not None
-            for copy in (tap, other):
-                copy.note(got[1], 0)
+            for replica in (tap, other):
+                replica.note(got[1], 0)
 
     sizes = []
     for day in range(40):
@@ -217,7 +217,7 @@ def ingress(source: Source) -> tuple[Plan, UnitRunner, FedReader, FolderTap]:
     planned = plan(totals(source))
     made = runner(planned, 0, 1)
     assert made.fed is not None and isinstance(made.fed.tap, FolderTap)
-    made.fed.on_copies(True, [], [])
+    made.fed.on_replicas(True, [], [])
     return planned, made, made.fed, made.fed.tap
 
 
@@ -245,7 +245,7 @@ def test_the_position_in_a_folder_of_any_size_is_handed_over(tmp_path: Path) -> 
         incoming.take(planned, part[0], memoryview(body))
     incoming.install((StageId(0), CohortId(0)))
     assert its_tap.tables()["files"].size == 60_002
-    other.on_copies(True, [], [])
+    other.on_replicas(True, [], [])
     other.pull()
     found = [*(b for _, b in joiner.held())]
     assert pa.Table.from_batches(found).equals(whole(3).select(found[0].schema.names))
@@ -269,9 +269,9 @@ def test_the_position_in_a_folder_is_stored_and_restored(tmp_path: Path) -> None
     )
     (folder / "0000.parquet").rename(tmp_path / "0000.parquet")
     _, again, other, _ = ingress(source)
-    other.on_copies(False, [], [])
+    other.on_replicas(False, [], [])
     again.begin(past)
-    other.on_copies(True, [], [])
+    other.on_replicas(True, [], [])
     other.pull()
     (tmp_path / "0000.parquet").rename(folder / "0000.parquet")
     add(folder, 2, 2)
@@ -324,15 +324,15 @@ def test_a_mark_that_is_none_changes_nothing(tmp_path: Path) -> None:
     assert tap.save() == "{}"
 
 
-def test_rows_enter_when_the_other_copy_has_them(tmp_path: Path) -> None:
+def test_rows_enter_when_the_other_replica_has_them(tmp_path: Path) -> None:
     for number in range(3):
         add(tmp_path, number, number)
     source = follow(tmp_path, SCHEMA, every_s=0)
     leader, other = (FedReader(0, SCHEMA, False, source.tap()) for _ in range(2))
     sent = []
     leader.send = lambda site, message, body: sent.append((message, body))
-    leader.on_copies(True, [SiteId(2)], [])
-    other.on_copies(False, [SiteId(1)], [])
+    leader.on_replicas(True, [SiteId(2)], [])
+    other.on_replicas(False, [SiteId(1)], [])
     leader.pull()
     assert leader.read(9_999) is not None and leader.read(9_999).num_rows == 0  # type: ignore[union-attr]
     message, body = sent[0]
@@ -342,7 +342,7 @@ def test_rows_enter_when_the_other_copy_has_them(tmp_path: Path) -> None:
     assert first is not None and first.num_rows > 0
     # The leader dies: what the other has is in, and it goes on from there.
     assert other.read(9_999, due=True).equals(first)  # type: ignore[union-attr]
-    other.on_copies(True, [], [])
+    other.on_replicas(True, [], [])
     found = [first]
     while len(found) < 100:
         other.pull()
@@ -377,7 +377,7 @@ def test_every_file_is_read_once_though_its_readers_are_killed(
         if number in (8, 16):
             until(lambda: run.status()["rows_in"] > 0, "rows come in")
             until_protected(run, 3)
-            kill(run, copies(run)["numbers", 0][0])
+            kill(run, replicas(run)["numbers", 0][0])
     (tmp_path / "_END").touch()
     assert run.wait(60)
     assert run.sink_report("out") == right(files)

@@ -11,7 +11,7 @@ import pytest
 from holdfast import Flow, InputError, count, discard, first, generator, last, pairs, parquet, rows
 from holdfast.control.run import Run
 from tests.property.arrays import array_of, exact
-from tests.site.test_pairs import PATIENCE_S, copies, kill, until_protected, until_rows
+from tests.site.test_pairs import PATIENCE_S, kill, replicas, until_protected, until_rows
 
 KEYS = 37
 KINDS = {
@@ -49,7 +49,7 @@ def test_values_of_all_types_survive_a_kill_and_a_restart(kept: list[Run], tmp_p
     kept.append(run)
     until_protected(run, 3)
     until_rows(run, 2_000)
-    kill(run, copies(run)["running aggregate by (k)", 0][0])
+    kill(run, replicas(run)["running aggregate by (k)", 0][0])
     until_protected(run, 3)
     run.stop(timeout=PATIENCE_S)
     before = sum(r.rows for r in run.records())

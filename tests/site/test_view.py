@@ -10,7 +10,7 @@ from holdfast.connectors.table import View, ViewWriter
 from holdfast.control.run import Run
 from holdfast.engine.keys import KeyIndex, key_words
 from holdfast.net.reader import SinkReader
-from tests.site.test_pairs import SCHEMA, copies, kill, numbers, until_protected, until_rows
+from tests.site.test_pairs import SCHEMA, kill, numbers, replicas, until_protected, until_rows
 
 WHOSE = Authority("flow", "out")
 ROWS = pa.schema([("k", pa.int64()), ("s", pa.string()), ("v", pa.float64())])
@@ -80,10 +80,10 @@ def test_a_view_on_sites_outlives_its_leader(kept: list[Run]) -> None:
     with run.view("out") as looked:
         before = looked.table().num_rows
         assert 0 < before <= 5_000 and looked.get(7919 % 5000) is not None
-        kill(run, copies(run)["out", 0][0])
+        kill(run, replicas(run)["out", 0][0])
         assert looked.table().num_rows >= before
         until_protected(run, 3)
-        kill(run, copies(run)["out", 0][0])  # the last that had it from the beginning
+        kill(run, replicas(run)["out", 0][0])  # the last that had it from the beginning
         until_rows(run)
         assert looked.get(-5) is None
     epoch, found = scanned(run)

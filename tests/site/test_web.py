@@ -47,7 +47,7 @@ def test_metrics_say_what_the_status_says(run: Run) -> None:
     assert 0 < said["holdfast_epochs_total"][0][1] <= run.status()["epochs"]
     stages = {stage["stage"] for site in run.status()["sites"] for stage in site["stages"]}
     assert {labels["stage"] for labels, _ in said["holdfast_stage_rows_in_total"]} == stages
-    assert all(value == 0 for _, value in said["holdfast_copies_missing"])
+    assert all(value == 0 for _, value in said["holdfast_replicas_missing"])
     assert sum(value for _, value in said["holdfast_state_bytes"]) > 0
     assert said["holdfast_output_gap_seconds"][0][1] > 0
     assert said["holdfast_lag_epochs"]

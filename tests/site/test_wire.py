@@ -138,7 +138,7 @@ BUNDLE = wire.Bundle(1, 2, 3, 4, 5, 0, True, 6, 16, 8)
     [
         wire.Register(1, "h", 99, 5, Domain("p", "e", "h", "a")),
         wire.NewView(VIEW, {0: ("h", 1), 3: ("h", 2)}),
-        wire.CopyState(1, 2, 3, 4, "failed", "it broke"),
+        wire.ReplicaReport(1, 2, 3, 4, "failed", "it broke"),
         wire.Pass(RECORD),
         wire.SequencerState(4, 104, False, 1, [9, 1], [True, False], [RECORD]),
         wire.Blocks(0, 1, (Block(0, 5, 40), Block(5, 9, 32, pack_step(5, 7))), True),

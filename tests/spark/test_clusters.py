@@ -299,7 +299,7 @@ def test_executors_and_workers_are_killed_under_a_submitted_flow(
         for fault in faults:
             flow.notices(fault, draw)
             if len(standalone.workers) < 2:
-                # Two copies cannot be on the one machine that is left.
+                # Two replicas cannot be on the one machine that is left.
                 assert not flow.status()["protected"]
                 standalone.start_workers(1)
         flow.until(lambda: flow.status()["protected"], "everything is protected again")

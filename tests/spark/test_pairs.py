@@ -38,7 +38,7 @@ def kill_leader(run: Run, stage: str) -> None:
     """The site that leads a stage's first cohort."""
     until(run, lambda: run.protected, "everything is protected")
     status = run.status()
-    leader = next(p["copies"][0] for p in status["partitions"] if p["stage"] == stage)
+    leader = next(p["replicas"][0] for p in status["partitions"] if p["stage"] == stage)
     os.kill(int(status["domains"][leader].process.rpartition("/")[2]), signal.SIGKILL)
     until(run, lambda: leader in run.status()["dead"], "its death is noticed")
 
@@ -122,7 +122,7 @@ def test_a_batch_dataframe_is_fed_again_from_where_the_ingress_died(
     assert same(found, flow.batch(spark, {"numbers": df}))
 
 
-def test_copies_in_one_executor_are_refused_unless_allowed(
+def test_replicas_in_one_executor_are_refused_unless_allowed(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     flow = totals(spark_batch(spark.range(10).selectExpr(*SELECT)), tmp_path / "out")

@@ -57,7 +57,7 @@ def test_a_site_dies_while_rows_flow(
     run = windows(numbers, tmp_path, PROTECTIONS[name]).start(spark, sites=3, partitions=6)
     until(run, lambda: run.protected and run.status()["rows_in"] > ROWS // 8, "rows flow")
     status = run.status()
-    site = next(p["copies"][0] for p in status["partitions"] if p["stage"].startswith("time"))
+    site = next(p["replicas"][0] for p in status["partitions"] if p["stage"].startswith("time"))
     os.kill(int(status["domains"][site].process.rpartition("/")[2]), signal.SIGKILL)
     until(run, lambda: site in run.status()["dead"], "its death is noticed")
     assert run.wait(120)

@@ -10,7 +10,7 @@ from pyspark.sql.streaming import StreamingQuery
 
 from holdfast import Flow, count, generator, outlet, pairs, sum_, view
 from holdfast.control.run import Run
-from tests.site.test_pairs import SCHEMA, copies, kill, numbers, taken, until
+from tests.site.test_pairs import SCHEMA, kill, numbers, replicas, taken, until
 
 ROWS = 60_000
 
@@ -85,7 +85,7 @@ def test_a_query_that_is_started_again_goes_on_where_it_was(
     query = into_files(df, tmp_path)
     until(lambda: query.lastProgress and query.lastProgress["batchId"] >= 1, "it has read some")
     query.stop()
-    kill(run, copies(run)["out", 0][0])
+    kill(run, replicas(run)["out", 0][0])
     again = into_files(df, tmp_path)
     run.stop()
     everything_is_read(again, run)
@@ -120,7 +120,7 @@ def test_a_scheduled_query_reads_what_is_there_and_ends(
         assert query.awaitTermination(120), "though rows keep coming"
         counts.append(len(found := rows_of(spark, tmp_path)))
         if more == 5:
-            kill(run, copies(run)["out", 0][0])
+            kill(run, replicas(run)["out", 0][0])
     assert counts == sorted(set(counts)) and found == right(spark, counts[-1])
     (reader,) = run.readers("out")
     assert reader["reader"] == "scheduled" and reader["state"] == "reading"

@@ -1,6 +1,6 @@
 """A Kafka topic as a source: every partition is a split, read by the ingress itself.
 
-The flow keeps the offsets, and no consumer group does. All copies of the ingress read from the
+The flow keeps the offsets, and no consumer group does. All replicas of the ingress read from the
 broker, each for itself, what is committed there; so they must find the same records. They begin at
 offsets that are settled once, before the flow starts. A row is found again by its position: an
 offset in the partition, and the number that the first row there had.
@@ -118,11 +118,11 @@ class KafkaSource(Source):
         again = reading(name, None if name == "bytes" else schema, where)
         self.__dict__.update(state | {"format": again})
 
-    def settle(self, copies: int, known: Sequence[str] = ()) -> dict[str, Any]:
+    def settle(self, replicas: int, known: Sequence[str] = ()) -> dict[str, Any]:
         from holdfast.connectors.kafka.topics import Topic
 
         with Topic(self.servers, self.topic, self.options, ANSWER_S_MAX) as topic:
-            if copies > 1:
+            if replicas > 1:
                 topic.refuse_compacted()
             begins = topic.begins(self.start)
             return {"begins": begins, "ends": topic.latest() if self.bounded else None}

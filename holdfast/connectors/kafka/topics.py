@@ -99,7 +99,7 @@ class Topic:
         ]
 
     def refuse_compacted(self) -> None:
-        """Of a topic that is compacted, a second copy may not find what the first has read."""
+        """Of a topic that is compacted, a second replica may not find what the first has read."""
         resource = ConfigResource(ConfigResource.Type.TOPIC, self.name)
         admin = AdminClient(settings(self.servers, self._options))
         try:
@@ -109,7 +109,8 @@ class Topic:
             return
         if "compact" in found["cleanup.policy"].value:
             raise FlowError(
-                f"topic {self.name!r} is compacted: what one copy of the flow has read may be gone "
+                f"topic {self.name!r} is compacted: what one replica of the flow has read may be "
+                "gone "
                 "when another comes to read it",
                 hint="protect the flow with none(), or read it through spark_stream(...)",
             )

@@ -149,7 +149,8 @@ class Session:
             confirmed,
             -1 if found is None else found,
             f"table {self._sink.table}: is this another server, a standby that lacked the last "
-            f"transactions, or a restored copy? Go back to the server that has them and go on with "
+            f"transactions, or a restored backup? Go back to the server that has them and go on "
+            "with "
             f"resume=. To go on without these rows, or after you have added them, first execute: "
             f"{mend.as_string(self._connection)}",
         )
@@ -254,11 +255,11 @@ class Session:
         self._execute("BEGIN")
         self._execute(self._sql["stage"])
         cursor, row = self._connection.cursor(), 0
-        with cursor.copy(self._sql["copy"]) as copy:
+        with cursor.copy(self._sql["copy"]) as replica:
             for batch in batches:
                 for at in range(0, batch.num_rows, PIECE_ROWS):
                     piece = batch.slice(at, PIECE_ROWS)
-                    copy.write(memoryview(to_csv(self._numbered(piece, row))))
+                    replica.write(memoryview(to_csv(self._numbered(piece, row))))
                     row += piece.num_rows
         won = self._execute(self._put(after, upto) + driver().sql.SQL("; COMMIT")).fetchone()
         return bool(won[0])

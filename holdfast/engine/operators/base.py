@@ -68,7 +68,7 @@ class KeyedOperator:
         self.late_rows = 0
 
     def open(self, partitions: int) -> Self:
-        """A working copy with empty state."""
+        """A working replica with empty state."""
         opened = copy.copy(self)
         opened.partitions = partitions
         opened._allocate()

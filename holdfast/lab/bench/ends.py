@@ -211,6 +211,6 @@ def _report(runs: dict[str, list[float]], console: Console) -> dict[str, Any]:
         (name.replace("_", " "), figure, f"{figure.median / alone:.2f}")
         for name, figure in figures.items()
     ]
-    show("rows per second at Spark's ends", ("", "rows/s", "of Spark's copy"), rows, console)
+    show("rows per second at Spark's ends", ("", "rows/s", "of Spark's replica"), rows, console)
     found: dict[str, Any] = {f"{n}_rows_per_s": f.median for n, f in figures.items()}
     return found | {"runs": {name: f.to_dict() for name, f in figures.items()}}

@@ -13,7 +13,8 @@ What the figures are:
   when it was due, so one that the flow was slow to take is late too.
 - A *stall* is the longest time that a site stood still to freeze state or to send a part of it,
   as the sites report it.
-- *Catch-up* lasts from the kill until every partition has all its copies again. Its latency factor
+- *Catch-up* lasts from the kill until every partition has all its replicas again. Its latency
+factor
   is the 99th percentile of the latencies of all rows delivered from `TAKE_OVER_S` after a kill
   until everything was protected, over that of all rows delivered in the windows before the kills.
 - The *throughput ratio* compares the maximum rates on the same sites. Ours includes everything:
@@ -415,9 +416,9 @@ def kill_with_large_state(work: Path, console: Console) -> dict[str, Any]:
         until(lambda: run.ended(0), "the flow has ended")
         run.wait()
     if keys != 2 * HISTORY_KEYS:
-        raise InvariantError(f"two copies hold {keys} keys instead of {2 * HISTORY_KEYS}")
+        raise InvariantError(f"two replicas hold {keys} keys instead of {2 * HISTORY_KEYS}")
     console.print(
-        f"  {kill.what}, {state_mb:,.0f} MB in two copies: longest stall {stalls.largest_ms:.1f} "
+        f"  {kill.what}, {state_mb:,.0f} MB in two replicas: longest stall {stalls.largest_ms:.1f} "
         f"ms, protected after {kill.catchup_s:.1f} s"
     )
     return {
@@ -436,7 +437,7 @@ def _processed(run: Watched) -> int:
 
 
 def _held(run: Watched) -> tuple[int, float]:
-    """Keys and MB that all copies hold."""
+    """Keys and MB that all replicas hold."""
     held = _keyed(run)
     return sum(s["keys"] for s in held), sum(s["state_bytes"] for s in held) / 1e6
 

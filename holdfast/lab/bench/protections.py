@@ -222,7 +222,7 @@ def _kill(run: Run) -> tuple[float, float]:
     """When it was killed, and when that was known."""
     status = run.status()
     keyed = [p for p in status["partitions"] if p["stage"] not in ("packets", "alerts")]
-    victim = (keyed or status["partitions"])[0]["copies"][0]
+    victim = (keyed or status["partitions"])[0]["replicas"][0]
     pid = next(s["pid"] for s in status["sites"] if s["site"] == victim)
     killed = time.time()
     os.kill(pid, signal.SIGKILL)

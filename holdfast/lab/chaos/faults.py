@@ -1,8 +1,8 @@
 """What happens to the flow, in which order: drawn from a seed, and from nothing else.
 
 A fault names its victims by their rank among the sites that live when it happens, since processes
-and numbers of sites are others in every run. Whether it may happen is asked of the flow's view:
-of every partition a copy must remain that lives and is up to date, or stands by, or else it must be
+and numbers of sites are others in every run. Whether it may happen is asked of the flow's view: of
+every partition a replica must remain that lives and is up to date, or stands by, or else it must be
 one that is made anew from its input.
 """
 
@@ -140,19 +140,19 @@ def candidates(fault: Fault, living: Collection[int]) -> list[tuple[int, ...]]:
 def survivable(
     partitions: Sequence[Mapping[str, Any]], gone: Collection[int], anew: Collection[str] = ()
 ) -> bool:
-    """Whether a copy of everything is left without these sites, and can go on at once; but for the
-    stages that are made `anew`: what they need is kept by those before them, of which in the end
-    that is the source, and a copy of it is left.
+    """Whether a replica of everything is left without these sites, and can go on at once; but for
+    the stages that are made `anew`: what they need is kept by those before them, of which in the
+    end that is the source, and a replica of it is left.
 
-    `partitions` is what ``run.status()`` says of them. A copy that is being made does not count,
+    `partitions` is what ``run.status()`` says of them. A replica that is being made does not count,
     and neither does the last one of several that still replays.
     """
     return all(set(able(p)) - set(gone) for p in partitions if p["stage"] not in anew)
 
 
 def able(partition: Mapping[str, Any]) -> list[int]:
-    """The sites that can go on with it: copies that are up to date, and those that stand by."""
-    copies = list(partition["copies"])
-    if partition["phase"] == "replaying" and len(copies) > 1:
-        copies = copies[:-1]
-    return copies + list(partition["standing"])
+    """The sites that can go on with it: replicas that are up to date, and those that stand by."""
+    replicas = list(partition["replicas"])
+    if partition["phase"] == "replaying" and len(replicas) > 1:
+        replicas = replicas[:-1]
+    return replicas + list(partition["standing"])

@@ -75,7 +75,7 @@ class Load:
         return dmz.oracle(rows, KEYS, splits=SITES, staggered=True)
 
     def made_anew(self) -> set[str]:
-        """The stages of which no copy need be left, as all that they need is kept elsewhere."""
+        """The stages of which no replica need be left, as all that they need is kept elsewhere."""
         stages = plan(self.flow("")).stages
         return {s.name for s in stages if s.protection is not None and s.protection.anew}
 

@@ -154,7 +154,7 @@ def recovery_by_interval(effort: Effort) -> Table:
             "partial recoveries of 9 and 4 ms: we do not know what it leaves out. With the "
             "interval upstream grows more slowly, because its level-1 acks follow at once on "
             "level 0.",
-            "Holdfast, active and pairs: consumers ask the other copy at once, and it sends the "
+            "Holdfast, active and pairs: consumers ask the other replica at once, and it sends the "
             "epochs they lack: two links. Passive: the new view, what the standby asks for, the "
             "answer, and on to the sink: four. Upstream and rollback: the view, what there is and "
             "what is to be sent, both asked for and answered, the view in which the unit counts, "

@@ -1,8 +1,8 @@
 """Holdfast under the paper's conditions: the real nodes on simulated sites, with links that have
 the paper's delay and bandwidth, on which every message takes the bytes that it is encoded in.
 
-The flow is a source, one keyed stage and a sink. Source and sink are pairs, also where the stage
-is not protected; the stage is the paper's node. No two of all their copies are on one site. Windows
+The flow is a source, one keyed stage and a sink. Source and sink are pairs, also where the stage is
+not protected; the stage is the paper's node. No two of all their replicas are on one site. Windows
 of one tick of event time make the stage one that every protection is allowed for, and that gives a
 row for each row. An epoch is what has come in one communication interval; acks go out, and
 checkpoints are made, at that interval, too.
@@ -134,16 +134,17 @@ class _NotedWriter(SinkWriter):
 
 
 class _Spread(Controller):
-    """Gives every copy a site of its own, and leaves the last site to whoever is made anew. (Else
-    a stage's second copy would be beside the source's, and what it gets would cost nothing.)"""
+    """Gives every replica a site of its own, and leaves the last site to whoever is made anew.
+    (Else a stage's second replica would be beside the source's, and what it gets would cost
+    nothing.)"""
 
     def _commit(self, view: View) -> list[ControllerEffect]:
         if self.view is None:
             free, placed = iter(view.members), []
             for (cohort,) in view.cohorts:
-                copies = tuple(next(free) for _ in cohort.copies)
+                replicas = tuple(next(free) for _ in cohort.replicas)
                 standing = tuple(next(free) for _ in cohort.standing)
-                placed.append((replace(cohort, copies=copies, standing=standing),))
+                placed.append((replace(cohort, replicas=replicas, standing=standing),))
             view = replace(view, cohorts=tuple(placed))
         return super()._commit(view)
 
@@ -298,7 +299,7 @@ def recovery(run: Run) -> Recovery:
     _go(world, WARM_S + 3 * interval + 0.1 * random.Random(run.seed).random())
     assert world.controller.view is not None
     unit = (StageId(world.stage.id), CohortId(0))
-    victim = world.controller.view.cohort(unit).copies[0]
+    victim = world.controller.view.cohort(unit).replicas[0]
     fails_at, noticed = world.time, world.time + run.parameters.detection_s
     world.fall_silent(victim, run.parameters.detection_s)
     _go(world, noticed + AFTER_S + 4 * interval)

@@ -20,8 +20,8 @@ from holdfast.core.exchange import Consumer, Producer
 from holdfast.core.ids import NO_EPOCH, CohortId, Epoch
 from holdfast.core.layout import Cohort, View
 from holdfast.core.records import EpochRecord
+from holdfast.core.replica import Replica
 from holdfast.core.sequencer import Sequencer
-from holdfast.core.unit import UnitCopy
 from holdfast.core.upstream import Needs, Search
 from holdfast.engine.batches import Track
 from holdfast.engine.state import StateTable
@@ -178,7 +178,7 @@ def _joiners_are_not_counted(_: Any) -> Any:
         assert self.view is not None
         cohorts = self.view.cohorts[self.shape.consumer_of[producer.exchange]]
         producer.on_view(
-            {CohortId(j): {s: c.since_of(s) for s in c.copies} for j, c in enumerate(cohorts)}
+            {CohortId(j): {s: c.since_of(s) for s in c.replicas} for j, c in enumerate(cohorts)}
         )
 
     return count_takers
@@ -285,7 +285,7 @@ def _own_rows_only(right: Any) -> Any:
 def _joiners_step_in(right: Any) -> Any:
     def without(self: Cohort, gone: Any) -> Cohort:
         left: Cohort = right(self, gone)
-        return left if left.copies else replace(left, copies=left.joining, joining=())
+        return left if left.replicas else replace(left, replicas=left.joining, joining=())
 
     return without
 
@@ -312,7 +312,7 @@ def _let_go_when_received(_: Any) -> Any:
 
 
 def _all_levels_alike(right: Any) -> Any:
-    def levels(self: UnitCopy, count: int, received: Epoch) -> Any:
+    def levels(self: Replica, count: int, received: Epoch) -> Any:
         found = right(self, count, received)
         return (found[0],) * len(found)
 
@@ -361,7 +361,7 @@ def _standbys_are_not_counted(right: Any) -> Any:
         cohorts = self.view.cohorts[self.shape.consumer_of[producer.exchange]]
         producer.on_view(
             {
-                CohortId(j): {s: c.since_of(s) for s in c.copies + c.joining}
+                CohortId(j): {s: c.since_of(s) for s in c.replicas + c.joining}
                 for j, c in enumerate(cohorts)
             }
         )
@@ -370,7 +370,7 @@ def _standbys_are_not_counted(right: Any) -> Any:
 
 
 def _before_it_is_in_place(right: Any) -> Any:
-    def hand_over(self: UnitCopy, *args: Any) -> Any:
+    def hand_over(self: Replica, *args: Any) -> Any:
         effects = right(self, *args)
         for site in self.given:
             self.given[site] = Epoch(self.given[site] + 1)
@@ -394,10 +394,10 @@ def _whatever_comes_is_taken(_: Any) -> Any:
 
 
 def _failure_is_said_once(_: Any) -> Any:
-    def fail_copy(self: Node, unit: Any, site: Any, reason: str) -> None:
-        self._tell_copy(unit, site, "failed", reason)
+    def fail_replica(self: Node, unit: Any, site: Any, reason: str) -> None:
+        self._tell_replica(unit, site, "failed", reason)
 
-    return fail_copy
+    return fail_replica
 
 
 def _follows_what_was_received(_: Any) -> Any:
@@ -408,7 +408,7 @@ _passive = partial(Bug, flow="times", protocol="passive", kinds=("crash", "crash
 _upstream = partial(Bug, flow="times", protocol="upstream", kinds=("crash", "crash of two"))
 _changes = partial(Bug, flow="times", kinds=("crash", "crash of two"))
 
-_FAILED_COPY_IS_NOT_COMMITTED = (
+_FAILED_REPLICA_IS_NOT_COMMITTED = (
     Fault("crash", 0.015, who=1),
     Fault("arbiter", 0.022, "transferring", seconds=0.08),
     Fault("reset", 0.022, "transferring", who=2),
@@ -416,7 +416,7 @@ _FAILED_COPY_IS_NOT_COMMITTED = (
 )
 
 BUGS = [
-    Bug("forgotten ack", "copies that do not send get no acks",
+    Bug("forgotten ack", "replicas that do not send get no acks",
         Consumer, "acks", _no_acks_to_followers),
     Bug("replay off by one", "who begins to send leaves the first frame out",
         Producer, "on_ack", _one_too_far),
@@ -426,7 +426,7 @@ BUGS = [
         TimedWorld, "commit", _not_committed, kinds=("arbiter", "crash")),
     Bug("snapshot within an epoch", "state is handed over as it is, whatever was received",
         Dataflow, "_on_catch_up_ordered", _within_an_epoch),
-    Bug("trim too early", "a frame goes when the first copy has it",
+    Bug("trim too early", "a frame goes when the first replica has it",
         Producer, "_trim", _trimmed_early),
     Bug("output left out", "frames that are not stable are not handed over",
         Producer, "export", _nothing_kept),
@@ -434,15 +434,15 @@ BUGS = [
         Consumer, "on_bundle", _twice),
     Bug("credit leaks", "with every view a consumer has less room",
         Consumer, "on_view", _credit_leaks),
-    Bug("record on one copy", "the first sequencer publishes, before the others have it",
+    Bug("record on one replica", "the first sequencer publishes, before the others have it",
         Sequencer, "_cut_all", _published_early),
     Bug("records not passed again", "a chain that changed is not told what it may lack",
         Sequencer, "_pass_all", _not_passed_again, kinds=("crash",)),
-    Bug("joiner not counted", "producers do not keep what a new copy will need",
+    Bug("joiner not counted", "producers do not keep what a new replica will need",
         Dataflow, "_count_takers", _joiners_are_not_counted),
     Bug("ack ahead", "a consumer acks what is still on its way",
         Consumer, "ack", _acked_before_it_came),
-    Bug("follower lets go", "a sink's other copy does not hold what is not durable yet",
+    Bug("follower lets go", "a sink's other replica does not hold what is not durable yet",
         Egress, "take", _follower_lets_go, kinds=("crash",)),
     Bug("same term", "a new controller acts in the term of the old one",
         Controller, "resume", _the_same_term, kinds=("controller", "crash")),
@@ -450,23 +450,23 @@ BUGS = [
         View, "replaces", _any_view, kinds=("old leader", "crash")),
     Bug("silence stops the flow", "a site that sleeps counts as dead for certain",
         Controller, "_on_sites_failed", _silence_stops_the_flow, kinds=("crash", "cut off")),
-    Bug("state left behind", "a new copy begins with empty tables",
+    Bug("state left behind", "a new replica begins with empty tables",
         Incoming, "take", _state_stays_behind),
     Bug("new leader cuts again", "a sequencer that takes over cuts rows that have been cut",
         Sequencer, "_lead", _leader_forgets, kinds=("crash",)),
-    Bug("chain not awaited", "a copy of the sequencer counts before it is in the chain",
+    Bug("chain not awaited", "a replica of the sequencer counts before it is in the chain",
         Node, "_is_whole", _chain_not_awaited, kinds=("crash",)),
-    Bug("failure said once", "a new controller is not told that a copy has failed",
-        Node, "_fail_copy", _failure_is_said_once, faults=_FAILED_COPY_IS_NOT_COMMITTED),
+    Bug("failure said once", "a new controller is not told that a replica has failed",
+        Node, "_fail_replica", _failure_is_said_once, faults=_FAILED_REPLICA_IS_NOT_COMMITTED),
     Bug("store not asked", "a sink that takes over writes what is durable already",
         Egress, "lead", _store_not_asked, kinds=("crash",)),
-    Bug("held rows left behind", "a sink's new copy lacks what is not durable yet",
+    Bug("held rows left behind", "a sink's new replica lacks what is not durable yet",
         UnitRunner, "held", _nothing_held, kinds=("crash",), seeds=120),
     Bug("largest time of any split", "splits do not wait for each other's event times",
         Watermark, "_held_at", _largest_time_of_any_split, flow="sources", seeds=10),
     Bug("watermark of own rows", "an ingress does not know how other sources' event times rise",
         Ingress, "_track", _own_rows_only, flow="sources", seeds=10),
-    Bug("joiner steps in", "a copy that is being made counts when no other is left",
+    Bug("joiner steps in", "a replica that is being made counts when no other is left",
         Cohort, "without", _joiners_step_in, kinds=("crash",), beyond=1.0),
     _passive("half a checkpoint", "what comes of a checkpoint counts before it is complete",
         Checkpoint, "take", _half_a_checkpoint),
@@ -477,7 +477,7 @@ BUGS = [
     _passive("standby not counted", "producers do not keep what came since the last checkpoint",
         Dataflow, "_count_takers", _standbys_are_not_counted),
     _passive("changes left out", "a checkpoint lacks what changed right after the one before",
-        UnitCopy, "hand_over", _before_it_is_in_place),
+        Replica, "hand_over", _before_it_is_in_place),
     _upstream("state not counted", "input is let go although state comes from it",
         UnitRunner, "came_from", _as_if_stateless),
     _upstream("one of many", "what was done together all goes into the last of its epochs",
@@ -485,14 +485,14 @@ BUGS = [
     _upstream("log let go", "input is let go when it is received",
         Producer, "_stable", _let_go_when_received),
     _upstream("levels alike", "input is let go although what comes from it is needed further on",
-        UnitCopy, "levels", _all_levels_alike),
+        Replica, "levels", _all_levels_alike),
     _upstream("one log asked", "a unit is made anew from where the first of its producers can",
         Search, "begins", _one_is_asked),
     _upstream("needs off by one", "the state is taken for that of an epoch later",
         Needs, "at", _needs_off_by_one),
-    _upstream("source too far", "a source's second copy leaves out what was only received",
+    _upstream("source too far", "a source's second replica leaves out what was only received",
         Producer, "stable", _follows_what_was_received),
-    _changes("stock not awaited", "copies go before all is kept that a unit is made anew from",
+    _changes("stock not awaited", "replicas go before all is kept that a unit is made anew from",
         Controller, "_lacks_stock", _stock_not_awaited, protocol="pairs", then="upstream"),
     _changes("late checkpoint", "who stood by and computes now still takes checkpoints",
         Node, "_is_awaited", _whatever_comes_is_taken, protocol="passive", then="pairs"),

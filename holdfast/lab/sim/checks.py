@@ -105,17 +105,17 @@ class Checks:
         for unit in view.units():
             shape, domains = self.world.shape.under(view), self.world.controller.domains
             stage = shape.stages[unit[0]]
-            copies = [s for s in view.cohort(unit).all if s in domains]
-            pairs = [(copies[:n], s) for n, s in enumerate(copies)]
+            replicas = [s for s in view.cohort(unit).all if s in domains]
+            pairs = [(replicas[:n], s) for n, s in enumerate(replicas)]
             if not all(may_join(stage, others, site, domains) for others, site in pairs):
-                raise Violation(f"unit {unit}: two copies in one {stage.guard.apart}: {view}")
+                raise Violation(f"unit {unit}: two replicas in one {stage.guard.apart}: {view}")
 
     def _nothing_lost(self, view: View) -> None:
-        """Whatever a living copy lacks, a living copy of its producer holds, or will make."""
+        """Whatever a living replica lacks, a living replica of its producer holds, or will make."""
         for exchange, stage in enumerate(self.world.shape.consumer_of):
             source = self.world.shape.producer_of[exchange]
             for j, cohort in enumerate(view.cohorts[stage]):
-                for site in cohort.copies:
+                for site in cohort.replicas:
                     consumer = self._consumer(site, ExchangeId(exchange), CohortId(j))
                     if consumer is None:
                         continue
@@ -130,7 +130,7 @@ class Checks:
                             )
 
     def _producers(self, view: View, exchange: int, unit: Unit) -> Iterator[Producer]:
-        for site in view.cohort(unit).copies:
+        for site in view.cohort(unit).replicas:
             node = self.world.nodes.get(site)
             found = node.dataflow.producers.get((ExchangeId(exchange), unit[1])) if node else None
             if found is not None:

@@ -1,6 +1,6 @@
 """Every crash point of a small flow, and every order of what happens up to a bound.
 
-The flow has a source, a keyed stage and a sink on two sites that are copies of each other, two
+The flow has a source, a keyed stage and a sink on two sites that are replicas of each other, two
 partitions, and a few epochs. Usually deaths are noticed at once, and
 whatever can happen takes turns. Tried are
 

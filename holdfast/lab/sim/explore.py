@@ -45,7 +45,7 @@ SCARCE_BYTES = 12_000
 
 PROTOCOLS: dict[str, Protection] = {
     "pairs": pairs(apart="process"),
-    "triples": pairs(copies=3, apart="process"),
+    "triples": pairs(replicas=3, apart="process"),
     "active": active(apart="process"),
     "rollback": rollback(base_ms=20, apart="process"),
     "upstream": upstream(base_ms=20, apart="process"),
@@ -112,7 +112,7 @@ class Case:
         checkpoints = any(s.protection and s.protection.every_ms for s in plan(flow).stages)
         world = TimedWorld(
             flow,
-            sites=max(self.sites or 3 + self.seed % 3, ends.copies),
+            sites=max(self.sites or 3 + self.seed % 3, ends.replicas),
             seed=self.seed,
             options=self._options(),
             free_rows=int(self.rows_in * FREE) // flows.SPLITS.get(self.flow, 1),

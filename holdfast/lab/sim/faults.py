@@ -64,9 +64,9 @@ PHASES: dict[str, tuple[str, ...]] = {
 }
 """Where a flow can be, and what brings it there.
 
-*written*: a sink's leader has made rows durable, and another copy does not know. *unnoticed*: a
+*written*: a sink's leader has made rows durable, and another replica does not know. *unnoticed*: a
 process is gone, and nobody has noticed. *taking over*: a view without it has been committed; *taken
-over*: all act on it. *joining*: there are new copies; *transferring*: their state is on its way;
+over*: all act on it. *joining*: there are new replicas; *transferring*: their state is on its way;
 *replaying*: they have it and are behind; *folding in*: a view that counts them has been committed.
 """
 IMPOSSIBLE = {("without a controller", "controller")}
@@ -87,7 +87,7 @@ class Fault:
     other: int = 0
     seconds: float = 0.0
     beyond: bool = False
-    """Whether it may take the last copy of something."""
+    """Whether it may take the last replica of something."""
 
     def __str__(self) -> str:
         when = f"at {self.at * 1e3:.1f} ms" + (f", when {self.phase}" if self.phase else "")
@@ -152,14 +152,14 @@ def phase_of(world: TimedWorld) -> str:
 
 
 def _hands_over(node: Node, view: View) -> bool:
-    """Whether a new copy is being made here, or of what is here."""
+    """Whether a new replica is being made here, or of what is here."""
     joining = {(u, s) for u in view.units() for s in view.cohort(u).joining}
     given = any(key in joining for key in node.outgoing)
     return given or any((unit, node.site) in joining for unit in node.incoming)
 
 
 def _is_ahead(world: TimedWorld) -> bool:
-    """Whether a store has epochs of which some copy of its sink does not know that it has."""
+    """Whether a store has epochs of which some replica of its sink does not know that it has."""
     units = [r for node in world.nodes.values() for r in node.stages.units.values()]
     return any(
         runner.egress.durable < max(world.results[runner.stage.name], default=-1)

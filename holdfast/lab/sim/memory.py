@@ -1,9 +1,9 @@
 """Remembering what operators gave: in many runs of a flow most orders are the same.
 
-The two copies of a partition do the same work, and so do the runs of other seeds, as long as their
-epochs are cut alike. The runner here asks what the same operator with the same state has made of
-the same frames, byte for byte, and computes only what nobody has. The state that its own operator
-would have is put in when somebody looks at it.
+The two replicas of a partition do the same work, and so do the runs of other seeds, as long as
+their epochs are cut alike. The runner here asks what the same operator with the same state has made
+of the same frames, byte for byte, and computes only what nobody has. The state that its own
+operator would have is put in when somebody looks at it.
 """
 
 from __future__ import annotations

@@ -37,10 +37,10 @@ from holdfast.core.effects import (
 )
 from holdfast.core.events import (
     ControllerEvent,
-    CopyBehind,
-    CopyReported,
     FlowFailed,
     ProtectionWanted,
+    ReplicaBehind,
+    ReplicaReported,
     SiteFinished,
     SiteRegistered,
     SitesFailed,
@@ -101,7 +101,7 @@ DURABLE_EVERY = 3
 
 
 class _Collected(SinkWriter):
-    """What a sink has got, by epoch; shared by all copies, like a store outside."""
+    """What a sink has got, by epoch; shared by all replicas, like a store outside."""
 
     def __init__(self, world: World, into: dict[int, pa.RecordBatch], filled: set[int]) -> None:
         self._world, self._into, self._filled = world, into, filled
@@ -363,20 +363,20 @@ class World:
         name = next(n for n, found in self.results.items() if found is into)
         view = self.controller.view
         unit = (StageId(self.plan.stage_named(name).id), CohortId(0))
-        return view is not None and view.cohort(unit).copies[:1] == (self.acting,)
+        return view is not None and view.cohort(unit).replicas[:1] == (self.acting,)
 
     # --- faults ---------------------------------------------------------------------------------
 
     def survives(self, *victims: SiteId) -> bool:
-        """Whether a living copy is left without these of everything that cannot be made anew. One
-        that joins is none."""
+        """Whether a living replica is left without these of everything that cannot be made anew.
+        One that joins is none."""
         view = self.controller.view
         if view is None:
             return False
         living = set(self.nodes) - set(victims)
         kept = [u for u in view.units() if not self.controller.shape.stages[u[0]].guard.anew]
         cohorts = [view.cohort(u) for u in kept]
-        return all(living.intersection(c.copies + c.standing) for c in cohorts)
+        return all(living.intersection(c.replicas + c.standing) for c in cohorts)
 
     def crash(self, *sites: SiteId) -> None:
         """These processes are gone, all at once; the others find out as time goes by."""
@@ -550,14 +550,14 @@ class World:
                 self._register(site)
             case wire.Seen():
                 self._control(ViewSeen(site, message.term, message.number))
-            case wire.CopyState():
+            case wire.ReplicaReport():
                 unit = (StageId(message.stage), CohortId(message.cohort))
-                copy = SiteId(message.site)
+                replica = SiteId(message.site)
                 self._control(
-                    CopyReported(copy, unit, message.number, message.phase, message.reason)
+                    ReplicaReported(replica, unit, message.number, message.phase, message.reason)
                 )
             case wire.Behind():
-                self._control(CopyBehind(SiteId(message.site), message.reason))
+                self._control(ReplicaBehind(SiteId(message.site), message.reason))
             case wire.Cut():
                 known = self._records.setdefault(message.record.epoch, message.record)
                 if known != message.record:

@@ -50,7 +50,7 @@ class Paced(Source):
 
     The first `head` rows of a split are due at once, the others at `rate` from then on. The time
     they count from is when the first row was asked for. Whichever process asks first notes it in
-    `folder`, where all find it: so all copies of the ingress, in any application and at any time,
+    `folder`, where all find it: so all replicas of the ingress, in any application and at any time,
     make the same rows. The source ends at the offset that `end` has put there.
     """
 

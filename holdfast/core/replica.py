@@ -1,7 +1,8 @@
-"""One site's copy of a unit: how far it is, its ends of the exchanges, and what it owes to others.
+"""One site's replica of a unit: how far it is, its ends of the exchanges, and what it owes to
+others.
 
 What it may do next follows from what is here; that it may do anything at all, and with whom, is for
-the site's `Dataflow` to say, which knows the view. A copy computes, or it stands by with a
+the site's `Dataflow` to say, which knows the view. A replica computes, or it stands by with a
 checkpoint, or (of a source or sink) it is lazy and follows the one that leads.
 """
 
@@ -16,7 +17,7 @@ from holdfast.core.effects import (
     HandOver,
     IngestEpochs,
     ProcessBundles,
-    ReportCopy,
+    ReportReplica,
     SendAck,
     StoreState,
 )
@@ -43,7 +44,7 @@ Bundles = dict[ExchangeId, list[Any]]
 
 
 @dataclass(slots=True)
-class UnitCopy:
+class Replica:
     key: Unit
     shape: StageShape
     installed: bool
@@ -59,11 +60,11 @@ class UnitCopy:
     paces: tuple[float, ...] = ()
     """How many seconds it took for each of that, the last two times."""
     replaying_to: Epoch | None = None
-    """A new copy has caught up when it has finished this epoch."""
+    """A new replica has caught up when it has finished this epoch."""
     handovers: dict[SiteId, Epoch] = field(default_factory=dict)
     """To whom its state goes, once it has finished this epoch; to the `STORE` after no other."""
     handed: dict[SiteId, int] = field(default_factory=dict)
-    """To whom its state has been given out, and since which view that copy joins."""
+    """To whom its state has been given out, and since which view that replica joins."""
     hurried: Epoch = NO_EPOCH
     """What it had finished when it was last looked at."""
     needs: Needs | None = None
@@ -75,7 +76,7 @@ class UnitCopy:
     given: dict[SiteId, Epoch] = field(default_factory=dict)
     """To whom that stands by it has given its state, and after which epoch that was."""
     lazy: bool = False
-    """Another copy leads, and this one only follows: see `Guard.lazy`."""
+    """Another replica leads, and this one only follows: see `Guard.lazy`."""
     stock: Epoch | None = None
     """What was let go before is not needed any more when nothing up to this epoch is."""
 
@@ -92,7 +93,7 @@ class UnitCopy:
         return max([*received, self.finished])
 
     def levels(self, count: int, received: Epoch) -> tuple[Epoch, ...]:
-        """Up to which epochs it does not need its input any more. One that has other copies needs
+        """Up to which epochs it does not need its input any more. One that has other replicas needs
         nothing that it has received."""
         if self.needs is None or self.stands:
             return (received,) * count
@@ -215,20 +216,20 @@ class UnitCopy:
         for consumer in self.inputs.values():
             consumer.window = max(window, ROOM_BEHIND) if behind else window
 
-    def caught_up(self, window: int) -> list[ReportCopy]:
+    def caught_up(self, window: int) -> list[ReportReplica]:
         if self.replaying_to is None or self.finished < self.replaying_to:
             return []
         self.replay(None, window)
-        return [ReportCopy(self.key, "caught_up")]
+        return [ReportReplica(self.key, "caught_up")]
 
-    def stocked(self, levels: int) -> list[ReportCopy]:
+    def stocked(self, levels: int) -> list[ReportReplica]:
         """Say it when all is kept that the unit would be made anew from: see `stock`."""
         if self.stock is None or self.stands:
             return []
         if self.levels(levels, self.finished)[self.shape.guard.level - 1] < self.stock:
             return []
         self.stock = None
-        return [ReportCopy(self.key, "stocked")]
+        return [ReportReplica(self.key, "stocked")]
 
     # --- giving its state to others -------------------------------------------------------------
 
@@ -273,7 +274,7 @@ class UnitCopy:
         gaps: Mapping[ExchangeId, Mapping[CohortId, Gap]],
         whole: bool = True,
     ) -> None:
-        """Keep what the copy kept that this one's state is from: all of it, or what it had in
+        """Keep what the replica kept that this one's state is from: all of it, or what it had in
         addition to the last time."""
         for exchange, producer in self.outputs.items():
             producer.install(epoch, kept[exchange], gaps[exchange], whole)
