@@ -15,7 +15,7 @@ from holdfast.control.hosting import Place, apart
 from holdfast.control.server import Committed, Control
 from holdfast.core.events import SiteRegistered, SitesFailed
 from holdfast.core.failure_detector import ALONE_LEASES, JOIN_S_MAX
-from holdfast.core.ids import SiteId, Unit
+from holdfast.core.ids import SiteId, TaskId
 from holdfast.core.layout import Domain, place
 from holdfast.core.records import EpochRecord
 from holdfast.errors import FlowError
@@ -193,13 +193,13 @@ def test_a_replica_that_gets_nothing_for_long_is_given_up(control: Control) -> N
     domain = Domain("p9", "p9", "h", "a")
     controller.handle(SiteRegistered(SiteId(9), ("127.0.0.1", 1), domain))
 
-    def joins() -> list[Unit]:
+    def joins() -> list[TaskId]:
         assert controller.view is not None
-        return [u for u in controller.view.units() if controller.view.cohort(u).joining]
+        return [u for u in controller.view.tasks() if controller.view.group(u).joining]
 
     first, *others = joins()
     begun, limit = time.monotonic(), max(JOIN_S_MAX, 10 * control.options.lease_s)
-    copying = [{"unit": list(u), "to": 9, "bytes_left": 500} for u in joins()]
+    copying = [{"task": list(u), "to": 9, "bytes_left": 500} for u in joins()]
     control.status = {0: {"copying": copying}}
     control._give_up_joins(begun)
     control._give_up_joins(begun + limit - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from holdfast.core.events import Call
 from holdfast.core.failure_detector import ALONE_LEASES, JOIN_S_MAX, Signs
 from holdfast.core.ids import SiteId
-from holdfast.core.layout import Cohort, View
+from holdfast.core.layout import PartitionGroup, View
 
 ONE, OTHER = SiteId(0), SiteId(1)
 
@@ -72,32 +72,32 @@ def test_a_call_is_hung_once_it_takes_too_long_and_others_beside_it_are_told() -
     assert signs.hung(60.0) == {}
 
 
-def stuck(signs: Signs, cohort: Cohort, now: float) -> list[int]:
-    """Which sites get nowhere with the replica of the only unit there is, by no word of anybody."""
-    found, _ = signs.stuck(View(0, 9, (ONE, OTHER), ((cohort,),)), [], now)
+def stuck(signs: Signs, group: PartitionGroup, now: float) -> list[int]:
+    """Which sites get nowhere with the replica of the only task there is, by no word of anybody."""
+    found, _ = signs.stuck(View(0, 9, (ONE, OTHER), ((group,),)), [], now)
     return [site for _, site in found]
 
 
 def test_a_replica_that_gets_nothing_is_stuck_and_the_next_attempt_is_not() -> None:
-    signs, cohort = begun(), Cohort(0, 1, (ONE,))
+    signs, group = begun(), PartitionGroup(0, 1, (ONE,))
     later = 2 * JOIN_S_MAX
-    assert stuck(signs, cohort.joined_by(OTHER, 3), 0.0) == []
-    assert stuck(signs, cohort.joined_by(OTHER, 3), later) == [OTHER]
-    assert stuck(signs, cohort.joined_by(OTHER, 5), later + 0.2) == []
+    assert stuck(signs, group.joined_by(OTHER, 3), 0.0) == []
+    assert stuck(signs, group.joined_by(OTHER, 3), later) == [OTHER]
+    assert stuck(signs, group.joined_by(OTHER, 5), later + 0.2) == []
 
 
-def test_a_unit_that_is_made_anew_may_wait_for_its_input() -> None:
+def test_a_task_that_is_made_anew_may_wait_for_its_input() -> None:
     """Of a producer that is silent, and cannot be spared."""
-    signs, cohort = begun(), Cohort(0, 1, ()).joined_by(OTHER, 3)
-    assert stuck(signs, cohort, 0.0) == stuck(signs, cohort, 100 * JOIN_S_MAX) == []
+    signs, group = begun(), PartitionGroup(0, 1, ()).joined_by(OTHER, 3)
+    assert stuck(signs, group, 0.0) == stuck(signs, group, 100 * JOIN_S_MAX) == []
 
 
 def test_a_replica_is_not_stuck_while_its_donor_or_its_site_is_in_a_long_call() -> None:
     for busy in (ONE, OTHER):
-        signs, cohort = begun(), Cohort(0, 1, (ONE,)).joined_by(OTHER, 3)
-        assert stuck(signs, cohort, 0.0) == []
+        signs, group = begun(), PartitionGroup(0, 1, (ONE,)).joined_by(OTHER, 3)
+        assert stuck(signs, group, 0.0) == []
         signs.in_call(busy, Call("a", 3, 9.0))
-        assert stuck(signs, cohort, 2 * JOIN_S_MAX) == []
+        assert stuck(signs, group, 2 * JOIN_S_MAX) == []
         signs.in_call(busy, None)
-        assert stuck(signs, cohort, 2.9 * JOIN_S_MAX) == []
-        assert stuck(signs, cohort, 3.1 * JOIN_S_MAX) == [OTHER]
+        assert stuck(signs, group, 2.9 * JOIN_S_MAX) == []
+        assert stuck(signs, group, 3.1 * JOIN_S_MAX) == [OTHER]

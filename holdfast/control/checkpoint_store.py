@@ -20,7 +20,7 @@ from typing import TypeVar
 import msgspec
 import pyarrow as pa
 
-from holdfast.core.ids import Unit
+from holdfast.core.ids import TaskId
 from holdfast.core.layout import View
 from holdfast.core.records import EpochRecord
 from holdfast.errors import FlowError
@@ -130,23 +130,23 @@ def manifest_of(
     common: Past,
     view: View,
     record: EpochRecord,
-    stored: Mapping[Unit, wire.UnitFiles],
+    stored: Mapping[TaskId, wire.TaskFiles],
     before: Past | None = None,
 ) -> Past:
-    """The state of all units after the epoch of `record`. Of units that have stored only what has
+    """The state of all tasks after the epoch of `record`. Of tasks that have stored only what has
     changed, the rest is in the files of the checkpoint `before`."""
     layers: dict[int, list[Layer]] = {}
     sources: dict[int, wire.IngressExtras] = {}
     sinks: dict[int, Stored] = {}
     waiting: dict[int, list[str]] = {}
     files: dict[str, FileInfo] = dict(before.files) if before is not None else {}
-    for unit, said in sorted(stored.items()):
-        cohort, extras, stage = view.cohort(unit), said.extras, unit[0]
+    for task, said in sorted(stored.items()):
+        group, extras, stage = view.group(task), said.extras, task[0]
         files |= said.infos
         if said.after is not None and before is not None:
-            old = [x for x in before.layers.get(stage, []) if x.first == cohort.first]
+            old = [x for x in before.layers.get(stage, []) if x.first == group.first]
             layers.setdefault(stage, []).extend(old)
-        new = [Layer(cohort.first, cohort.end, *named) for named in said.files]
+        new = [Layer(group.first, group.end, *named) for named in said.files]
         layers.setdefault(stage, []).extend(new)
         if extras["egress"] is not None:
             saved = msgspec.msgpack.encode(extras["egress"])

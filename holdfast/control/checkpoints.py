@@ -33,10 +33,10 @@ from holdfast.core.events import (
     StoreDue,
     StoreEvent,
     StoreFailed,
-    UnitStored,
+    TaskStored,
     ViewCommitted,
 )
-from holdfast.core.ids import CohortId, Epoch, SiteId, StageId
+from holdfast.core.ids import Epoch, GroupId, SiteId, StageId
 from holdfast.core.layout import View
 from holdfast.core.records import EpochRecord
 from holdfast.errors import FlowError
@@ -224,10 +224,10 @@ class Durable:
     def on_lost(self, site: SiteId) -> None:
         self._handle(PeerLost(site))
 
-    def on_message(self, message: wire.UnitFiles | wire.NotStored) -> None:
-        unit, epoch = (StageId(message.stage), CohortId(message.cohort)), Epoch(message.epoch)
-        if isinstance(message, wire.UnitFiles):
-            self._handle(UnitStored(unit, epoch, message))
+    def on_message(self, message: wire.TaskFiles | wire.NotStored) -> None:
+        task, epoch = (StageId(message.stage), GroupId(message.group)), Epoch(message.epoch)
+        if isinstance(message, wire.TaskFiles):
+            self._handle(TaskStored(task, epoch, message))
         else:
             self._handle(StoreFailed(epoch, message.reason, message.missed))
 

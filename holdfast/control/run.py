@@ -373,36 +373,37 @@ class Run:
         }
 
     def _recovery(self, controller: Controller) -> list[dict[str, Any]]:
-        """For every cohort of partitions: who has it, how protected it is, and what is to do."""
+        """For every partition group of partitions: who has it, how protected it is, and what is to
+        do."""
         view = controller.view
         if view is None:
             return []
         sites = list(self._control.status.values())
-        copying = {(*c["unit"], c["to"]): c for s in sites for c in s["copying"]}
+        copying = {(*c["task"], c["to"]): c for s in sites for c in s["copying"]}
         finished = {
-            (stage, cohort, s["site"]): epoch
+            (stage, group, s["site"]): epoch
             for s in sites
-            for stage, cohort, epoch, installed in s["finished_epochs"]
+            for stage, group, epoch, installed in s["finished_epochs"]
             if installed
         }
         rows = []
-        for unit in view.units():
-            cohort = view.cohort(unit)
-            reached = [finished.get((*unit, s), -1) for s in cohort.replicas]
-            replicas = [copying[(*unit, s)] for s in cohort.joining if (*unit, s) in copying]
+        for task in view.tasks():
+            group = view.group(task)
+            reached = [finished.get((*task, s), -1) for s in group.replicas]
+            replicas = [copying[(*task, s)] for s in group.joining if (*task, s) in copying]
             left = sum(c["bytes_left"] for c in replicas)
             rows.append(
                 {
-                    "stage": controller.shape.stages[unit[0]].name,
-                    "partitions": [cohort.first, cohort.end - 1],
-                    "replicas": list(cohort.replicas),
-                    "joining": list(cohort.joining),
-                    "standing": list(cohort.standing),
-                    "phase": controller.phase(unit),
+                    "stage": controller.shape.stages[task[0]].name,
+                    "partitions": [group.first, group.end - 1],
+                    "replicas": list(group.replicas),
+                    "joining": list(group.joining),
+                    "standing": list(group.standing),
+                    "phase": controller.phase(task),
                     "bytes_to_go": left,
                     "epochs_to_go": max(reached, default=-1) - min(reached, default=-1),
                     "seconds_to_go": left / (self.options.catch_up_mb_s * 1e6),
-                    "reason": controller.unrecovered.get(unit),
+                    "reason": controller.unrecovered.get(task),
                 }
             )
         return rows
@@ -562,9 +563,9 @@ def _late_rows(sites: list[dict[str, Any]]) -> dict[str, int]:
     """By stage: how many rows came too late for it, if any. All replicas of a partition count the
     same rows, and one that has just joined may not have reported them yet."""
     found: dict[tuple[str, int], int] = {}
-    for unit in (unit for site in sites for unit in site["stages"]):
-        key = (unit["stage"], unit["first"])
-        found[key] = max(found.get(key, 0), unit["late_rows"])
+    for task in (task for site in sites for task in site["stages"]):
+        key = (task["stage"], task["first"])
+        found[key] = max(found.get(key, 0), task["late_rows"])
     totals: dict[str, int] = {}
     for (stage, _), rows in found.items():
         if rows:

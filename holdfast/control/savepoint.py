@@ -1,6 +1,6 @@
 """A flow that was stopped, and goes on later: elsewhere, on other sites, with newer code.
 
-When the last epoch is through, every unit writes down where it is, in the folder that the flow was
+When the last epoch is through, every task writes down where it is, in the folder that the flow was
 started with. Then whoever has stopped it adds a manifest, which makes a `Past` of it. Of one that
 was lost before it could be stopped there may be a checkpoint: see `holdfast.control.checkpoints`.
 """
@@ -15,7 +15,7 @@ import msgspec
 from holdfast.api.graph import Flow
 from holdfast.api.options import Options
 from holdfast.control.checkpoint_store import CheckpointStore, claimed, manifest_of
-from holdfast.core.ids import Unit
+from holdfast.core.ids import TaskId
 from holdfast.core.layout import View
 from holdfast.core.records import EpochRecord
 from holdfast.errors import FlowError, ProtocolError
@@ -32,12 +32,12 @@ def write_stopped(
     common: Past,
     view: View,
     last: EpochRecord,
-    stored: Mapping[Unit, wire.UnitFiles],
+    stored: Mapping[TaskId, wire.TaskFiles],
 ) -> None:
     """All units of the flow are in the folder, after the epoch `last`."""
     common = msgspec.structs.replace(common, kind=Kind.STOPPED)
-    at_the_end = {unit: said for unit, said in stored.items() if said.epoch == last.epoch}
-    missing = sorted(set(view.units()) - set(at_the_end))
+    at_the_end = {task: said for task, said in stored.items() if said.epoch == last.epoch}
+    missing = sorted(set(view.tasks()) - set(at_the_end))
     if missing:
         name = common.stages[missing[0][0]]
         raise FlowError(f"stage {name!r} has not said that its state is there")

@@ -58,7 +58,7 @@ from holdfast.core.events import (
     WaitOver,
 )
 from holdfast.core.failure_detector import Signs
-from holdfast.core.ids import CohortId, SiteId, StageId, Unit
+from holdfast.core.ids import GroupId, SiteId, StageId, TaskId
 from holdfast.core.layout import Domain, Guard, View, place
 from holdfast.core.records import EpochRecord
 from holdfast.engine.batches import user_names
@@ -151,8 +151,8 @@ class Control:
         self._feeders: list[Feeder] = []
         self.durable: Durable | None = None
         """Who sees to it that the flow can be gone on from if it is lost."""
-        self.final: dict[Unit, wire.UnitFiles] = {}
-        """Of a flow that is being stopped: the units that are stored."""
+        self.final: dict[TaskId, wire.TaskFiles] = {}
+        """Of a flow that is being stopped: the tasks that are stored."""
         self.store: CheckpointStore | None = None
         """Where the flow is stored; of a flow in several applications nobody has the folder."""
         if options.store is not None and place.apps == 1:
@@ -480,10 +480,10 @@ class Control:
             case wire.Seen():
                 self._handle(ViewSeen(site, message.term, message.number))
             case wire.ReplicaReport():
-                unit = (StageId(message.stage), CohortId(message.cohort))
+                task = (StageId(message.stage), GroupId(message.group))
                 replica = SiteId(message.site)
                 self._handle(
-                    ReplicaReported(replica, unit, message.number, message.phase, message.reason)
+                    ReplicaReported(replica, task, message.number, message.phase, message.reason)
                 )
             case wire.Behind():
                 if self._uncommitted is None:  # if not, membership is frozen
@@ -497,9 +497,9 @@ class Control:
                     self.status[site] = msgspec.json.decode(message.figures)
             case wire.Cut():
                 self._note_record(message.record)
-            case wire.UnitFiles() if message.final:
-                self.final[StageId(message.stage), CohortId(message.cohort)] = message
-            case wire.UnitFiles() | wire.NotStored():
+            case wire.TaskFiles() if message.final:
+                self.final[StageId(message.stage), GroupId(message.group)] = message
+            case wire.TaskFiles() | wire.NotStored():
                 if self.durable is not None:
                     self.durable.on_message(message)
             case wire.Failed():
@@ -628,9 +628,9 @@ class Control:
         if view is None:
             return
         stuck, seconds = self._signs.stuck(view, self.status.values(), now)
-        for unit, site in stuck[:1]:  # the view is another one after that
+        for task, site in stuck[:1]:  # the view is another one after that
             reason = f"site {site} got nothing for more than {seconds:.0f} s"
-            self._handle(ReplicaReported(site, unit, view.number, "failed", reason))
+            self._handle(ReplicaReported(site, task, view.number, "failed", reason))
 
     # --- the controller's effects ---------------------------------------------------------------
 
@@ -655,7 +655,7 @@ class Control:
                 self.on_running()
             case OrderCatchUp():
                 term = self.controller.term if self.controller else 0
-                self._send(effect.donor, wire.CatchUp(term, *effect.unit, effect.joiner))
+                self._send(effect.donor, wire.CatchUp(term, *effect.task, effect.joiner))
             case OrderStock():
                 self._send(effect.site, wire.Stock(effect.number))
             case DrainFlow():
@@ -818,10 +818,11 @@ class Control:
                 self._feeders.append(feeder)
 
     def _locate(self, stage: int) -> list[tuple[str, int]]:
-        """Where a stage with one cohort is: the leading replica first, then all who know of it."""
+        """Where a stage with one partition group is: the leading replica first, then all who know
+        of it."""
         assert self.controller is not None and self.controller.view is not None
         view, addresses = self.controller.view, dict(self.controller.addresses)
-        sites = dict.fromkeys([*view.cohorts[stage][0].replicas, *view.members])
+        sites = dict.fromkeys([*view.groups[stage][0].replicas, *view.members])
         return [addresses[s] for s in sites if s in addresses]
 
     def _on_feed_failed(self, error: Exception) -> None:

@@ -1,8 +1,8 @@
 """Checkpoints of a flow that runs: which epoch is stored next, and whether all of it is.
 
-A checkpoint is the state of all units after one and the same epoch. A unit processes one epoch at a
-time, so nothing has to be aligned: whoever leads a unit is told the epoch before the unit comes to
-it, and stores what it has after it. A unit that was told too late, or whose leader is lost before
+A checkpoint is the state of all tasks after one and the same epoch. A task processes one epoch at a
+time, so nothing has to be aligned: whoever leads a task is told the epoch before the task comes to
+it, and stores what it has after it. A task that was told too late, or whose leader is lost before
 it was done, makes the checkpoint fail; the next one is of a later epoch. Only one that is complete
 gets a manifest, and until then the one before it counts.
 """
@@ -19,10 +19,10 @@ from holdfast.core.events import (
     StoreDue,
     StoreEvent,
     StoreFailed,
-    UnitStored,
+    TaskStored,
     ViewCommitted,
 )
-from holdfast.core.ids import NO_EPOCH, Epoch, SiteId, Unit
+from holdfast.core.ids import NO_EPOCH, Epoch, SiteId, TaskId
 
 LAYERS_MAX = 8
 """A checkpoint is an increment to the one before it, up to so many of them: then it is whole."""
@@ -42,8 +42,8 @@ class Checkpoints:
         """The epoch of the last one that counts."""
         self.failure = ""
         """Why the last one failed; empty if it did not."""
-        self._missing: dict[Unit, SiteId] = {}
-        self._stored: dict[Unit, Any] = {}
+        self._missing: dict[TaskId, SiteId] = {}
+        self._stored: dict[TaskId, Any] = {}
         self._misses = 0
         self._layers = 0
 
@@ -53,8 +53,8 @@ class Checkpoints:
                 self.recorded = max(self.recorded, event.record.epoch)
             case StoreDue():
                 return self._on_store_due(event)
-            case UnitStored():
-                return self._on_unit_stored(event)
+            case TaskStored():
+                return self._on_task_stored(event)
             case StoreFailed():
                 self._on_store_failed(event)
             case ViewCommitted():
@@ -72,17 +72,17 @@ class Checkpoints:
         view = event.view
         if self.epoch is not None or view.bare():
             return []
-        self._missing = {unit: view.cohort(unit).replicas[0] for unit in view.units()}
+        self._missing = {task: view.group(task).replicas[0] for task in view.tasks()}
         self._stored = {}
         self.epoch = Epoch(self.recorded + max(1, event.ahead) * 2 ** min(self._misses, MISSES_MAX))
         after = self.complete if self._layers < LAYERS_MAX else None
         return [OrderStore(self.epoch, after)]
 
-    def _on_unit_stored(self, event: UnitStored) -> list[StoreEffect]:
-        if event.epoch != self.epoch or event.unit not in self._missing:
+    def _on_task_stored(self, event: TaskStored) -> list[StoreEffect]:
+        if event.epoch != self.epoch or event.task not in self._missing:
             return []  # of a checkpoint that was given up
-        del self._missing[event.unit]
-        self._stored[event.unit] = event.what
+        del self._missing[event.task]
+        self._stored[event.task] = event.what
         return [] if self._missing else [WriteManifest(event.epoch, self._stored)]
 
     def _on_store_failed(self, event: StoreFailed) -> None:
@@ -93,7 +93,7 @@ class Checkpoints:
     def _on_view_committed(self, event: ViewCommitted) -> None:
         """Who is left to store something must still be the one that was told."""
         view = event.view
-        gone = [u for u, site in self._missing.items() if not view.cohort(u).led_by(site)]
+        gone = [u for u, site in self._missing.items() if not view.group(u).led_by(site)]
         if gone:
             self._give_up(f"site {self._missing[gone[0]]} does not lead {gone[0]} any more")
 

@@ -42,10 +42,10 @@ from holdfast.core.events import (
     ViewSeen,
     WaitOver,
 )
-from holdfast.core.ids import FIRST, SiteId, Unit
+from holdfast.core.ids import FIRST, SiteId, TaskId
 from holdfast.core.layout import (
-    Cohort,
     Domain,
+    PartitionGroup,
     Shape,
     View,
     closeness,
@@ -127,18 +127,18 @@ class Controller:
         self.dead: dict[SiteId, str] = {}
         self.launched: set[SiteId] = {*sites, *standbys}
         """Sites whose processes have been started and have not registered yet."""
-        self.unrecovered: dict[Unit, str] = {}
-        """Units with a replica missing that nobody tries to make any more, and why."""
-        self.replaying: set[tuple[Unit, SiteId]] = set()
+        self.unrecovered: dict[TaskId, str] = {}
+        """Tasks with a replica missing that nobody tries to make any more, and why."""
+        self.replaying: set[tuple[TaskId, SiteId]] = set()
         self.replaced: dict[SiteId, SiteId] = {}
         """By site: the one that was launched in its place."""
         self._next_id = 1 + max([*sites, *standbys])
         self._stillborn: dict[SiteId, int] = {}
         self._seen: set[SiteId] = set()
-        self._ordered: dict[tuple[Unit, SiteId], tuple[SiteId, int]] = {}
+        self._ordered: dict[tuple[TaskId, SiteId], tuple[SiteId, int]] = {}
         """By replica that joins: which one was told to hand over to it, and since when it joins."""
-        self._failed_joins: dict[Unit, int] = {}
-        self._paused: set[Unit] = set()
+        self._failed_joins: dict[TaskId, int] = {}
+        self._paused: set[TaskId] = set()
         self._patience, self._asked_for = 0, -1
         """Counts what is launched in place of something, and which of that is waited for."""
         self._patience_over = False
@@ -150,7 +150,7 @@ class Controller:
         self._mirror_of: dict[SiteId, int] = {}
         """With dataflow or cluster pairs: which of the two mirrors a site belongs to."""
         self._finished: set[SiteId] = set()
-        self._stocked: set[tuple[Unit, SiteId]] = set()
+        self._stocked: set[tuple[TaskId, SiteId]] = set()
         """Replicas for which, in this view, all is kept that they are to be made anew from."""
 
     def resume(
@@ -176,9 +176,9 @@ class Controller:
         # Those that have caught up will say so to a new controller.
         self.replaying = {
             (u, s)
-            for u in view.units()
-            for s in view.cohort(u).replicas
-            if view.cohort(u).since_of(s)
+            for u in view.tasks()
+            for s in view.group(u).replicas
+            if view.group(u).since_of(s)
         }
         return self._commit(replace(self.view, number=view.number + 1)) + self._recover()
 
@@ -255,9 +255,9 @@ class Controller:
         if self.shape.granularity != "partition":
             self._mirror_of = {
                 site: replica
-                for stage in placed.cohorts
-                for cohort in stage
-                for replica, site in enumerate(cohort.replicas)
+                for stage in placed.groups
+                for group in stage
+                for replica, site in enumerate(group.replicas)
             }
         number = 0 if self.view is None else self.view.number + 1
         return self._commit(replace(placed, term=self.term, number=number))
@@ -300,20 +300,20 @@ class Controller:
             return []  # better wait for a silent site than stop
         if bare and all(s in self._finished for s in gone):
             return []  # they had nothing left to do
-        if bare and all(view.cohort(u).joining for u in bare):
+        if bare and all(view.group(u).joining for u in bare):
             self._doubts += 1
             self._in_doubt[self._doubts] = event
             return [Wait(f"doubt {self._doubts}", DOUBT_MS)]
         if bare:
             return self._end(State.FAILED, self._lost(gone, bare, event.reason))
         effects = self._bury(gone, event.reason)
-        for unit in self.view.units():
-            for site in self.view.cohort(unit).joining:
+        for task in self.view.tasks():
+            for site in self.view.group(task).joining:
                 if site in gone:
-                    effects += self._join_failed(unit, f"site {site} died: {event.reason}")
+                    effects += self._join_failed(task, f"site {site} died: {event.reason}")
         self.replaying = {(u, s) for u, s in self.replaying if s not in gone}
         if any(s in self.view.members for s in gone):
-            if view.cohort(FIRST).replicas != self.view.cohort(FIRST).replicas:
+            if view.group(FIRST).replicas != self.view.group(FIRST).replicas:
                 self._chain_since = view.number
             effects += self._commit(view)
             effects += self._pause(False)
@@ -332,8 +332,8 @@ class Controller:
         sites = [s for s in view.members if self._mirror_of.get(s) in lost]
         return replace(view.without(sites), number=view.number, members=view.members)
 
-    def _lost_with(self, view: View) -> list[Unit]:
-        """The units of which nothing is left in a view, and that cannot be made anew either."""
+    def _lost_with(self, view: View) -> list[TaskId]:
+        """The tasks of which nothing is left in a view, and that cannot be made anew either."""
         return [u for u in view.bare() if not self.shape.stages[u[0]].guard.anew]
 
     def _is_known(self, site: SiteId) -> bool:
@@ -377,7 +377,7 @@ class Controller:
             self._become(State.GATHERING)  # the others are placed anew when it is back
         return effects
 
-    def _lost(self, gone: list[SiteId], bare: list[Unit], reason: str) -> SiteLostError:
+    def _lost(self, gone: list[SiteId], bare: list[TaskId], reason: str) -> SiteLostError:
         assert self.view is not None
         names = partitions_of(self.view, bare, self.shape)
         protected = any(self.shape.stages[u[0]].guard.wanted > 1 for u in bare)
@@ -396,29 +396,29 @@ class Controller:
         if not self.running:
             return []
         assert self.view is not None
-        changes: dict[Unit, Cohort] = {}
+        changes: dict[TaskId, PartitionGroup] = {}
         added: list[SiteId] = []
         effects: list[ControllerEffect] = []
         if self.shape.granularity != "partition":
             return self._recover_mirror()
-        busy = {u[0] for u in self.view.units() if self.view.cohort(u).joining}
+        busy = {u[0] for u in self.view.tasks() if self.view.group(u).joining}
         load = self._load()
-        for unit in self._missing():
-            cohort = self.view.cohort(unit)
-            bare = not cohort.replicas
-            if bare and unit in self.unrecovered:
-                return [*effects, *self._given_up(unit)]
+        for task in self._missing():
+            group = self.view.group(task)
+            bare = not group.replicas
+            if bare and task in self.unrecovered:
+                return [*effects, *self._given_up(task)]
             # Of what is made anew there is one at first; others are copied from it.
-            begun = bool(cohort.joining) if bare else unit[0] in busy
-            if begun or unit in self._paused or unit in self.unrecovered:
+            begun = bool(group.joining) if bare else task[0] in busy
+            if begun or task in self._paused or task in self.unrecovered:
                 continue
-            site = self._joiner(unit, load)
+            site = self._joiner(task, load)
             if site is None:
                 continue
-            changes[unit] = cohort.joined_by(site, self.view.number + 1)
+            changes[task] = group.joined_by(site, self.view.number + 1)
             added.append(site)
             load[site] += 1
-            busy.add(unit[0])
+            busy.add(task[0])
         if changes:
             effects += self._commit(self.view.changed(changes, added))
         elif self.launched and self._missing() and self._asked_for != self._patience:
@@ -426,16 +426,16 @@ class Controller:
             effects.append(Wait(f"patience {self._patience}", RELAUNCH_MS))
         return effects
 
-    def _given_up(self, unit: Unit) -> list[ControllerEffect]:
+    def _given_up(self, task: TaskId) -> list[ControllerEffect]:
         """There is no replica of it, and nobody could make it anew."""
-        return self._end(State.FAILED, self._lost([], [unit], self.unrecovered[unit]))
+        return self._end(State.FAILED, self._lost([], [task], self.unrecovered[task]))
 
     def _recover_mirror(self) -> list[ControllerEffect]:
         """Make a whole mirror anew, all at once and with the flow standing still: what partition
         pairs are there to avoid. All its sites must be there before it can begin."""
         assert self.view is not None
         missing = self._missing()
-        replicas = [s for u in self.view.units() for s in self.view.cohort(u).replicas]
+        replicas = [s for u in self.view.tasks() for s in self.view.group(u).replicas]
         kept = {self._mirror_of[s] for s in replicas}
         sites = sorted(s for s, r in self._mirror_of.items() if r not in kept)
         if not missing or not sites or any(s not in self.addresses for s in sites):
@@ -443,9 +443,9 @@ class Controller:
         if any(u in self._paused or u in self.unrecovered for u in missing):
             return []
         changes = {}
-        for unit in missing:
-            cohort, site = self.view.cohort(unit), sites[unit[1] % len(sites)]
-            changes[unit] = cohort.joined_by(site, self.view.number + 1)
+        for task in missing:
+            group, site = self.view.group(task), sites[task[1] % len(sites)]
+            changes[task] = group.joined_by(site, self.view.number + 1)
         return [*self._commit(self.view.changed(changes, sites)), *self._pause(True)]
 
     def _pause(self, paused: bool) -> list[ControllerEffect]:
@@ -455,29 +455,29 @@ class Controller:
         self._paused_flow = paused
         return [PauseFlow(self.view.sequencers[0], paused)]
 
-    def _missing(self) -> list[Unit]:
+    def _missing(self) -> list[TaskId]:
         assert self.view is not None
         return [
             u
-            for u in self.view.units()
-            if len(self.view.cohort(u).all) < self.shape.stages[u[0]].guard.wanted
+            for u in self.view.tasks()
+            if len(self.view.group(u).all) < self.shape.stages[u[0]].guard.wanted
         ]
 
     def _load(self) -> dict[SiteId, int]:
         assert self.view is not None
-        return {s: len(self.view.units_at(s)) for s in self.addresses}
+        return {s: len(self.view.tasks_at(s)) for s in self.addresses}
 
-    def _joiner(self, unit: Unit, load: dict[SiteId, int]) -> SiteId | None:
+    def _joiner(self, task: TaskId, load: dict[SiteId, int]) -> SiteId | None:
         """Who shall get the replica: the site with least to do among those that are apart."""
         assert self.view is not None
-        stage, replicas = self.shape.stages[unit[0]], self.view.cohort(unit).all
+        stage, replicas = self.shape.stages[task[0]], self.view.group(task).all
         fit = [s for s in load if may_join(stage, replicas, s, self.domains)]
         if not fit:
             if not self.launched:
                 apart = stage.guard.apart
-                self.unrecovered[unit] = f"no site is in another {apart} than its replicas"
+                self.unrecovered[task] = f"no site is in another {apart} than its replicas"
             return None
-        wanted = sum(self.shape.stages[u[0]].guard.wanted for u in self.view.units())
+        wanted = sum(self.shape.stages[u[0]].guard.wanted for u in self.view.tasks())
         fair = wanted // max(1, len(self.sites))
         best = min(fit, key=lambda s: (load[s], closeness(replicas, s, self.domains), s))
         if replicas and load[best] >= fair and self.launched and not self._patience_over:
@@ -488,42 +488,40 @@ class Controller:
         """All members count the joining replicas: whatever they need from now on is kept."""
         assert self.view is not None
         effects: list[ControllerEffect] = []
-        for unit in self.view.units():
-            cohort = self.view.cohort(unit)
-            for joiner in cohort.joining if cohort.replicas else ():
-                order = (cohort.donor, cohort.since_of(joiner))
-                if self._ordered.get((unit, joiner)) != order:
-                    self._ordered[unit, joiner] = order
-                    effects.append(OrderCatchUp(cohort.donor, unit, joiner))
+        for task in self.view.tasks():
+            group = self.view.group(task)
+            for joiner in group.joining if group.replicas else ():
+                order = (group.donor, group.since_of(joiner))
+                if self._ordered.get((task, joiner)) != order:
+                    self._ordered[task, joiner] = order
+                    effects.append(OrderCatchUp(group.donor, task, joiner))
         return effects
 
     def _on_replica_reported(self, event: ReplicaReported) -> list[ControllerEffect]:
         assert self.view is not None
-        cohort = self.view.cohort(event.unit)
+        group = self.view.group(event.task)
         if event.phase == "caught_up":
-            self.replaying.discard((event.unit, event.site))
+            self.replaying.discard((event.task, event.site))
             return []
         if event.phase == "stocked":
             if event.number == self.view.number:
-                self._stocked.add((event.unit, event.site))
+                self._stocked.add((event.task, event.site))
             return self._change()
-        if event.site not in cohort.joining or event.number < cohort.since_of(event.site):
+        if event.site not in group.joining or event.number < group.since_of(event.site):
             return []  # word of a replica that was given up
         if event.phase == "impossible":
-            return self._end(State.FAILED, self._not_anew(event.unit))
-        if event.unit == FIRST and event.phase == "installed" and event.number < self._chain_since:
+            return self._end(State.FAILED, self._not_anew(event.task))
+        if event.task == FIRST and event.phase == "installed" and event.number < self._chain_since:
             return []  # it is in a chain that is no more, and will say so again
         if event.phase == "installed":
-            self._ordered.pop((event.unit, event.site), None)
-            self._failed_joins.pop(event.unit, None)
-            joined = cohort.installed_at(
-                event.site, self.shape.stages[event.unit[0]].guard.replicas
-            )
+            self._ordered.pop((event.task, event.site), None)
+            self._failed_joins.pop(event.task, None)
+            joined = group.installed_at(event.site, self.shape.stages[event.task[0]].guard.replicas)
             if event.site in joined.replicas:
-                self.replaying.add((event.unit, event.site))
-            self.view = self.view.changed({event.unit: joined})
+                self.replaying.add((event.task, event.site))
+            self.view = self.view.changed({event.task: joined})
             effects = [e for d in self._resolved() for e in self._on_sites_failed(d)]
-            if not any(self.view.cohort(u).joining for u in self.view.units()):
+            if not any(self.view.group(u).joining for u in self.view.tasks()):
                 effects += self._pause(False)
             if self.running:
                 effects += self._recover()
@@ -531,10 +529,10 @@ class Controller:
             if self.running and not any(isinstance(e, CommitView) for e in effects):
                 effects += self._commit(self.view)
             return effects + self._change()
-        effects = self._join_failed(event.unit, event.reason)
-        if event.unit in self.unrecovered and not cohort.replicas:
-            return self._given_up(event.unit)
-        view = self.view.changed({event.unit: cohort.without([event.site])})
+        effects = self._join_failed(event.task, event.reason)
+        if event.task in self.unrecovered and not group.replicas:
+            return self._given_up(event.task)
+        view = self.view.changed({event.task: group.without([event.site])})
         if self.shape.granularity != "partition":
             self._ordered.clear()
             view = self._useless(view, {self._mirror_of[event.site]})
@@ -561,41 +559,41 @@ class Controller:
             return []
         held = {
             site: None
-            for unit in self.view.units()
-            for site in self.view.cohort(unit).replicas
-            if self._lacks_stock(unit)
+            for task in self.view.tasks()
+            for site in self.view.group(task).replicas
+            if self._lacks_stock(task)
         }
         return [OrderStock(site, self.view.number) for site in held]
 
-    def _lacks_stock(self, unit: Unit) -> bool:
+    def _lacks_stock(self, task: TaskId) -> bool:
         assert self.view is not None
-        guard = self.shape.stages[unit[0]].guard
-        return guard.anew < guard.level and self.view.aims[unit[0]].level == guard.level
+        guard = self.shape.stages[task[0]].guard
+        return guard.anew < guard.level and self.view.aims[task[0]].level == guard.level
 
     def _change(self) -> list[ControllerEffect]:
         """Protect as wanted, if what comes before it is in place."""
         if self.view is None or not self.view.aims or not self.running:
             return []
-        for unit in self.view.units():
-            cohort = self.view.cohort(unit)
-            if not self._has_all(unit) or cohort.joining:
+        for task in self.view.tasks():
+            group = self.view.group(task)
+            if not self._has_all(task) or group.joining:
                 return []
-            stocked = all((unit, site) in self._stocked for site in cohort.replicas)
-            if self._lacks_stock(unit) and not stocked:
+            stocked = all((task, site) in self._stocked for site in group.replicas)
+            if self._lacks_stock(task) and not stocked:
                 return []
         self.history.append("protection has changed")
         view = self.view.guarded(self.shape.guards, self.view.aims)
         return self._commit(view) + self._recover()
 
-    def _has_all(self, unit: Unit) -> bool:
+    def _has_all(self, task: TaskId) -> bool:
         assert self.view is not None
-        cohort, guard = self.view.cohort(unit), self.shape.stages[unit[0]].guard
-        return len(cohort.replicas) >= guard.replicas and len(cohort.standing) >= guard.standbys
+        group, guard = self.view.group(task), self.shape.stages[task[0]].guard
+        return len(group.replicas) >= guard.replicas and len(group.standing) >= guard.standbys
 
-    def _not_anew(self, unit: Unit) -> SiteLostError:
+    def _not_anew(self, task: TaskId) -> SiteLostError:
         assert self.view is not None
-        names = partitions_of(self.view, [unit], self.shape)
-        level = self.shape.stages[unit[0]].guard.level
+        names = partitions_of(self.view, [task], self.shape)
+        level = self.shape.stages[task[0]].guard.level
         return SiteLostError(
             f"{names} cannot be made anew: more than {level} stages in a row were lost within a "
             "short time, and with them what it needs",
@@ -606,22 +604,22 @@ class Controller:
         doubts, self._in_doubt = self._in_doubt, {}
         return list(doubts.values())
 
-    def _join_failed(self, unit: Unit, reason: str) -> list[ControllerEffect]:
-        for key in [k for k in self._ordered if k[0] == unit]:
+    def _join_failed(self, task: TaskId, reason: str) -> list[ControllerEffect]:
+        for key in [k for k in self._ordered if k[0] == task]:
             del self._ordered[key]
-        count = self._failed_joins[unit] = self._failed_joins.get(unit, 0) + 1
-        self.history.append(f"copying of {unit} failed: {reason}")
+        count = self._failed_joins[task] = self._failed_joins.get(task, 0) + 1
+        self.history.append(f"copying of {task} failed: {reason}")
         if count >= JOINS_MAX:
-            self.unrecovered[unit] = f"{JOINS_MAX} attempts failed, the last because {reason}"
+            self.unrecovered[task] = f"{JOINS_MAX} attempts failed, the last because {reason}"
             return []
-        self._paused.add(unit)
-        return [Wait(f"join {unit[0]} {unit[1]}", _backoff_ms(count - 1))]
+        self._paused.add(task)
+        return [Wait(f"join {task[0]} {task[1]}", _backoff_ms(count - 1))]
 
     def _on_replica_behind(self, event: ReplicaBehind) -> list[ControllerEffect]:
         """A slow replica must not govern the flow: let it go, if the flow can do without it."""
         if self.view is None or not self.running or event.site not in self.view.members:
             return []
-        joins = [u for u in self.view.units() if event.site in self.view.cohort(u).joining]
+        joins = [u for u in self.view.tasks() if event.site in self.view.group(u).joining]
         if joins and self.shape.granularity == "partition":
             number = self.view.number
             words = [ReplicaReported(event.site, u, number, "failed", event.reason) for u in joins]
@@ -707,8 +705,8 @@ class Controller:
     def orders_for(self, site: SiteId) -> list[ControllerEffect]:
         """What a site was told last, in case that was lost with its connection."""
         orders: list[ControllerEffect] = [
-            OrderCatchUp(donor, unit, joiner)
-            for (unit, joiner), (donor, _) in self._ordered.items()
+            OrderCatchUp(donor, task, joiner)
+            for (task, joiner), (donor, _) in self._ordered.items()
             if donor == site
         ]
         if self.state is State.DRAINING and self.view is not None:
@@ -729,7 +727,7 @@ class Controller:
     def _end_if_finished(self) -> list[ControllerEffect]:
         if self.view is None or not self.running:
             return []
-        at_work = {s for u in self.view.units() for s in self.view.cohort(u).replicas}
+        at_work = {s for u in self.view.tasks() for s in self.view.group(u).replicas}
         if not self.view.bare() and self._finished.issuperset(at_work):
             return self._end(State.DONE, None)
         return []
@@ -745,21 +743,21 @@ class Controller:
 
     # --- being watched --------------------------------------------------------------------------
 
-    def phase(self, unit: Unit) -> str:
-        """How protected a unit is: see the glossary."""
+    def phase(self, task: TaskId) -> str:
+        """How protected a task is: see the glossary."""
         assert self.view is not None
-        cohort, stage = self.view.cohort(unit), self.shape.stages[unit[0]]
-        if self.view.aims and stage.guard != self.view.aims[unit[0]]:
+        group, stage = self.view.group(task), self.shape.stages[task[0]]
+        if self.view.aims and stage.guard != self.view.aims[task[0]]:
             return "changing"
         if stage.guard.wanted == 1 and not stage.guard.level:
             return "not protected"
-        if not cohort.replicas:
+        if not group.replicas:
             return "made anew"
-        if cohort.joining:
-            return "copying" if any(u == unit for u, _ in self._ordered) else "taken over"
-        if not self._has_all(unit):
+        if group.joining:
+            return "copying" if any(u == task for u, _ in self._ordered) else "taken over"
+        if not self._has_all(task):
             return "taken over"
-        return "replaying" if any(u == unit for u, _ in self.replaying) else "protected"
+        return "replaying" if any(u == task for u, _ in self.replaying) else "protected"
 
     @property
     def seen_by_all(self) -> bool:
@@ -768,8 +766,8 @@ class Controller:
 
     @property
     def protected(self) -> bool:
-        """Whether every unit has all its replicas, and all of them are up to date and have said
+        """Whether every task has all its replicas, and all of them are up to date and have said
         that they act on the view."""
         if self.view is None or not self.running or not self.seen_by_all:
             return False
-        return all(self.phase(u) in ("protected", "not protected") for u in self.view.units())
+        return all(self.phase(u) in ("protected", "not protected") for u in self.view.tasks())

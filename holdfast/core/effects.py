@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.core.ids import CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
+from holdfast.core.ids import Epoch, ExchangeId, GroupId, SiteId, StageId, TaskId
 from holdfast.core.layout import View
 from holdfast.core.records import EpochRecord
 from holdfast.core.upstream import Gap, Line, Log
@@ -14,35 +14,35 @@ from holdfast.core.values import value
 
 
 @value
-class OpenUnit:
-    """Make the unit's operator, source readers or sink writer, with empty state."""
+class OpenTask:
+    """Make the task's operator, source readers or sink writer, with empty state."""
 
-    unit: Unit
+    task: TaskId
     view: View
 
 
 @value
-class BeginUnit:
-    """The unit is made anew: it begins with empty state, whatever another replica may have begun to
+class BeginTask:
+    """The task is made anew: it begins with empty state, whatever another replica may have begun to
     hand over to it; or with what the flow begins with."""
 
-    unit: Unit
+    task: TaskId
     at_start: bool
 
 
 @value
-class CloseUnit:
-    """This site no longer holds the unit: forget its state."""
+class CloseTask:
+    """This site no longer holds the task: forget its state."""
 
-    unit: Unit
+    task: TaskId
 
 
 @value
 class IngestEpochs:
-    """Make the source's frames of these epochs from the rows in hand; answer `UnitProcessed`. There
+    """Make the source's frames of these epochs from the rows in hand; answer `TaskProcessed`. There
     are several if it is behind."""
 
-    unit: Unit
+    task: TaskId
     records: tuple[EpochRecord, ...]
 
     @property
@@ -59,20 +59,20 @@ class IngestEpochs:
 class FollowEpoch:
     """Be after an epoch of a source without having read it: all who need its rows have them."""
 
-    unit: Unit
+    task: TaskId
     record: EpochRecord
 
 
 @value
 class ProcessBundles:
-    """Run the stage over these bundles (by exchange); answer `UnitProcessed`."""
+    """Run the stage over these bundles (by exchange); answer `TaskProcessed`."""
 
-    unit: Unit
+    task: TaskId
     epoch: Epoch
     last: bool
     bundles: dict[ExchangeId, list[Any]]
     earlier: tuple[dict[ExchangeId, list[Any]], ...] = ()
-    """Those of the epochs right before it, if the unit is behind."""
+    """Those of the epochs right before it, if the task is behind."""
 
     @property
     def first(self) -> Epoch:
@@ -93,8 +93,8 @@ class SendBundle:
     site: SiteId
     exchange: ExchangeId
     epoch: Epoch
-    producer: CohortId
-    consumer: CohortId
+    producer: GroupId
+    consumer: GroupId
     since: int
     last: bool
     bundle: Any
@@ -107,8 +107,8 @@ class SendAck:
 
     site: SiteId
     exchange: ExchangeId
-    producer: CohortId
-    consumer: CohortId
+    producer: GroupId
+    consumer: GroupId
     since: int
     received: Epoch
     credit: Epoch
@@ -125,8 +125,8 @@ class AskLog:
 
     site: SiteId
     exchange: ExchangeId
-    producer: CohortId
-    consumer: CohortId
+    producer: GroupId
+    consumer: GroupId
     since: int
 
 
@@ -136,8 +136,8 @@ class TellLog:
 
     site: SiteId
     exchange: ExchangeId
-    producer: CohortId
-    consumer: CohortId
+    producer: GroupId
+    consumer: GroupId
     since: int
     log: Log
 
@@ -152,14 +152,14 @@ class AskRecords:
 
 @value
 class HandOver:
-    """Freeze the unit's state, which is that after `epoch`, and send it with these bundles to
-    `joiner`, a little at a time; the unit goes on meanwhile."""
+    """Freeze the task's state, which is that after `epoch`, and send it with these bundles to
+    `joiner`, a little at a time; the task goes on meanwhile."""
 
-    unit: Unit
+    task: TaskId
     joiner: SiteId
     epoch: Epoch
-    kept: dict[ExchangeId, dict[CohortId, list[Any]]]
-    gaps: dict[ExchangeId, dict[CohortId, Gap]]
+    kept: dict[ExchangeId, dict[GroupId, list[Any]]]
+    gaps: dict[ExchangeId, dict[GroupId, Gap]]
     """What is not kept any more."""
     after: Epoch | None = None
     """Only what has changed after this epoch; the rest is there already."""
@@ -167,20 +167,20 @@ class HandOver:
 
 @value
 class StoreState:
-    """Freeze the unit's state, which is that after `epoch`, and store it, a little at a time; with
-    `after`, what has changed after that epoch. The unit goes on meanwhile."""
+    """Freeze the task's state, which is that after `epoch`, and store it, a little at a time; with
+    `after`, what has changed after that epoch. The task goes on meanwhile."""
 
-    unit: Unit
+    task: TaskId
     epoch: Epoch
     after: Epoch | None = None
 
 
 @value
 class ReportMissed:
-    """Tell the controller that the unit was past the epoch when it heard that it is to be stored
+    """Tell the controller that the task was past the epoch when it heard that it is to be stored
     after it."""
 
-    unit: Unit
+    task: TaskId
     epoch: Epoch
 
 
@@ -188,7 +188,7 @@ class ReportMissed:
 class AbandonHandOver:
     """The replica at `joiner` is not wanted any more."""
 
-    unit: Unit
+    task: TaskId
     joiner: SiteId
 
 
@@ -202,9 +202,9 @@ class ReportDelivered:
 
 @value
 class ReportReplica:
-    """Tell the controller how far the replica of a unit is: see `ReplicaReported`."""
+    """Tell the controller how far the replica of a task is: see `ReplicaReported`."""
 
-    unit: Unit
+    task: TaskId
     phase: str
 
 
@@ -214,9 +214,9 @@ class ReportFinished:
 
 
 SiteEffect = (
-    OpenUnit
-    | BeginUnit
-    | CloseUnit
+    OpenTask
+    | BeginTask
+    | CloseTask
     | IngestEpochs
     | FollowEpoch
     | ProcessBundles
@@ -287,10 +287,10 @@ class StartFlow:
 
 @value
 class OrderCatchUp:
-    """Tell `donor` that it may hand the unit over to `joiner`."""
+    """Tell `donor` that it may hand the task over to `joiner`."""
 
     donor: SiteId
-    unit: Unit
+    task: TaskId
     joiner: SiteId
 
 
@@ -373,11 +373,11 @@ class OrderStore:
 
 @value
 class WriteManifest:
-    """All units are stored after `epoch`: see to it that this is known. Answer
+    """All tasks are stored after `epoch`: see to it that this is known. Answer
     `ManifestWritten`."""
 
     epoch: Epoch
-    stored: dict[Unit, Any]
+    stored: dict[TaskId, Any]
 
 
 StoreEffect = OrderStore | WriteManifest

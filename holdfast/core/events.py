@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.core.ids import NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
+from holdfast.core.ids import NO_EPOCH, Epoch, ExchangeId, GroupId, SiteId, StageId, TaskId
 from holdfast.core.layout import Domain, Guard, View
 from holdfast.core.records import Block, EpochRecord
 from holdfast.core.upstream import Gap, Line, Log
@@ -46,15 +46,16 @@ class RecordArrived:
 
 @value
 class BundleArrived:
-    """The frames that one cohort sends to another in one epoch of an exchange, or a part of them.
+    """The frames that one partition group sends to another in one epoch of an exchange, or a part
+    of them.
 
     With ordered merging `last` is always set, with arrival merging on the epoch's last part.
     """
 
     exchange: ExchangeId
     epoch: Epoch
-    producer: CohortId
-    consumer: CohortId
+    producer: GroupId
+    consumer: GroupId
     since: int
     """For the replica of the consumer that began in this view, and not one before it at this
     site."""
@@ -65,11 +66,12 @@ class BundleArrived:
 
 @value
 class AckArrived:
-    """What a replica of a consumer cohort, at `site`, says to a replica of a producer cohort."""
+    """What a replica of a consumer partition group, at `site`, says to a replica of a producer
+    partition group."""
 
     exchange: ExchangeId
-    producer: CohortId
-    consumer: CohortId
+    producer: GroupId
+    consumer: GroupId
     site: SiteId
     since: int
     received: Epoch
@@ -82,22 +84,22 @@ class AckArrived:
     checksum: int
     """The last epoch it has processed, and the checksum of that epoch's bundle."""
     levels: tuple[Epoch, ...] = ()
-    """Up to which epochs it does not need its input any more, if units are made anew from it."""
+    """Up to which epochs it does not need its input any more, if tasks are made anew from it."""
     lines: tuple[Line, ...] = ()
     """What goes with each of them, if any: see `holdfast.core.upstream`."""
 
 
 @value
-class UnitProcessed:
+class TaskProcessed:
     """An order to ingest or process was carried out; its output, by exchange and consumer."""
 
-    unit: Unit
+    task: TaskId
     epoch: Epoch
     last: bool
-    outputs: dict[ExchangeId, dict[CohortId, Any]]
+    outputs: dict[ExchangeId, dict[GroupId, Any]]
     needs: Epoch = NO_EPOCH
     """The state after this epoch comes from the input after the epoch `needs`."""
-    earlier: tuple[dict[ExchangeId, dict[CohortId, Any]], ...] = ()
+    earlier: tuple[dict[ExchangeId, dict[GroupId, Any]], ...] = ()
     """The output of the epochs right before this one, if the order was for several."""
     seconds: float = 0.0
     """How long that took."""
@@ -108,8 +110,8 @@ class LogAsked:
     """The replica of a consumer at `site` is to be made anew, and wants to know from where on."""
 
     exchange: ExchangeId
-    producer: CohortId
-    consumer: CohortId
+    producer: GroupId
+    consumer: GroupId
     site: SiteId
     since: int
 
@@ -119,8 +121,8 @@ class LogTold:
     """What the replica of a producer at `site` has for a consumer that is to be made anew."""
 
     exchange: ExchangeId
-    producer: CohortId
-    consumer: CohortId
+    producer: GroupId
+    consumer: GroupId
     site: SiteId
     since: int
     log: Log
@@ -128,22 +130,22 @@ class LogTold:
 
 @value
 class CheckpointDue:
-    """It is time to give a unit's state to those that stand by."""
+    """It is time to give a task's state to those that stand by."""
 
-    unit: Unit
+    task: TaskId
 
 
 @value
 class SinkDurable:
     """The sink's first replica has written all rows up to this epoch for good."""
 
-    unit: Unit
+    task: TaskId
     epoch: Epoch
 
 
 @value
 class StoreOrdered:
-    """Units that are led here are to be stored as they are after `epoch`: what has changed after
+    """Tasks that are led here are to be stored as they are after `epoch`: what has changed after
     the epoch `after`, if that is when they were stored last, and all of it otherwise."""
 
     epoch: Epoch
@@ -154,13 +156,13 @@ class StoreOrdered:
 class CatchUpOrdered:
     """Every member counts the joining replica: the donor may hand over to it."""
 
-    unit: Unit
+    task: TaskId
     joiner: SiteId
 
 
 @value
 class StockOrdered:
-    """Every member of the view with this number keeps what it shall keep: say of each unit that
+    """Every member of the view with this number keeps what it shall keep: say of each task that
     will be made anew from it when nothing older is needed any more."""
 
     number: int
@@ -171,10 +173,10 @@ class ReplicaInstalled:
     """The state that another replica had after `epoch` is in place here, and these are the bundles
     that it still kept: all of them, or those of later epochs than it had given before."""
 
-    unit: Unit
+    task: TaskId
     epoch: Epoch
-    kept: dict[ExchangeId, dict[CohortId, list[Any]]]
-    gaps: dict[ExchangeId, dict[CohortId, Gap]]
+    kept: dict[ExchangeId, dict[GroupId, list[Any]]]
+    gaps: dict[ExchangeId, dict[GroupId, Gap]]
     """What it did not have any more."""
     whole: bool = True
     """These are all, and not only those since the last time."""
@@ -189,7 +191,7 @@ SiteEvent = (
     | RecordArrived
     | BundleArrived
     | AckArrived
-    | UnitProcessed
+    | TaskProcessed
     | LogAsked
     | LogTold
     | CheckpointDue
@@ -329,12 +331,12 @@ class SitesFailed:
 
 @value
 class ReplicaReported:
-    """A joining site has a unit's state in place (`installed`), has caught up with what had been
-    recorded by then (`caught_up`), or could not (`failed`). Or of a unit that is to be made anew
+    """A joining site has a task's state in place (`installed`), has caught up with what had been
+    recorded by then (`caught_up`), or could not (`failed`). Or of a task that is to be made anew
     if it is lost, all is kept that this takes (`stocked`)."""
 
     site: SiteId
-    unit: Unit
+    task: TaskId
     number: int
     """The view that whoever says so acts on."""
     phase: str
@@ -424,7 +426,7 @@ class StopRequested:
 
 @value
 class StoreDue:
-    """It is time for another checkpoint, of an epoch that no unit has come to before it hears of
+    """It is time for another checkpoint, of an epoch that no task has come to before it hears of
     it: probably the one that is `ahead` of the last record."""
 
     view: View
@@ -432,17 +434,17 @@ class StoreDue:
 
 
 @value
-class UnitStored:
-    """A unit is stored as it was after `epoch`; `what` says where."""
+class TaskStored:
+    """A task is stored as it was after `epoch`; `what` says where."""
 
-    unit: Unit
+    task: TaskId
     epoch: Epoch
     what: Any
 
 
 @value
 class StoreFailed:
-    """A unit could not be stored; `missed`: it was past the epoch already."""
+    """A task could not be stored; `missed`: it was past the epoch already."""
 
     epoch: Epoch
     reason: str
@@ -458,7 +460,7 @@ class ManifestWritten:
 
 
 StoreEvent = (
-    RecordArrived | ViewCommitted | PeerLost | StoreDue | UnitStored | StoreFailed | ManifestWritten
+    RecordArrived | ViewCommitted | PeerLost | StoreDue | TaskStored | StoreFailed | ManifestWritten
 )
 
 ControllerEvent = (

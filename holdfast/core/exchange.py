@@ -1,10 +1,10 @@
-"""The two ends of an exchange, for one cohort on one site.
+"""The two ends of an exchange, for one partition group on one site.
 
-Every replica of a consumer cohort tells every replica of a producer cohort, cumulatively, up to
-which epoch it has `received`, and takes its frames from one of them. A producer replica keeps a
-bundle until all replicas of the consumer have it: that epoch is `stable`. So whichever replicas
-die, what a survivor lacks is kept by, or will be made again by, any survivor on the other side; and
-"have I seen this?" is one comparison of epochs.
+Every replica of a consumer partition group tells every replica of a producer partition group,
+cumulatively, up to which epoch it has `received`, and takes its frames from one of them. A producer
+replica keeps a bundle until all replicas of the consumer have it: that epoch is `stable`. So
+whichever replicas die, what a survivor lacks is kept by, or will be made again by, any survivor on
+the other side; and "have I seen this?" is one comparison of epochs.
 
 A consumer that is made anew from its input if it dies (see `holdfast.core.upstream`) also says up
 to which epoch it does not need that input any more, at each *level*; then that is what is stable.
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from holdfast.core.effects import SendAck, SendBundle
 from holdfast.core.events import AckArrived, BundleArrived
-from holdfast.core.ids import NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId
+from holdfast.core.ids import NO_EPOCH, Epoch, ExchangeId, GroupId, SiteId
 from holdfast.core.upstream import Gap, Line, Log, merged
 from holdfast.errors import DivergenceError, ProtocolError, require
 
@@ -64,7 +64,7 @@ class _Taker:
 
 @dataclass(slots=True)
 class _Lane:
-    """The bundles for one consumer cohort, and the replicas it has."""
+    """The bundles for one consumer partition group, and the replicas it has."""
 
     kept: deque[Kept] = field(default_factory=deque)
     trimmed: int = 0
@@ -85,12 +85,13 @@ class _Lane:
 
 
 class Producer:
-    """The sending end: a lane for every consumer cohort. It begins after the epoch `made`."""
+    """The sending end: a lane for every consumer partition group. It begins after the epoch
+    `made`."""
 
     def __init__(
         self,
         exchange: ExchangeId,
-        cohort: CohortId,
+        group: GroupId,
         level: int = 0,
         made: Epoch = NO_EPOCH,
         log: Log | None = None,
@@ -99,16 +100,16 @@ class Producer:
         """The consumers let go at this `level`. The replicas of the producer make the same frames,
         if they are `alike`. If what comes here is made anew, it is right after the epoch
         `log.after`, and that is all that they need at the level `log.credit`, at first."""
-        self.exchange, self.cohort, self.level = exchange, cohort, level
+        self.exchange, self.group, self.level = exchange, group, level
         self.complete = level
         """At which level what is kept is complete."""
-        self.lanes: dict[CohortId, _Lane] = {}
+        self.lanes: dict[GroupId, _Lane] = {}
         self.made = made
         self.alike = alike
         self._log = log or Log(made, made, level, {})
         self._part = 0
 
-    def on_view(self, replicas: Mapping[CohortId, Mapping[SiteId, int]]) -> None:
+    def on_view(self, replicas: Mapping[GroupId, Mapping[SiteId, int]]) -> None:
         """Count these replicas of the consumers, and no others; each with the view it is from."""
         for consumer, sites in replicas.items():
             lane = self.lanes.get(consumer) or self._new_lane(consumer)
@@ -116,24 +117,24 @@ class Producer:
             lane.takers = {s: known.get(s) or _Taker(since) for s, since in sites.items()}
             self._trim(lane)
 
-    def _new_lane(self, consumer: CohortId) -> _Lane:
+    def _new_lane(self, consumer: GroupId) -> _Lane:
         after, _, credit, line = self._log
         lane = _Lane(let_go=after, base=after, credit=min(self.level, credit), line=line)
         self.lanes[consumer] = lane
         return lane
 
-    def since(self, consumer: CohortId, site: SiteId) -> int:
+    def since(self, consumer: GroupId, site: SiteId) -> int:
         """From which view the replica of `consumer` at `site` is that counts here; -1 if none
         does."""
         lane = self.lanes.get(consumer)
         taker = lane.takers.get(site) if lane else None
         return taker.since if taker else -1
 
-    def received(self, consumer: CohortId, site: SiteId) -> Epoch:
+    def received(self, consumer: GroupId, site: SiteId) -> Epoch:
         """What the replica of `consumer` at `site` has."""
         return self.lanes[consumer].takers[site].received
 
-    def offer(self, epoch: Epoch, last: bool, bundles: Mapping[CohortId, Any]) -> list[SendBundle]:
+    def offer(self, epoch: Epoch, last: bool, bundles: Mapping[GroupId, Any]) -> list[SendBundle]:
         """Take an epoch's output; what is asked for and there is credit for goes out at once."""
         effects: list[SendBundle] = []
         for consumer, lane in self.lanes.items():
@@ -215,14 +216,14 @@ class Producer:
             for line in [t.line(level) for t in lane.takers.values()] or [lane.line]
         )
 
-    def log(self, consumer: CohortId) -> Log:
+    def log(self, consumer: GroupId) -> Log:
         """What is here for a consumer that is to be made anew."""
         lane = self.lanes[consumer]
         short = lane.known < lane.base
         credit = min(lane.credit, self.complete) if short else self.complete
         return Log(lane.let_go, self.made, credit, lane.line)
 
-    def _sendable(self, consumer: CohortId, lane: _Lane) -> list[SendBundle]:
+    def _sendable(self, consumer: GroupId, lane: _Lane) -> list[SendBundle]:
         ready: list[SendBundle] = []
         for site, taker in lane.takers.items():
             if not taker.takes:
@@ -238,7 +239,7 @@ class Producer:
                             site,
                             self.exchange,
                             epoch,
-                            self.cohort,
+                            self.group,
                             consumer,
                             taker.since,
                             last,
@@ -260,16 +261,17 @@ class Producer:
             if kept.epoch == ack.finished and kept.last:
                 self._compare(ack.consumer, kept.epoch, kept.bundle, ack.checksum)
 
-    def _compare(self, consumer: CohortId, epoch: Epoch, bundle: Any, claim: int) -> None:
+    def _compare(self, consumer: GroupId, epoch: Epoch, bundle: Any, claim: int) -> None:
         if bundle.checksum != claim:
             raise DivergenceError(
-                f"exchange {self.exchange}, epoch {epoch}: the replicas of producer cohort "
-                f"{self.cohort} sent different frames to consumer cohort {consumer}",
+                f"exchange {self.exchange}, epoch {epoch}: the replicas of producer partition "
+                "group "
+                f"{self.group} sent different frames to consumer partition group {consumer}",
                 hint="an operator or step is not deterministic: does it use the time, a random "
                 "number, or the order of a set?",
             )
 
-    def export(self, after: Epoch | None = None) -> dict[CohortId, list[Kept]]:
+    def export(self, after: Epoch | None = None) -> dict[GroupId, list[Kept]]:
         """What another replica must be able to send in place of this one; without what it has, if
         it has been there after an earlier epoch."""
         return {
@@ -277,7 +279,7 @@ class Producer:
             for consumer, lane in self.lanes.items()
         }
 
-    def gaps(self) -> dict[CohortId, Gap]:
+    def gaps(self) -> dict[GroupId, Gap]:
         """What is not here, by consumer."""
         return {
             consumer: Gap(lane.let_go, lane.known, lane.base, lane.credit, lane.line)
@@ -287,8 +289,8 @@ class Producer:
     def install(
         self,
         made: Epoch,
-        kept: Mapping[CohortId, Iterable[Kept]],
-        gaps: Mapping[CohortId, Gap],
+        kept: Mapping[GroupId, Iterable[Kept]],
+        gaps: Mapping[GroupId, Gap],
         whole: bool = True,
     ) -> None:
         """Be as another replica was after epoch `made`. If these are not all that it kept, what is
@@ -317,7 +319,7 @@ class Producer:
         """How many bundles wait for credit or for their ack."""
         return sum(len(lane.kept) for lane in self.lanes.values())
 
-    def slowest(self, but: Mapping[CohortId, Iterable[SiteId]]) -> tuple[SiteId, int] | None:
+    def slowest(self, but: Mapping[GroupId, Iterable[SiteId]]) -> tuple[SiteId, int] | None:
         """The replica that most bundles are kept for, and how many bytes they are; leaving out
         some, that are meant to be behind."""
         worst: tuple[int, SiteId] | None = None
@@ -333,27 +335,33 @@ class Producer:
     def check_invariants(self) -> None:
         for consumer, lane in self.lanes.items():
             epochs = [k.epoch for k in lane.kept]
-            require(epochs == sorted(epochs), f"cohort {consumer}: kept bundles are out of order")
+            require(
+                epochs == sorted(epochs),
+                f"partition group {consumer}: kept bundles are out of order",
+            )
             stable = self._stable(lane)
-            require(all(e > stable for e in epochs), f"cohort {consumer}: a stable bundle is kept")
+            require(
+                all(e > stable for e in epochs),
+                f"partition group {consumer}: a stable bundle is kept",
+            )
             require(
                 not epochs or epochs[0] in (lane.let_go, lane.let_go + 1),
-                f"cohort {consumer}: a bundle is missing",
+                f"partition group {consumer}: a bundle is missing",
             )
 
 
 class Consumer:
-    """The receiving end: bundles by epoch and producer cohort."""
+    """The receiving end: bundles by epoch and producer partition group."""
 
     def __init__(
         self,
         exchange: ExchangeId,
-        cohort: CohortId,
+        group: GroupId,
         window: int,
         finished: Epoch = NO_EPOCH,
         since: int = 0,
     ) -> None:
-        self.exchange, self.cohort, self.window = exchange, cohort, window
+        self.exchange, self.group, self.window = exchange, group, window
         self.finished, self.since = finished, since
         self._promised = NO_EPOCH
         """Up to which epoch producers may send, as they were told; there may be less room now."""
@@ -365,20 +373,20 @@ class Consumer:
         """What is not needed any more, by level, given what was received."""
         self.lines: Callable[[], tuple[Line, ...]] = lambda: ()
         """What goes with it."""
-        self.received: dict[CohortId, Epoch] = {}
-        self.source: dict[CohortId, SiteId | None] = {}
-        self._replicas: dict[CohortId, tuple[SiteId, ...]] = {}
-        self._counted: dict[CohortId, tuple[SiteId, ...]] = {}
-        self._arrived: dict[Epoch, dict[CohortId, list[Any]]] = {}
-        self._parts: dict[CohortId, int] = {}  # how many of the next epoch have come
-        self._taken: dict[CohortId, int] = {}
-        self._checksum: dict[CohortId, int] = {}
+        self.received: dict[GroupId, Epoch] = {}
+        self.source: dict[GroupId, SiteId | None] = {}
+        self._replicas: dict[GroupId, tuple[SiteId, ...]] = {}
+        self._counted: dict[GroupId, tuple[SiteId, ...]] = {}
+        self._arrived: dict[Epoch, dict[GroupId, list[Any]]] = {}
+        self._parts: dict[GroupId, int] = {}  # how many of the next epoch have come
+        self._taken: dict[GroupId, int] = {}
+        self._checksum: dict[GroupId, int] = {}
 
     def on_view(
         self,
-        replicas: Mapping[CohortId, tuple[SiteId, ...]],
-        joining: Mapping[CohortId, tuple[SiteId, ...]],
-        prefer: Mapping[CohortId, SiteId],
+        replicas: Mapping[GroupId, tuple[SiteId, ...]],
+        joining: Mapping[GroupId, tuple[SiteId, ...]],
+        prefer: Mapping[GroupId, SiteId],
         connected: set[SiteId],
     ) -> list[SendAck]:
         """Take from these replicas of the producers; tell them, and those that join, where we are.
@@ -407,14 +415,14 @@ class Consumer:
                 effects += [a for a in self.acks(connected) if a.producer == producer]
         return effects
 
-    def _choose(self, producer: CohortId, connected: set[SiteId], prefer: SiteId | None) -> None:
+    def _choose(self, producer: GroupId, connected: set[SiteId], prefer: SiteId | None) -> None:
         alive = [s for s in self._replicas[producer] if s in connected and not self.stands]
         if not self.alike:
             self.source[producer] = alive[0] if alive else None
         elif prefer is not None and prefer in alive:
             self.source[producer] = prefer
         elif self.source.get(producer) not in alive:
-            turn = (producer + self.cohort) % len(alive) if alive else 0
+            turn = (producer + self.group) % len(alive) if alive else 0
             self.source[producer] = alive[turn] if alive else None
 
     def turn(self, connected: set[SiteId]) -> list[SendAck]:
@@ -438,18 +446,21 @@ class Consumer:
         seen = self.received.get(event.producer)
         if seen is None:
             raise ProtocolError(
-                f"exchange {self.exchange}: bundle from cohort {event.producer}, no producer"
+                f"exchange {self.exchange}: bundle from partition group {event.producer}, no "
+                "producer"
             )
         if event.epoch <= seen:
             return False
         if event.epoch != seen + 1:
             raise ProtocolError(
-                f"exchange {self.exchange}: cohort {event.producer} sent epoch {event.epoch} "
+                f"exchange {self.exchange}: partition group {event.producer} sent epoch "
+                f"{event.epoch} "
                 f"after {seen}"
             )
         if event.epoch > self.finished + self.room:
             raise ProtocolError(
-                f"exchange {self.exchange}: cohort {event.producer} sent epoch {event.epoch} "
+                f"exchange {self.exchange}: partition group {event.producer} sent epoch "
+                f"{event.epoch} "
                 f"without credit"
             )
         expected = self._parts.get(event.producer, 0)
@@ -457,7 +468,8 @@ class Consumer:
             return False
         if event.part > expected:
             raise ProtocolError(
-                f"exchange {self.exchange}: cohort {event.producer} sent part {event.part} "
+                f"exchange {self.exchange}: partition group {event.producer} sent part "
+                f"{event.part} "
                 f"of epoch {event.epoch}, not {expected}"
             )
         parts = self._arrived.setdefault(event.epoch, {}).setdefault(event.producer, [])
@@ -502,14 +514,14 @@ class Consumer:
             if site in connected
         ]
 
-    def ack(self, producer: CohortId, site: SiteId, lines: tuple[Line, ...]) -> SendAck:
+    def ack(self, producer: GroupId, site: SiteId, lines: tuple[Line, ...]) -> SendAck:
         known = producer in self._checksum
         self._promised = max(self._promised, Epoch(self.finished + self.window))
         return SendAck(
             site,
             self.exchange,
             producer,
-            self.cohort,
+            self.group,
             self.since,
             self.received[producer],
             self._promised,
@@ -522,7 +534,9 @@ class Consumer:
 
     def check_invariants(self) -> None:
         for producer, received in self.received.items():
-            require(received >= self.finished, f"cohort {producer}: finished ahead of received")
+            require(
+                received >= self.finished, f"partition group {producer}: finished ahead of received"
+            )
         require(
             all(e > self.finished for e in self._arrived), "bundles of a finished epoch are kept"
         )

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from holdfast.core.events import Call
-from holdfast.core.ids import CohortId, SiteId, StageId, Unit
+from holdfast.core.ids import GroupId, SiteId, StageId, TaskId
 from holdfast.core.layout import View
 from holdfast.core.peer_monitor import BEATS_PER_LEASE, PATIENCE_LEASES
 
@@ -33,7 +33,7 @@ class Signs:
         self._calls: dict[SiteId, Call] = {}
         """What sites are at that are in a long call."""
         self._apart: dict[Couple, tuple[float, int, str]] = {}
-        self._joins: dict[tuple[Unit, SiteId, int], tuple[float, int | None]] = {}
+        self._joins: dict[tuple[TaskId, SiteId, int], tuple[float, int | None]] = {}
         """Replicas that are being made, and since which view: since when, and how many bytes, have
         not become fewer."""
 
@@ -106,23 +106,23 @@ class Signs:
 
     def stuck(
         self, view: View, figures: Iterable[Mapping[str, Any]], now: float
-    ) -> tuple[list[tuple[Unit, SiteId]], float]:
+    ) -> tuple[list[tuple[TaskId, SiteId]], float]:
         """Replicas that are being made and get nowhere, by what the sites say of themselves; and
         for how many seconds they have not."""
         left = {
-            ((StageId(stage), CohortId(cohort)), SiteId(replica["to"])): int(replica["bytes_left"])
+            ((StageId(stage), GroupId(group)), SiteId(replica["to"])): int(replica["bytes_left"])
             for said in figures
             for replica in said["copying"]
-            for stage, cohort in [replica["unit"]]
+            for stage, group in [replica["task"]]
         }
         known, self._joins = self._joins, {}
-        for unit in view.units():
-            cohort = view.cohort(unit)
-            for site in cohort.joining if cohort.replicas else ():  # others wait for their input
-                join = (unit, site, cohort.since_of(site))
+        for task in view.tasks():
+            group = view.group(task)
+            for site in group.joining if group.replicas else ():  # others wait for their input
+                join = (task, site, group.since_of(site))
                 since, was = known.get(join, (now, None))
-                got = left.get((unit, site))
-                in_call = site in self._calls or cohort.donor in self._calls
+                got = left.get((task, site))
+                in_call = site in self._calls or group.donor in self._calls
                 waits = got == was and not in_call
                 self._joins[join] = (since, was) if waits else (now, got)
         patience = max(JOIN_S_MAX, 10 * self._lease_s)

@@ -9,13 +9,13 @@ SiteId = NewType("SiteId", int)
 """One life of a site: a site that is launched again gets another."""
 StageId = NewType("StageId", int)
 ExchangeId = NewType("ExchangeId", int)
-CohortId = NewType("CohortId", int)
-"""Numbers the cohorts of a stage."""
-Unit = tuple[StageId, CohortId]
-"""A cohort of a stage: what a site processes in one call."""
+GroupId = NewType("GroupId", int)
+"""Numbers the partition groups of a stage."""
+TaskId = tuple[StageId, GroupId]
+"""A partition group of a stage: what a site processes in one call."""
 
-FIRST: Unit = (StageId(0), CohortId(0))
-"""The first cohort of the first source, which the sequencer lives with."""
+FIRST: TaskId = (StageId(0), GroupId(0))
+"""The first partition group of the first source, which the sequencer lives with."""
 
 STORE = SiteId(-1)
 """No site: to it goes what is to outlive all of them."""

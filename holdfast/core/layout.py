@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.core.ids import CohortId, ExchangeId, SiteId, StageId, Unit
+from holdfast.core.ids import ExchangeId, GroupId, SiteId, StageId, TaskId
 from holdfast.errors import HostError
 
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """How the units of a stage are protected."""
+    """How the tasks of a stage are protected."""
 
     replicas: int = 1
     apart: str = "process"
@@ -37,12 +37,12 @@ class Guard:
     level: int = 0
     """If not 0, the input is kept at this level: see `holdfast.core.upstream`."""
     anew: int = 0
-    """If not 0, units that are lost are made anew from what is kept, which is complete at this
+    """If not 0, tasks that are lost are made anew from what is kept, which is complete at this
     level. While protection changes it may be below the other one."""
 
     @property
     def comparable(self) -> bool:
-        """Whether what a replica makes is to be the same as what another one has made. A unit that
+        """Whether what a replica makes is to be the same as what another one has made. A task that
         is made anew makes some of it wrong that nobody needs."""
         return self.alike and not self.anew
 
@@ -128,7 +128,7 @@ class Domain:
 
 
 @dataclass(frozen=True, slots=True)
-class Cohort:
+class PartitionGroup:
     """Partitions ``[first, end)`` of a stage. They live on the same sites and advance together, so
     that an operator call takes all of them at once."""
 
@@ -155,11 +155,11 @@ class Cohort:
     def since_of(self, site: SiteId) -> int:
         return dict(self.since).get(site, 0)
 
-    def joined_by(self, site: SiteId, number: int) -> Cohort:
+    def joined_by(self, site: SiteId, number: int) -> PartitionGroup:
         """With a new replica at `site`, from the view with this number on."""
         return replace(self, joining=(*self.joining, site), since=(*self.since, (site, number)))
 
-    def installed_at(self, site: SiteId, replicas: int) -> Cohort:
+    def installed_at(self, site: SiteId, replicas: int) -> PartitionGroup:
         """The state is in place at `site`, which joined: it computes, or there are enough that do
         and it stands by."""
         rest = tuple(s for s in self.joining if s != site)
@@ -167,7 +167,7 @@ class Cohort:
             return replace(self, joining=rest, replicas=(*self.replicas, site))
         return replace(self, joining=rest, standing=(*self.standing, site))
 
-    def without(self, gone: Iterable[SiteId]) -> Cohort:
+    def without(self, gone: Iterable[SiteId]) -> PartitionGroup:
         """What is left; with no replica that computes, who stands by goes on."""
         left = set(self.all) - set(gone)
         replicas = tuple(s for s in self.replicas if s in left)
@@ -181,7 +181,7 @@ class Cohort:
             since=tuple(pair for pair in self.since if pair[0] in left),
         )
 
-    def fitted(self, guard: Guard, number: int) -> Cohort:
+    def fitted(self, guard: Guard, number: int) -> PartitionGroup:
         """With as many replicas as a stage shall have from the view with this number on, and as
         many that stand by, as far as they are there. One that has computed and shall stand by gets
         its state again: it is ahead of what it would be given."""
@@ -192,7 +192,9 @@ class Cohort:
         surplus, standing = replicas[guard.replicas :], standing[: guard.standbys]
         kept = {*replicas[: guard.replicas], *standing}
         since = tuple(pair for pair in self.since if pair[0] in kept)
-        fitted = Cohort(self.first, self.end, replicas[: guard.replicas], (), since, standing)
+        fitted = PartitionGroup(
+            self.first, self.end, replicas[: guard.replicas], (), since, standing
+        )
         for site in surplus[: guard.standbys - len(standing)]:
             fitted = fitted.joined_by(site, number)
         return fitted
@@ -210,7 +212,7 @@ class View:
     term: int
     number: int
     members: tuple[SiteId, ...]
-    cohorts: tuple[tuple[Cohort, ...], ...]
+    groups: tuple[tuple[PartitionGroup, ...], ...]
     """By stage."""
     guards: tuple[Guard, ...] = ()
     """How each is protected, if not as planned."""
@@ -218,8 +220,9 @@ class View:
     """How each shall be, if that is not how it is."""
 
     def __str__(self) -> str:
-        """``view 0.3 of 0 1 4: 01 | 01 1+4``: the replicas of each cohort, stage by stage."""
-        stages = [" ".join(_sites(c) for c in stage) for stage in self.cohorts]
+        """``view 0.3 of 0 1 4: 01 | 01 1+4``: the replicas of each partition group, stage by
+        stage."""
+        stages = [" ".join(_sites(c) for c in stage) for stage in self.groups]
         members = " ".join(str(s) for s in self.members)
         return f"view {self.term}.{self.number} of {members}: {' | '.join(stages)}"
 
@@ -234,44 +237,46 @@ class View:
 
     @property
     def sequencers(self) -> tuple[SiteId, ...]:
-        """The sequencer lives with the first source's first cohort, so whatever failures leave a
-        replica of every partition leave one of the sequencer."""
-        return self.cohorts[0][0].replicas
+        """The sequencer lives with the first source's first partition group, so whatever failures
+        leave a replica of every partition leave one of the sequencer."""
+        return self.groups[0][0].replicas
 
-    def cohort(self, unit: Unit) -> Cohort:
-        return self.cohorts[unit[0]][unit[1]]
+    def group(self, task: TaskId) -> PartitionGroup:
+        return self.groups[task[0]][task[1]]
 
-    def units(self) -> list[Unit]:
+    def tasks(self) -> list[TaskId]:
         return [
-            (StageId(s), CohortId(c))
-            for s, cohorts in enumerate(self.cohorts)
-            for c in range(len(cohorts))
+            (StageId(s), GroupId(c))
+            for s, groups in enumerate(self.groups)
+            for c in range(len(groups))
         ]
 
-    def units_at(self, site: SiteId) -> list[Unit]:
+    def tasks_at(self, site: SiteId) -> list[TaskId]:
         """What `site` holds or is about to hold."""
-        return [u for u in self.units() if site in self.cohort(u).all]
+        return [u for u in self.tasks() if site in self.group(u).all]
 
-    def bare(self) -> list[Unit]:
-        """The units of which no replica is left."""
-        return [u for u in self.units() if not self.cohort(u).replicas]
+    def bare(self) -> list[TaskId]:
+        """The tasks of which no replica is left."""
+        return [u for u in self.tasks() if not self.group(u).replicas]
 
     def without(self, gone: Iterable[SiteId]) -> View:
         """The next view, in which these sites take no part."""
         gone = set(gone)
-        cohorts = tuple(tuple(c.without(gone) for c in stage) for stage in self.cohorts)
+        groups = tuple(tuple(c.without(gone) for c in stage) for stage in self.groups)
         members = tuple(s for s in self.members if s not in gone)
-        return replace(self, number=self.number + 1, members=members, cohorts=cohorts)
+        return replace(self, number=self.number + 1, members=members, groups=groups)
 
-    def changed(self, cohorts: Mapping[Unit, Cohort], members: Iterable[SiteId] = ()) -> View:
-        """The next view, with these cohorts replaced and these sites added."""
-        stages = [list(stage) for stage in self.cohorts]
-        for (stage, number), cohort in cohorts.items():
-            stages[stage][number] = cohort
+    def changed(
+        self, groups: Mapping[TaskId, PartitionGroup], members: Iterable[SiteId] = ()
+    ) -> View:
+        """The next view, with these partition groups replaced and these sites added."""
+        stages = [list(stage) for stage in self.groups]
+        for (stage, number), group in groups.items():
+            stages[stage][number] = group
         added = tuple(sorted({s for s in members if s not in self.members}))
         placed = tuple(tuple(stage) for stage in stages)
         members = self.members + added
-        return replace(self, number=self.number + 1, members=members, cohorts=placed)
+        return replace(self, number=self.number + 1, members=members, groups=placed)
 
     def guarded(
         self, before: tuple[Guard, ...], guards: tuple[Guard, ...], aims: tuple[Guard, ...] = ()
@@ -280,24 +285,24 @@ class View:
         number = self.number + 1
         fitted = tuple(
             tuple(c.fitted(new, number) for c in stage) if old.counts != new.counts else stage
-            for stage, old, new in zip(self.cohorts, before, guards, strict=True)
+            for stage, old, new in zip(self.groups, before, guards, strict=True)
         )
-        return replace(self, number=self.number + 1, cohorts=fitted, guards=guards, aims=aims)
+        return replace(self, number=self.number + 1, groups=fitted, guards=guards, aims=aims)
 
 
-def _sites(cohort: Cohort) -> str:
-    joining = "".join(f"+{s}" for s in cohort.joining)
-    standing = "".join(f"~{s}" for s in cohort.standing)
-    return ",".join(str(s) for s in cohort.replicas) + joining + standing
+def _sites(group: PartitionGroup) -> str:
+    joining = "".join(f"+{s}" for s in group.joining)
+    standing = "".join(f"~{s}" for s in group.standing)
+    return ",".join(str(s) for s in group.replicas) + joining + standing
 
 
-def partitions_of(view: View, units: Iterable[Unit], shape: Shape) -> str:
+def partitions_of(view: View, tasks: Iterable[TaskId], shape: Shape) -> str:
     """``'stats': 0-7; 'out': 0`` for an error message."""
     by_stage: dict[str, list[int]] = {}
-    for unit in units:
-        cohort = view.cohort(unit)
-        found = by_stage.setdefault(shape.stages[unit[0]].name, [])
-        found.extend(range(cohort.first, cohort.end))
+    for task in tasks:
+        group = view.group(task)
+        found = by_stage.setdefault(shape.stages[task[0]].name, [])
+        found.extend(range(group.first, group.end))
     return "; ".join(f"{name!r}: {spans(sorted(found))}" for name, found in by_stage.items())
 
 
@@ -328,7 +333,7 @@ def place(shape: Shape, sites: Sequence[SiteId], domains: Mapping[SiteId, Domain
     for stage in shape.stages:
         count = min(stage.partitions, len(ring))
         bounds = _bounds(stage.partitions, count)
-        cohorts = []
+        groups = []
         for c in range(count):
             at = (turn + c) % len(ring)
             replicas = [ring[at]]
@@ -337,10 +342,10 @@ def place(shape: Shape, sites: Sequence[SiteId], domains: Mapping[SiteId, Domain
                 after = [ring[(at + k) % len(ring)] for k in range(1, len(ring))]
                 replicas.append(_next_replica(stage, replicas, after, domains))
             both = (tuple(replicas[: guard.replicas]), tuple(replicas[guard.replicas :]))
-            cohorts.append(Cohort(bounds[c], bounds[c + 1], both[0], standing=both[1]))
+            groups.append(PartitionGroup(bounds[c], bounds[c + 1], both[0], standing=both[1]))
         if count < len(ring):
             turn += count
-        placed.append(tuple(cohorts))
+        placed.append(tuple(groups))
     return View(0, 0, tuple(sites), tuple(placed))
 
 
@@ -351,9 +356,9 @@ def mirrors(shape: Shape, ring: Sequence[SiteId]) -> tuple[list[SiteId], list[Si
     return list(ring[0 : 2 * count : 2]), list(ring[1 : 2 * count : 2])
 
 
-def _bounds(partitions: int, cohorts: int) -> list[int]:
+def _bounds(partitions: int, groups: int) -> list[int]:
     """Where contiguous runs of about the same length begin, and where the last one ends."""
-    return [-(-partitions * c // cohorts) for c in range(cohorts + 1)]
+    return [-(-partitions * c // groups) for c in range(groups + 1)]
 
 
 def _place_mirrors(shape: Shape, ring: Sequence[SiteId], domains: Mapping[SiteId, Domain]) -> View:
@@ -365,7 +370,10 @@ def _place_mirrors(shape: Shape, ring: Sequence[SiteId], domains: Mapping[SiteId
         count = min(stage.partitions, len(first))
         bounds = _bounds(stage.partitions, count)
         placed.append(
-            tuple(Cohort(bounds[c], bounds[c + 1], (first[c], second[c])) for c in range(count))
+            tuple(
+                PartitionGroup(bounds[c], bounds[c + 1], (first[c], second[c]))
+                for c in range(count)
+            )
         )
     return View(0, 0, tuple(sorted(ring)), tuple(placed))
 

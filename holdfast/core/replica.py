@@ -1,4 +1,4 @@
-"""One site's replica of a unit: how far it is, its ends of the exchanges, and what it owes to
+"""One site's replica of a task: how far it is, its ends of the exchanges, and what it owes to
 others.
 
 What it may do next follows from what is here; that it may do anything at all, and with whom, is for
@@ -22,8 +22,8 @@ from holdfast.core.effects import (
     StoreState,
 )
 from holdfast.core.exchange import Consumer, Producer
-from holdfast.core.ids import NO_EPOCH, STORE, CohortId, Epoch, ExchangeId, SiteId, Unit
-from holdfast.core.layout import Cohort, StageShape
+from holdfast.core.ids import NO_EPOCH, STORE, Epoch, ExchangeId, GroupId, SiteId, TaskId
+from holdfast.core.layout import PartitionGroup, StageShape
 from holdfast.core.records import EpochRecord
 from holdfast.core.upstream import Gap, Line, Needs, Search, merged
 
@@ -45,7 +45,7 @@ Bundles = dict[ExchangeId, list[Any]]
 
 @dataclass(slots=True)
 class Replica:
-    key: Unit
+    key: TaskId
     shape: StageShape
     installed: bool
     """Whether its state is in place. Only then it has ends of its exchanges."""
@@ -68,7 +68,7 @@ class Replica:
     hurried: Epoch = NO_EPOCH
     """What it had finished when it was last looked at."""
     needs: Needs | None = None
-    """Of a unit that is made anew if it is lost: from which input its state comes."""
+    """Of a task that is made anew if it is lost: from which input its state comes."""
     search: Search | None = None
     """It is being made anew, and it is not known yet from where on."""
     stands: bool = False
@@ -158,7 +158,7 @@ class Replica:
 
     def _complete(self) -> list[Bundles]:
         """The bundles of the next epoch, if all of them are here; and of small ones after it, as
-        long as a unit that has taken another's place has not caught up."""
+        long as a task that has taken another's place has not caught up."""
         taken: list[Bundles] = []
         largest = self.amount = 0
         epoch, upto = Epoch(self.finished + 1), Epoch(self.finished + 1)
@@ -223,7 +223,7 @@ class Replica:
         return [ReportReplica(self.key, "caught_up")]
 
     def stocked(self, levels: int) -> list[ReportReplica]:
-        """Say it when all is kept that the unit would be made anew from: see `stock`."""
+        """Say it when all is kept that the task would be made anew from: see `stock`."""
         if self.stock is None or self.stands:
             return []
         if self.levels(levels, self.finished)[self.shape.guard.level - 1] < self.stock:
@@ -233,7 +233,7 @@ class Replica:
 
     # --- giving its state to others -------------------------------------------------------------
 
-    def hand_over(self, cohort: Cohort, stored: Epoch | None) -> list[HandOver | StoreState]:
+    def hand_over(self, group: PartitionGroup, stored: Epoch | None) -> list[HandOver | StoreState]:
         """To all for whom it is time. `stored` is the last epoch that is known to be stored."""
         effects: list[HandOver | StoreState] = []
         for joiner in [s for s, due in self.handovers.items() if self.finished >= due]:
@@ -244,18 +244,18 @@ class Replica:
                 after = after if after == stored else None
                 effects.append(StoreState(self.key, self.finished, after))
                 continue
-            self.handed[joiner] = cohort.since_of(joiner)
+            self.handed[joiner] = group.since_of(joiner)
             kept = {x: p.export(after) for x, p in self.outputs.items()}
             gaps = {x: p.gaps() for x, p in self.outputs.items()}
             effects.append(HandOver(self.key, joiner, self.finished, kept, gaps, after))
         return effects
 
-    def keep_handovers(self, cohort: Cohort, leads: bool) -> list[SiteId]:
+    def keep_handovers(self, group: PartitionGroup, leads: bool) -> list[SiteId]:
         """Of a new view: only those in it get its state. To whom it was on its way in vain."""
-        wanted = cohort.joining + cohort.standing + ((STORE,) if leads else ())
+        wanted = group.joining + group.standing + ((STORE,) if leads else ())
         self.handovers = {s: e for s, e in self.handovers.items() if s in wanted}
         self.given = {s: e for s, e in self.given.items() if s in wanted}
-        gone = [s for s, n in self.handed.items() if s not in wanted or cohort.since_of(s) != n]
+        gone = [s for s, n in self.handed.items() if s not in wanted or group.since_of(s) != n]
         for site in gone:
             del self.handed[site]
             self.given.pop(site, None)
@@ -270,8 +270,8 @@ class Replica:
     def install_outputs(
         self,
         epoch: Epoch,
-        kept: Mapping[ExchangeId, Mapping[CohortId, list[Any]]],
-        gaps: Mapping[ExchangeId, Mapping[CohortId, Gap]],
+        kept: Mapping[ExchangeId, Mapping[GroupId, list[Any]]],
+        gaps: Mapping[ExchangeId, Mapping[GroupId, Gap]],
         whole: bool = True,
     ) -> None:
         """Keep what the replica kept that this one's state is from: all of it, or what it had in

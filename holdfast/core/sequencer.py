@@ -226,7 +226,7 @@ class Sequencer:
         if at == 0 and not self.leads:
             self._lead()
         known = (self._chain, self.successor)
-        self._chain, self._joining = chain, event.view.cohorts[0][0].joining
+        self._chain, self._joining = chain, event.view.groups[0][0].joining
         joined = self.successor if self.successor in self._joining else None
         self.successor = chain[at + 1] if at + 1 < len(chain) else joined
         if (self._chain, self.successor) == known:

@@ -1,20 +1,20 @@
-"""Upstream backup: a unit has one replica, and is made anew from its input if that dies.
+"""Upstream backup: a task has one replica, and is made anew from its input if that dies.
 
 So its producers keep their bundles for longer than until they are received: as long as the state
-of the unit, and the output that its own consumers do not have yet, come from them. The unit says
+of the task, and the output that its own consumers do not have yet, come from them. The task says
 up to where they are not needed any more. At level 1 that is what its state does not come from, as
 it was after the last epoch that all its consumers have received: whatever they lack can then be
 made again. At level k + 1, the same of what they do not need any more at level k. With bundles that
-are kept until level k, units of k stages in a row may be lost at once: the first is made anew from
+are kept until level k, tasks of k stages in a row may be lost at once: the first is made anew from
 what is kept, and makes again all that the next one needs at level k - 1, and so on. Until its
-consumers have moved on, what a unit that was made anew keeps is complete only at that level.
+consumers have moved on, what a task that was made anew keeps is complete only at that level.
 
-The unit that is made anew begins with empty state behind the oldest input that is left, processes
+The task that is made anew begins with empty state behind the oldest input that is left, processes
 what follows, and sends what its consumers lack; they know their epochs. What it makes of earlier
 epochs may be wrong, as the state was not empty then, and nobody lacks that; but a consumer that is
-made anew, too, must not take it for its input. So what a unit says of its needs goes with a *line*:
-the epoch that each unit from there on must reach until what it makes is right, if it is made anew
-from what is kept then. A unit that is made anew keeps what comes after its own, and tells the rest
+made anew, too, must not take it for its input. So what a task says of its needs goes with a *line*:
+the epoch that each task from there on must reach until what it makes is right, if it is made anew
+from what is kept then. A task that is made anew keeps what comes after its own, and tells the rest
 to its consumers, if they ask.
 """
 
@@ -24,23 +24,23 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from holdfast.core.ids import NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId, Unit
+from holdfast.core.ids import NO_EPOCH, Epoch, ExchangeId, GroupId, SiteId, TaskId
 
-Source = tuple[ExchangeId, CohortId, SiteId]
+Source = tuple[ExchangeId, GroupId, SiteId]
 """A replica of a producer."""
 
 
-Line = Mapping[Unit, Epoch]
-"""After which epochs what units make is right, if they are made anew."""
+Line = Mapping[TaskId, Epoch]
+"""After which epochs what tasks make is right, if they are made anew."""
 
 
-def merged(lines: Iterable[Line]) -> dict[Unit, Epoch]:
+def merged(lines: Iterable[Line]) -> dict[TaskId, Epoch]:
     """Of several lines the latest: what has been right before is right for later beginnings only
     if it is later, too."""
-    found: dict[Unit, Epoch] = {}
+    found: dict[TaskId, Epoch] = {}
     for line in lines:
-        for unit, epoch in line.items():
-            found[unit] = max(epoch, found.get(unit, NO_EPOCH))
+        for task, epoch in line.items():
+            found[task] = max(epoch, found.get(task, NO_EPOCH))
     return found
 
 
@@ -67,7 +67,7 @@ class Gap(NamedTuple):
 
 
 class Needs:
-    """Which input the state of a unit comes from, epoch by epoch."""
+    """Which input the state of a task comes from, epoch by epoch."""
 
     def __init__(self, epoch: Epoch, needs: Epoch) -> None:
         self._log: deque[tuple[Epoch, Epoch]] = deque([(epoch, needs)])
@@ -92,7 +92,7 @@ class Needs:
 
 
 class Search:
-    """A unit that is to be made anew asks its producers from where on it can be."""
+    """A task that is to be made anew asks its producers from where on it can be."""
 
     def __init__(self) -> None:
         self.told: dict[Source, Log] = {}

@@ -1,4 +1,4 @@
-"""Bundles: all frames that one cohort sends to another in one epoch of an exchange.
+"""Bundles: all frames that one partition group sends to another in one epoch of an exchange.
 
 Rows keep their sequence order within a bundle, so a consumer merges a few sorted runs. Which
 partition a row is for follows from its key; the bundle carries the digest of each partition's
@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from holdfast.core.ids import CohortId
-from holdfast.core.layout import Cohort
+from holdfast.core.ids import GroupId
+from holdfast.core.layout import PartitionGroup
 from holdfast.engine.batches import (
     Track,
     content_of,
@@ -63,16 +63,16 @@ class Frames:
 
 
 class Router:
-    """Splits the output of a stage by the consumer's cohorts."""
+    """Splits the output of a stage by the consumer's partition groups."""
 
-    def __init__(self, exchange: Exchange, cohorts: Sequence[Cohort], digests: bool) -> None:
+    def __init__(self, exchange: Exchange, groups: Sequence[PartitionGroup], digests: bool) -> None:
         self.exchange = exchange
         self._digests = digests
-        self.cohorts = cohorts
-        self.partitions = cohorts[-1].end
-        self._cohort_of = np.empty(self.partitions, np.uint16)
-        for number, cohort in enumerate(cohorts):
-            self._cohort_of[cohort.first : cohort.end] = number
+        self.groups = groups
+        self.partitions = groups[-1].end
+        self._group_of = np.empty(self.partitions, np.uint16)
+        for number, group in enumerate(groups):
+            self._group_of[group.first : group.end] = number
 
     def partition(self, batch: pa.RecordBatch) -> np.ndarray:
         """The consumer partition of every row."""
@@ -82,9 +82,9 @@ class Router:
             key_words([batch.column(k) for k in self.exchange.keys]), self.partitions
         )
 
-    def split(self, batch: pa.RecordBatch, track: Track) -> dict[CohortId, Frames]:
-        """One bundle for each consumer cohort, an empty one where it gets no rows."""
-        numbers = [CohortId(n) for n in range(len(self.cohorts))]
+    def split(self, batch: pa.RecordBatch, track: Track) -> dict[GroupId, Frames]:
+        """One bundle for each consumer partition group, an empty one where it gets no rows."""
+        numbers = [GroupId(n) for n in range(len(self.groups))]
         if batch.num_rows == 0:
             return {n: Frames(batch, track, None) for n in numbers}
         if len(numbers) == 1 and not self._digests:
@@ -93,9 +93,9 @@ class Router:
 
     def split_epochs(
         self, batch: pa.RecordBatch, tracks: Sequence[Track], epoch_of: np.ndarray
-    ) -> list[dict[CohortId, Frames]]:
+    ) -> list[dict[GroupId, Frames]]:
         """The same for several epochs, given their tracks and the epoch of every row."""
-        epochs, cohorts = len(tracks), len(self.cohorts)
+        epochs, groups = len(tracks), len(self.groups)
         partition = self.partition(batch)
         # Numbers of 16 bits, wherever these do, are sorted several times as fast as larger ones.
         epoch_of = epoch_of.astype(np.min_scalar_type(epochs * self.partitions))
@@ -103,21 +103,21 @@ class Router:
         if self._digests:
             frame = epoch_of * self.partitions + partition
             digests = frame_digests(batch, frame, epochs * self.partitions)
-        bundle = epoch_of * cohorts + self._cohort_of[partition]
-        if epochs * cohorts > 1:
+        bundle = epoch_of * groups + self._group_of[partition]
+        if epochs * groups > 1:
             batch = take(batch, np.argsort(bundle, kind="stable"))
-        ends = np.cumsum(np.bincount(bundle, minlength=epochs * cohorts)).tolist()
+        ends = np.cumsum(np.bincount(bundle, minlength=epochs * groups)).tolist()
         counts = np.bincount(epoch_of, minlength=epochs).tolist()
-        split: list[dict[CohortId, Frames]] = [{} for _ in tracks]
+        split: list[dict[GroupId, Frames]] = [{} for _ in tracks]
         for at, (start, end) in enumerate(itertools.pairwise([0, *ends])):
-            epoch, number = divmod(at, cohorts)
-            first, beyond = self.cohorts[number].first, self.cohorts[number].end
+            epoch, number = divmod(at, groups)
+            first, beyond = self.groups[number].first, self.groups[number].end
             before = epoch * self.partitions
             own = None
             if digests is not None and counts[epoch]:
                 own = digests[before + first : before + beyond]
             rows = batch.slice(start, end - start)
-            split[epoch][CohortId(number)] = Frames(rows, tracks[epoch], own)
+            split[epoch][GroupId(number)] = Frames(rows, tracks[epoch], own)
         return split
 
 

@@ -1,7 +1,7 @@
 """What a message must be like before the machines of a site get to see it.
 
 The decoder knows the classes of messages and how large a number may be; here they are held against
-the plan: exchanges, units, splits and sinks that there are, records and blocks that can be, acks
+the plan: exchanges, tasks, splits and sinks that there are, records and blocks that can be, acks
 that agree with themselves. A peer may act on a later view than this site, so nothing is held
 against the view; and what depends on how far things have come is for the machines to judge.
 
@@ -66,18 +66,18 @@ class Checks:
                 _require(message.sink in self._sinks, "there is no such sink")
                 _require(message.durable <= message.safe, "a delivery that cannot be")
             case wire.HandOverBegin():
-                outputs = self._unit(message.stage, message.cohort).outputs
+                outputs = self._task(message.stage, message.group).outputs
                 for gap in message.gaps:
                     _require(gap.exchange in outputs, "bundles of another stage")
-                    self._unit(self._shape.consumer_of[gap.exchange], gap.consumer)
+                    self._task(self._shape.consumer_of[gap.exchange], gap.consumer)
                     self._line(gap.line)
             case wire.CatchUp() | wire.HandOverState() | wire.HandOverHeld() | wire.HandOverEnd():
-                self._unit(message.stage, message.cohort)
+                self._task(message.stage, message.group)
             case wire.HandOverKept():
-                stage = self._unit(message.stage, message.cohort)
+                stage = self._task(message.stage, message.group)
                 bundle = message.bundle
                 _require(bundle.exchange in stage.outputs, "a bundle of another stage")
-                _require(bundle.producer == message.cohort, "a bundle of another cohort")
+                _require(bundle.producer == message.group, "a bundle of another partition group")
                 self._bundle(bundle)
             case wire.FeedPortion():
                 _require(message.source in self._fed, "the source is not fed")
@@ -114,21 +114,21 @@ class Checks:
             self._line(line)
 
     def _ends(self, exchange: int, producer: int, consumer: int) -> tuple[StageShape, StageShape]:
-        """The stages at the ends of an exchange, if they have such cohorts."""
+        """The stages at the ends of an exchange, if they have such partition groups."""
         _require(exchange < len(self._shape.consumer_of), "there is no such exchange")
         return (
-            self._unit(self._shape.producer_of[exchange], producer),
-            self._unit(self._shape.consumer_of[exchange], consumer),
+            self._task(self._shape.producer_of[exchange], producer),
+            self._task(self._shape.consumer_of[exchange], consumer),
         )
 
     def _line(self, line: wire.Line) -> None:
-        for stage, cohort, _ in line:
-            self._unit(stage, cohort)
+        for stage, group, _ in line:
+            self._task(stage, group)
 
-    def _unit(self, stage: int, cohort: int) -> StageShape:
+    def _task(self, stage: int, group: int) -> StageShape:
         _require(stage < len(self._shape.stages), "there is no such stage")
         found = self._shape.stages[stage]
-        _require(cohort < found.partitions, "there is no such cohort")
+        _require(group < found.partitions, "there is no such partition group")
         return found
 
     def _has_split(self, source: int, split: int) -> bool:

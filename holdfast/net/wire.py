@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict, Union
 
 import msgspec
 
-from holdfast.core.ids import CohortId, Epoch, StageId, Unit
+from holdfast.core.ids import Epoch, GroupId, StageId, TaskId
 from holdfast.core.layout import Domain, View
 from holdfast.core.records import Block, EpochRecord
 from holdfast.errors import FlowError, ProtocolError
@@ -88,7 +88,7 @@ class Register(Message, frozen=True):
 
 
 class NewView(Message, frozen=True):
-    """The view to act on: connect to its members, make the units it gives you, then say `Seen`."""
+    """The view to act on: connect to its members, make the tasks it gives you, then say `Seen`."""
 
     view: View
     addresses: dict[int, tuple[str, int]]
@@ -106,28 +106,28 @@ class Start(Message, frozen=True):
 
 
 class CatchUp(Message, frozen=True):
-    """Hand the unit over to the new replica at `joiner`. `term` is that of the leader who says
+    """Hand the task over to the new replica at `joiner`. `term` is that of the leader who says
     so."""
 
     term: Number
     stage: Number
-    cohort: Number
+    group: Number
     joiner: Number
 
 
 class Stock(Message, frozen=True):
-    """All members act on the view with this number: say of each unit that shall be made anew if it
+    """All members act on the view with this number: say of each task that shall be made anew if it
     is lost when all is kept that this takes."""
 
     number: Number
 
 
 class ReplicaReport(Message, frozen=True):
-    """How far the replica of a unit at `site` is: see `ReplicaReported`. `number` is
+    """How far the replica of a task at `site` is: see `ReplicaReported`. `number` is
     that of the view I act on: what is said of a replica that was given up since is void."""
 
     stage: Number
-    cohort: Number
+    group: Number
     site: Number
     number: Number
     phase: str
@@ -224,22 +224,22 @@ class Recorded(Message, frozen=True):
 
 
 class Store(Message, frozen=True):
-    """Store the units that you lead as they are after this epoch: see `StoreOrdered`. Whatever was
+    """Store the tasks that you lead as they are after this epoch: see `StoreOrdered`. Whatever was
     ordered before is void."""
 
     epoch: EpochNumber
     after: EpochNumber | None
 
 
-class UnitFiles(Message, frozen=True):
-    """A unit is stored as it was after `epoch`: in these files, in this order (table, name, whether
+class TaskFiles(Message, frozen=True):
+    """A task is stored as it was after `epoch`: in these files, in this order (table, name, whether
     it has what is gone), with this besides. Of a sink, `held` are the epochs of which rows are in
     the last file, and how many; of a fed source, that file has the rows in no epoch. `after`: only
     what has changed since that epoch. `infos`: what each of the files must be like. `final`: it is
     the flow's last epoch, and the flow is being stopped."""
 
     stage: Number
-    cohort: Number
+    group: Number
     epoch: EpochNumber
     after: EpochNumber | None
     files: list[tuple[str, str, bool]]
@@ -251,10 +251,10 @@ class UnitFiles(Message, frozen=True):
 
 
 class NotStored(Message, frozen=True):
-    """A unit cannot be stored as it is after `epoch`; `missed`: it was past it already."""
+    """A task cannot be stored as it is after `epoch`; `missed`: it was past it already."""
 
     stage: Number
-    cohort: Number
+    group: Number
     epoch: EpochNumber
     reason: str
     missed: bool
@@ -332,9 +332,9 @@ class SplitAt(Message, frozen=True):
 
 
 class Bundle(Message, frozen=True):
-    """All frames from one cohort to another in one epoch of an exchange. The body is the track of
-    the watermark (`track` bytes), then the digest of each of the consumer's partitions' frames
-    (`digests` bytes), then an Arrow record batch (nothing, if there are no rows)."""
+    """All frames from one partition group to another in one epoch of an exchange. The body is the
+    track of the watermark (`track` bytes), then the digest of each of the consumer's partitions'
+    frames (`digests` bytes), then an Arrow record batch (nothing, if there are no rows)."""
 
     exchange: Number
     epoch: Number
@@ -349,16 +349,16 @@ class Bundle(Message, frozen=True):
 
 
 Line = tuple[tuple[Number, Number, EpochNumber], ...]
-"""By stage and cohort: see `holdfast.core.upstream.Line`."""
+"""By stage and partition group: see `holdfast.core.upstream.Line`."""
 
 
-def line(found: Mapping[Unit, Epoch]) -> Line:
+def line(found: Mapping[TaskId, Epoch]) -> Line:
     """As it is sent."""
-    return tuple((*unit, epoch) for unit, epoch in found.items())
+    return tuple((*task, epoch) for task, epoch in found.items())
 
 
-def from_line(said: Line) -> dict[Unit, Epoch]:
-    return {(StageId(s), CohortId(c)): Epoch(epoch) for s, c, epoch in said}
+def from_line(said: Line) -> dict[TaskId, Epoch]:
+    return {(StageId(s), GroupId(c)): Epoch(epoch) for s, c, epoch in said}
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True):
@@ -415,7 +415,7 @@ class Delivered(Message, frozen=True):
     safe: EpochNumber
 
 
-# --- handing a unit over to a new replica ---------------------------------------------------------
+# --- handing a task over to a new replica ---------------------------------------------------------
 
 
 class IngressExtras(TypedDict):
@@ -439,7 +439,7 @@ class EgressExtras(TypedDict):
 
 
 class Extras(TypedDict):
-    """What a unit knows besides its tables, kept bundles and held rows."""
+    """What a task knows besides its tables, kept bundles and held rows."""
 
     counts: tuple[Number, Number, Number, Number]
     ingress: IngressExtras | None
@@ -460,10 +460,10 @@ class Gap(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HandOverBegin(Message, frozen=True):
-    """The unit's state after `epoch` follows; whatever came before of it is void."""
+    """The task's state after `epoch` follows; whatever came before of it is void."""
 
     stage: Number
-    cohort: Number
+    group: Number
     epoch: EpochNumber
     nbytes: Number
     """About how much will follow."""
@@ -477,7 +477,7 @@ class HandOverState(Message, frozen=True):
     """Part of a table (Arrow IPC in the body); or keys that are not in it any more."""
 
     stage: Number
-    cohort: Number
+    group: Number
     table: str
     gone: bool = False
 
@@ -486,21 +486,21 @@ class HandOverKept(Message, frozen=True):
     """A bundle that the donor keeps for its consumers; the body is the bundle's."""
 
     stage: Number
-    cohort: Number
+    group: Number
     bundle: Bundle
 
 
 class HandOverHeld(Message, frozen=True):
-    """Rows that only the replicas of this unit have (Arrow IPC): see `UnitRunner.held`."""
+    """Rows that only the replicas of this task have (Arrow IPC): see `TaskRunner.held`."""
 
     stage: Number
-    cohort: Number
+    group: Number
     number: Number
 
 
 class HandOverEnd(Message, frozen=True):
     stage: Number
-    cohort: Number
+    group: Number
 
 
 # --- from the tasks that feed a source ----------------------------------------------------------

@@ -1,6 +1,6 @@
-"""When units give their state to those that stand by.
+"""When tasks give their state to those that stand by.
 
-Units take their checkpoints in rounds, all at about the same time, and each one after those that
+Tasks take their checkpoints in rounds, all at about the same time, and each one after those that
 take its output: what is in their checkpoints nobody will ask it for, and need not be in its own.
 """
 
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from holdfast.core.ids import Unit
+from holdfast.core.ids import TaskId
 from holdfast.core.layout import Guard
 
 AGAIN = 0.5
@@ -19,30 +19,30 @@ the last checkpoint. The rest is for finding its way."""
 SECONDS_MAX = 60.0
 """A standby gets a checkpoint so often at least, however little there is to do."""
 PATIENCE = 0.5
-"""For so much of the time between two rounds a unit waits for its consumers."""
+"""For so much of the time between two rounds a task waits for its consumers."""
 
 
 class Progress(NamedTuple):
-    """How far a unit is. Clocks of several machines show about the same time."""
+    """How far a task is. Clocks of several machines show about the same time."""
 
     now_s: float
     epoch: int
     work_s: float
-    """How long the site's units have been at work that others would have to do again."""
+    """How long the site's tasks have been at work that others would have to do again."""
 
 
 class Rounds:
-    """The units of one site."""
+    """The tasks of one site."""
 
     def __init__(self) -> None:
-        self._last: dict[Unit, Progress] = {}
+        self._last: dict[TaskId, Progress] = {}
 
     def is_due(
-        self, unit: Unit, guard: Guard, now: Progress, is_covered: Callable[[int], bool]
+        self, task: TaskId, guard: Guard, now: Progress, is_covered: Callable[[int], bool]
     ) -> bool:
-        """Whether a unit takes a checkpoint now. `is_covered` says whether all who take its output
+        """Whether a task takes a checkpoint now. `is_covered` says whether all who take its output
         have had theirs after an epoch."""
-        last = self._last.setdefault(unit, now)
+        last = self._last.setdefault(task, now)
         if guard.recovery_ms:
             worked, waited = now.work_s - last.work_s, now.now_s - last.now_s
             due = worked >= AGAIN * guard.recovery_ms / 1e3 or waited >= SECONDS_MAX
@@ -51,7 +51,7 @@ class Rounds:
             late = rounds - math.floor(before) - 1
             due = late >= PATIENCE or (late >= 0 and is_covered(last.epoch))
         if due:
-            self._last[unit] = now
+            self._last[task] = now
         return due
 
 

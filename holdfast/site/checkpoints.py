@@ -1,6 +1,6 @@
-"""Storing units while the flow runs, and when it is stopped: the site's part in its checkpoints.
+"""Storing tasks while the flow runs, and when it is stopped: the site's part in its checkpoints.
 
-A unit's tables are frozen between two epochs, and given out a part at a time between the site's
+A task's tables are frozen between two epochs, and given out a part at a time between the site's
 orders, as for a new replica. A thread writes the parts to files, and says so when they are there;
 the site never waits for a disk. Who writes what, and whether it all counts, is for the controller.
 """
@@ -20,21 +20,21 @@ from holdfast.core.effects import StoreState
 from holdfast.engine.operators.base import OperatorSnapshot
 from holdfast.errors import FlowError
 from holdfast.net import wire
-from holdfast.site.stages import KEPT, Keeper, UnitRunner
+from holdfast.site.stages import KEPT, Keeper, TaskRunner
 from holdfast.storage.files import FileInfo, Folder, Growing
-from holdfast.storage.layout import unit_file
+from holdfast.storage.layout import task_file
 
 RETRY_S = (0.1, 0.5, 1.0, 2.0)
 """How long to wait before rows are written again that could not be; then the flow ends."""
 PART_BYTES = 1 << 20
-Done = Callable[[wire.UnitFiles], None]
+Done = Callable[[wire.TaskFiles], None]
 QUEUED_BYTES_MAX = 16 << 20
 """So much may wait for the disk."""
 
 
 class Shelf:
     """Writes to the folder of a flow, in its generation, as one of its sites. `tell` gets what is
-    to be said of units that are there, and `soon` what is to be done then; both call back in the
+    to be said of tasks that are there, and `soon` what is to be done then; both call back in the
     site's own thread."""
 
     def __init__(
@@ -57,28 +57,28 @@ class Shelf:
     def room(self) -> bool:
         return self._given - self._written < QUEUED_BYTES_MAX
 
-    def add(self, files: UnitFiles, name: str, batch: pa.RecordBatch) -> None:
+    def add(self, files: TaskFiles, name: str, batch: pa.RecordBatch) -> None:
         self._given += int(batch.nbytes)
         self._submit(self._add, files, name, batch)
 
-    def _add(self, files: UnitFiles, name: str, batch: pa.RecordBatch) -> None:
+    def _add(self, files: TaskFiles, name: str, batch: pa.RecordBatch) -> None:
         files.add(self._folder, name, batch)
         self._written += int(batch.nbytes)
 
-    def finish(self, files: UnitFiles, message: wire.UnitFiles, done: Done | None = None) -> None:
-        """All of a unit was added: say so when it is on the disk, or do what is to be done then."""
+    def finish(self, files: TaskFiles, message: wire.TaskFiles, done: Done | None = None) -> None:
+        """All of a task was added: say so when it is on the disk, or do what is to be done then."""
         self._submit(self._finish, files, message, done)
 
-    def _finish(self, files: UnitFiles, message: wire.UnitFiles, done: Done | None) -> None:
+    def _finish(self, files: TaskFiles, message: wire.TaskFiles, done: Done | None) -> None:
         infos = files.close(self._folder)
         message = msgspec.structs.replace(message, infos=infos)
-        unit = (message.stage, message.cohort)
+        task = (message.stage, message.group)
         if done is not None and files.error is not None:
             self._soon(partial(self._fail_to_stop, files.error))
         elif done is not None:
             self._soon(partial(done, message))
         elif files.error is not None:
-            self._tell(wire.NotStored(*unit, message.epoch, files.error, False))
+            self._tell(wire.NotStored(*task, message.epoch, files.error, False))
         else:
             self._tell(message)
 
@@ -88,7 +88,7 @@ class Shelf:
             hint="what its sinks have got stays; only with store_every_ms can it be resumed now",
         )
 
-    def drop(self, files: UnitFiles) -> None:
+    def drop(self, files: TaskFiles) -> None:
         self._submit(files.abandon)
 
     def _submit(self, call: Callable[..., None], *arguments: Any) -> None:
@@ -97,7 +97,7 @@ class Shelf:
 
     def write(self, name: str, batches: list[pa.RecordBatch], done: Callable[[], object]) -> None:
         """Add a file of rows that nobody else keeps, and say when it is there. It does not wait for
-        units that are being stored."""
+        tasks that are being stored."""
         if not self._closed:
             self._rows.submit(self._write, name, batches, done)
 
@@ -127,8 +127,8 @@ class Shelf:
             thread.shutdown(wait=False, cancel_futures=True)
 
 
-class UnitFiles:
-    """The files of one unit. What goes wrong is kept, and nothing is written after it."""
+class TaskFiles:
+    """The files of one task. What goes wrong is kept, and nothing is written after it."""
 
     def __init__(self) -> None:
         self.error: str | None = None
@@ -166,22 +166,22 @@ class UnitFiles:
         self._growing = {}
 
 
-def _keeps_rows(runner: UnitRunner) -> bool:
+def _keeps_rows(runner: TaskRunner) -> bool:
     """Whether rows are left when the flow is stopped: of a fed source those in no epoch, of an
     outlet those that were not read. All other sinks have made theirs durable by then."""
     return runner.egress is None or runner.egress.is_read
 
 
 class Storing:
-    """A unit on its way to the shelf; `next` brings it a part further. With `done` it is the state
+    """A task on its way to the shelf; `next` brings it a part further. With `done` it is the state
     that a flow is stopped with: everything, but for rows that its sinks have made durable."""
 
     def __init__(
-        self, order: StoreState, runner: UnitRunner, shelf: Shelf, done: Done | None = None
+        self, order: StoreState, runner: TaskRunner, shelf: Shelf, done: Done | None = None
     ) -> None:
         self._order, self._shelf, self._done = order, shelf, done
         self._runner = runner
-        self._files = UnitFiles()
+        self._files = TaskFiles()
         self._named: dict[str, tuple[str, str, bool]] = {}
         self._snapshot: OperatorSnapshot | None = None
         self._begun = False
@@ -189,7 +189,7 @@ class Storing:
             self._begin()
 
     def _begin(self) -> None:
-        """Freeze the unit as it is now."""
+        """Freeze the task as it is now."""
         runner, self._begun = self._runner, True
         self._after, self._snapshot = _frozen(runner.keeper, self._order.after)
         self._extras = runner.extras()
@@ -225,13 +225,13 @@ class Storing:
     def _name(self, what: str) -> str:
         generation, site, order = self._shelf.generation, self._shelf.site, self._order
         stop = self._done is not None
-        return unit_file(generation, order.epoch, order.unit, site, what, stop=stop)
+        return task_file(generation, order.epoch, order.task, site, what, stop=stop)
 
     def _finish(self) -> None:
         for _, rows in self._held:
             self._shelf.add(self._files, self._name("held"), rows)
-        message = wire.UnitFiles(
-            *self._order.unit,
+        message = wire.TaskFiles(
+            *self._order.task,
             self._order.epoch,
             self._after,
             list(self._named.values()),

@@ -27,7 +27,7 @@ LIFE_BITS = 48
 
 
 class Egress:
-    """One replica of a sink's only unit."""
+    """One replica of a sink's only task."""
 
     def __init__(
         self, flow: str, stage: Stage, incarnation: str = "", past: Past | None = None

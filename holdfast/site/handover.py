@@ -1,4 +1,4 @@
-"""Handing a unit over to a new replica: the donor's side and the joiner's.
+"""Handing a task over to a new replica: the donor's side and the joiner's.
 
 The donor freezes its operator's tables and gives them out a part at a time, between its orders;
 it never stands still for longer than one part takes. The joiner puts the parts in as they come.
@@ -18,14 +18,14 @@ import pyarrow as pa
 from holdfast.core.effects import HandOver
 from holdfast.core.events import ReplicaInstalled
 from holdfast.core.exchange import Kept
-from holdfast.core.ids import CohortId, Epoch, ExchangeId, Unit
+from holdfast.core.ids import Epoch, ExchangeId, GroupId, TaskId
 from holdfast.core.upstream import Gap
 from holdfast.engine.batches import to_ipc
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.net import bundles, wire
 from holdfast.plan.planner import Plan
 from holdfast.site.spill import Overflow
-from holdfast.site.stages import UnitRunner
+from holdfast.site.stages import TaskRunner
 
 Part = tuple[wire.Message, list[Any] | None]
 
@@ -35,10 +35,10 @@ HELD_BYTES_MAX = 64 << 20
 
 
 class Outgoing:
-    """A unit's state on its way to a new replica; `next` gives the parts."""
+    """A task's state on its way to a new replica; `next` gives the parts."""
 
-    def __init__(self, order: HandOver, runner: UnitRunner) -> None:
-        self.unit, self.joiner = order.unit, order.joiner
+    def __init__(self, order: HandOver, runner: TaskRunner) -> None:
+        self.task, self.joiner = order.task, order.joiner
         keeper = runner.keeper
         self._snapshot = keeper.snapshot(order.after) if keeper else None
         held = runner.held()
@@ -51,7 +51,7 @@ class Outgoing:
             for c, gap in lanes.items()
         ]
         begin = wire.HandOverBegin(
-            *order.unit, order.epoch, self.nbytes, runner.extras(), order.after, gaps
+            *order.task, order.epoch, self.nbytes, runner.extras(), order.after, gaps
         )
         self._parts = self._all(begin, order, held)
 
@@ -72,20 +72,20 @@ class Outgoing:
                 for epoch, last, bundle, part in lane:
                     self._rest -= bundle.nbytes
                     header, body = bundles.encode(
-                        bundle, exchange, epoch, self.unit[1], consumer, part=part, last=last
+                        bundle, exchange, epoch, self.task[1], consumer, part=part, last=last
                     )
-                    yield wire.HandOverKept(*self.unit, header), body
+                    yield wire.HandOverKept(*self.task, header), body
         for number, batch in held:
             self._rest -= int(batch.nbytes)
-            yield wire.HandOverHeld(*self.unit, number), [to_ipc(batch)]
+            yield wire.HandOverHeld(*self.task, number), [to_ipc(batch)]
         if self._snapshot is not None:
             rows = self._snapshot.rows_left
             width = max(1, self._snapshot.nbytes_left // max(1, rows))
             for table, gone in self._snapshot.gone.items():
-                yield wire.HandOverState(*self.unit, table, True), [to_ipc(gone)]
+                yield wire.HandOverState(*self.task, table, True), [to_ipc(gone)]
             while (part := self._snapshot.next(max(256, PART_BYTES // width))) is not None:
-                yield wire.HandOverState(*self.unit, part[0]), [to_ipc(part[1])]
-        yield wire.HandOverEnd(*self.unit), None
+                yield wire.HandOverState(*self.task, part[0]), [to_ipc(part[1])]
+        yield wire.HandOverEnd(*self.task), None
 
     def close(self) -> None:
         """Nobody wants the rest."""
@@ -96,7 +96,7 @@ class Outgoing:
 @contextmanager
 def _from_a_peer() -> Iterator[None]:
     """What was handed over and does not fit is the donor's mistake, whatever it looks like here.
-    The unit that was half made is made anew before anything else is put into it."""
+    The task that was half made is made anew before anything else is put into it."""
     try:
         yield
     except HoldfastError:
@@ -106,13 +106,13 @@ def _from_a_peer() -> Iterator[None]:
 
 
 class Incoming:
-    """A unit's state as it comes in from its donor."""
+    """A task's state as it comes in from its donor."""
 
-    def __init__(self, begin: wire.HandOverBegin, donor: int, runner: UnitRunner) -> None:
+    def __init__(self, begin: wire.HandOverBegin, donor: int, runner: TaskRunner) -> None:
         self.begin, self.donor = begin, donor
         self.nbytes = 0
         self._runner = runner
-        self._kept: dict[ExchangeId, dict[CohortId, list[Kept]]] = {
+        self._kept: dict[ExchangeId, dict[GroupId, list[Kept]]] = {
             ExchangeId(e.id): {} for e in runner.stage.outputs
         }
         self._held: list[tuple[int, pa.RecordBatch]] = []
@@ -130,7 +130,7 @@ class Incoming:
             case wire.HandOverState():
                 keeper = self._runner.keeper
                 if keeper is None or message.table not in keeper.tables():
-                    raise ProtocolError(f"the unit has no table {message.table!r}")
+                    raise ProtocolError(f"the task has no table {message.table!r}")
                 if message.gone:
                     keeper.tables()[message.table].take_out(bundles.rows_of(body))
                 else:
@@ -140,7 +140,7 @@ class Incoming:
                 schema = plan.exchanges[header.exchange].schema
                 frames = bundles.decode(header, body, schema)
                 lane = self._kept[ExchangeId(header.exchange)].setdefault(
-                    CohortId(header.consumer), []
+                    GroupId(header.consumer), []
                 )
                 if lane and (lane[-1].epoch, lane[-1].part) >= (header.epoch, header.part):
                     raise ProtocolError("kept bundles out of order")
@@ -149,26 +149,26 @@ class Incoming:
                 rows = self._overflow.hold(bundles.rows_of(body)).rows
                 self._held.append((message.number, rows))
 
-    def install(self, unit: Unit) -> ReplicaInstalled:
+    def install(self, task: TaskId) -> ReplicaInstalled:
         """All parts are in: be the replica."""
         with _from_a_peer():
             self._runner.restore(self.begin.extras, self._held)
         self._runner.epoch = self.begin.epoch
-        gaps: dict[ExchangeId, dict[CohortId, Gap]] = {x: {} for x in self._kept}
+        gaps: dict[ExchangeId, dict[GroupId, Gap]] = {x: {} for x in self._kept}
         for said in self.begin.gaps:
             let_go, known, base = Epoch(said.let_go), Epoch(said.known), Epoch(said.base)
             gap = Gap(let_go, known, base, said.credit, wire.from_line(said.line))
-            gaps[ExchangeId(said.exchange)][CohortId(said.consumer)] = gap
+            gaps[ExchangeId(said.exchange)][GroupId(said.consumer)] = gap
         whole = self.begin.after is None
         epoch = Epoch(self.begin.epoch)
         needs = self._runner.came_from(epoch)
-        return ReplicaInstalled(unit, epoch, self._kept, gaps, whole, needs)
+        return ReplicaInstalled(task, epoch, self._kept, gaps, whole, needs)
 
 
 class Checkpoint(Incoming):
-    """State for a unit that stands by: nothing changes there before all of it has come."""
+    """State for a task that stands by: nothing changes there before all of it has come."""
 
-    def __init__(self, begin: wire.HandOverBegin, donor: int, runner: UnitRunner) -> None:
+    def __init__(self, begin: wire.HandOverBegin, donor: int, runner: TaskRunner) -> None:
         super().__init__(begin, donor, runner)
         self._waiting: list[tuple[Plan, wire.Message, bytes]] = []
 
@@ -176,12 +176,12 @@ class Checkpoint(Incoming):
         self.nbytes += body.nbytes
         self._waiting.append((plan, message, bytes(body)))
 
-    def put_into(self, runner: UnitRunner) -> None:
+    def put_into(self, runner: TaskRunner) -> None:
         """Into one with empty state, instead of that with the checkpoint before."""
         self._runner = runner
 
-    def install(self, unit: Unit) -> ReplicaInstalled:
+    def install(self, task: TaskId) -> ReplicaInstalled:
         for plan, message, body in self._waiting:
             with _from_a_peer():
                 self._take(plan, message, memoryview(body))
-        return super().install(unit)
+        return super().install(task)

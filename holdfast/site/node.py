@@ -1,4 +1,4 @@
-"""A site without its sockets: the machines, the units, and what goes between them.
+"""A site without its sockets: the machines, the tasks, and what goes between them.
 
 Messages become events for the machines (`Dataflow`, and on some sites `Sequencer`); their effects
 become messages, and orders that wait in a heap. Whoever runs a node (`Site` on asyncio, the
@@ -26,12 +26,12 @@ from holdfast.core.effects import (
     AbandonHandOver,
     AskLog,
     AskRecords,
-    BeginUnit,
-    CloseUnit,
+    BeginTask,
+    CloseTask,
     FollowEpoch,
     HandOver,
     IngestEpochs,
-    OpenUnit,
+    OpenTask,
     ProcessBundles,
     ReportDelivered,
     ReportFinished,
@@ -66,7 +66,7 @@ from holdfast.core.events import (
     StoreOrdered,
     ViewCommitted,
 )
-from holdfast.core.ids import FIRST, NO_EPOCH, CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
+from holdfast.core.ids import FIRST, NO_EPOCH, Epoch, ExchangeId, GroupId, SiteId, StageId, TaskId
 from holdfast.core.layout import View
 from holdfast.core.records import EpochRecord
 from holdfast.core.sequencer import Sequencer
@@ -83,7 +83,7 @@ from holdfast.site.sequencing import Sequencing
 from holdfast.site.serving import Serving
 from holdfast.site.sourcing import Sourcing
 from holdfast.site.spill import Spill
-from holdfast.site.stages import SiteStages, UnitRunner
+from holdfast.site.stages import SiteStages, TaskRunner
 
 log = logging.getLogger("holdfast.site")
 
@@ -124,7 +124,7 @@ class Node:
         transport: Transport,
         now: Callable[[], float] = time.monotonic,
         codec: Codec | None = None,
-        runner: type[UnitRunner] = UnitRunner,
+        runner: type[TaskRunner] = TaskRunner,
         incarnation: str = "",
         spill: Spill | None = None,
         shelf: Shelf | None = None,
@@ -132,13 +132,13 @@ class Node:
         self.plan, self.site, self.options = plan, site, options
         self._transport, self._now, self._spill = transport, now, spill
         self._shelf = shelf
-        self.storing: dict[Unit, Storing] = {}
-        self._final: dict[Unit, wire.UnitFiles] = {}
-        """The units that are stored as the flow is stopped with them."""
-        self._finalizing: set[Unit] = set()
+        self.storing: dict[TaskId, Storing] = {}
+        self._final: dict[TaskId, wire.TaskFiles] = {}
+        """The tasks that are stored as the flow is stopped with them."""
+        self._finalizing: set[TaskId] = set()
         """Those that are on their way there."""
         self._finishes = False
-        """Whether nothing is left to do here in this view but to store units."""
+        """Whether nothing is left to do here in this view but to store tasks."""
         self._codec = codec or Codec()
         self.view: View | None = None
         self.stages = SiteStages(
@@ -159,9 +159,9 @@ class Node:
         self.serving = Serving(self.stages.egress, transport.send, lambda: self.dataflow.last)
         self.sequencing = Sequencing(plan, site, options, self._begun, now, self._to, self._publish)
         self.orders: list[tuple[int, int, int, Order]] = []
-        self.outgoing: dict[tuple[Unit, SiteId], Outgoing] = {}
-        self.incoming: dict[Unit, Incoming] = {}
-        self._failed_replicas: dict[tuple[Unit, SiteId], tuple[int, str]] = {}
+        self.outgoing: dict[tuple[TaskId, SiteId], Outgoing] = {}
+        self.incoming: dict[TaskId, Incoming] = {}
+        self._failed_replicas: dict[tuple[TaskId, SiteId], tuple[int, str]] = {}
         """Hand-overs from or to here that failed: since which view that replica joins, and why. The
         controller that was told may be gone before it has committed a view that gives the replica
         up, and nothing else would tell the next one that nobody is handing over any more."""
@@ -172,7 +172,7 @@ class Node:
         self._acks: dict[SiteId, dict[tuple[int, int, int], wire.Ack]] = {}
         self._working = self._hasty = False
         self._rounds = Rounds()
-        self._uncounted: set[Unit] = set()
+        self._uncounted: set[TaskId] = set()
 
     # --- what a shell calls ---------------------------------------------------------------------
 
@@ -183,33 +183,33 @@ class Node:
             return
         self.view, self.finished, self._over, self._finishes = view, False, False, False
         self._failed_replicas = {
-            (unit, site): (since, reason)
-            for (unit, site), (since, reason) in self._failed_replicas.items()
-            if self._joins_since(unit, site) == since
+            (task, site): (since, reason)
+            for (task, site), (since, reason) in self._failed_replicas.items()
+            if self._joins_since(task, site) == since
         }
         if known is None and self.site in view.sequencers:
             self.sequencing.open()
-        for unit, incoming in list(self.incoming.items()):
+        for task, incoming in list(self.incoming.items()):
             if incoming.donor not in view.members:
-                del self.incoming[unit]
-                if not self.dataflow.units[unit].installed:
-                    self._fail_replica(unit, self.site, f"site {incoming.donor} died")
+                del self.incoming[task]
+                if not self.dataflow.tasks[task].installed:
+                    self._fail_replica(task, self.site, f"site {incoming.donor} died")
         self.stages.on_view(view)
         self._handle(ViewCommitted(view))
         self.incoming = {u: i for u, i in self.incoming.items() if self._is_awaited(u)}
-        self.stages.on_view(view)  # units that it opened
+        self.stages.on_view(view)  # tasks that it opened
         self.serving.on_view(view, self.site, self._sinks)
         self.sourcing.announce_anew()
         self.sourcing.ask_for_portions()
         self.sequencing.on_view(view)
-        joins = self.site in view.cohort(FIRST).joining and self.dataflow.units[FIRST].installed
+        joins = self.site in view.group(FIRST).joining and self.dataflow.tasks[FIRST].installed
         if joins and known is not None and known.sequencers[-1:] != view.sequencers[-1:]:
             self.sequencing.waits_for_chain = True  # the replica it was chained to is gone
         self.sequencing.take_early()
         self.sequencing.join_chain(view)
 
     def hurry(self) -> None:
-        """Called every now and then: a unit that has not moved since takes from other replicas, and
+        """Called every now and then: a task that has not moved since takes from other replicas, and
         sinks are seen to."""
         for effect in self.dataflow.hurry():
             self._apply(effect)
@@ -243,16 +243,16 @@ class Node:
 
     def on_lost(self, site: SiteId) -> None:
         self._acks.pop(site, None)
-        for unit, held in self.dataflow.units.items():
+        for task, held in self.dataflow.tasks.items():
             if site in held.handed:  # some of it may not have arrived
-                self._abandon(unit, site)
-                if self.view is not None and site in self.view.cohort(unit).joining:
-                    self._fail_replica(unit, site, f"its connection to site {self.site} broke")
-        for unit, incoming in list(self.incoming.items()):
+                self._abandon(task, site)
+                if self.view is not None and site in self.view.group(task).joining:
+                    self._fail_replica(task, site, f"its connection to site {self.site} broke")
+        for task, incoming in list(self.incoming.items()):
             if incoming.donor == site:
-                del self.incoming[unit]
-                if not self.dataflow.units[unit].installed:
-                    self._fail_replica(unit, self.site, f"its connection to site {site} broke")
+                del self.incoming[task]
+                if not self.dataflow.tasks[task].installed:
+                    self._fail_replica(task, self.site, f"its connection to site {site} broke")
         self._handle(PeerLost(site))
 
     def report_again(self) -> None:
@@ -262,12 +262,12 @@ class Node:
                 self._transport.tell(message)
             if self.finished:
                 self._transport.tell(wire.Finished(self.view.number))
-            for unit in self.view.units_at(self.site):
-                held = self.dataflow.units[unit]
+            for task in self.view.tasks_at(self.site):
+                held = self.dataflow.tasks[task]
                 if held.since:
-                    self._tell_if_whole(unit)
-            for (unit, site), (_, reason) in self._failed_replicas.items():
-                self._tell_replica(unit, site, "failed", reason)
+                    self._tell_if_whole(task)
+            for (task, site), (_, reason) in self._failed_replicas.items():
+                self._tell_replica(task, site, "failed", reason)
         if self.sequencer is not None:
             for record in self.sequencer.history:
                 self._transport.tell(wire.Cut(record))
@@ -298,10 +298,7 @@ class Node:
                 for record in self.dataflow.records_after(after):
                     self._transport.send(site, wire.Record(record))
             case wire.JoinChain():
-                if (
-                    self.view is not None
-                    and self.view.cohort(FIRST).since_of(site) == message.since
-                ):
+                if self.view is not None and self.view.group(FIRST).since_of(site) == message.since:
                     self.sequencing.handle(ChainJoined(site, Epoch(message.has)))
             case wire.Chained():
                 if self.sequencing.on_chained():
@@ -338,7 +335,7 @@ class Node:
             case wire.HandOverBegin():
                 self._on_hand_over_begin(site, message)
             case wire.HandOverState() | wire.HandOverKept() | wire.HandOverHeld():
-                incoming = self.incoming.get((StageId(message.stage), CohortId(message.cohort)))
+                incoming = self.incoming.get((StageId(message.stage), GroupId(message.group)))
                 if incoming is not None and incoming.donor == site:
                     incoming.take(self.plan, message, body)
             case wire.HandOverEnd():
@@ -389,7 +386,7 @@ class Node:
         return None
 
     def carry_out(self, order: Order) -> None:
-        if order.unit in self.stages.units:
+        if order.task in self.stages.tasks:
             begun = self._now()
             processed = self.stages.carry_out(order)
             self._working = True
@@ -414,10 +411,10 @@ class Node:
             message, body = part
             self._transport.send(outgoing.joiner, message, body)
             return sum(memoryview(b).nbytes for b in body or [])
-        for unit, storing in self.storing.items():
+        for task, storing in self.storing.items():
             stored = storing.next()
             if stored is None:
-                del self.storing[unit]
+                del self.storing[task]
             return stored or 0
         return -1
 
@@ -429,26 +426,26 @@ class Node:
 
     def _apply(self, effect: SiteEffect) -> None:
         match effect:
-            case OpenUnit():
-                cohort = effect.view.cohort(effect.unit)
-                begins = self.site in cohort.replicas + cohort.standing
-                self.stages.open(effect.unit, effect.view, begins=begins)
-            case BeginUnit():
-                self.incoming.pop(effect.unit, None)
-                self._empty(effect.unit)
+            case OpenTask():
+                group = effect.view.group(effect.task)
+                begins = self.site in group.replicas + group.standing
+                self.stages.open(effect.task, effect.view, begins=begins)
+            case BeginTask():
+                self.incoming.pop(effect.task, None)
+                self._empty(effect.task)
                 if effect.at_start and self.plan.past is not None:
-                    self.stages.units[effect.unit].begin(self.plan.past)
-            case CloseUnit():
-                self._abandon_store(effect.unit)
-                self.stages.shut(effect.unit)
-                self.incoming.pop(effect.unit, None)
-                self._uncounted.discard(effect.unit)
-                if effect.unit == FIRST:
+                    self.stages.tasks[effect.task].begin(self.plan.past)
+            case CloseTask():
+                self._abandon_store(effect.task)
+                self.stages.shut(effect.task)
+                self.incoming.pop(effect.task, None)
+                self._uncounted.discard(effect.task)
+                if effect.task == FIRST:
                     self.sequencing.close()
-                self.orders = [o for o in self.orders if o[-1].unit != effect.unit]
+                self.orders = [o for o in self.orders if o[-1].task != effect.task]
                 heapq.heapify(self.orders)
             case FollowEpoch():
-                self.stages.units[effect.unit].follow(effect.record)
+                self.stages.tasks[effect.task].follow(effect.record)
             case IngestEpochs() | ProcessBundles():
                 self._enqueue(effect)
             case SendBundle():
@@ -470,14 +467,14 @@ class Node:
                 self._begin_hand_over(effect)
             case StoreState():
                 if self._shelf is not None:
-                    runner = self.stages.units[effect.unit]
-                    self.storing[effect.unit] = Storing(effect, runner, self._shelf)
+                    runner = self.stages.tasks[effect.task]
+                    self.storing[effect.task] = Storing(effect, runner, self._shelf)
             case ReportMissed():
                 reason = f"site {self.site} was told of it too late"
-                missed = wire.NotStored(*effect.unit, effect.epoch, reason, True)
+                missed = wire.NotStored(*effect.task, effect.epoch, reason, True)
                 self._transport.tell(missed)
             case AbandonHandOver():
-                self._abandon(effect.unit, effect.joiner)
+                self._abandon(effect.task, effect.joiner)
             case ReportDelivered():
                 self._report_delivered(effect)
             case ReportReplica():
@@ -522,7 +519,7 @@ class Node:
         those who read what is kept. If it is stored they can read it later, so only those are
         waited for that are about to."""
         assert self.view is not None
-        egresses = [r.egress for r in self.stages.units.values() if r.egress is not None]
+        egresses = [r.egress for r in self.stages.tasks.values() if r.egress is not None]
         stores = self._shelf is not None and not self.dataflow.ended
         if not self._over:
             self._over_since = self._now()
@@ -548,31 +545,31 @@ class Node:
         self._transport.tell(wire.Finished(self.view.number))
 
     def _is_to_store(self) -> bool:
-        """Whether units are led here that are not stored as the flow is stopped with them; they are
+        """Whether tasks are led here that are not stored as the flow is stopped with them; they are
         from now on."""
         assert self.view is not None and self._shelf is not None
         assert self.dataflow.last is not None
-        led = [u for u in self.stages.units if self.view.cohort(u).led_by(self.site)]
+        led = [u for u in self.stages.tasks if self.view.group(u).led_by(self.site)]
         missing = [u for u in led if u not in self._final]
-        for unit in (u for u in missing if u not in self._finalizing):
-            self._abandon_store(unit)  # of a checkpoint that the last one replaces
-            self._finalizing.add(unit)
-            order = StoreState(unit, self.dataflow.last, None)
-            runner = self.stages.units[unit]
-            self.storing[unit] = Storing(order, runner, self._shelf, self._on_stored)
+        for task in (u for u in missing if u not in self._finalizing):
+            self._abandon_store(task)  # of a checkpoint that the last one replaces
+            self._finalizing.add(task)
+            order = StoreState(task, self.dataflow.last, None)
+            runner = self.stages.tasks[task]
+            self.storing[task] = Storing(order, runner, self._shelf, self._on_stored)
         return bool(missing)
 
-    def _on_stored(self, message: wire.UnitFiles) -> None:
-        unit = (StageId(message.stage), CohortId(message.cohort))
-        self._finalizing.discard(unit)
-        self._final[unit] = message
+    def _on_stored(self, message: wire.TaskFiles) -> None:
+        task = (StageId(message.stage), GroupId(message.group))
+        self._finalizing.discard(task)
+        self._final[task] = message
         self._transport.tell(message)
         if self._finishes:
             self._finish()
 
     def _enqueue(self, order: Order) -> None:
         # The oldest epoch first; within it the stage nearest to the sinks.
-        heapq.heappush(self.orders, (order.first, -order.unit[0], next(self._ties), order))
+        heapq.heappush(self.orders, (order.first, -order.task[0], next(self._ties), order))
 
     def _to(self, site: SiteId, message: wire.Message) -> None:
         if site == self.site:
@@ -598,8 +595,8 @@ class Node:
             BundleArrived(
                 ExchangeId(message.exchange),
                 Epoch(message.epoch),
-                CohortId(message.producer),
-                CohortId(message.consumer),
+                GroupId(message.producer),
+                GroupId(message.consumer),
                 message.since,
                 message.last,
                 frames,
@@ -612,144 +609,144 @@ class Node:
     def _on_catch_up(self, message: wire.CatchUp) -> None:
         if self.view is None or message.term < self.view.term:
             return
-        unit, joiner = (StageId(message.stage), CohortId(message.cohort)), SiteId(message.joiner)
-        failed = self._failed_replicas.get((unit, joiner))
+        task, joiner = (StageId(message.stage), GroupId(message.group)), SiteId(message.joiner)
+        failed = self._failed_replicas.get((task, joiner))
         if failed is not None:  # some of its state may be there: it must join anew
-            self._tell_replica(unit, joiner, "failed", failed[1])
+            self._tell_replica(task, joiner, "failed", failed[1])
         else:
-            self._handle(CatchUpOrdered(unit, joiner))
+            self._handle(CatchUpOrdered(task, joiner))
 
     def _begin_hand_over(self, effect: HandOver) -> None:
-        unit, joiner = effect.unit, effect.joiner
+        task, joiner = effect.task, effect.joiner
         if joiner in self.dataflow.connected:
             begun = self._now()
-            self.outgoing[unit, joiner] = Outgoing(effect, self.stages.units[unit])
+            self.outgoing[task, joiner] = Outgoing(effect, self.stages.tasks[task])
             self.freeze_ms = max(self.freeze_ms, (self._now() - begun) * 1e3)
-        elif self.view is not None and joiner in self.view.cohort(unit).joining:
-            self._fail_replica(unit, joiner, f"it has no connection to site {self.site}")
+        elif self.view is not None and joiner in self.view.group(task).joining:
+            self._fail_replica(task, joiner, f"it has no connection to site {self.site}")
         else:
-            self.dataflow.units[unit].given.pop(joiner, None)
+            self.dataflow.tasks[task].given.pop(joiner, None)
 
     def checkpoint(self) -> None:
-        """Called every now and then: have units whose time has come give their state to those that
+        """Called every now and then: have tasks whose time has come give their state to those that
         stand by. One that is still on its way is not overtaken by the next."""
         now = self._now()
-        for unit, runner in self.stages.units.items():
-            standing = self.view.cohort(unit).standing if self.view is not None else ()
-            held = self.dataflow.units[unit]
+        for task, runner in self.stages.tasks.items():
+            standing = self.view.group(task).standing if self.view is not None else ()
+            held = self.dataflow.tasks[task]
             if not standing or held.stands or not held.installed:
                 continue
-            if any((unit, site) in self.outgoing for site in standing):
+            if any((task, site) in self.outgoing for site in standing):
                 continue
             so_far = Progress(now, runner.epoch, self._work_s())
-            is_covered = partial(self.dataflow.is_covered, unit)
-            if self._rounds.is_due(unit, runner.guard, so_far, is_covered):
+            is_covered = partial(self.dataflow.is_covered, task)
+            if self._rounds.is_due(task, runner.guard, so_far, is_covered):
                 runner.checkpoints += 1
-                self._handle(CheckpointDue(unit))
+                self._handle(CheckpointDue(task))
 
     def _work_s(self) -> float:
-        """How long units here have been at work that would go on elsewhere from checkpoints."""
-        return sum(r.work_s for r in self.stages.units.values() if r.guard.recovery_ms)
+        """How long tasks here have been at work that would go on elsewhere from checkpoints."""
+        return sum(r.work_s for r in self.stages.tasks.values() if r.guard.recovery_ms)
 
     def _on_store(self, message: wire.Store) -> None:
         if self._finalizing or self._final:
             return  # the flow is being stopped
-        for unit in list(self.storing):
-            self._abandon_store(unit)
+        for task in list(self.storing):
+            self._abandon_store(task)
         after = None if message.after is None else Epoch(message.after)
         if self.view is not None:
             self._handle(StoreOrdered(Epoch(message.epoch), after))
 
-    def _abandon_store(self, unit: Unit) -> None:
-        self._finalizing.discard(unit)
-        storing = self.storing.pop(unit, None)
+    def _abandon_store(self, task: TaskId) -> None:
+        self._finalizing.discard(task)
+        storing = self.storing.pop(task, None)
         if storing is not None:
             storing.close()
 
-    def _abandon(self, unit: Unit, joiner: SiteId) -> None:
-        outgoing = self.outgoing.pop((unit, joiner), None)
+    def _abandon(self, task: TaskId, joiner: SiteId) -> None:
+        outgoing = self.outgoing.pop((task, joiner), None)
         if outgoing is not None:
             outgoing.close()
 
-    def _is_awaited(self, unit: Unit) -> bool:
-        """Whether the unit's state may come from elsewhere: it joins, or stands by."""
-        held = self.dataflow.units.get(unit)
+    def _is_awaited(self, task: TaskId) -> bool:
+        """Whether the task's state may come from elsewhere: it joins, or stands by."""
+        held = self.dataflow.tasks.get(task)
         return held is not None and (held.stands or not held.installed)
 
     def _on_hand_over_begin(self, site: SiteId, message: wire.HandOverBegin) -> None:
-        unit = (StageId(message.stage), CohortId(message.cohort))
-        if self.view is None or not self._is_awaited(unit):
+        task = (StageId(message.stage), GroupId(message.group))
+        if self.view is None or not self._is_awaited(task):
             return
-        if self.dataflow.units[unit].installed:
-            self.incoming[unit] = Checkpoint(message, site, self.stages.units[unit])
+        if self.dataflow.tasks[task].installed:
+            self.incoming[task] = Checkpoint(message, site, self.stages.tasks[task])
             return
-        self._failed_replicas.pop((unit, self.site), None)
-        self._empty(unit)
-        self.incoming[unit] = Incoming(message, site, self.stages.units[unit])
+        self._failed_replicas.pop((task, self.site), None)
+        self._empty(task)
+        self.incoming[task] = Incoming(message, site, self.stages.tasks[task])
 
     def _on_hand_over_end(self, site: SiteId, message: wire.HandOverEnd) -> None:
-        unit = (StageId(message.stage), CohortId(message.cohort))
-        incoming = self.incoming.get(unit)
+        task = (StageId(message.stage), GroupId(message.group))
+        incoming = self.incoming.get(task)
         if incoming is not None and incoming.donor == site:
             assert self.view is not None
             if isinstance(incoming, Checkpoint) and incoming.begin.after is None:
-                self._empty(unit)
-                incoming.put_into(self.stages.units[unit])
-            installed = incoming.install(unit)
-            del self.incoming[unit]
+                self._empty(task)
+                incoming.put_into(self.stages.tasks[task])
+            installed = incoming.install(task)
+            del self.incoming[task]
             self._handle(installed)
             self.stages.on_view(self.view)
             self.sourcing.ask_for_portions()
 
-    def _empty(self, unit: Unit) -> None:
+    def _empty(self, task: TaskId) -> None:
         """Whatever was put into it before is void."""
         assert self.view is not None
-        self.stages.shut(unit)
-        self.stages.open(unit, self.view, begins=False)
+        self.stages.shut(task)
+        self.stages.open(task, self.view, begins=False)
         self.stages.on_view(self.view)
 
-    def _joins_since(self, unit: Unit, site: SiteId) -> int | None:
+    def _joins_since(self, task: TaskId, site: SiteId) -> int | None:
         """Since which view a replica joins; None if it does not."""
         assert self.view is not None
-        cohort = self.view.cohort(unit)
-        return cohort.since_of(site) if site in cohort.joining else None
+        group = self.view.group(task)
+        return group.since_of(site) if site in group.joining else None
 
-    def _fail_replica(self, unit: Unit, site: SiteId, reason: str) -> None:
-        since = self._joins_since(unit, site)
+    def _fail_replica(self, task: TaskId, site: SiteId, reason: str) -> None:
+        since = self._joins_since(task, site)
         if since is not None:
-            self._failed_replicas[unit, site] = (since, reason)
-        self._tell_replica(unit, site, "failed", reason)
+            self._failed_replicas[task, site] = (since, reason)
+        self._tell_replica(task, site, "failed", reason)
 
-    def _tell_replica(self, unit: Unit, site: SiteId, phase: str, reason: str = "") -> None:
+    def _tell_replica(self, task: TaskId, site: SiteId, phase: str, reason: str = "") -> None:
         assert self.view is not None
-        self._transport.tell(wire.ReplicaReport(*unit, site, self.view.number, phase, reason))
+        self._transport.tell(wire.ReplicaReport(*task, site, self.view.number, phase, reason))
 
     def _report_replica(self, effect: ReportReplica) -> None:
-        unit, phase = effect.unit, effect.phase
+        task, phase = effect.task, effect.phase
         if phase == "installed":
-            self._failed_replicas.pop((unit, self.site), None)
-        if phase == "installed" and unit[0] in self.stages.fed():
-            self._uncounted.add(unit)
-        if phase == "installed" and unit == FIRST:
+            self._failed_replicas.pop((task, self.site), None)
+        if phase == "installed" and task[0] in self.stages.fed():
+            self._uncounted.add(task)
+        if phase == "installed" and task == FIRST:
             assert self.view is not None
             self.sequencing.waits_for_chain = True
             self.sequencing.join_chain(self.view)
-        if self._is_whole(unit):
-            self._tell_replica(unit, self.site, phase)
+        if self._is_whole(task):
+            self._tell_replica(task, self.site, phase)
 
-    def _is_whole(self, unit: Unit) -> bool:
+    def _is_whole(self, task: TaskId) -> bool:
         """Whether a new replica can take the place of the others: also as far as the sequencer and
         the rows that were pushed to them are concerned."""
-        return unit not in self._uncounted and not (
-            unit == FIRST and self.sequencing.waits_for_chain
+        return task not in self._uncounted and not (
+            task == FIRST and self.sequencing.waits_for_chain
         )
 
-    def _tell_if_whole(self, unit: Unit) -> None:
-        held = self.dataflow.units.get(unit)
-        if held is not None and held.installed and self._is_whole(unit):
-            self._tell_replica(unit, self.site, "installed")
+    def _tell_if_whole(self, task: TaskId) -> None:
+        held = self.dataflow.tasks.get(task)
+        if held is not None and held.installed and self._is_whole(task):
+            self._tell_replica(task, self.site, "installed")
             if held.replaying_to is None:
-                self._tell_replica(unit, self.site, "caught_up")
+                self._tell_replica(task, self.site, "caught_up")
 
     def _on_sequencer_state(self, message: wire.SequencerState) -> None:
         if self.view is not None and self.sequencing.on_state(message):
@@ -782,7 +779,7 @@ class Node:
         egress = self.stages.egress(effect.sink)
         assert egress is not None
         message = wire.Delivered(effect.sink, effect.epoch, egress.durable, egress.safe)
-        replicas = self.view.cohort((effect.sink, CohortId(0))).all
+        replicas = self.view.group((effect.sink, GroupId(0))).all
         for site in {self.view.sequencers[0], *replicas}:
             self._to(site, message)
 
@@ -792,8 +789,8 @@ class Node:
             self._gaps.delivered(self._now())
             if not egress.leads:
                 egress.let_go(message.durable)
-                unit = (StageId(message.sink), CohortId(0))
-                self._handle(SinkDurable(unit, Epoch(message.safe)))
+                task = (StageId(message.sink), GroupId(0))
+                self._handle(SinkDurable(task, Epoch(message.safe)))
         self.sequencing.on_delivered(StageId(message.sink), Epoch(message.epoch))
 
     # --- sources --------------------------------------------------------------------------------
@@ -808,10 +805,10 @@ class Node:
                 self._finish()
 
     def _on_feed_counted(self, source: int) -> None:
-        unit = (StageId(source), CohortId(0))
-        if unit in self._uncounted:
-            self._uncounted.discard(unit)
-            self._tell_if_whole(unit)
+        task = (StageId(source), GroupId(0))
+        if task in self._uncounted:
+            self._uncounted.discard(task)
+            self._tell_if_whole(task)
 
     # --- being watched --------------------------------------------------------------------------
 
@@ -826,11 +823,11 @@ class Node:
             "latency_ms": _quantiles(list(self.sequencing.latency_ms)),
             "output_gap_ms": self._gaps.longest_ms(self._now()),
             "copying": [
-                {"unit": list(unit), "to": joiner, "bytes_left": o.nbytes_left, "bytes": o.nbytes}
-                for (unit, joiner), o in self.outgoing.items()
+                {"task": list(task), "to": joiner, "bytes_left": o.nbytes_left, "bytes": o.nbytes}
+                for (task, joiner), o in self.outgoing.items()
             ],
             "finished_epochs": [
-                [*unit, u.finished, u.installed] for unit, u in self.dataflow.units.items()
+                [*task, u.finished, u.installed] for task, u in self.dataflow.tasks.items()
             ],
         }
 
@@ -862,15 +859,15 @@ class _Gaps:
         return 1e3 * max([now - self._last, *(gap for _, gap in self._gaps)])
 
 
-def _ends(message: wire.AskLog | wire.TellLog) -> tuple[ExchangeId, CohortId, CohortId]:
-    return ExchangeId(message.exchange), CohortId(message.producer), CohortId(message.consumer)
+def _ends(message: wire.AskLog | wire.TellLog) -> tuple[ExchangeId, GroupId, GroupId]:
+    return ExchangeId(message.exchange), GroupId(message.producer), GroupId(message.consumer)
 
 
 def _arrived(ack: wire.Ack, site: SiteId) -> AckArrived:
     return AckArrived(
         ExchangeId(ack.exchange),
-        CohortId(ack.producer),
-        CohortId(ack.consumer),
+        GroupId(ack.producer),
+        GroupId(ack.consumer),
         site,
         ack.since,
         Epoch(ack.received),

@@ -147,7 +147,7 @@ class FedReader(SplitReader):
     more.
 
     `send` gives a message to another site; `on_ready` is called when there are rows to read;
-    `epoch` says which one the unit has reached. Rows that do not fit into memory go to `folder`.
+    `epoch` says which one the task has reached. Rows that do not fit into memory go to `folder`.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ STALL_S = 0.005
 LATE_S_MAX = 0.5
 """What was due so long ago is not made up for."""
 ANEW_S = 0.5
-"""So long nothing is handed over when units are to be made anew: first the stream flows again."""
+"""So long nothing is handed over when tasks are to be made anew: first the stream flows again."""
 POLL_S_MAX = 0.02
 READS_PER_EPOCH = 2
 """How often a source is asked while rows that it gave wait for their epoch: each time costs about
@@ -65,7 +65,7 @@ REDIAL_S = 0.05
 ROOM_S = 0.1
 """How often it is looked whether too much is kept in memory."""
 HURRY_S = 1.0
-"""A unit that has waited for so long tries another replica. Not sooner: what was on its way comes
+"""A task that has waited for so long tries another replica. Not sooner: what was on its way comes
 twice then, and when everything is slow that makes it slower."""
 RESERVE_BYTES = 1 << 20
 """So much is let go when there is no more memory: enough to say so."""
@@ -295,7 +295,7 @@ class Site:
         """The same, with what this site holds, unless it says where it comes from."""
         if isinstance(error, OutOfMemoryError):
             return error
-        stages = {r.stage.name: r.state_size() for r in self.node.stages.units.values()}
+        stages = {r.stage.name: r.state_size() for r in self.node.stages.tasks.values()}
         held = "; ".join(f"{name!r}: {size}" for name, size in stages.items() if size != NO_STATE)
         return out_of_memory(f"site {self.id}", held or "No stage has state here", error)
 
@@ -422,7 +422,7 @@ class Site:
                 self.node.on_lost(site)
             self._addresses = {SiteId(s): a for s, a in message.addresses.items() if s != self.id}
             self.node.on_view(message.view)
-            if any(not message.view.cohort(u).replicas for u in message.view.units()):
+            if any(not message.view.group(u).replicas for u in message.view.tasks()):
                 self._part_at = max(self._part_at, time.monotonic() + ANEW_S)
             if known is not None and message.view.term > known.term:
                 self._report_again()  # to a controller that has just begun to lead
@@ -492,9 +492,9 @@ class Site:
     def _leader_of(self, source: int) -> tuple[str, int] | None:
         """Where the site listens that leads a fed source's ingress."""
         view = self.node.view
-        if view is None or not 0 <= source < len(view.cohorts):
+        if view is None or not 0 <= source < len(view.groups):
             return None
-        return self._addresses.get(view.cohorts[source][0].replicas[0])
+        return self._addresses.get(view.groups[source][0].replicas[0])
 
     # --- work -----------------------------------------------------------------------------------
 
@@ -625,7 +625,7 @@ class Site:
             os._exit(HUNG_STATUS)
 
     async def _hurry(self) -> None:
-        """Have units that wait for a slow replica take from another one."""
+        """Have tasks that wait for a slow replica take from another one."""
         while True:
             await asyncio.sleep(HURRY_S)
             self._guarded(self.node.hurry)

@@ -1,6 +1,6 @@
 """A node's replica of the sequencer, if it has one: how it comes to be, and what goes in and out.
 
-The sequencer lives with the first unit. A replica of that which is made later is whole only when
+The sequencer lives with the first task. A replica of that which is made later is whole only when
 the sequencer's state has come from the last of the chain, and the new one is in the chain behind
 it: from then on every record passes through it before anybody acts on it.
 """
@@ -150,7 +150,7 @@ class Sequencing:
         """Ask to be the last of it, if it is not in it yet."""
         if self.waits_for_chain:
             has = self.sequencer.next_epoch if self.sequencer else NO_EPOCH
-            since = view.cohort(FIRST).since_of(self._site)
+            since = view.group(FIRST).since_of(self._site)
             self._to(view.sequencers[-1], wire.JoinChain(has, since))
 
     def on_state(self, message: wire.SequencerState) -> bool:

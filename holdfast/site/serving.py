@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from holdfast.core.ids import CohortId, SiteId, StageId
+from holdfast.core.ids import GroupId, SiteId, StageId
 from holdfast.core.layout import View
 from holdfast.engine.batches import to_ipc
 from holdfast.errors import HoldfastError
@@ -60,11 +60,11 @@ class Serving:
         """Other replicas count, or other sites lead. A replica that is being made gets the notes
         with its state, and those that come meanwhile when it is one."""
         for sink in sinks:
-            cohort = view.cohort((sink, CohortId(0)))
-            self._others[sink] = tuple(s for s in cohort.replicas if s != site)
-            self._leaders[sink] = cohort.replicas[0]
+            group = view.group((sink, GroupId(0)))
+            self._others[sink] = tuple(s for s in group.replicas if s != site)
+            self._leaders[sink] = group.replicas[0]
             egress = self._egress(sink)
-            if egress is not None and cohort.led_by(site) and egress.notes:
+            if egress is not None and group.led_by(site) and egress.notes:
                 self._pass_on(sink, egress)
         for waiting in self._waiting:
             waiting.missing &= set(self._others[waiting.sink])

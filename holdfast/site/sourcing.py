@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from holdfast.api.options import Options
 from holdfast.core.dataflow import Dataflow
-from holdfast.core.ids import CohortId, SiteId, StageId, Unit
+from holdfast.core.ids import GroupId, SiteId, StageId, TaskId
 from holdfast.core.records import Block
 from holdfast.net import wire
 from holdfast.site.ingress import Split
@@ -35,22 +35,22 @@ class Sourcing:
         self._asked: dict[tuple[int, int], float] = {}
         """When a split that had no rows was asked for some last."""
 
-    def _leads(self, unit: Unit) -> bool:
+    def _leads(self, task: TaskId) -> bool:
         view = self._dataflow.view
-        return view is not None and view.cohort(unit).led_by(self._dataflow.site)
+        return view is not None and view.group(task).led_by(self._dataflow.site)
 
     # --- what there is --------------------------------------------------------------------------
 
     def announce_anew(self) -> None:
         """The sequencer may be another, or this site may lead where it did not."""
         led: set[tuple[int, int]] = set()
-        for unit, split in self._stages.splits():
-            if self._leads(unit) and self._dataflow.units[unit].installed:
-                led.add((unit[0], split.number))
-                self._to_sequencer(wire.Blocks(unit[0], split.number, (), True))
-                self._announce(unit, split, split.blocks())
-                if split.ended or self._quiet_since.get((unit[0], split.number)) == _SAID:
-                    self._say_quiet(unit[0], split)
+        for task, split in self._stages.splits():
+            if self._leads(task) and self._dataflow.tasks[task].installed:
+                led.add((task[0], split.number))
+                self._to_sequencer(wire.Blocks(task[0], split.number, (), True))
+                self._announce(task, split, split.blocks())
+                if split.ended or self._quiet_since.get((task[0], split.number)) == _SAID:
+                    self._say_quiet(task[0], split)
         # Where another site leads, rows may have come that were not seen here.
         self._quiet_since = {key: at for key, at in self._quiet_since.items() if key in led}
 
@@ -58,10 +58,10 @@ class Sourcing:
         said = wire.SplitState(source, split.number, split.ended, split.next)
         self._to_sequencer(said)
 
-    def _announce(self, unit: Unit, split: Split, blocks: Sequence[Block]) -> None:
+    def _announce(self, task: TaskId, split: Split, blocks: Sequence[Block]) -> None:
         """One message for each block: together their steps could be too much for one."""
         for block in blocks:
-            self._to_sequencer(wire.Blocks(unit[0], split.number, (block,), False))
+            self._to_sequencer(wire.Blocks(task[0], split.number, (block,), False))
 
     def read_ahead(self, only_leading: bool) -> None:
         """Read what the sources have, up to the limit; the leading replica offers it."""
@@ -69,22 +69,22 @@ class Sourcing:
             return  # what comes now is in no epoch any more
         for reader in self._stages.fed().values():
             reader.pull()
-        for unit, split in self._stages.splits():
-            held = self._dataflow.units[unit]
-            wanted = self._leads(unit) or not only_leading
+        for task, split in self._stages.splits():
+            held = self._dataflow.tasks[task]
+            wanted = self._leads(task) or not only_leading
             if wanted and held.installed and not held.lazy:
-                self.read_split(unit, split, self._options.block_rows)
+                self.read_split(task, split, self._options.block_rows)
 
-    def read_split(self, unit: Unit, split: Split, block_rows: int) -> None:
-        source, leads = unit[0], self._leads(unit)
+    def read_split(self, task: TaskId, split: Split, block_rows: int) -> None:
+        source, leads = task[0], self._leads(task)
         while not split.ended and split.rows_held < self._options.read_ahead_rows:
-            with self._stages.calling(self._stages.units[unit]):
+            with self._stages.calling(self._stages.tasks[task]):
                 blocks = split.read(block_rows)
             if not blocks:
                 break
             self._quiet_since.pop((source, split.number), None)
             if leads:
-                self._announce(unit, split, blocks)
+                self._announce(task, split, blocks)
             if sum(block.rows for block in blocks) < block_rows:
                 return  # that was all there is; asking again at once would only find crumbs
         else:
@@ -111,25 +111,25 @@ class Sourcing:
 
     def tell_positions(self) -> None:
         """Tell replicas that only follow where the rows are that come next."""
-        for unit, split in self._stages.splits():
-            position = split.position if self._leads(unit) else None
-            if position is None or not self._stages.units[unit].guard.lazy:
+        for task, split in self._stages.splits():
+            position = split.position if self._leads(task) else None
+            if position is None or not self._stages.tasks[task].guard.lazy:
                 continue
             assert self._dataflow.view is not None
-            for site in self._dataflow.view.cohort(unit).replicas[1:]:
-                said = wire.SplitAt(unit[0], split.number, split.first, position)
+            for site in self._dataflow.view.group(task).replicas[1:]:
+                said = wire.SplitAt(task[0], split.number, split.first, position)
                 self._send(site, said)
 
     def on_split_at(self, message: wire.SplitAt) -> None:
-        for unit, split in self._stages.splits():
-            meant = (unit[0], split.number) == (message.source, message.split)
-            if meant and self._dataflow.units[unit].lazy:
+        for task, split in self._stages.splits():
+            meant = (task[0], split.number) == (message.source, message.split)
+            if meant and self._dataflow.tasks[task].lazy:
                 split.note(message.row, message.position)
 
     # --- rows that were pushed ------------------------------------------------------------------
 
     def on_feed_portion(self, site: SiteId, message: wire.FeedPortion, body: memoryview) -> None:
-        held = self._dataflow.units.get((StageId(message.source), CohortId(0)))
+        held = self._dataflow.tasks.get((StageId(message.source), GroupId(0)))
         if held is None or not held.installed:
             return  # when it is installed it asks for what it lacks
         reader = self._stages.fed()[message.source]
@@ -149,7 +149,7 @@ class Sourcing:
         """Tell the leading ingress of each fed source what this replica has, and get the rest."""
         view = self._dataflow.view
         for source, reader in self._stages.fed().items():
-            unit = (StageId(source), CohortId(0))
-            if view is not None and not reader.leads and self._dataflow.units[unit].installed:
-                leader = view.cohort(unit).replicas[0]
+            task = (StageId(source), GroupId(0))
+            if view is not None and not reader.leads and self._dataflow.tasks[task].installed:
+                leader = view.group(task).replicas[0]
                 self._send(leader, wire.FeedHas(source, reader.has, True))

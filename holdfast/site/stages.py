@@ -1,4 +1,4 @@
-"""The units of a flow on one site: carries out the orders of the dataflow machine."""
+"""The tasks of a flow on one site: carries out the orders of the dataflow machine."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from holdfast.connectors.pull import FolderTap
 from holdfast.connectors.sources import SplitReader
 from holdfast.connectors.table import ViewWriter
 from holdfast.core.effects import IngestEpochs, ProcessBundles
-from holdfast.core.events import UnitProcessed
-from holdfast.core.ids import NO_EPOCH, STORE, CohortId, Epoch, ExchangeId, SiteId, StageId, Unit
-from holdfast.core.layout import Cohort, Guard, View
+from holdfast.core.events import TaskProcessed
+from holdfast.core.ids import NO_EPOCH, STORE, Epoch, ExchangeId, GroupId, SiteId, StageId, TaskId
+from holdfast.core.layout import Guard, PartitionGroup, View
 from holdfast.core.records import EpochRecord
 from holdfast.engine.batches import Track, concat, order_of
 from holdfast.engine.memory import NO_STATE, naming, state_size
@@ -39,8 +39,8 @@ from holdfast.storage.restore_point import Past
 KEPT = "store"
 """Who follows the changes of tables that are stored while the flow runs."""
 
-Outputs = dict[ExchangeId, dict[CohortId, Frames]]
-"""What an order gives: a bundle for every consumer cohort of every exchange."""
+Outputs = dict[ExchangeId, dict[GroupId, Frames]]
+"""What an order gives: a bundle for every consumer partition group of every exchange."""
 
 
 class Keeper(Protocol):
@@ -77,22 +77,23 @@ def together(order: ProcessBundles) -> Iterator[tuple[ProcessBundles, list[int]]
 def _part(
     order: ProcessBundles, last: Epoch, epochs: list[dict[ExchangeId, list[Any]]]
 ) -> ProcessBundles:
-    return ProcessBundles(order.unit, last, True, epochs[-1], tuple(epochs[:-1]))
+    return ProcessBundles(order.task, last, True, epochs[-1], tuple(epochs[:-1]))
 
 
-class UnitRunner:
-    """One unit: a cohort of a stage with its operator, and its source readers or sink writer."""
+class TaskRunner:
+    """One task: a partition group of a stage with its operator, and its source readers or sink
+    writer."""
 
     def __init__(
         self,
         plan: Plan,
         stage: Stage,
-        cohort: Cohort,
+        group: PartitionGroup,
         options: Options,
         routers: Mapping[ExchangeId, Router],
         incarnation: str = "",
     ) -> None:
-        self.stage, self.cohort, self.partitions = stage, cohort, options.partitions
+        self.stage, self.group, self.partitions = stage, group, options.partitions
         self.spill = options.spill
         """The folder for what does not fit into memory."""
         self.runner = StageRunner(plan, stage, options.partitions)
@@ -109,7 +110,7 @@ class UnitRunner:
         """Processor time of all calls. Like `bytes_out` it is what this replica has done itself."""
         self.epoch = -1
         if stage.source is not None:
-            numbers = range(cohort.first, cohort.end)
+            numbers = range(group.first, group.end)
             readers = {n: _reader(stage, n, options.spill) for n in numbers}
             self.ingress = Ingress(plan, stage, readers)
             if self.fed is not None:
@@ -118,7 +119,7 @@ class UnitRunner:
             self.egress = Egress(plan.flow, stage, incarnation, plan.past)
 
     def begin(self, past: Past) -> None:
-        """Be as the flow's past has left this unit."""
+        """Be as the flow's past has left this task."""
         self.epoch = past.epochs - 1
         if self.keeper is not None:
             self._install(past, self.keeper)
@@ -128,7 +129,7 @@ class UnitRunner:
             self.egress.recover(past)
 
     def _install(self, past: Past, keeper: Keeper) -> None:
-        first, end = self.cohort.first, self.cohort.end
+        first, end = self.group.first, self.group.end
         for layer, batch in past.state_of(self.stage.id, first, end):
             try:
                 table = keeper.tables()[layer.table]
@@ -178,7 +179,8 @@ class UnitRunner:
         return self.operator
 
     def run(self, order: IngestEpochs | ProcessBundles) -> list[Outputs]:
-        """Carry an order out: the output of each of its epochs, split by consumer cohort."""
+        """Carry an order out: the output of each of its epochs, split by consumer partition
+        group."""
         with naming(partial(self.runner.place, order.epoch), self.state_size):
             return self._run(order)
 
@@ -228,7 +230,7 @@ class UnitRunner:
         """All frames of an order together, checked, one batch for each input of the stage."""
         frames = [[f.batch for epoch in order.epochs for f in epoch[x]] for x in order.bundles]
         merged = self.runner.merged(frames)
-        where = f"stage {self.stage.name!r}, cohort {order.unit[1]}, epoch {order.epoch}"
+        where = f"stage {self.stage.name!r}, partition group {order.task[1]}, epoch {order.epoch}"
         bundles.check(order.frames(), merged, where)
         return merged
 
@@ -274,7 +276,7 @@ class UnitRunner:
         return readers[0] if isinstance(readers[0], FedReader) else None
 
     def held(self) -> list[tuple[int, pa.RecordBatch]]:
-        """Rows that only replicas of this unit have: of a sink, those that are not durable; of a
+        """Rows that only replicas of this task have: of a sink, those that are not durable; of a
         fed source, those in no epoch yet."""
         if self.egress is not None:
             return self.egress.held
@@ -296,7 +298,7 @@ class UnitRunner:
         ingress, egress, operator = extras["ingress"], extras["egress"], extras["operator"]
         have = (self.ingress, self.egress, self.operator)
         if [h is None for h in have] != [e is None for e in (ingress, egress, operator)]:
-            raise ProtocolError("the state of another kind of unit was handed over")
+            raise ProtocolError("the state of another kind of task was handed over")
         self.rows_in, self.rows_out, self.calls, self.runner.dead_rows = extras["counts"]
         if self.ingress is not None and ingress is not None:
             self.ingress.restore(ingress, [rows for _, rows in held])
@@ -311,8 +313,8 @@ class UnitRunner:
         return {
             "stage": self.stage.name,
             "kind": self.stage.kind,
-            "first": self.cohort.first,
-            "partitions": self.cohort.end - self.cohort.first,
+            "first": self.group.first,
+            "partitions": self.group.end - self.group.first,
             "epoch": self.epoch,
             "rows_in": self.rows_in,
             "rows_out": self.rows_out,
@@ -341,7 +343,7 @@ class Shelf(Protocol):
 
 
 class SiteStages:
-    """All units of which this site holds a replica."""
+    """All tasks of which this site holds a replica."""
 
     def __init__(
         self,
@@ -349,14 +351,14 @@ class SiteStages:
         site: SiteId,
         options: Options,
         incarnation: str = "",
-        runner: type[UnitRunner] = UnitRunner,
+        runner: type[TaskRunner] = TaskRunner,
         shelf: Shelf | None = None,
     ) -> None:
         self.plan, self.site, self.options = plan, site, options
         self._shape = shape(plan, options.partitions)
         self.shelf = shelf
         self._incarnation = incarnation
-        self.units: dict[Unit, UnitRunner] = {}
+        self.tasks: dict[TaskId, TaskRunner] = {}
         self._runner = runner
         self._routers: dict[ExchangeId, Router] = {}
         self.recorded: int | None = None
@@ -369,23 +371,23 @@ class SiteStages:
         self.on_fed: Callable[[], None] = lambda: None
         self.send: Callable[[SiteId, wire.Message, list[Any]], None] = lambda *_: None
 
-    def open(self, unit: Unit, view: View, *, begins: bool) -> None:
-        """Make the unit: one that `begins` with the flow has what the flow begins with, the others
+    def open(self, task: TaskId, view: View, *, begins: bool) -> None:
+        """Make the task: one that `begins` with the flow has what the flow begins with, the others
         have empty state. Whoever is in the first view as leader begins to lead."""
-        stage, cohort = self.plan.stages[unit[0]], view.cohort(unit)
+        stage, group = self.plan.stages[task[0]], view.group(task)
         for exchange in stage.outputs:
             if exchange.id not in self._routers:
-                cohorts = view.cohorts[exchange.consumer]
-                router = Router(exchange, cohorts, self.options.digests)
+                groups = view.groups[exchange.consumer]
+                router = Router(exchange, groups, self.options.digests)
                 self._routers[ExchangeId(exchange.id)] = router
         runner = self._runner(
-            self.plan, stage, cohort, self.options, self._routers, self._incarnation
+            self.plan, stage, group, self.options, self._routers, self._incarnation
         )
-        runner.protect(*self._protection(unit, view))
-        self.units[unit] = runner
+        runner.protect(*self._protection(task, view))
+        self.tasks[task] = runner
         if self.plan.past is not None and begins:
             runner.begin(self.plan.past)
-        if runner.egress is not None and cohort.replicas[0] == self.site:
+        if runner.egress is not None and group.replicas[0] == self.site:
             runner.egress.begin(view.rank)
         for reader in self.fed().values():
             reader.on_ready, reader.send = self.on_fed, self.send
@@ -405,33 +407,33 @@ class SiteStages:
     def on_view(self, view: View) -> None:
         """Lead where a leader is gone; know the other replicas of a fed source; follow of the state
         what protection takes."""
-        for unit, runner in self.units.items():
-            if unit not in view.units_at(self.site):
+        for task, runner in self.tasks.items():
+            if task not in view.tasks_at(self.site):
                 continue
-            protection = self._protection(unit, view)
+            protection = self._protection(task, view)
             if (runner.guard, runner.followers) != protection:
                 runner.protect(*protection)
-            cohort = view.cohort(unit)
-            leads = cohort.led_by(self.site)
+            group = view.group(task)
+            leads = group.led_by(self.site)
             if runner.egress is not None and leads:
                 runner.egress.lead(view.rank)
             reader = runner.fed
             if reader is not None:
-                others = [s for s in cohort.replicas if s != self.site]
-                reader.on_replicas(leads, others, cohort.joining, view.rank)
+                others = [s for s in group.replicas if s != self.site]
+                reader.on_replicas(leads, others, group.joining, view.rank)
 
-    def _protection(self, unit: Unit, view: View) -> tuple[Guard, tuple[str, ...]]:
-        """Of the unit; and to whom this replica gives what has changed. Who begins to do so gives
+    def _protection(self, task: TaskId, view: View) -> tuple[Guard, tuple[str, ...]]:
+        """Of the task; and to whom this replica gives what has changed. Who begins to do so gives
         everything at first."""
-        guard, cohort = self._shape.under(view).stages[unit[0]].guard, view.cohort(unit)
-        stands = self.site in cohort.standing
-        given = guard.standbys > 0 and not stands and bool(cohort.standing or cohort.joining)
-        stored = self.options.store_every_ms > 0 and cohort.led_by(self.site)
+        guard, group = self._shape.under(view).stages[task[0]].guard, view.group(task)
+        stands = self.site in group.standing
+        given = guard.standbys > 0 and not stands and bool(group.standing or group.joining)
+        stored = self.options.store_every_ms > 0 and group.led_by(self.site)
         return guard, (STANDBY,) * given + (KEPT,) * stored
 
-    def shut(self, unit: Unit) -> None:
-        """Forget a unit that is held here no more."""
-        runner = self.units.pop(unit)
+    def shut(self, task: TaskId) -> None:
+        """Forget a task that is held here no more."""
+        runner = self.tasks.pop(task)
         if runner.egress is not None:
             runner.egress.abandon()
         if runner.ingress is not None:
@@ -440,12 +442,12 @@ class SiteStages:
 
     def fed(self) -> dict[int, FedReader]:
         """The readers of fed sources, by stage."""
-        return {u[0]: r.fed for u, r in self.units.items() if r.fed is not None}
+        return {u[0]: r.fed for u, r in self.tasks.items() if r.fed is not None}
 
-    def splits(self) -> list[tuple[Unit, Split]]:
+    def splits(self) -> list[tuple[TaskId, Split]]:
         return [
-            (unit, split)
-            for unit, runner in self.units.items()
+            (task, split)
+            for task, runner in self.tasks.items()
             if runner.ingress is not None
             for split in runner.ingress.splits.values()
         ]
@@ -453,7 +455,7 @@ class SiteStages:
     def ready(self, order: IngestEpochs | ProcessBundles) -> bool:
         """Whether the order can be carried out now: a source may not have its rows yet, or a sink
         no room."""
-        runner = self.units.get(order.unit)
+        runner = self.tasks.get(order.task)
         if runner is not None and runner.egress is not None:
             assert isinstance(order, ProcessBundles)
             may = self.recorded is None or order.epoch <= self.recorded
@@ -463,50 +465,50 @@ class SiteStages:
         return runner.ingress.ready(order.records, self.options.block_rows)
 
     @contextmanager
-    def calling(self, unit: UnitRunner, epoch: int = -1) -> Iterator[None]:
-        """In here the code of a unit's stage runs: its functions, source or sink."""
-        self.call = (unit.stage.name, epoch)
+    def calling(self, task: TaskRunner, epoch: int = -1) -> Iterator[None]:
+        """In here the code of a task's stage runs: its functions, source or sink."""
+        self.call = (task.stage.name, epoch)
         try:
             yield
         finally:
             self.call = None
 
-    def carry_out(self, order: IngestEpochs | ProcessBundles) -> UnitProcessed:
-        """Ingest or process; the answer has the output split by consumer cohort."""
+    def carry_out(self, order: IngestEpochs | ProcessBundles) -> TaskProcessed:
+        """Ingest or process; the answer has the output split by consumer partition group."""
         last = order.last if isinstance(order, ProcessBundles) else True
-        unit = self.units[order.unit]
-        with self.calling(unit, order.epoch):
-            *earlier, outputs = unit.run(order)
-        needs = unit.came_from(order.epoch)
-        return UnitProcessed(order.unit, order.epoch, last, outputs, needs, tuple(earlier))
+        task = self.tasks[order.task]
+        with self.calling(task, order.epoch):
+            *earlier, outputs = task.run(order)
+        needs = task.came_from(order.epoch)
+        return TaskProcessed(order.task, order.epoch, last, outputs, needs, tuple(earlier))
 
     def egress(self, sink: StageId) -> Egress | None:
-        runner = self.units.get((sink, CohortId(0)))
+        runner = self.tasks.get((sink, GroupId(0)))
         return runner.egress if runner else None
 
     def recall(self) -> None:
         """Called again and again: give the sinks what the flow begins with."""
-        for runner in self.units.values():
+        for runner in self.tasks.values():
             if runner.egress is not None:
                 with self.calling(runner):
                     runner.egress.recall()
 
     def tend(self) -> None:
         """Called every now and then: see to the sinks that are led here."""
-        for runner in self.units.values():
+        for runner in self.tasks.values():
             if runner.egress is not None:
                 with self.calling(runner):
                     runner.egress.tend()
 
     def figures(self) -> list[dict[str, Any]]:
-        """One row for each unit held here."""
+        """One row for each task held here."""
         return [
-            {"cohort": unit[1], **runner.figures()} for unit, runner in sorted(self.units.items())
+            {"group": task[1], **runner.figures()} for task, runner in sorted(self.tasks.items())
         ]
 
     def close_sinks(self) -> None:
         """The last epoch is through: make what the sinks wrote readable."""
-        for runner in self.units.values():
+        for runner in self.tasks.values():
             if runner.egress is not None:
                 with self.calling(runner):
                     runner.egress.close()
@@ -517,7 +519,7 @@ class SiteStages:
 
     def abandon(self) -> None:
         """The site leaves, whatever is left to do."""
-        for runner in self.units.values():
+        for runner in self.tasks.values():
             if runner.egress is not None:
                 runner.egress.abandon()
 

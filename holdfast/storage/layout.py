@@ -2,7 +2,7 @@
 
     generations/000002.arrow                    who has the folder: the highest number does
     manifests/000002.arrow                      what there is to go on from, of each generation
-    checkpoints/000002-000000000815/...         state after an epoch, by unit, site and table
+    checkpoints/000002-000000000815/...         state after an epoch, by task, site and table
     checkpoints/000002-000000000990-stop/...    the same, of a flow that was stopped after it
     records/000002/000000000816-...             which rows the epochs after a checkpoint have
     portions/000002/3/...                       rows of source 3 that nobody else keeps
@@ -54,11 +54,11 @@ def latest(names: Iterable[str]) -> int:
     return max((g for name in names if (g := generation_of(name)) is not None), default=-1)
 
 
-def unit_file(
-    generation: int, epoch: int, unit: tuple[int, int], site: int, what: str, *, stop: bool = False
+def task_file(
+    generation: int, epoch: int, task: tuple[int, int], site: int, what: str, *, stop: bool = False
 ) -> str:
     folder = f"{CHECKPOINTS}/{generation:06d}-{epoch:012d}{'-stop' if stop else ''}"
-    return f"{folder}/{unit[0]}-{unit[1]}-{site}-{what}.arrow"
+    return f"{folder}/{task[0]}-{task[1]}-{site}-{what}.arrow"
 
 
 class CheckpointName(NamedTuple):

@@ -77,17 +77,17 @@ class Dashboard:
         )
 
 
-def _by_stage(units: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _by_stage(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A site's units of the same stage as one row."""
     rows: dict[str, dict[str, Any]] = {}
-    for unit in units:
-        row = rows.get(unit["stage"])
+    for task in tasks:
+        row = rows.get(task["stage"])
         if row is None:
-            rows[unit["stage"]] = dict(unit)
+            rows[task["stage"]] = dict(task)
             continue
         for name in ("partitions", "rows_in", "late_rows", "keys", "state_bytes"):
-            row[name] += unit[name]
-        row["epoch"] = min(row["epoch"], unit["epoch"])
+            row[name] += task[name]
+        row["epoch"] = min(row["epoch"], task["epoch"])
     return list(rows.values())
 
 

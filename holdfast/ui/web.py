@@ -75,7 +75,9 @@ def _one(kind: type[Any], name: str, text: str, flow: list[str], status: dict[st
 def _by_replicas(flow: list[str], partitions: list[dict[str, Any]]) -> Iterator[Metric]:
     labels = ["flow", "stage"]
     missing = GaugeMetricFamily(
-        "holdfast_replicas_missing", "Cohorts of partitions that lack a replica", labels=labels
+        "holdfast_replicas_missing",
+        "Partition groups of partitions that lack a replica",
+        labels=labels,
     )
     lag = GaugeMetricFamily(
         "holdfast_lag_epochs", "How far the slowest replica is behind the fastest", labels=labels

@@ -20,7 +20,7 @@ from holdfast.core.events import (
     StoreDue,
     StoreFailed,
     StoreOrdered,
-    UnitStored,
+    TaskStored,
 )
 from holdfast.core.records import Block, EpochRecord, Range
 from holdfast.core.sequencer import Budget, Sequencer
@@ -56,12 +56,12 @@ def test_a_checkpoint_counts_when_all_of_it_is_there() -> None:
     machine.handle(record(7))
     assert machine.handle(due(3)) == [OrderStore(10, None)]
     assert machine.handle(due(3)) == [], "one at a time"
-    assert machine.handle(UnitStored(SOURCE, 10, "a")) == []
-    assert machine.handle(UnitStored(SOURCE, 10, "a again")) == []
-    assert machine.handle(UnitStored(KEYED, 9, "of another")) == []
-    assert machine.handle(UnitStored(SINK, 10, "c")) == []
+    assert machine.handle(TaskStored(SOURCE, 10, "a")) == []
+    assert machine.handle(TaskStored(SOURCE, 10, "a again")) == []
+    assert machine.handle(TaskStored(KEYED, 9, "of another")) == []
+    assert machine.handle(TaskStored(SINK, 10, "c")) == []
     stored = {SOURCE: "a", SINK: "c", KEYED: "b"}
-    assert machine.handle(UnitStored(KEYED, 10, "b")) == [WriteManifest(10, stored)]
+    assert machine.handle(TaskStored(KEYED, 10, "b")) == [WriteManifest(10, stored)]
     assert machine.complete is None
     assert machine.handle(StoreFailed(10, "too late to say so", False)) == []
     machine.handle(ManifestWritten(10, ""))
@@ -74,12 +74,12 @@ def test_one_that_fails_leaves_the_one_before_it() -> None:
     assert ordered(machine) == 0
     machine.handle(StoreFailed(0, "told too late", True))
     assert machine.failure == "told too late" and machine.epoch is None
-    assert machine.handle(UnitStored(SOURCE, 0, "a")) == [], "given up"
+    assert machine.handle(TaskStored(SOURCE, 0, "a")) == [], "given up"
     assert ordered(machine) == 1, "farther ahead"
     machine.handle(StoreFailed(1, "no room", False))
     assert ordered(machine) == 1, "it was not told too late"
-    for unit in (SOURCE, KEYED, SINK):
-        machine.handle(UnitStored(unit, 1, unit))
+    for task in (SOURCE, KEYED, SINK):
+        machine.handle(TaskStored(task, 1, task))
     machine.handle(ManifestWritten(1, "no room"))
     assert machine.complete is None and machine.failure == "no room"
 
@@ -89,7 +89,7 @@ def test_whoever_is_to_store_something_must_not_be_lost() -> None:
     ordered(machine)
     machine.handle(view(1, "0", "1,2+0", "2,0"))
     assert machine.epoch == 0, "a replica that does not lead is gone"
-    machine.handle(UnitStored(KEYED, 0, "b"))
+    machine.handle(TaskStored(KEYED, 0, "b"))
     machine.handle(view(2, "0", "2+0", "2,0"))
     assert machine.epoch == 0, "it had been stored"
     machine.handle(view(3, "0", "2+0", "0"))
@@ -97,7 +97,7 @@ def test_whoever_is_to_store_something_must_not_be_lost() -> None:
     ordered(machine)
     machine.handle(PeerLost(2))
     assert machine.epoch is None, "what it said may be lost"
-    assert machine.handle(due(held=("0,1", "+2", "2,0"))) == [], "a unit is being made anew"
+    assert machine.handle(due(held=("0,1", "+2", "2,0"))) == [], "a task is being made anew"
 
 
 def test_after_so_many_increments_it_is_whole() -> None:
@@ -106,15 +106,15 @@ def test_after_so_many_increments_it_is_whole() -> None:
     for epoch in range(2 * LAYERS_MAX + 1):
         (order,) = machine.handle(due())
         orders.append(order.after)
-        for unit in (SOURCE, KEYED, SINK):
-            machine.handle(UnitStored(unit, order.epoch, unit))
+        for task in (SOURCE, KEYED, SINK):
+            machine.handle(TaskStored(task, order.epoch, task))
         machine.handle(ManifestWritten(order.epoch, ""))
         machine.handle(record(epoch))
     whole = [at for at, after in enumerate(orders) if after is None]
     assert whole == [0, LAYERS_MAX, 2 * LAYERS_MAX]
 
 
-def test_a_unit_is_stored_after_the_epoch_and_goes_on() -> None:
+def test_a_task_is_stored_after_the_epoch_and_goes_on() -> None:
     machine = site(1, *HELD)
     assert machine.handle(StoreOrdered(1, None)) == [], "nothing has come so far"
     machine.handle(bundle(0, 0))
@@ -130,7 +130,7 @@ def test_a_unit_is_stored_after_the_epoch_and_goes_on() -> None:
     assert effects == [StoreState(KEYED, 2)], "what was given before is not what counts"
 
 
-def test_a_unit_that_is_past_the_epoch_says_so() -> None:
+def test_a_task_that_is_past_the_epoch_says_so() -> None:
     machine = site(1, *HELD)
     machine.handle(bundle(0, 0))
     machine.handle(processed(KEYED, 0, x1="a"))

@@ -39,7 +39,7 @@ from holdfast.core.events import (
     ViewSeen,
     WaitOver,
 )
-from holdfast.core.ids import CohortId, SiteId, StageId
+from holdfast.core.ids import GroupId, SiteId, StageId
 from holdfast.core.layout import Domain, Guard, Shape, StageShape, place, spans
 from holdfast.errors import HostError, HungError, InvariantError, SiteLostError
 
@@ -61,11 +61,11 @@ def finished(controller: Controller, site: int) -> SiteFinished:
 
 
 def reported(
-    controller: Controller, site: int, unit: tuple[int, int], phase: str, reason: str = ""
+    controller: Controller, site: int, task: tuple[int, int], phase: str, reason: str = ""
 ) -> ReplicaReported:
     """Word of a new replica, said under the latest view."""
     assert controller.view is not None
-    key = (StageId(unit[0]), CohortId(unit[1]))
+    key = (StageId(task[0]), GroupId(task[1]))
     return ReplicaReported(SiteId(site), key, controller.view.number, phase, reason)
 
 
@@ -75,7 +75,7 @@ def protected(replicas: int = 2, apart: str = "process") -> Shape:
 
 
 PAIRS = protected()
-KEYED = (StageId(1), CohortId(0))
+KEYED = (StageId(1), GroupId(0))
 
 
 def domain(site: int) -> Domain:
@@ -368,9 +368,9 @@ def lost_one() -> Controller:
     return controller
 
 
-def installed(controller: Controller, stage: int, cohort: int, site: int) -> list[ControllerEffect]:
-    effects = controller.handle(reported(controller, site, (stage, cohort), "installed"))
-    controller.handle(reported(controller, site, (stage, cohort), "caught_up"))
+def installed(controller: Controller, stage: int, group: int, site: int) -> list[ControllerEffect]:
+    effects = controller.handle(reported(controller, site, (stage, group), "installed"))
+    controller.handle(reported(controller, site, (stage, group), "caught_up"))
     return effects
 
 
@@ -483,19 +483,19 @@ def test_a_replica_that_failed_is_tried_again_after_a_pause_and_not_for_ever() -
         failed = reported(controller, 4, (1, 2), "failed", "its connection broke")
         effects = controller.handle(failed)
         waits += [e.ms for e in effects if isinstance(e, Wait) and e.what == "join 1 2"]
-        assert controller.view.cohort((1, 2)).joining == ()
+        assert controller.view.group((1, 2)).joining == ()
         assert len(views(effects)) == 1
         if attempt < JOINS_MAX - 1:
             assert (1, 2) not in controller.unrecovered
             (again,) = views(controller.handle(WaitOver("join 1 2")))
-            assert controller.view.cohort((1, 2)).joining == (4,), again
+            assert controller.view.group((1, 2)).joining == (4,), again
     assert waits == sorted(waits) and len(waits) == JOINS_MAX - 1
     assert (
         "5 attempts failed, the last because its connection broke" in (controller.unrecovered[1, 2])
     )
     controller.handle(reported(controller, 4, (0, 0), "installed"))
-    assert controller.view.cohort((1, 2)).joining == (), "it was given up"
-    assert controller.view.cohort((1, 3)).joining == (4,), "the others are not"
+    assert controller.view.group((1, 2)).joining == (), "it was given up"
+    assert controller.view.group((1, 3)).joining == (4,), "the others are not"
     assert not controller.protected
     controller.handle(SitesFailed((4,), "killed"))
     controller.handle(registered(5))
@@ -506,15 +506,15 @@ def test_a_donor_that_dies_is_replaced_by_another_replica() -> None:
     controller = running(protected(replicas=3), 4, 1)
     assert replicas(controller).startswith("0,1,2 1,2,3 |")
     controller.handle(SitesFailed((1,), "killed"))
-    assert controller.view.cohort((0, 0)).all == (0, 2, 4)
+    assert controller.view.group((0, 0)).all == (0, 2, 4)
     assert OrderCatchUp(2, (0, 0), 4) in seen(controller)
     controller.handle(SitesFailed((2,), "killed"))
-    assert controller.view.cohort((0, 0)).replicas == (0,)
+    assert controller.view.group((0, 0)).replicas == (0,)
     assert OrderCatchUp(0, (0, 0), 4) in seen(controller)
 
 
 LINE = replace(PAIRS, stages=tuple(replace(s, partitions=1) for s in PAIRS.stages))
-"""Three units, each with two replicas."""
+"""Three tasks, each with two replicas."""
 
 
 def test_word_of_a_replica_in_time_saves_the_flow_when_its_donor_dies() -> None:
@@ -535,17 +535,17 @@ def test_word_of_a_replica_in_time_saves_the_flow_when_its_donor_dies() -> None:
     assert controller.handle(WaitOver("doubt 1")) == []
 
 
-def test_a_unit_that_cannot_be_made_anew_ends_the_flow_and_says_why() -> None:
+def test_a_task_that_cannot_be_made_anew_ends_the_flow_and_says_why() -> None:
     guards = {"source": Guard(2), "keyed": Guard(level=1, anew=1), "sink": Guard(2)}
     anew = replace(LINE, stages=tuple(replace(s, guard=guards[s.kind]) for s in LINE.stages))
     controller = running(anew, 3, 1)
     assert controller.view is not None
-    (lost,) = controller.view.cohort(KEYED).replicas
+    (lost,) = controller.view.group(KEYED).replicas
     controller.handle(SitesFailed((lost,), "killed"))
     effects: list[ControllerEffect] = []
     for _ in range(JOINS_MAX):
         seen(controller)
-        (site,) = controller.view.cohort(KEYED).joining
+        (site,) = controller.view.group(KEYED).joining
         effects = controller.handle(reported(controller, site, KEYED, "failed", "no room"))
         controller.handle(WaitOver("join 1 0"))
     (end,) = (e for e in effects if isinstance(e, EndFlow))
@@ -587,14 +587,14 @@ def test_a_site_that_gets_a_replica_after_it_had_finished_is_not_finished() -> N
     seen(controller)
     controller.handle(reported(controller, 0, (2, 0), "installed"))
     controller.handle(SitesFailed((2,), "killed"))
-    assert controller.view.cohort((2, 0)).replicas == (0,)
+    assert controller.view.group((2, 0)).replicas == (0,)
     seen(controller)
     said = controller.handle(finished(controller, 1))
     assert said == [], "0 has not said that the sink is through"
     assert controller.handle(finished(controller, 0)) == [EndFlow(None)]
 
 
-def test_replicas_of_units_that_are_through_do_not_keep_the_flow_from_ending() -> None:
+def test_replicas_of_tasks_that_are_through_do_not_keep_the_flow_from_ending() -> None:
     controller = running(LINE, 2, 1)
     controller.handle(finished(controller, 0))
     controller.handle(SitesFailed((1,), "killed"))
@@ -609,7 +609,7 @@ def test_replicas_of_units_that_are_through_do_not_keep_the_flow_from_ending() -
 def test_partitions_are_spread_evenly_and_single_ones_do_not_pile_up() -> None:
     domains = {s: domain(s) for s in range(3)}
     view = place(SHAPE, [0, 1, 2], domains)
-    assert [(c.first, c.end) for c in view.cohorts[1]] == [(0, 3), (3, 6), (6, 8)]
+    assert [(c.first, c.end) for c in view.groups[1]] == [(0, 3), (3, 6), (6, 8)]
     assert str(view) == "view 0.0 of 0 1 2: 0 1 | 2 0 1 | 2"
     with pytest.raises(HostError):
         place(SHAPE, [], {})
@@ -619,11 +619,11 @@ def test_partitions_are_spread_evenly_and_single_ones_do_not_pile_up() -> None:
 def test_replicas_are_chained_so_that_a_loss_burdens_several(count: int) -> None:
     domains = {s: domain(s) for s in range(5)}
     view = place(protected(count), list(domains), domains)
-    for cohort in view.cohorts[1]:
-        first = cohort.replicas[0]
-        assert cohort.replicas == tuple((first + k) % 5 for k in range(count))
+    for group in view.groups[1]:
+        first = group.replicas[0]
+        assert group.replicas == tuple((first + k) % 5 for k in range(count))
     for position in range(count):
-        assert sorted(c.replicas[position] for c in view.cohorts[1]) == list(range(5)), "even"
+        assert sorted(c.replicas[position] for c in view.groups[1]) == list(range(5)), "even"
 
 
 GRID = {s: Domain(f"p{s}", f"e{s // 2}", f"h{s // 4}", f"a{s // 8}") for s in range(16)}
@@ -633,16 +633,16 @@ GRID = {s: Domain(f"p{s}", f"e{s // 2}", f"h{s // 4}", f"a{s // 8}") for s in ra
 @pytest.mark.parametrize("apart", ["process", "executor", "host", "application"])
 def test_replicas_are_as_far_apart_as_asked_and_as_can_be(apart: str) -> None:
     view = place(protected(apart=apart), list(GRID), GRID)
-    for unit in view.units():
-        one, other = (GRID[s] for s in view.cohort(unit).replicas)
+    for task in view.tasks():
+        one, other = (GRID[s] for s in view.group(task).replicas)
         assert getattr(one, apart) != getattr(other, apart)
         assert one.application != other.application, "there are two: why share one"
 
 
 def test_three_replicas_on_two_applications_share_no_host() -> None:
     view = place(protected(3, "host"), list(GRID), GRID)
-    for unit in view.units():
-        assert len({GRID[s].host for s in view.cohort(unit).replicas}) == 3
+    for task in view.tasks():
+        assert len({GRID[s].host for s in view.group(task).replicas}) == 3
 
 
 @pytest.mark.parametrize(
@@ -673,7 +673,7 @@ def test_new_replicas_are_made_only_where_they_are_apart() -> None:
     seen(controller)
     (_, launch, *_) = controller.handle(SitesFailed((2,), "killed"))
     controller.handle(SiteRegistered(launch.site, ("", 0), GRID[1]))  # beside site 0
-    assert all(controller.view.cohort(u).all == (0,) for u in controller.view.units())
+    assert all(controller.view.group(u).all == (0,) for u in controller.view.tasks())
     assert controller.unrecovered[0, 0] == "no site is in another executor than its replicas"
     assert not controller.protected
 
@@ -702,18 +702,18 @@ def test_a_replica_that_is_made_for_another_reason_now_is_ordered_again() -> Non
     for guard in (Guard(standbys=1, every_ms=100), Guard(2)):
         controller.handle(ProtectionWanted(keyed_as(guard).guards))
         assert controller.view is not None
-        (joiner,) = controller.view.cohort(KEYED).joining
-        orders = [e for e in seen(controller) if isinstance(e, OrderCatchUp) and e.unit == KEYED]
+        (joiner,) = controller.view.group(KEYED).joining
+        orders = [e for e in seen(controller) if isinstance(e, OrderCatchUp) and e.task == KEYED]
         assert [e.joiner for e in orders] == [joiner]
 
 
-def test_a_unit_is_made_anew_at_one_site_only() -> None:
+def test_a_task_is_made_anew_at_one_site_only() -> None:
     """Also if it is lost while its second replica is being made."""
     controller = running(keyed_as(ANEW), sites=4, standbys=2)
     controller.handle(ProtectionWanted(PAIRS.guards))
     assert controller.view is not None
-    replicas = controller.view.cohort(KEYED).replicas
-    assert len(controller.view.cohort(KEYED).joining) == 1
+    replicas = controller.view.group(KEYED).replicas
+    assert len(controller.view.group(KEYED).joining) == 1
     controller.handle(SitesFailed(replicas, "crashed"))
-    cohort = controller.view.cohort(KEYED)
-    assert cohort.replicas == () and len(cohort.joining) == 1
+    group = controller.view.group(KEYED)
+    assert group.replicas == () and len(group.joining) == 1

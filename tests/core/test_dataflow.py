@@ -6,10 +6,10 @@ from holdfast.core.dataflow import Dataflow
 from holdfast.core.effects import (
     AbandonHandOver,
     AskRecords,
-    CloseUnit,
+    CloseTask,
     HandOver,
     IngestEpochs,
-    OpenUnit,
+    OpenTask,
     ProcessBundles,
     ReportDelivered,
     ReportFinished,
@@ -29,11 +29,11 @@ from holdfast.core.events import (
     RecordArrived,
     ReplicaInstalled,
     StoreOrdered,
-    UnitProcessed,
+    TaskProcessed,
     ViewCommitted,
 )
 from holdfast.core.ids import NO_EPOCH
-from holdfast.core.layout import Cohort, Guard, Shape, StageShape, View
+from holdfast.core.layout import Guard, PartitionGroup, Shape, StageShape, View
 from holdfast.core.records import EpochRecord, Range
 from holdfast.core.replica import AT_ONCE_ROWS, AT_ONCE_S, REPLAYED, ROOM_BEHIND
 from holdfast.core.upstream import Gap
@@ -59,13 +59,13 @@ class Frames:
 
 def view(number: int, *replicas: str) -> ViewCommitted:
     """``view(3, "0,1", "1+2", "2")``: who holds the source, the keyed stage and the sink."""
-    cohorts = []
+    groups = []
     for held in replicas:
         full, *joining = held.split("+")
         sites = tuple(int(s) for s in full.split(",") if s)
-        cohorts.append((Cohort(0, 1, sites, tuple(int(s) for s in joining)),))
-    members = tuple(sorted({s for (c,) in cohorts for s in c.all}))
-    return ViewCommitted(View(0, number, members, tuple(cohorts)))
+        groups.append((PartitionGroup(0, 1, sites, tuple(int(s) for s in joining)),))
+    members = tuple(sorted({s for (c,) in groups for s in c.all}))
+    return ViewCommitted(View(0, number, members, tuple(groups)))
 
 
 def site(number: int, *replicas: str, connected: tuple[int, ...] = ()) -> Dataflow:
@@ -93,9 +93,9 @@ def ack(exchange: int, from_: int, received: int, take: bool = True) -> AckArriv
     return AckArrived(exchange, 0, 0, from_, 0, received, 99, take, NO_EPOCH, 0)
 
 
-def processed(unit: tuple[int, int], epoch: int, **outputs: str) -> UnitProcessed:
+def processed(task: tuple[int, int], epoch: int, **outputs: str) -> TaskProcessed:
     made = {int(x[1:]): {0: Frames(name)} for x, name in outputs.items()}
-    return UnitProcessed(unit, epoch, True, made)
+    return TaskProcessed(task, epoch, True, made)
 
 
 def of(kind: type, effects: list[SiteEffect]) -> list:
@@ -126,13 +126,13 @@ def test_an_earlier_view_is_not_acted_on() -> None:
     assert machine.view is not None and machine.view.number == 2
 
 
-def test_units_come_and_go_with_the_views() -> None:
+def test_tasks_come_and_go_with_the_views() -> None:
     machine = Dataflow(0, SHAPE, window=3)
     effects = machine.handle(view(0, "0,1", "1,2", "2,0"))
-    assert [e.unit for e in of(OpenUnit, effects)] == [SOURCE, SINK]
+    assert [e.task for e in of(OpenTask, effects)] == [SOURCE, SINK]
     effects = machine.handle(view(1, "0,1", "1,2+0", "2"))
-    assert [e.unit for e in of(OpenUnit, effects)] == [KEYED]
-    assert of(CloseUnit, effects) == [CloseUnit(SINK)]
+    assert [e.task for e in of(OpenTask, effects)] == [KEYED]
+    assert of(CloseTask, effects) == [CloseTask(SINK)]
     assert machine.handle(processed(SINK, 0)) == [], "it was at work when it was closed"
 
 
@@ -262,7 +262,7 @@ def test_the_donor_hands_over_after_all_that_it_had_received_is_processed() -> N
     assert machine.handle(CatchUpOrdered(KEYED, 2)) == []
     assert of(HandOver, machine.handle(processed(KEYED, 0, x1="o0"))) == []
     (over,) = of(HandOver, machine.handle(processed(KEYED, 1, x1="o1")))
-    assert (over.unit, over.joiner, over.epoch) == (KEYED, 2, 1)
+    assert (over.task, over.joiner, over.epoch) == (KEYED, 2, 1)
     assert [(k.epoch, k.bundle.name) for k in over.kept[1][0]] == [(0, "o0"), (1, "o1")]
 
 
@@ -339,7 +339,7 @@ def test_a_source_that_is_behind_takes_small_epochs_together() -> None:
     (order,) = of(IngestEpochs, machine.handle(processed(SOURCE, 0, x0="a")))
     assert [r.epoch for r in order.records] == [1, 2, 3], "the next one is large"
     made = [{0: {0: Frames(name)}} for name in "bcd"]
-    effects = machine.handle(UnitProcessed(SOURCE, 3, True, made[2], earlier=tuple(made[:2])))
+    effects = machine.handle(TaskProcessed(SOURCE, 3, True, made[2], earlier=tuple(made[:2])))
     sent = [(e.epoch, e.bundle.name) for e in of(SendBundle, effects)]
     assert sent == [(1, "b"), (2, "c"), (3, "d")]
     assert [e.records for e in of(IngestEpochs, effects)] == [(large,)]
@@ -360,7 +360,7 @@ def test_a_stage_that_takes_anothers_place_takes_epochs_together_until_it_has_ca
     assert (order.first, order.epoch) == (7, 11), "up to where the others were"
     assert [b[0][0].name for b in order.epochs] == ["b"] * 5
     made = tuple({1: {0: Frames(name)}} for name in "pqrst")
-    effects = machine.handle(UnitProcessed(KEYED, 11, True, made[-1], earlier=made[:-1]))
+    effects = machine.handle(TaskProcessed(KEYED, 11, True, made[-1], earlier=made[:-1]))
     assert ReportReplica(KEYED, "caught_up") in effects
     kept = [(k.epoch, k.bundle.name) for k in machine.producers[1, 0].lanes[0].kept]
     assert kept[-5:] == list(zip(range(7, 12), "pqrst", strict=True))
@@ -380,7 +380,7 @@ def test_a_source_stops_where_its_state_is_wanted() -> None:
     (order,) = of(IngestEpochs, machine.handle(processed(SOURCE, 0, x0="a")))
     assert [r.epoch for r in order.records] == [1, 2]
     made = ({0: {0: Frames("b")}},)
-    effects = machine.handle(UnitProcessed(SOURCE, 2, True, made[0], earlier=made))
+    effects = machine.handle(TaskProcessed(SOURCE, 2, True, made[0], earlier=made))
     assert [e.epoch for e in of(StoreState, effects)] == [2]
     assert machine.handle(StoreOrdered(3, None))[0] == ReportMissed(SOURCE, 3), "it is at 3 and 4"
 
@@ -417,12 +417,17 @@ def test_who_stood_by_and_lacks_nothing_has_caught_up_when_it_computes() -> None
     guards = (Guard(replicas=2), Guard(standbys=1, every_ms=100), Guard(replicas=2))
     machine = Dataflow(2, SHAPE.guarded(guards), window=3)
     machine.handle(PeerConnected(0))
-    stands = View(0, 0, (0, 1, 2), ((Cohort(0, 1, (0,)),), (Cohort(0, 1, (1,), standing=(2,)),)))
-    stands = replace(stands, cohorts=(*stands.cohorts, (Cohort(0, 1, (0,)),)))
+    stands = View(
+        0,
+        0,
+        (0, 1, 2),
+        ((PartitionGroup(0, 1, (0,)),), (PartitionGroup(0, 1, (1,), standing=(2,)),)),
+    )
+    stands = replace(stands, groups=(*stands.groups, (PartitionGroup(0, 1, (0,)),)))
     machine.handle(ViewCommitted(stands))
-    assert machine.units[KEYED].stands
+    assert machine.tasks[KEYED].stands
     effects = machine.handle(ViewCommitted(stands.without([1])))
-    assert not machine.units[KEYED].stands
+    assert not machine.tasks[KEYED].stands
     assert ReportReplica(KEYED, "caught_up") in effects
 
 
@@ -440,7 +445,7 @@ def joined_after(seconds: float) -> list[int]:
         calls.append(len(order.epochs))
         made = [{1: {0: Frames("o")}} for _ in order.epochs]
         took = seconds * len(made)
-        done = UnitProcessed(KEYED, order.epoch, True, made[-1], NO_EPOCH, tuple(made[:-1]), took)
+        done = TaskProcessed(KEYED, order.epoch, True, made[-1], NO_EPOCH, tuple(made[:-1]), took)
         orders = of(ProcessBundles, machine.handle(done))
     assert sum(calls) == 34
     return calls
@@ -461,6 +466,6 @@ def test_a_source_that_is_behind_and_slow_does_not_make_long_calls() -> None:
         machine.handle(record(0))
         for epoch in range(1, 9):
             machine.handle(record(epoch))
-        done = UnitProcessed(SOURCE, 0, True, {0: {0: Frames("a")}}, seconds=seconds)
+        done = TaskProcessed(SOURCE, 0, True, {0: {0: Frames("a")}}, seconds=seconds)
         (order,) = of(IngestEpochs, machine.handle(done))
         assert len(order.records) == expected

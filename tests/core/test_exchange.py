@@ -23,12 +23,12 @@ class Frames:
 
 
 def sent(effects: list[SendBundle]) -> list[tuple[int, int, int, str]]:
-    """To whom, for which cohort, which epoch, what."""
+    """To whom, for which partition group, which epoch, what."""
     return [(e.site, e.consumer, e.epoch, e.bundle.name) for e in effects]
 
 
 def producer(**replicas: tuple[int, ...]) -> Producer:
-    """A producer cohort 0, and the replicas of its consumers: ``c1=(7, 8)``."""
+    """A producer partition group 0, and the replicas of its consumers: ``c1=(7, 8)``."""
     made = Producer(X, 0)
     made.on_view({int(c[1:]): dict.fromkeys(sites, 0) for c, sites in replicas.items()})
     return made
@@ -53,7 +53,7 @@ def ack(
 
 
 def consumer(replicas: dict[int, tuple[int, ...]], window: int = 2, **known) -> Consumer:
-    """Consumer cohort 1 that takes from these replicas of its producers."""
+    """Consumer partition group 1 that takes from these replicas of its producers."""
     made = Consumer(X, 1, window)
     joining = known.get("joining", {})
     made.on_view(
@@ -76,8 +76,8 @@ def arrived(
 
 def test_bundles_go_out_while_there_is_credit() -> None:
     made = producer(c1=(1,), c2=(2,))
-    for cohort, site in ((1, 1), (2, 2)):
-        made.on_ack(ack(site, NO_EPOCH, 0, consumer=cohort))
+    for group, site in ((1, 1), (2, 2)):
+        made.on_ack(ack(site, NO_EPOCH, 0, consumer=group))
     assert offer(made, 0, c1="a", c2="b") == [(1, 1, 0, "a"), (2, 2, 0, "b")]
     assert offer(made, 1, c1="c", c2="d") == []
     assert sent(made.on_ack(ack(2, 0, 1, consumer=2))) == [(2, 2, 1, "d")]
@@ -126,7 +126,7 @@ def test_what_comes_twice_is_dropped() -> None:
 
 def test_a_gap_is_refused() -> None:
     made = consumer({0: (10,)})
-    with pytest.raises(ProtocolError, match="cohort 0 sent epoch 2 after -1"):
+    with pytest.raises(ProtocolError, match="partition group 0 sent epoch 2 after -1"):
         made.on_bundle(arrived(2, 0, "a"))
     with pytest.raises(ProtocolError, match="no producer"):
         made.on_bundle(arrived(0, 7, "a"))
@@ -243,10 +243,10 @@ def test_one_replica_of_a_producer_is_taken_from_and_all_are_told() -> None:
     assert {a.received for a in told} == {NO_EPOCH}
 
 
-def test_cohorts_take_from_different_replicas() -> None:
+def test_groups_take_from_different_replicas() -> None:
     sources = set()
-    for cohort in (0, 1):
-        made = Consumer(X, cohort, 2)
+    for group in (0, 1):
+        made = Consumer(X, group, 2)
         made.on_view({0: (10, 11)}, {0: ()}, {}, {10, 11})
         sources.add(made.source[0])
     assert sources == {10, 11}
@@ -263,7 +263,9 @@ def test_a_replica_on_the_same_site_is_preferred() -> None:
 def test_when_the_connection_breaks_the_other_replica_is_asked_at_once() -> None:
     made = consumer({0: (10, 11), 1: (11,)}, prefer={0: 10})
     made.on_bundle(arrived(0, 0, "a"))
-    assert made.on_lost(11, {10}) == [], "cohort 1 has no other, and its only one is not there"
+    assert made.on_lost(11, {10}) == [], (
+        "partition group 1 has no other, and its only one is not there"
+    )
     assert made.source == {0: 10, 1: None}
     assert made.on_connected(11, {10, 11}) == [
         SendAck(11, X, 0, 1, 0, 0, 1, False, NO_EPOCH, 0),
@@ -326,7 +328,12 @@ def test_replicas_that_disagree_stop_the_flow_with_the_place_named() -> None:
     made.on_ack(ack(7, NO_EPOCH, take=False, finished=0, checksum=70))
     with pytest.raises(DivergenceError, match="not deterministic") as caught:
         made.on_ack(ack(7, 0, take=False, finished=1, checksum=99))
-    for part in ("exchange 4", "epoch 1", "producer cohort 0", "consumer cohort 1"):
+    for part in (
+        "exchange 4",
+        "epoch 1",
+        "producer partition group 0",
+        "consumer partition group 1",
+    ):
         assert part in str(caught.value)
 
 
@@ -350,8 +357,8 @@ def test_who_takes_from_here_is_not_compared_with() -> None:
 
 def test_a_new_replica_can_send_whatever_the_old_one_could() -> None:
     old = producer(c1=(7, 8), c2=(8,))
-    for site, cohort in ((7, 1), (8, 1), (8, 2)):
-        old.on_ack(ack(site, NO_EPOCH, consumer=cohort))
+    for site, group in ((7, 1), (8, 1), (8, 2)):
+        old.on_ack(ack(site, NO_EPOCH, consumer=group))
     for epoch in range(4):
         offer(old, epoch, c1=f"a{epoch}", c2=f"b{epoch}")
     old.on_ack(ack(7, 3))

@@ -36,7 +36,7 @@ def test_a_source_leaves_out_what_nobody_needs_and_reads_the_rest_when_it_leads(
         assert not [e for e in second.handle(record(epoch)) if isinstance(e, IngestEpochs)]
     followed = second.handle(needed_no_more(1, received=3))
     assert [e.record.epoch for e in followed if isinstance(e, FollowEpoch)] == [0, 1]
-    assert second.units[SOURCE].finished == 1
+    assert second.tasks[SOURCE].finished == 1
     ingested = [e for e in second.handle(view(1, "1", "2", "1")) if isinstance(e, IngestEpochs)]
     (again,) = (e.records for e in ingested)
     assert [r.epoch for r in again] == [2], "what was received is needed again"
@@ -59,4 +59,4 @@ def test_the_first_replica_works_and_is_who_consumers_take_from() -> None:
     taken = keyed.handle(view(1, "0,1", "2", "0,1"))
     asked = {e.site: e.take for e in taken if isinstance(e, SendAck) and e.exchange == 0}
     assert asked == {0: True, 1: False}
-    assert not [e for e in taken if isinstance(e, ProcessBundles)] and KEYED in keyed.units
+    assert not [e for e in taken if isinstance(e, ProcessBundles)] and KEYED in keyed.tasks

@@ -17,7 +17,7 @@ from holdfast.core.events import (
     ViewCommitted,
 )
 from holdfast.core.ids import NO_EPOCH
-from holdfast.core.layout import Cohort, View
+from holdfast.core.layout import PartitionGroup, View
 from holdfast.core.records import Block, EpochRecord, Range, pack_step
 from holdfast.core.sequencer import RESENT, STEPS_MAX, Budget, Sequencer
 from holdfast.errors import ProtocolError
@@ -28,7 +28,7 @@ SINK = 9
 def chain(*sites: int, joining: tuple[int, ...] = (), number: int = 0) -> ViewCommitted:
     """A view in which these sites have the replicas of the sequencer."""
     members = (*sites, *joining)
-    return ViewCommitted(View(0, number, members, ((Cohort(0, 1, sites, joining),),)))
+    return ViewCommitted(View(0, number, members, ((PartitionGroup(0, 1, sites, joining),),)))
 
 
 def sequencer(splits=((0, 0),), site: int = 0, sites=(0,), **budget) -> Sequencer:

@@ -1,4 +1,4 @@
-"""Upstream backup: what is kept, for how long, and from where a lost unit begins."""
+"""Upstream backup: what is kept, for how long, and from where a lost task begins."""
 
 from holdfast.core.effects import (
     AskLog,
@@ -8,7 +8,7 @@ from holdfast.core.effects import (
     SendBundle,
     TellLog,
 )
-from holdfast.core.events import AckArrived, LogAsked, LogTold, UnitProcessed, ViewCommitted
+from holdfast.core.events import AckArrived, LogAsked, LogTold, TaskProcessed, ViewCommitted
 from holdfast.core.exchange import Producer
 from holdfast.core.ids import NO_EPOCH
 from holdfast.core.layout import Guard, Shape, StageShape
@@ -100,21 +100,21 @@ def test_what_was_made_anew_is_complete_at_a_lower_level_until_the_consumer_has_
     assert producer.log(0) == (7, 9, 2, {})
 
 
-def test_a_unit_says_what_it_needs_at_every_level() -> None:
+def test_a_task_says_what_it_needs_at_every_level() -> None:
     """Its consumer has received epoch 1, and needs what comes after epoch 0."""
     machine = site(1, "0", "1", "2", "2", connected=(0, 2))
-    assert machine.units[FIRST].needs is not None
-    assert machine.units[FIRST].levels(2, 2) == (-1, -1)
+    assert machine.tasks[FIRST].needs is not None
+    assert machine.tasks[FIRST].levels(2, 2) == (-1, -1)
     for epoch, after in ((0, 0), (1, 0), (2, 1)):
-        machine.units[FIRST].busy = True
-        machine.handle(UnitProcessed(FIRST, epoch, True, {1: {0: Frames("x")}}, after))
+        machine.tasks[FIRST].busy = True
+        machine.handle(TaskProcessed(FIRST, epoch, True, {1: {0: Frames("x")}}, after))
     machine.handle(AckArrived(1, 0, 0, 2, 0, 1, 4, True, -1, 0, (0, 0)))
-    assert machine.units[FIRST].levels(2, 2) == (0, 0)
+    assert machine.tasks[FIRST].levels(2, 2) == (0, 0)
     machine.handle(AckArrived(1, 0, 0, 2, 0, 2, 5, True, -1, 0, (1, 1)))
-    assert machine.units[FIRST].levels(2, 2) == (1, 0)
+    assert machine.tasks[FIRST].levels(2, 2) == (1, 0)
 
 
-def test_a_unit_that_has_replicas_needs_nothing_that_it_has() -> None:
+def test_a_task_that_has_replicas_needs_nothing_that_it_has() -> None:
     machine = site(2, "0", "1", "1", "2", connected=(0, 1))
     (sent,) = machine.consumers[2, 0].acks(machine.connected)
     assert isinstance(sent, SendAck) and sent.levels == (-1, -1)
@@ -123,7 +123,7 @@ def test_a_unit_that_has_replicas_needs_nothing_that_it_has() -> None:
     assert sent.levels == (5, 5)
 
 
-def test_a_lost_unit_is_made_anew_from_where_its_producers_have_its_input() -> None:
+def test_a_lost_task_is_made_anew_from_where_its_producers_have_its_input() -> None:
     """Site 3 gets the first stage, of which nothing is left; the source has two replicas."""
     machine = site(3, "0,4", "1", "2", "2", connected=(0, 2, 4))
     effects = machine.handle(view(1, "0,4", "+3", "2", "2"))
@@ -134,9 +134,9 @@ def test_a_lost_unit_is_made_anew_from_where_its_producers_have_its_input() -> N
     }
     since = asked[0].since
     assert machine.handle(LogTold(0, 0, 0, 0, since, Log(3, 8, 2, {}))) == []
-    assert not machine.units[FIRST].installed
+    assert not machine.tasks[FIRST].installed
     effects = machine.handle(LogTold(0, 0, 0, 4, since, Log(5, 9, 2, {})))
-    assert machine.units[FIRST].installed and machine.units[FIRST].finished == 5
+    assert machine.tasks[FIRST].installed and machine.tasks[FIRST].finished == 5
     assert ReportReplica(FIRST, "installed") in effects
     assert ReportReplica(FIRST, "caught_up") not in effects, "others have got to 9"
     takes = [e for e in effects if isinstance(e, SendAck) and e.exchange == 0 and e.take]
@@ -167,7 +167,7 @@ def test_a_producer_answers_when_it_counts_who_asks() -> None:
     asked = LogAsked(0, 0, 0, 3, 1)
     assert machine.handle(asked) == []
     lost = view(0, "0", "", "2", "2").view
-    joined = lost.changed({FIRST: lost.cohort(FIRST).joined_by(3, 1)}, [3])
+    joined = lost.changed({FIRST: lost.group(FIRST).joined_by(3, 1)}, [3])
     assert TellLog(3, 0, 0, 0, 1, Log(-1, -1, 2, {})) in machine.handle(ViewCommitted(joined))
 
 
@@ -178,8 +178,8 @@ def test_nothing_is_sent_again_that_the_consumer_has() -> None:
     machine.handle(AckArrived(1, 0, 0, 2, 0, 5, 8, True, -1, 0, (3, 3)))
     sent = []
     for epoch in (4, 5, 6):
-        machine.units[FIRST].busy = True
-        done = UnitProcessed(FIRST, epoch, True, {1: {0: Frames(str(epoch))}}, epoch)
+        machine.tasks[FIRST].busy = True
+        done = TaskProcessed(FIRST, epoch, True, {1: {0: Frames(str(epoch))}}, epoch)
         sent += [e.epoch for e in machine.handle(done) if isinstance(e, SendBundle)]
     assert sent == [6]
     assert not [
@@ -198,16 +198,16 @@ def made_anew(log: Log, second: str = "2") -> Dataflow:
     return machine
 
 
-def test_a_unit_says_from_where_on_it_and_those_behind_it_would_be_right() -> None:
+def test_a_task_says_from_where_on_it_and_those_behind_it_would_be_right() -> None:
     machine = site(1, "0", "1", "2", "2", connected=(0, 2))
     for epoch in (0, 1, 2):
-        machine.units[FIRST].busy = 1
-        machine.handle(UnitProcessed(FIRST, epoch, True, {1: {0: Frames("x")}}, epoch))
+        machine.tasks[FIRST].busy = 1
+        machine.handle(TaskProcessed(FIRST, epoch, True, {1: {0: Frames("x")}}, epoch))
     lines = ({SECOND: 1}, {SECOND: 0})
     machine.handle(AckArrived(1, 0, 0, 2, 0, 2, 5, True, -1, 0, (1, 0), lines))
-    assert machine.units[FIRST].lines(2) == ({FIRST: 2}, {FIRST: 1, SECOND: 1})
+    assert machine.tasks[FIRST].lines(2) == ({FIRST: 2}, {FIRST: 1, SECOND: 1})
     (sent,) = machine.consumers[0, 0].acks(machine.connected)
-    assert sent.levels == (2, 1) and sent.lines == machine.units[FIRST].lines(2)
+    assert sent.levels == (2, 1) and sent.lines == machine.tasks[FIRST].lines(2)
 
 
 def test_a_producer_remembers_the_line_of_a_consumer_that_is_gone() -> None:
@@ -225,8 +225,8 @@ def test_what_is_not_right_yet_is_not_offered_to_consumers_that_are_made_anew_to
     """The first stage begins after epoch 3, with windows that it knows in part until epoch 5."""
     machine = made_anew(Log(3, 6, 2, {FIRST: 5, SECOND: 9}))
     for epoch in (4, 5, 6):
-        machine.units[FIRST].busy = 1
-        machine.handle(UnitProcessed(FIRST, epoch, True, {1: {0: Frames(str(epoch))}}, epoch))
+        machine.tasks[FIRST].busy = 1
+        machine.handle(TaskProcessed(FIRST, epoch, True, {1: {0: Frames(str(epoch))}}, epoch))
     producer = machine.producers[1, 0]
     assert [k.epoch for k in producer.lanes[0].kept] == [6]
     assert producer.log(0) == (5, 6, 1, {FIRST: 5, SECOND: 9})

@@ -69,9 +69,9 @@ def late_rows(world: World) -> dict[str, int]:
     """By stage: how many rows came too late for it, as far as those know who are still there."""
     found: dict[str, int] = {}
     for node in world.nodes.values():
-        for unit in node.stages.units.values():
-            if unit.operator is not None and unit.operator.late_rows:
-                found[unit.stage.name] = found.get(unit.stage.name, 0) + unit.operator.late_rows
+        for task in node.stages.tasks.values():
+            if task.operator is not None and task.operator.late_rows:
+                found[task.stage.name] = found.get(task.stage.name, 0) + task.operator.late_rows
     return found
 
 

@@ -283,8 +283,8 @@ def test_a_live_run_gives_what_its_records_say(
     taken = sum(record.rows for record in world.records)
     assert taken == sum(b.num_rows for each in given_.splits for b in each)
     right = check(world)
-    units = [u for node in world.nodes.values() for u in node.stages.units.values()]
-    assert sum(u.operator.late_rows for u in units if u.operator) == right.late_rows
+    tasks = [u for node in world.nodes.values() for u in node.stages.tasks.values()]
+    assert sum(u.operator.late_rows for u in tasks if u.operator) == right.late_rows
 
 
 @pytest.mark.parametrize("name", BUILD)
@@ -354,8 +354,8 @@ def test_no_row_is_late_without_need(
     worlds = [cut.world(made(name, given_, lateness, LOOSE)) for cut in both]
     for world in worlds:
         world.run()
-        units = [u for node in world.nodes.values() for u in node.stages.units.values()]
-        late = {u.stage.name: u.operator.late_rows for u in units if u.operator}
+        tasks = [u for node in world.nodes.values() for u in node.stages.tasks.values()]
+        late = {u.stage.name: u.operator.late_rows for u in tasks if u.operator}
         assert not any(late.values()), late
     for sink in worlds[0].results:
         assert rows_in(worlds[0], sink) == rows_in(worlds[1], sink)

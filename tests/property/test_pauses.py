@@ -163,8 +163,8 @@ def test_rows_come_in_time_if_no_split_is_ever_idle(scarce: None, seeds: range) 
     for world in filter(None, (story(seed, idle=False) for seed in seeds)):
         check(world)
         if not world.flow.name.startswith("sessions"):  # whose results may end in any order
-            units = [u for node in world.nodes.values() for u in node.stages.units.values()]
-            assert not [u for u in units if u.operator is not None and u.operator.late_rows]
+            tasks = [u for node in world.nodes.values() for u in node.stages.tasks.values()]
+            assert not [u for u in tasks if u.operator is not None and u.operator.late_rows]
 
 
 @pytest.mark.parametrize("seeds", [range(6), range(6, 12)], ids=str)
@@ -202,7 +202,7 @@ def crash_who_reads_to_the_end(world: World) -> bool:
     if first not in world.nodes or world.nodes[first].sequencer is None:
         return False
     for (source, number), split in world.nodes[first].sequencer.splits.items():
-        (leader,) = [c.replicas[0] for c in view.cohorts[source] if c.first <= number < c.end]
+        (leader,) = [c.replicas[0] for c in view.groups[source] if c.first <= number < c.end]
         waits = split.end is not None and split.blocks and leader != first
         if waits and leader in world.nodes and world.survives(leader):
             world.crash(leader)

@@ -19,7 +19,7 @@ from holdfast.connectors.sources import rows
 from holdfast.connectors.table import ViewWriter
 from holdfast.core.exchange import Kept
 from holdfast.core.ids import Epoch
-from holdfast.core.layout import Cohort
+from holdfast.core.layout import PartitionGroup
 from holdfast.engine.batches import UNMOVED, row_digests, with_order
 from holdfast.engine.expressions import at_start, col, count, first, last
 from holdfast.engine.operators.custom import KeyedFunction
@@ -297,7 +297,7 @@ def test_a_frame_crosses_between_sites(kind: pa.DataType, key: pa.DataType, seed
     schema = with_order(pa.schema([("k", key), ("x", kind)]), 1)
     batch = pa.RecordBatch.from_arrays(columns, schema=schema)
     exchange = Exchange(0, 0, "out", 1, 0, ["k"], schema)
-    router = Router(exchange, [Cohort(0, 2, ()), Cohort(2, 5, ())], digests=True)
+    router = Router(exchange, [PartitionGroup(0, 2, ()), PartitionGroup(2, 5, ())], digests=True)
     seen = {}
     for number, frames in router.split(batch, UNMOVED).items():
         message, body = encode(frames, 0, 3, 0, int(number))

@@ -31,7 +31,7 @@ from holdfast.api.options import Options
 from holdfast.connectors.sources import Source
 from holdfast.core.events import BlocksAvailable
 from holdfast.core.ids import SiteId
-from holdfast.core.layout import Cohort, Domain, View
+from holdfast.core.layout import Domain, PartitionGroup, View
 from holdfast.core.records import Block, EpochRecord, Range, pack_step
 from holdfast.core.sequencer import Budget
 from holdfast.engine.batches import Track, frame_digests, to_ipc
@@ -78,7 +78,15 @@ BUNDLE, BUNDLE_BODY = bundles.encode(FRAMES, 1, 3, 0, 1)
 RECORD = EpochRecord(
     3, 100, (Range(0, 1, 5, 9, pack_step(5, 77)), Range(0, 2, 0, 1)), ((0, 1),), False, False
 )
-VIEW = View(2, 7, (0, 3), ((Cohort(0, 4, (0, 3)), Cohort(4, 8, (3,), (5,))), (Cohort(0, 1, (0,)),)))
+VIEW = View(
+    2,
+    7,
+    (0, 3),
+    (
+        (PartitionGroup(0, 4, (0, 3)), PartitionGroup(4, 8, (3,), (5,))),
+        (PartitionGroup(0, 1, (0,)),),
+    ),
+)
 INFO = FileInfo(100, 3, 12345)
 MARKS = dict.fromkeys(("committed", "total", "ended", "more", "everywhere"), 0)
 IPC = bytes(to_ipc(ROWS))
@@ -100,7 +108,7 @@ MESSAGES: list[tuple[wire.Message, bytes]] = [
             wire.Stock(4),
             wire.Recorded(7),
             wire.Store(9, None),
-            wire.UnitFiles(
+            wire.TaskFiles(
                 1, 0, 9, 5, [("state", "a", True)], EXTRAS, [(8, 3)], "b", {"a": INFO}, False
             ),
             wire.NotStored(1, 0, 9, "no room", False),
@@ -517,7 +525,7 @@ def expected() -> dict[str, pa.Table]:
 ODD = ["x", b"y", 1.5, [], {}, [[1]]]
 EXTREMES = [-(2**63), -(2**40), -7, -2, 2**49, 2**63 - 1, 2**64 - 1]
 UNKNOWN = [17, 99, 1_000, 1 << 40]
-NAMES = "exchange producer consumer stage cohort source split sink turn part rows track digests"
+NAMES = "exchange producer consumer stage group source split sink turn part rows track digests"
 CREDIBLE = {"checksum": [-1], "since": [-1, 2**49]}
 """Where almost any number could be true."""
 
@@ -600,14 +608,14 @@ class Meddler:
             return
         sender, receiver = self.rng.choice(links)
         message, body = self.rng.choice(list(self.seen.values()))
-        replicas = [(s, unit) for s, n in self.world.nodes.items() for unit in n.incoming]
+        replicas = [(s, task) for s, n in self.world.nodes.items() for task in n.incoming]
         if (
             replicas and self.rng.random() < 0.5
         ):  # where a replica is being made there is more to break
-            receiver, (stage, cohort) = self.rng.choice(replicas)
-            sender = self.world.nodes[receiver].incoming[stage, cohort].donor
+            receiver, (stage, group) = self.rng.choice(replicas)
+            sender = self.world.nodes[receiver].incoming[stage, group].donor
             message, body = self.seen[self.rng.choice(HANDING_OVER)]
-            message = msgspec.structs.replace(message, stage=stage, cohort=cohort)
+            message = msgspec.structs.replace(message, stage=stage, group=group)
         header, damage = msgspec.msgpack.encode(message), damaged(body, self.rng)
         if damage == body or self.rng.random() < 0.7:
             header = nonsense(message, self.rng)
@@ -664,10 +672,10 @@ def test_a_replica_is_made_in_spite_of_them() -> None:
     while not world.ended:
         meddler.watch()
         for receiver, node in world.nodes.items():
-            for (stage, cohort), incoming in list(node.incoming.items()):
+            for (stage, group), incoming in list(node.incoming.items()):
                 if broken < 8 and incoming.nbytes and incoming.donor in world.nodes:
                     broken += 1
-                    header = msgspec.msgpack.encode(wire.HandOverState(stage, cohort, "state"))
+                    header = msgspec.msgpack.encode(wire.HandOverState(stage, group, "state"))
                     meddler.say(incoming.donor, receiver, header, IPC)
                     break
         assert world.step(), world.describe()
@@ -740,7 +748,7 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
         lanes = {key: producer.lanes for key, producer in flow.producers.items()}
         sequencer = node.sequencer and (node.sequencer.splits, node.sequencer.delivered)
         return repr(
-            (flow.units, flow.records, flow._early, lanes, sequencer, node.sequencing.early)
+            (flow.tasks, flow.records, flow._early, lanes, sequencer, node.sequencing.early)
         )
 
     before = state()

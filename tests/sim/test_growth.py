@@ -64,10 +64,10 @@ def test_a_sink_without_rows_keeps_nothing_back(protection: Protection, tmp_path
 def noted(node: Node) -> int:
     """For how many calls it is noted which keys were removed, at replicas that nobody asks for
     it."""
-    assert node.view is not None or not node.stages.units
+    assert node.view is not None or not node.stages.tasks
     found = 0
-    for unit, runner in node.stages.units.items():
-        leads = node.view is not None and node.view.cohort(unit).led_by(node.site)
+    for task, runner in node.stages.tasks.items():
+        leads = node.view is not None and node.view.group(task).led_by(node.site)
         for table in runner.keeper.tables().values() if runner.keeper and not leads else ():
             found = max([found, *map(len, table._removed.values())])
     return found

@@ -116,7 +116,7 @@ def check_chain(world: World) -> None:
     sequencer."""
     for site, node in world.nodes.items():
         if node.sequencer is not None and node.view is not None and site in node.view.sequencers:
-            chain = (None, *node.view.cohorts[0][0].all)
+            chain = (None, *node.view.groups[0][0].all)
             assert node.sequencer.successor in chain, f"{site}: {world.describe()}"
 
 
@@ -246,7 +246,7 @@ def leader_of(world: World, role: str) -> SiteId:
         return view.sequencers[0]
     if role == "sequencer's follower":
         return view.sequencers[-1]
-    return view.cohort((world.plan.stage_named(role).id, 0)).replicas[0]  # type: ignore[arg-type]
+    return view.group((world.plan.stage_named(role).id, 0)).replicas[0]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("role", ["sequencer", "sequencer's follower", "out", "windows"])
@@ -285,7 +285,7 @@ def through(world: World, site: SiteId) -> bool:
     """Whether a site has processed the last epoch."""
     last = world.records[-1]
     return last.last and all(
-        u.finished == last.epoch for u in world.nodes[site].dataflow.units.values()
+        u.finished == last.epoch for u in world.nodes[site].dataflow.tasks.values()
     )
 
 
@@ -314,11 +314,11 @@ def test_the_loss_of_all_replicas_is_said_and_nothing_wrong_was_delivered(seed: 
         steps(world, rng.randint(1, 200))
     view = world.controller.view
     assert view is not None
-    unit = rng.choice([u for u in view.units() if set(view.cohort(u).replicas) <= set(world.nodes)])
-    world.crash(*view.cohort(unit).replicas)
+    task = rng.choice([u for u in view.tasks() if set(view.group(u).replicas) <= set(world.nodes)])
+    world.crash(*view.group(task).replicas)
     with pytest.raises(SiteLostError) as caught:
         world.run()
-    stage = world.plan.stages[unit[0]].name
+    stage = world.plan.stages[task[0]].name
     assert "no replica is left of" in str(caught.value) and repr(stage) in str(caught.value)
     assert is_prefix(world)
 
@@ -375,9 +375,9 @@ def told(queue: deque[Any], kind: type, **fields: Any) -> bool:
 def joining(world: World) -> Iterator[tuple[Any, SiteId]]:
     view = world.controller.view
     assert view is not None
-    for unit in view.units():
-        for site in view.cohort(unit).joining:
-            yield unit, site
+    for task in view.tasks():
+        for site in view.group(task).joining:
+            yield task, site
 
 
 def test_word_of_a_replica_that_was_given_up_is_not_taken_for_the_next_one() -> None:
@@ -385,18 +385,18 @@ def test_word_of_a_replica_that_was_given_up_is_not_taken_for_the_next_one() -> 
     connection broke. The replica is given up and made again, and then the old word arrives."""
     world = protected_world(21, sites=3, relaunch=False, options=replace(TINY, partitions=1))
     # The sinks stand still, so that the stream does not end meanwhile.
-    world.stalled = lambda site, order: order.unit[0] >= 4
+    world.stalled = lambda site, order: order.task[0] >= 4
     go(world, until=lambda: len(world.records) >= 2)
     world.crash(SiteId(1))
     go(world, until=lambda: world.controller.dead and list(joining(world)))
-    unit, joiner = next((u, s) for u, s in joining(world) if world.plan.stages[u[0]].operator)
+    task, joiner = next((u, s) for u, s in joining(world) if world.plan.stages[u[0]].operator)
     words = hold(world, joiner, CONTROLLER)
     words.held = False
-    go(world, until=lambda: told(words, wire.ReplicaReport, stage=unit[0], phase="installed"))
+    go(world, until=lambda: told(words, wire.ReplicaReport, stage=task[0], phase="installed"))
     words.held = True
-    world.reset(world.controller.view.cohort(unit).donor, joiner)
-    go(world, until=lambda: joiner not in world.controller.view.cohort(unit).joining)
-    go(world, until=lambda: joiner in world.controller.view.cohort(unit).joining)
+    world.reset(world.controller.view.group(task).donor, joiner)
+    go(world, until=lambda: joiner not in world.controller.view.group(task).joining)
+    go(world, until=lambda: joiner in world.controller.view.group(task).joining)
     words.held = False
     world.stalled = lambda site, order: False
     finish(world)
@@ -429,7 +429,7 @@ def test_a_new_sequencer_that_was_given_up_is_not_in_the_chain() -> None:
     first, follower = world.controller.view.sequencers
     world.crash(follower)
     go(world, until=lambda: world.controller.dead and list(joining(world)))
-    (joiner,) = world.controller.view.cohorts[0][0].joining
+    (joiner,) = world.controller.view.groups[0][0].joining
     go(world, until=lambda: told(world.network.get((joiner, first), deque()), wire.JoinChain))
     world.reset(first, joiner)
     finish(world)
@@ -497,19 +497,19 @@ def test_a_death_in_each_phase_of_making_a_replica(phase: str, who: str) -> None
     steps(world, 120)
     world.crash(SiteId(1))
     go(world, until=lambda: world.controller.dead and list(joining(world)))
-    unit, joiner = next(joining(world))
+    task, joiner = next(joining(world))
     view = world.controller.view
     assert view is not None
-    donor = view.cohort(unit).donor
+    donor = view.group(task).donor
     reached = {
         "joining": lambda: True,
-        "ordered": lambda: (unit, joiner) in world.controller._ordered,
-        "handing over": lambda: unit in world.nodes[joiner].incoming,
+        "ordered": lambda: (task, joiner) in world.controller._ordered,
+        "handing over": lambda: task in world.nodes[joiner].incoming,
         "installed": lambda: (
-            unit in world.nodes[joiner].dataflow.units
-            and world.nodes[joiner].dataflow.units[unit].installed
+            task in world.nodes[joiner].dataflow.tasks
+            and world.nodes[joiner].dataflow.tasks[task].installed
         ),
-        "promoted": lambda: joiner in world.controller.view.cohort(unit).replicas,  # type: ignore[union-attr]
+        "promoted": lambda: joiner in world.controller.view.group(task).replicas,  # type: ignore[union-attr]
     }
     go(world, until=reached[phase])
     assert not world.ended
@@ -527,8 +527,8 @@ def test_a_sink_leader_dies_with_the_last_rows_and_all_others_are_through() -> N
     go(world, until=lambda: world.controller.running)
     view = world.controller.view
     assert view is not None
-    leader, other = view.cohort((sink, 0)).replicas  # type: ignore[arg-type]
-    world.stalled = lambda site, order: site == leader and order.unit[0] == sink
+    leader, other = view.group((sink, 0)).replicas  # type: ignore[arg-type]
+    world.stalled = lambda site, order: site == leader and order.task[0] == sink
     go(world, until=lambda: len(world.records) >= 4)
     world.drain()
     world.settle()
@@ -558,7 +558,9 @@ def test_rows_that_are_lost_on_the_way_are_found_out() -> None:
     go(world, until=lambda: world.controller.running)
     stage = world.plan.stage_named("running aggregate by (k)").id
     world._work = _skewed(world, stage, noticed=True)  # type: ignore[method-assign]
-    with pytest.raises(DivergenceError, match=r"cohort \d+, epoch .* not what the digests"):
+    with pytest.raises(
+        DivergenceError, match=r"partition group \d+, epoch .* not what the digests"
+    ):
         finish(world)
 
 
@@ -567,7 +569,7 @@ def _skewed(world: World, stage: int, noticed: bool) -> Callable[[SiteId, Any], 
 
     def skewed(site: SiteId, entry: Any) -> None:
         order = entry[-1]
-        if order.unit[0] == stage and site == 2 and isinstance(order, ProcessBundles):
+        if order.task[0] == stage and site == 2 and isinstance(order, ProcessBundles):
             for frames in order.bundles.values():
                 for f in frames:
                     f.batch = f.batch.slice(1)

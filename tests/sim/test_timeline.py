@@ -34,22 +34,22 @@ def run(epochs: int = 20, sites: int = 4, seed: int = 0) -> list[Event]:
         for source in (0, 1):
             done = base + 0.0011
             events.append(Event(base, "work", source, f"packets/0 epoch {epoch}", None, done))
-        for cohort, (first, second) in enumerate(replicas):
+        for group, (first, second) in enumerate(replicas):
             ready = {}
             for to in (first, second):
-                source = cohort % 2
+                source = group % 2
                 if alive(to, base):
                     text = f"bundle x0 epoch {epoch}"
                     ready[to] = message("send", base + 0.0012, source, to, text)
             for to, at in ready.items():
                 if not alive(to, at + 0.002):
                     continue
-                begin = max(at, base + 0.002) + 0.0004 * cohort
+                begin = max(at, base + 0.002) + 0.0004 * group
                 took = begin + rng.uniform(0.0006, 0.0014)
                 events.append(
-                    Event(begin, "work", to, f"sessions/{cohort} epoch {epoch}", None, took)
+                    Event(begin, "work", to, f"sessions/{group} epoch {epoch}", None, took)
                 )
-                message("ack", took, to, cohort % 2, f"ack x0 epoch {epoch}")
+                message("ack", took, to, group % 2, f"ack x0 epoch {epoch}")
                 message("send", took, to, 3 if to == first else 0, f"bundle x1 epoch {epoch}")
         for sink in (3, 0):
             begin = base + 0.0072

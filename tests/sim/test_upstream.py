@@ -1,4 +1,4 @@
-"""Units that are made anew, in the simulated world: what they begin with, where they are right."""
+"""Tasks that are made anew, in the simulated world: what they begin with, where they are right."""
 
 from dataclasses import replace
 from functools import partial
@@ -56,7 +56,7 @@ def long(rows_in: int) -> Flow:
     return flow
 
 
-def test_a_unit_with_a_long_log_is_not_let_go_because_it_is_behind(monkeypatch: Patch) -> None:
+def test_a_task_with_a_long_log_is_not_let_go_because_it_is_behind(monkeypatch: Patch) -> None:
     """It must be, at first. Letting it go would have it made anew elsewhere, from the same log."""
     monkeypatch.setitem(flows.FLOWS, "long", long)
     options = replace(explore.OPTIONS, kept_bytes_max=4_500)
@@ -69,7 +69,7 @@ def test_a_unit_with_a_long_log_is_not_let_go_because_it_is_behind(monkeypatch: 
 
 
 @pytest.mark.parametrize("seed", [10, 83])
-def test_a_unit_is_lost_while_its_second_replica_is_made(seed: int) -> None:
+def test_a_task_is_lost_while_its_second_replica_is_made(seed: int) -> None:
     """On the way to a standby. It is made anew at one site, of which then others are made."""
     kinds = ("crash", "controller", "crash of two", "block", "reset")
     done = run(Case(seed, "times", "upstream", "upstream", "passive", kinds=kinds))
@@ -77,20 +77,20 @@ def test_a_unit_is_lost_while_its_second_replica_is_made(seed: int) -> None:
 
 
 def hands_over(world: TimedWorld) -> int | None:
-    """Who hands a unit of the first keyed stage over just now, and has sent some of its state."""
+    """Who hands a task of the first keyed stage over just now, and has sent some of its state."""
     view = world.controller.view
-    for number, cohort in enumerate(view.cohorts[1] if view is not None else ()):
-        for joiner in cohort.joining if cohort.replicas else ():
-            node, unit = world.nodes[joiner], (1, number)
-            if unit in node.incoming and world.survives(cohort.donor):
-                keeper = node.stages.units[unit].keeper
+    for number, group in enumerate(view.groups[1] if view is not None else ()):
+        for joiner in group.joining if group.replicas else ():
+            node, task = world.nodes[joiner], (1, number)
+            if task in node.incoming and world.survives(group.donor):
+                keeper = node.stages.tasks[task].keeper
                 if any(table.size for table in keeper.tables().values()):
-                    return cohort.donor
+                    return group.donor
     return None
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_unit_is_made_anew_where_a_hand_over_broke_off(seed: int) -> None:
+def test_a_task_is_made_anew_where_a_hand_over_broke_off(seed: int) -> None:
     """Its donor and the controller die together, so nobody is told. Nothing of what was handed
     over may be in the state that it begins with."""
     case = Case(seed, "times", "upstream", "upstream", "pairs", faults=(), sites=4)
@@ -141,9 +141,9 @@ class StrictReader(SplitReader):
         self._closed = True
 
 
-def test_a_unit_is_lost_when_its_source_has_finished() -> None:
+def test_a_task_is_lost_when_its_source_has_finished() -> None:
     """The flow is drained, and the source's site is through and has closed its readers. It has more
-    to do again when a unit is made anew, but nothing to read."""
+    to do again when a task is made anew, but nothing to read."""
     flow = Flow("ends", protect=explore.PROTOCOLS["upstream"])
     source = flow.source("events", Strict(rows(flows._events(6_000)), 1_500), event_time="ts")
     source.key_by("k").window(time=400).agg(n=count()).sink("out", discard())
@@ -157,8 +157,8 @@ def test_a_unit_is_lost_when_its_source_has_finished() -> None:
         view = world.controller.view
         if not drained or crashed or view is None:
             continue
-        source_at, sink_at = view.cohorts[0][0].all, view.cohorts[2][0].all
-        victims = [s for c in view.cohorts[1] for s in c.replicas if s not in source_at + sink_at]
+        source_at, sink_at = view.groups[0][0].all, view.groups[2][0].all
+        victims = [s for c in view.groups[1] for s in c.replicas if s not in source_at + sink_at]
         if victims and world.nodes[source_at[0]].finished:
             world.crash(victims[0])
             crashed = True

@@ -104,7 +104,7 @@ def test_a_stalled_stage_holds_the_source_back_and_nothing_deadlocks(
 ) -> None:
     world = World(diamond([events(600)]), sites=3, seed=2, options=SMALL)
     number = world.plan.stage_named(stage).id
-    world.stalled = lambda site, order: order.unit[0] == number
+    world.stalled = lambda site, order: order.task[0] == number
     world.settle()
     taken = sum(r.rows for r in world.records)
     held = sum(s.rows_held for node in world.nodes.values() for _, s in node.stages.splits())
@@ -114,7 +114,7 @@ def test_a_stalled_stage_holds_the_source_back_and_nothing_deadlocks(
     finished = [
         u.finished
         for node in world.nodes.values()
-        for u in node.dataflow.units.values()
+        for u in node.dataflow.tasks.values()
         if u.shape.name == "time window by (g)"
     ]
     assert all(f >= SMALL.window - 1 for f in finished), "other branches go on within their credit"
@@ -126,7 +126,7 @@ def test_a_stalled_stage_holds_the_source_back_and_nothing_deadlocks(
 def test_one_stalled_site_only_uses_up_its_own_credit() -> None:
     world = World(diamond([events(600)]), sites=3, seed=4, options=SMALL)
     stage = world.plan.stage_named("running aggregate by (k)").id
-    world.stalled = lambda site, order: site == 1 and order.unit[0] == stage
+    world.stalled = lambda site, order: site == 1 and order.task[0] == stage
     world.settle()
     unsent = 0
     for node in world.nodes.values():
@@ -158,8 +158,8 @@ def test_arrival_merging_does_not_wait_for_a_slow_producer() -> None:
         finished[merge] = sum(
             runner.calls
             for node in world.nodes.values()
-            for unit, runner in node.stages.units.items()
-            if unit[0] == 1
+            for task, runner in node.stages.tasks.items()
+            if task[0] == 1
         )
         world.stalled = lambda site, order: False
         world.run()

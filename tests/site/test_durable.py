@@ -194,7 +194,7 @@ def test_it_goes_on_with_other_sites_partitions_elsewhere_and_another_protection
     first = start(kept, flow, sites=3, store=store, store_every_ms=100)
     until_protected(first, 3)
     until_stored(first, 2)
-    # It is the leader of some units, and perhaps of a checkpoint that is under way.
+    # It is the leader of some tasks, and perhaps of a checkpoint that is under way.
     for victim in ("running aggregate by (k)", "near"):
         kill(first, replicas(first)[victim, 0][0])
         until_stored(first, 2)

@@ -1,4 +1,4 @@
-"""A unit that is handed over goes on, at its new site, to the same results as at the old one."""
+"""A task that is handed over goes on, at its new site, to the same results as at the old one."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,8 +31,8 @@ from holdfast.connectors.sources import Position, Source, SplitReader
 from holdfast.core.effects import HandOver, IngestEpochs, ProcessBundles
 from holdfast.core.events import ReplicaInstalled
 from holdfast.core.exchange import Kept
-from holdfast.core.ids import CohortId, ExchangeId, SiteId
-from holdfast.core.layout import Cohort, Guard, View
+from holdfast.core.ids import ExchangeId, GroupId, SiteId
+from holdfast.core.layout import Guard, PartitionGroup, View
 from holdfast.core.records import EpochRecord, Range
 from holdfast.core.upstream import Gap
 from holdfast.engine.batches import Track
@@ -43,7 +43,7 @@ from holdfast.plan.planner import Plan, plan, shape
 from holdfast.site import handover
 from holdfast.site.handover import Checkpoint, Incoming, Outgoing
 from holdfast.site.node import Node
-from holdfast.site.stages import UnitRunner
+from holdfast.site.stages import TaskRunner
 from holdfast.site.stages import together as split_by_time
 from holdfast.storage.files import Folder
 from holdfast.storage.restore_point import Past, store_state, stored_state
@@ -108,20 +108,20 @@ KINDS: dict[str, Callable[[Stream], Stream]] = {
 }
 
 
-def runner(planned: Plan, stage: int, partitions: int) -> UnitRunner:
-    """A unit whose consumers have one cohort each."""
+def runner(planned: Plan, stage: int, partitions: int) -> TaskRunner:
+    """A task whose consumers have one partition group each."""
     routers = {
-        ExchangeId(e.id): Router(e, [Cohort(0, OPTIONS.partitions, (0,))], digests=False)
+        ExchangeId(e.id): Router(e, [PartitionGroup(0, OPTIONS.partitions, (0,))], digests=False)
         for e in planned.exchanges
     }
-    cohort = Cohort(0, partitions, (0,))
-    made = UnitRunner(planned, planned.stages[stage], cohort, OPTIONS, routers)
+    group = PartitionGroup(0, partitions, (0,))
+    made = TaskRunner(planned, planned.stages[stage], group, OPTIONS, routers)
     guard = shape(planned, OPTIONS.partitions).stages[stage].guard
     made.protect(guard, (STANDBY,) * guard.standbys)
     return made
 
 
-def read(source: UnitRunner, start: int, end: int) -> Range:
+def read(source: TaskRunner, start: int, end: int) -> Range:
     """Read the source up to the row `end`; the range of an epoch that has these rows."""
     assert source.ingress is not None
     split = source.ingress.splits[0]
@@ -143,7 +143,7 @@ def ingested(planned: Plan) -> list[dict[int, Frames]]:
             epoch, at, (span,), idle=((0, 0),) if over else (), last=over, ended=over
         )
         (outputs,) = source.run(IngestEpochs((0, 0), (record,)))
-        made.append({x: frames[CohortId(0)] for x, frames in outputs.items()})
+        made.append({x: frames[GroupId(0)] for x, frames in outputs.items()})
     return made
 
 
@@ -170,7 +170,7 @@ def test_who_follows_a_source_goes_on_as_if_it_had_read_everything() -> None:
 
 
 def test_several_epochs_at_once_give_what_each_of_them_gives() -> None:
-    """To several cohorts; with rows that steps leave out, double, or put aside."""
+    """To several partition groups; with rows that steps leave out, double, or put aside."""
 
     def inverse(batch: pa.RecordBatch) -> pa.RecordBatch:
         return batch.set_column(0, "k", pc.divide(720, batch["k"]))
@@ -187,9 +187,11 @@ def test_several_epochs_at_once_give_what_each_of_them_gives() -> None:
     ).window(time=10).agg(n=count()).sink("out", discard())
     flow.dead_letters().sink("dead", discard())
     planned = plan(flow)
-    cohorts = [Cohort(0, 1, (0,)), Cohort(1, 3, (0,)), Cohort(3, 4, (0,))]
+    groups = [PartitionGroup(0, 1, (0,)), PartitionGroup(1, 3, (0,)), PartitionGroup(3, 4, (0,))]
     routers = {
-        ExchangeId(e.id): Router(e, cohorts if e.keys else [Cohort(0, 1, (0,))], digests=True)
+        ExchangeId(e.id): Router(
+            e, groups if e.keys else [PartitionGroup(0, 1, (0,))], digests=True
+        )
         for e in planned.exchanges
     }
     records = [
@@ -198,11 +200,11 @@ def test_several_epochs_at_once_give_what_each_of_them_gives() -> None:
     records[2] = EpochRecord(2, 2 * ROWS, (), idle=((0, 0),))  # and one without rows
     records[3] = EpochRecord(3, 2 * ROWS, (Range(0, 0, 2 * ROWS, 3 * ROWS),))
     one_by_one, together = (
-        UnitRunner(planned, planned.stages[0], Cohort(0, 1, (0,)), OPTIONS, routers)
+        TaskRunner(planned, planned.stages[0], PartitionGroup(0, 1, (0,)), OPTIONS, routers)
         for _ in range(2)
     )
-    for unit in (one_by_one, together):
-        assert unit.ingress is not None and unit.ingress.ready(records[:4], 1_000)
+    for task in (one_by_one, together):
+        assert task.ingress is not None and task.ingress.ready(records[:4], 1_000)
     expected = [one_by_one.run(IngestEpochs((0, 0), (r,)))[0] for r in records[:4]]
     found = together.run(IngestEpochs((0, 0), tuple(records[:4])))
     assert together.epoch == 3 and one_by_one.runner.dead_rows == together.runner.dead_rows > 0
@@ -223,8 +225,8 @@ def test_a_stage_that_is_behind_gives_what_each_epoch_gives(kind: str, at_once: 
     planned = plan(flow)
     made = ingested(planned)
     one_by_one, together = runner(planned, 1, 4), runner(planned, 1, 4)
-    for unit in (one_by_one, together):
-        unit.protect(Guard(level=1, anew=1))
+    for task in (one_by_one, together):
+        task.protect(Guard(level=1, anew=1))
     inputs = [{e.id: [frames[e.id]] for e in one_by_one.stage.inputs} for frames in made]
     expected, found, came_from = [], [], []
     for epoch, taken in enumerate(inputs):
@@ -239,7 +241,7 @@ def test_a_stage_that_is_behind_gives_what_each_epoch_gives(kind: str, at_once: 
     for one, other in zip(expected, found, strict=True):
         assert list(one) == list(other)
         for exchange, frames in one.items():
-            assert frames[CohortId(0)].content == other[exchange][CohortId(0)].content
+            assert frames[GroupId(0)].content == other[exchange][GroupId(0)].content
     if one_by_one.operator is not None:
         assert one_by_one.operator.state_rows() == together.operator.state_rows()  # type: ignore[union-attr]
 
@@ -263,27 +265,27 @@ def test_time_that_passes_at_the_end_of_an_epoch_ends_what_goes_together() -> No
     assert [(o.first, o.epoch) for o, _ in split_by_time(quiet)] == [(0, 1)]
 
 
-def processed(unit: UnitRunner, epoch: int, frames: dict[int, Frames]) -> list[pa.RecordBatch]:
-    inputs = {e.id: [frames[e.id]] for e in unit.stage.inputs}
-    (outputs,) = unit.run(ProcessBundles((unit.stage.id, 0), epoch, True, inputs))
-    return [outputs[x][CohortId(0)].batch for x in sorted(outputs)]
+def processed(task: TaskRunner, epoch: int, frames: dict[int, Frames]) -> list[pa.RecordBatch]:
+    inputs = {e.id: [frames[e.id]] for e in task.stage.inputs}
+    (outputs,) = task.run(ProcessBundles((task.stage.id, 0), epoch, True, inputs))
+    return [outputs[x][GroupId(0)].batch for x in sorted(outputs)]
 
 
 def handed(
     planned: Plan,
-    unit: UnitRunner,
+    task: TaskRunner,
     epoch: int,
     kept: Any = None,
     between: Callable[[], object] = lambda: None,
     after: int | None = None,
-    standby: UnitRunner | None = None,
-) -> tuple[UnitRunner, ReplicaInstalled]:
-    """Give the unit's state to a fresh one, or what has changed to one that stands by; `between`
+    standby: TaskRunner | None = None,
+) -> tuple[TaskRunner, ReplicaInstalled]:
+    """Give the task's state to a fresh one, or what has changed to one that stands by; `between`
     happens between the parts."""
-    key = (unit.stage.id, 0)
+    key = (task.stage.id, 0)
     gaps = {x: dict.fromkeys(lanes, Gap(-1, -1, -1, 0, {})) for x, lanes in (kept or {}).items()}
-    outgoing = Outgoing(HandOver(key, 9, epoch, kept or {}, gaps, after), unit)
-    new = standby or runner(planned, unit.stage.id, unit.cohort.end)
+    outgoing = Outgoing(HandOver(key, 9, epoch, kept or {}, gaps, after), task)
+    new = standby or runner(planned, task.stage.id, task.group.end)
     incoming: Incoming | None = None
     while (part := outgoing.next()) is not None:
         between()
@@ -399,12 +401,12 @@ def test_of_sessions_only_those_are_held_that_are_open_and_only_as_of_their_last
     source = flow.source("events", rows(pa.record_batch(columns)), event_time="ts")
     timed(source, timeout=10 * at.size).sink("out", discard())
     planned = plan(flow)
-    unit = runner(planned, 1, OPTIONS.partitions)
+    task = runner(planned, 1, OPTIONS.partitions)
     for epoch, frames in enumerate(ingested(planned)[:-1]):
-        ended, expired = processed(unit, epoch, frames)
-        assert unit.operator is not None and expired.num_rows == 0
+        ended, expired = processed(task, epoch, frames)
+        assert task.operator is not None and expired.num_rows == 0
         assert ended.num_rows == (2 if epoch else 0)
-        assert (unit.operator.state_rows(), unit.came_from(epoch)) == (3, epoch - 1)
+        assert (task.operator.state_rows(), task.came_from(epoch)) == (3, epoch - 1)
 
 
 def test_a_source_is_read_on_from_where_the_epochs_are() -> None:
@@ -422,11 +424,11 @@ def test_a_source_is_read_on_from_where_the_epochs_are() -> None:
         old.run(IngestEpochs((0, 0), (record,)))
     new, _ = handed(planned, old, 1)
     assert new.ingress is not None
-    for unit in (old, new):
-        assert unit.ingress is not None and unit.ingress.ready([records[2]], 7)
+    for task in (old, new):
+        assert task.ingress is not None and task.ingress.ready([records[2]], 7)
     (one,), (other,) = (u.run(IngestEpochs((0, 0), (records[2],))) for u in (old, new))
-    for exchange, by_cohort in one.items():
-        assert all(f.content == other[exchange][c].content for c, f in by_cohort.items())
+    for exchange, by_group in one.items():
+        assert all(f.content == other[exchange][c].content for c, f in by_group.items())
 
 
 class Gaps(Source):
@@ -469,10 +471,10 @@ def test_a_source_with_gaps_is_found_again_by_its_position(taken: int) -> None:
     new, _ = handed(planned, old, 0)
     assert new.ingress is not None
     following = EpochRecord(1, taken, (Range(0, 0, taken, taken + 30),))
-    for unit in (old, new):
-        assert unit.ingress is not None and unit.ingress.ready([following], 7)
-        ((frames,),) = (out.values() for out in unit.run(IngestEpochs((0, 0), (following,))))
-        assert frames[CohortId(0)].batch["v"].equals(events()["v"].slice(taken, 30))
+    for task in (old, new):
+        assert task.ingress is not None and task.ingress.ready([following], 7)
+        ((frames,),) = (out.values() for out in task.run(IngestEpochs((0, 0), (following,))))
+        assert frames[GroupId(0)].batch["v"].equals(events()["v"].slice(taken, 30))
 
 
 def test_a_sink_gives_over_what_is_not_durable() -> None:
@@ -491,10 +493,10 @@ def test_a_sink_gives_over_what_is_not_durable() -> None:
     assert [(e, b.num_rows) for e, b in new.egress.held] == [
         (e, b.num_rows) for e, b in old.egress.held
     ]
-    for unit in (old, new):
-        processed(unit, 4, sent[4])
-        assert unit.egress is not None
-        unit.egress.lead(1)
+    for task in (old, new):
+        processed(task, 4, sent[4])
+        assert task.egress is not None
+        task.egress.lead(1)
     assert old.egress.report() == new.egress.report()
 
 
@@ -528,23 +530,23 @@ def test_what_stands_by_begins_with_the_flows_past_like_what_computes(tmp_path) 
     folder = Folder(str(tmp_path))
     store_state(folder, 1, old.operator.tables())
     past = Past(str(tmp_path), 9, 9 * ROWS, b"", stored_state(folder), {})
-    elsewhere = Cohort(0, 1, (SiteId(0),))
-    keyed = Cohort(0, OPTIONS.partitions, (SiteId(0),), standing=(SiteId(1),))
+    elsewhere = PartitionGroup(0, 1, (SiteId(0),))
+    keyed = PartitionGroup(0, OPTIONS.partitions, (SiteId(0),), standing=(SiteId(1),))
     view = View(0, 0, (SiteId(0), SiteId(1)), ((elsewhere,), (keyed,), (elsewhere,)))
     node = Node(replace(planned, past=past), SiteId(1), OPTIONS, Silence())
     node.on_view(view)
     by_key = [("__low", "ascending")]
-    tables = (u.operator.extract()["groups"] for u in (node.stages.units[1, 0], old))
+    tables = (u.operator.extract()["groups"] for u in (node.stages.tasks[1, 0], old))
     found, wanted = (pa.Table.from_batches([t]).sort_by(by_key) for t in tables)
     assert found.equals(wanted) and wanted.num_rows > 0
     node.stages.open((1, 0), view, begins=False)
-    assert node.stages.units[1, 0].operator.state_rows() == 0
+    assert node.stages.tasks[1, 0].operator.state_rows() == 0
 
 
 def joining(term: int, number: int, since: int) -> View:
     """Site 0 has everything, and site 1 joins its keyed stage."""
-    alone = Cohort(0, 1, (SiteId(0),))
-    keyed = Cohort(0, OPTIONS.partitions, (SiteId(0),)).joined_by(SiteId(1), since)
+    alone = PartitionGroup(0, 1, (SiteId(0),))
+    keyed = PartitionGroup(0, OPTIONS.partitions, (SiteId(0),)).joined_by(SiteId(1), since)
     return View(term, number, (SiteId(0), SiteId(1)), ((alone,), (keyed,), (alone,)))
 
 

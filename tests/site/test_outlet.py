@@ -381,7 +381,7 @@ TestTold.settings = settings(max_examples=40, stateful_step_count=30, deadline=N
 def reading(egress: Egress) -> Serving:
     """A site that leads an outlet of which site 1 has the other replica."""
     view = SimpleNamespace(
-        cohort=lambda _: SimpleNamespace(replicas=(SiteId(0), SiteId(1)), led_by=lambda s: s == 0)
+        group=lambda _: SimpleNamespace(replicas=(SiteId(0), SiteId(1)), led_by=lambda s: s == 0)
     )
     serving = Serving(lambda _: egress, lambda *said: SENT.append(said), lambda: egress.taken)
     serving.on_view(view, SiteId(0), [StageId(0)])  # type: ignore[arg-type]

@@ -33,7 +33,7 @@ from holdfast.connectors.sinks import Sink
 from holdfast.control.run import Run
 from holdfast.control.server import Control
 from holdfast.core.controller import Controller
-from holdfast.core.ids import Unit
+from holdfast.core.ids import TaskId
 from holdfast.net import wire
 
 PATIENCE_S = 60
@@ -94,7 +94,7 @@ def pids(run: Run) -> dict[int, int]:
 
 
 def replicas(run: Run) -> dict[tuple[str, int], list[int]]:
-    """Who has the replicas of each cohort, by stage and first partition."""
+    """Who has the replicas of each partition group, by stage and first partition."""
     return {(p["stage"], p["partitions"][0]): p["replicas"] for p in run.status()["partitions"]}
 
 
@@ -278,9 +278,9 @@ def test_a_run_is_looked_at_where_it_changes(kept, monkeypatch) -> None:
     kept.append(run)
     where, phase = set(), Controller.phase
 
-    def noted(self: Controller, unit: Unit) -> str:
+    def noted(self: Controller, task: TaskId) -> str:
         where.add(threading.current_thread().name)
-        return phase(self, unit)
+        return phase(self, task)
 
     monkeypatch.setattr(Controller, "phase", noted)
     until_protected(run, 2)

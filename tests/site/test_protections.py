@@ -258,9 +258,9 @@ def test_checkpoints_come_after_so_many_epochs(kept, tmp_path) -> None:
     until_rows(run, 60_000)
     kill(run, replicas(run)["totals", 0][0])
     check(run, kept, tmp_path)
-    units = [u for s in run.status()["sites"] for u in s["stages"] if u["kind"] == "keyed"]
-    assert all(u["checkpoints"] <= u["epoch"] // 20 + 1 for u in units)
-    assert any(u["checkpoints"] for u in units)
+    tasks = [u for s in run.status()["sites"] for u in s["stages"] if u["kind"] == "keyed"]
+    assert all(u["checkpoints"] <= u["epoch"] // 20 + 1 for u in tasks)
+    assert any(u["checkpoints"] for u in tasks)
 
 
 def test_how_often_checkpoints_come_is_said_in_one_way() -> None:

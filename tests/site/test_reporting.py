@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from holdfast.core.ids import SiteId
-from holdfast.core.layout import Cohort, View
+from holdfast.core.layout import PartitionGroup, View
 from holdfast.errors import OperatorError
 from holdfast.net import wire
 from holdfast.site.runtime import Site
@@ -15,7 +15,7 @@ from .test_dialling import lonely_site
 
 
 def view(term: int, number: int) -> View:
-    one = (Cohort(0, 1, (SiteId(0),)),)
+    one = (PartitionGroup(0, 1, (SiteId(0),)),)
     return View(term, number, (SiteId(0),), (one, one))
 
 

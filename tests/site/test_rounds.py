@@ -1,10 +1,10 @@
-"""When units take checkpoints: together, and consumers before producers."""
+"""When tasks take checkpoints: together, and consumers before producers."""
 
-from holdfast.core.ids import CohortId, StageId
+from holdfast.core.ids import GroupId, StageId
 from holdfast.core.layout import Guard
 from holdfast.site.checkpoint_schedule import PATIENCE, Progress, Rounds
 
-UNIT = (StageId(1), CohortId(0))
+TASK = (StageId(1), GroupId(0))
 
 
 def taken(guard: Guard, moments: list[Progress], covered_from: float = 0.0) -> list[Progress]:
@@ -13,7 +13,7 @@ def taken(guard: Guard, moments: list[Progress], covered_from: float = 0.0) -> l
     return [
         now
         for now in moments
-        if rounds.is_due(UNIT, guard, now, lambda _, now=now: now.now_s >= covered_from)  # type: ignore[misc]
+        if rounds.is_due(TASK, guard, now, lambda _, now=now: now.now_s >= covered_from)  # type: ignore[misc]
     ]
 
 
@@ -21,7 +21,7 @@ def at(*seconds: float) -> list[Progress]:
     return [Progress(s, int(s * 100), 0.0) for s in seconds]
 
 
-def test_units_that_begin_at_different_times_are_due_together() -> None:
+def test_tasks_that_begin_at_different_times_are_due_together() -> None:
     guard = Guard(standbys=1, every_ms=1_000)
     ticks = [10 + n / 100 for n in range(300)]
     for first in (0, 30, 99):
@@ -46,7 +46,7 @@ def test_consumers_are_to_be_covered_after_the_last_one() -> None:
     asked: list[int] = []
     rounds, guard = Rounds(), Guard(standbys=1, every_epochs=10)
     for epoch in (7, 12, 23):
-        rounds.is_due(UNIT, guard, Progress(0.0, epoch, 0.0), lambda e: asked.append(e) or True)
+        rounds.is_due(TASK, guard, Progress(0.0, epoch, 0.0), lambda e: asked.append(e) or True)
     assert asked == [7, 12]
 
 

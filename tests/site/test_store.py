@@ -23,11 +23,11 @@ from holdfast.control.checkpoint_store import (
     known,
     manifest_of,
 )
-from holdfast.core.layout import Cohort, View
+from holdfast.core.layout import PartitionGroup, View
 from holdfast.core.records import EpochRecord, Range
 from holdfast.errors import FlowError, StoreDamagedError, StoreTakenError
 from holdfast.net import wire
-from holdfast.site.checkpoints import UnitFiles
+from holdfast.site.checkpoints import TaskFiles
 from holdfast.storage import files, generations, layout
 from holdfast.storage.files import Folder, LocalDisk, RemoteDisk, located
 from holdfast.storage.restore_point import Kind, Past
@@ -35,7 +35,7 @@ from tests.site.lost_power import LossyDisk, PowerLost, Survives
 
 ROWS = 10
 """Of every epoch."""
-VIEW = View(0, 0, (0,), ((Cohort(0, 4, (0,)),), (Cohort(0, 1, (0,)),)))
+VIEW = View(0, 0, (0,), ((PartitionGroup(0, 4, (0,)),), (PartitionGroup(0, 1, (0,)),)))
 KEYED, FED = (0, 0), (1, 0)
 NO_EXTRAS: dict[str, Any] = {"counts": (0, 0, 0, 0), "operator": None, "egress": None}
 
@@ -71,23 +71,23 @@ class Writer:
         self.base: int | None = None
         self.store.begin(first_manifest(self.common, past))
 
-    def units(self, epoch: int, *, stop: bool = False) -> dict[tuple[int, int], wire.UnitFiles]:
+    def tasks(self, epoch: int, *, stop: bool = False) -> dict[tuple[int, int], wire.TaskFiles]:
         folder, stored = Folder(self.place), {}
         taken = {"taken": epoch, "rank": 0, "committed": 0, "head": 0, "head_taken": 0}
         taken |= {"attempt": 0, "total": 0, "passed": 0, "ended": 0}
         offsets = {"0": (epoch + 1) * ROWS}
         ingress = {"offsets": offsets, "positions": {}, "mark": b"", "feeds": [taken], "taps": [""]}
-        for unit, what in ((KEYED, "groups"), (FED, "held")):
-            file = layout.unit_file(self.generation, epoch, unit, 0, what, stop=stop)
-            out = UnitFiles()
-            out.add(folder, file, state(epoch) if unit == KEYED else held(epoch))
+        for task, what in ((KEYED, "groups"), (FED, "held")):
+            file = layout.task_file(self.generation, epoch, task, 0, what, stop=stop)
+            out = TaskFiles()
+            out.add(folder, file, state(epoch) if task == KEYED else held(epoch))
             infos = out.close(folder)
             assert out.error is None
-            extras = {**NO_EXTRAS, "ingress": ingress if unit == FED else None}
-            named = [(what, file, False)] if unit == KEYED else []
-            rows = file if unit == FED else ""
-            said = wire.UnitFiles(*unit, epoch, None, named, extras, [], rows, infos, stop)
-            stored[unit] = said
+            extras = {**NO_EXTRAS, "ingress": ingress if task == FED else None}
+            named = [(what, file, False)] if task == KEYED else []
+            rows = file if task == FED else ""
+            said = wire.TaskFiles(*task, epoch, None, named, extras, [], rows, infos, stop)
+            stored[task] = said
         return stored
 
     def records(self, *epochs: int) -> None:
@@ -101,13 +101,13 @@ class Writer:
         Folder(self.place).write(name, [rows], sync=True)
 
     def checkpoint(self, epoch: int) -> None:
-        past = manifest_of(self.common, VIEW, record(epoch), self.units(epoch), self.before)
+        past = manifest_of(self.common, VIEW, record(epoch), self.tasks(epoch), self.before)
         self.store.save(past)
         self.before = past
 
     def stop(self, epoch: int) -> None:
         common = msgspec.structs.replace(self.common, kind=Kind.STOPPED)
-        stored = self.units(epoch, stop=True)
+        stored = self.tasks(epoch, stop=True)
         self.store.save(manifest_of(common, VIEW, record(epoch, last=True), stored))
 
 
@@ -510,7 +510,7 @@ def test_a_late_manifest_of_an_old_generation_counts_for_nothing(
     shutil.copytree(stored, place)
     old = Writer(place, resume(place))
     old.records(6)
-    late = manifest_of(old.common, VIEW, record(6), old.units(6), old.before)
+    late = manifest_of(old.common, VIEW, record(6), old.tasks(6), old.before)
     new = Writer(place, resume(place))
     late.save(old.store.folder)
     new.records(7)

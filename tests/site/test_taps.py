@@ -17,12 +17,12 @@ from holdfast.connectors.pull import FolderTap
 from holdfast.connectors.sources import Source, Tap
 from holdfast.control.run import Run
 from holdfast.core.effects import HandOver
-from holdfast.core.ids import CohortId, Epoch, SiteId, StageId
+from holdfast.core.ids import Epoch, GroupId, SiteId, StageId
 from holdfast.net import wire
 from holdfast.plan.planner import Plan, plan
 from holdfast.site.handover import Incoming, Outgoing
 from holdfast.site.push import FedReader
-from holdfast.site.stages import UnitRunner
+from holdfast.site.stages import TaskRunner
 from holdfast.storage.files import Folder
 from holdfast.storage.restore_point import Past, store_state, stored_state
 from tests.site.test_handover import runner
@@ -212,8 +212,8 @@ def test_a_file_that_was_not_whole_when_it_appeared_is_named(tmp_path: Path, whe
         taken(tap, schema)
 
 
-def ingress(source: Source) -> tuple[Plan, UnitRunner, FedReader, FolderTap]:
-    """The unit of a followed folder, as it is on a site that leads."""
+def ingress(source: Source) -> tuple[Plan, TaskRunner, FedReader, FolderTap]:
+    """The task of a followed folder, as it is on a site that leads."""
     planned = plan(totals(source))
     made = runner(planned, 0, 1)
     assert made.fed is not None and isinstance(made.fed.tap, FolderTap)
@@ -230,7 +230,7 @@ def test_the_position_in_a_folder_of_any_size_is_handed_over(tmp_path: Path) -> 
         add(tmp_path, number, number)
     reader.pull()
     tap._add(names, 7, 0)
-    order = HandOver((StageId(0), CohortId(0)), SiteId(2), Epoch(-1), {}, {})
+    order = HandOver((StageId(0), GroupId(0)), SiteId(2), Epoch(-1), {}, {})
     outgoing = Outgoing(order, donor)
     add(tmp_path, 2, 2)  # what comes later is no part of it
     reader.pull()
@@ -243,7 +243,7 @@ def test_the_position_in_a_folder_of_any_size_is_handed_over(tmp_path: Path) -> 
         body = b"".join(bytes(memoryview(b)) for b in part[1] or ())
         assert len(wire.encode(part[0], len(body))) + len(body) < 1 << 20
         incoming.take(planned, part[0], memoryview(body))
-    incoming.install((StageId(0), CohortId(0)))
+    incoming.install((StageId(0), GroupId(0)))
     assert its_tap.tables()["files"].size == 60_002
     other.on_replicas(True, [], [])
     other.pull()
@@ -256,14 +256,14 @@ def test_the_position_in_a_folder_is_stored_and_restored(tmp_path: Path) -> None
     folder, store = tmp_path / "in", Folder(str(tmp_path / "store"))
     folder.mkdir()
     source = follow(folder, SCHEMA, every_s=0)
-    _, unit, reader, _ = ingress(source)
+    _, task, reader, _ = ingress(source)
     for number in range(2):
         add(folder, number, number)
     reader.pull()
-    assert unit.keeper is not None
-    store_state(store, 0, unit.keeper.tables())
-    store.write("waiting/0/0.arrow", [rows for _, rows in unit.held()])
-    saved, state = wire_extras(unit), stored_state(store)
+    assert task.keeper is not None
+    store_state(store, 0, task.keeper.tables())
+    store.write("waiting/0/0.arrow", [rows for _, rows in task.held()])
+    saved, state = wire_extras(task), stored_state(store)
     past = Past(
         str(tmp_path / "store"), 1, 0, b"", state, {}, {0: saved}, {0: ["waiting/0/0.arrow"]}
     )
@@ -280,9 +280,9 @@ def test_the_position_in_a_folder_is_stored_and_restored(tmp_path: Path) -> None
     assert pa.Table.from_batches(found).equals(whole(3).select(found[0].schema.names))
 
 
-def wire_extras(unit: UnitRunner) -> bytes:
-    assert unit.ingress is not None
-    return msgspec.msgpack.encode(unit.ingress.save())
+def wire_extras(task: TaskRunner) -> bytes:
+    assert task.ingress is not None
+    return msgspec.msgpack.encode(task.ingress.save())
 
 
 def test_a_position_that_was_stored_before_there_was_a_table(tmp_path: Path) -> None:

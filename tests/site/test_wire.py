@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.layout import Cohort, Domain, View
+from holdfast.core.layout import Domain, PartitionGroup, View
 from holdfast.core.records import Block, EpochRecord, Range, pack_step
 from holdfast.net import wire
 from holdfast.net.connection import Connection, dial, listen
@@ -114,7 +114,15 @@ def test_a_server_with_another_secret_is_refused() -> None:
     asyncio.run(main())
 
 
-VIEW = View(2, 7, (0, 3), ((Cohort(0, 4, (0, 3)), Cohort(4, 8, (3,), (5,))), (Cohort(0, 1, (0,)),)))
+VIEW = View(
+    2,
+    7,
+    (0, 3),
+    (
+        (PartitionGroup(0, 4, (0, 3)), PartitionGroup(4, 8, (3,), (5,))),
+        (PartitionGroup(0, 1, (0,)),),
+    ),
+)
 RECORD = EpochRecord(
     3, 100, (Range(0, 1, 5, 9, pack_step(5, 77)), Range(0, 2, 0, 1)), ((0, 1),), False, True
 )

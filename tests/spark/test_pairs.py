@@ -35,7 +35,7 @@ def until(run: Run, holds: Callable[[], bool], what: str, within: float = 60.0) 
 
 
 def kill_leader(run: Run, stage: str) -> None:
-    """The site that leads a stage's first cohort."""
+    """The site that leads a stage's first partition group."""
     until(run, lambda: run.protected, "everything is protected")
     status = run.status()
     leader = next(p["replicas"][0] for p in status["partitions"] if p["stage"] == stage)

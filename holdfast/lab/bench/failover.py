@@ -214,7 +214,7 @@ def _session() -> Iterator[Any]:
 
 
 CLOSED = ("protected", "not protected")
-"""Phases in which nothing is to be done for a unit."""
+"""Phases in which nothing is to be done for a task."""
 
 
 def until(

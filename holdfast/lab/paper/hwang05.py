@@ -157,7 +157,7 @@ def recovery_by_interval(effort: Effort) -> Table:
             "Holdfast, active and pairs: consumers ask the other replica at once, and it sends the "
             "epochs they lack: two links. Passive: the new view, what the standby asks for, the "
             "answer, and on to the sink: four. Upstream and rollback: the view, what there is and "
-            "what is to be sent, both asked for and answered, the view in which the unit counts, "
+            "what is to be sent, both asked for and answered, the view in which the task counts, "
             "and on to the sink: seven. The rest is bytes: a row takes more of them (see above).",
         ),
     )

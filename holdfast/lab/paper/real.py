@@ -30,7 +30,7 @@ from holdfast.connectors.sources import Position, Source, SplitReader
 from holdfast.core.controller import Controller
 from holdfast.core.effects import ControllerEffect
 from holdfast.core.events import SitesFailed
-from holdfast.core.ids import CohortId, SiteId, StageId
+from holdfast.core.ids import GroupId, SiteId, StageId
 from holdfast.core.layout import View
 from holdfast.core.sequencer import Budget
 from holdfast.engine.batches import empty
@@ -141,11 +141,11 @@ class _Spread(Controller):
     def _commit(self, view: View) -> list[ControllerEffect]:
         if self.view is None:
             free, placed = iter(view.members), []
-            for (cohort,) in view.cohorts:
-                replicas = tuple(next(free) for _ in cohort.replicas)
-                standing = tuple(next(free) for _ in cohort.standing)
-                placed.append((replace(cohort, replicas=replicas, standing=standing),))
-            view = replace(view, cohorts=tuple(placed))
+            for (group,) in view.groups:
+                replicas = tuple(next(free) for _ in group.replicas)
+                standing = tuple(next(free) for _ in group.standing)
+                placed.append((replace(group, replicas=replicas, standing=standing),))
+            view = replace(view, groups=tuple(placed))
         return super()._commit(view)
 
 
@@ -298,8 +298,8 @@ def recovery(run: Run) -> Recovery:
     interval = run.parameters.interval_s
     _go(world, WARM_S + 3 * interval + 0.1 * random.Random(run.seed).random())
     assert world.controller.view is not None
-    unit = (StageId(world.stage.id), CohortId(0))
-    victim = world.controller.view.cohort(unit).replicas[0]
+    task = (StageId(world.stage.id), GroupId(0))
+    victim = world.controller.view.group(task).replicas[0]
     fails_at, noticed = world.time, world.time + run.parameters.detection_s
     world.fall_silent(victim, run.parameters.detection_s)
     _go(world, noticed + AFTER_S + 4 * interval)

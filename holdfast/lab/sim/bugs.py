@@ -17,8 +17,8 @@ from holdfast.core.controller import Controller
 from holdfast.core.dataflow import Dataflow
 from holdfast.core.effects import PublishRecord
 from holdfast.core.exchange import Consumer, Producer
-from holdfast.core.ids import NO_EPOCH, CohortId, Epoch
-from holdfast.core.layout import Cohort, View
+from holdfast.core.ids import NO_EPOCH, Epoch, GroupId
+from holdfast.core.layout import PartitionGroup, View
 from holdfast.core.records import EpochRecord
 from holdfast.core.replica import Replica
 from holdfast.core.sequencer import Sequencer
@@ -34,7 +34,7 @@ from holdfast.site.egress import Egress
 from holdfast.site.handover import Checkpoint, Incoming
 from holdfast.site.ingress import Ingress
 from holdfast.site.node import Node
-from holdfast.site.stages import UnitRunner
+from holdfast.site.stages import TaskRunner
 
 Make = Callable[[Any], Any]
 
@@ -114,10 +114,10 @@ def _not_committed(right: Any) -> Any:
 
 def _within_an_epoch(right: Any) -> Any:
     def ordered(self: Dataflow, event: Any) -> Any:
-        unit = self.units.get(event.unit)
-        if unit is not None and unit.installed:
-            unit.handovers[event.joiner] = unit.finished
-            return self._handovers(unit)
+        task = self.tasks.get(event.task)
+        if task is not None and task.installed:
+            task.handovers[event.joiner] = task.finished
+            return self._handovers(task)
         return right(self, event)
 
     return ordered
@@ -176,9 +176,9 @@ def _not_passed_again(right: Any) -> Any:
 def _joiners_are_not_counted(_: Any) -> Any:
     def count_takers(self: Dataflow, producer: Producer) -> None:
         assert self.view is not None
-        cohorts = self.view.cohorts[self.shape.consumer_of[producer.exchange]]
+        groups = self.view.groups[self.shape.consumer_of[producer.exchange]]
         producer.on_view(
-            {CohortId(j): {s: c.since_of(s) for s in c.replicas} for j, c in enumerate(cohorts)}
+            {GroupId(j): {s: c.since_of(s) for s in c.replicas} for j, c in enumerate(groups)}
         )
 
     return count_takers
@@ -233,7 +233,7 @@ def _state_stays_behind(right: Any) -> Any:
 
 
 def _chain_not_awaited(_: Any) -> Any:
-    def is_whole(self: Node, unit: Any) -> bool:
+    def is_whole(self: Node, task: Any) -> bool:
         return True
 
     return is_whole
@@ -261,7 +261,7 @@ def _store_not_asked(_: Any) -> Any:
 
 
 def _nothing_held(_: Any) -> Any:
-    def held(self: UnitRunner) -> Any:
+    def held(self: TaskRunner) -> Any:
         return []
 
     return held
@@ -283,22 +283,22 @@ def _own_rows_only(right: Any) -> Any:
 
 
 def _joiners_step_in(right: Any) -> Any:
-    def without(self: Cohort, gone: Any) -> Cohort:
-        left: Cohort = right(self, gone)
+    def without(self: PartitionGroup, gone: Any) -> PartitionGroup:
+        left: PartitionGroup = right(self, gone)
         return left if left.replicas else replace(left, replicas=left.joining, joining=())
 
     return without
 
 
 def _all_in_the_last(right: Any) -> Any:
-    def split(self: UnitRunner, outputs: Any, tracks: Any, begins: Any) -> Any:
+    def split(self: TaskRunner, outputs: Any, tracks: Any, begins: Any) -> Any:
         return right(self, outputs, tracks, [begins[0]] * len(begins))
 
     return split
 
 
 def _as_if_stateless(_: Any) -> Any:
-    def came_from(self: UnitRunner, epoch: int) -> int:
+    def came_from(self: TaskRunner, epoch: int) -> int:
         return epoch
 
     return came_from
@@ -358,11 +358,11 @@ def _output_left_out_of_checkpoints(right: Any) -> Any:
 def _standbys_are_not_counted(right: Any) -> Any:
     def count_takers(self: Dataflow, producer: Producer) -> None:
         assert self.view is not None
-        cohorts = self.view.cohorts[self.shape.consumer_of[producer.exchange]]
+        groups = self.view.groups[self.shape.consumer_of[producer.exchange]]
         producer.on_view(
             {
-                CohortId(j): {s: c.since_of(s) for s in c.replicas + c.joining}
-                for j, c in enumerate(cohorts)
+                GroupId(j): {s: c.since_of(s) for s in c.replicas + c.joining}
+                for j, c in enumerate(groups)
             }
         )
 
@@ -380,22 +380,22 @@ def _before_it_is_in_place(right: Any) -> Any:
 
 
 def _stock_not_awaited(_: Any) -> Any:
-    def lacks_stock(self: Controller, unit: Any) -> bool:
+    def lacks_stock(self: Controller, task: Any) -> bool:
         return False
 
     return lacks_stock
 
 
 def _whatever_comes_is_taken(_: Any) -> Any:
-    def is_awaited(self: Node, unit: Any) -> bool:
-        return unit in self.dataflow.units
+    def is_awaited(self: Node, task: Any) -> bool:
+        return task in self.dataflow.tasks
 
     return is_awaited
 
 
 def _failure_is_said_once(_: Any) -> Any:
-    def fail_replica(self: Node, unit: Any, site: Any, reason: str) -> None:
-        self._tell_replica(unit, site, "failed", reason)
+    def fail_replica(self: Node, task: Any, site: Any, reason: str) -> None:
+        self._tell_replica(task, site, "failed", reason)
 
     return fail_replica
 
@@ -461,13 +461,13 @@ BUGS = [
     Bug("store not asked", "a sink that takes over writes what is durable already",
         Egress, "lead", _store_not_asked, kinds=("crash",)),
     Bug("held rows left behind", "a sink's new replica lacks what is not durable yet",
-        UnitRunner, "held", _nothing_held, kinds=("crash",), seeds=120),
+        TaskRunner, "held", _nothing_held, kinds=("crash",), seeds=120),
     Bug("largest time of any split", "splits do not wait for each other's event times",
         Watermark, "_held_at", _largest_time_of_any_split, flow="sources", seeds=10),
     Bug("watermark of own rows", "an ingress does not know how other sources' event times rise",
         Ingress, "_track", _own_rows_only, flow="sources", seeds=10),
     Bug("joiner steps in", "a replica that is being made counts when no other is left",
-        Cohort, "without", _joiners_step_in, kinds=("crash",), beyond=1.0),
+        PartitionGroup, "without", _joiners_step_in, kinds=("crash",), beyond=1.0),
     _passive("half a checkpoint", "what comes of a checkpoint counts before it is complete",
         Checkpoint, "take", _half_a_checkpoint),
     _passive("removed keys stay", "a checkpoint does not say which keys are gone",
@@ -479,20 +479,20 @@ BUGS = [
     _passive("changes left out", "a checkpoint lacks what changed right after the one before",
         Replica, "hand_over", _before_it_is_in_place),
     _upstream("state not counted", "input is let go although state comes from it",
-        UnitRunner, "came_from", _as_if_stateless),
+        TaskRunner, "came_from", _as_if_stateless),
     _upstream("one of many", "what was done together all goes into the last of its epochs",
-        UnitRunner, "_split", _all_in_the_last),
+        TaskRunner, "_split", _all_in_the_last),
     _upstream("log let go", "input is let go when it is received",
         Producer, "_stable", _let_go_when_received),
     _upstream("levels alike", "input is let go although what comes from it is needed further on",
         Replica, "levels", _all_levels_alike),
-    _upstream("one log asked", "a unit is made anew from where the first of its producers can",
+    _upstream("one log asked", "a task is made anew from where the first of its producers can",
         Search, "begins", _one_is_asked),
     _upstream("needs off by one", "the state is taken for that of an epoch later",
         Needs, "at", _needs_off_by_one),
     _upstream("source too far", "a source's second replica leaves out what was only received",
         Producer, "stable", _follows_what_was_received),
-    _changes("stock not awaited", "replicas go before all is kept that a unit is made anew from",
+    _changes("stock not awaited", "replicas go before all is kept that a task is made anew from",
         Controller, "_lacks_stock", _stock_not_awaited, protocol="pairs", then="upstream"),
     _changes("late checkpoint", "who stood by and computes now still takes checkpoints",
         Node, "_is_awaited", _whatever_comes_is_taken, protocol="passive", then="pairs"),

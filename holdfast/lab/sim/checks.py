@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from holdfast.core.controller import State
 from holdfast.core.exchange import Consumer, Producer
-from holdfast.core.ids import CohortId, Epoch, ExchangeId, SiteId, Unit
+from holdfast.core.ids import Epoch, ExchangeId, GroupId, SiteId, TaskId
 from holdfast.core.layout import View, may_join
 from holdfast.errors import OperatorError, SiteLostError
 from holdfast.lab.sim.flows import expected, in_order
@@ -32,7 +32,7 @@ class Checks:
 
     def __init__(self, world: TimedWorld) -> None:
         self.world = world
-        self._received: dict[tuple[SiteId, ExchangeId, CohortId, int, CohortId], Epoch] = {}
+        self._received: dict[tuple[SiteId, ExchangeId, GroupId, int, GroupId], Epoch] = {}
         self._log = 0
 
     def step(self) -> None:
@@ -69,70 +69,70 @@ class Checks:
 
     def _in_order(self, site: SiteId, node: Node) -> None:
         """What a consumer has of each producer only grows."""
-        for (exchange, cohort), consumer in node.dataflow.consumers.items():
+        for (exchange, group), consumer in node.dataflow.consumers.items():
             for producer, received in consumer.received.items():
-                key = (site, exchange, cohort, consumer.since, producer)
+                key = (site, exchange, group, consumer.since, producer)
                 if received < self._received.get(key, received):
                     raise Violation(f"site {site}, exchange {exchange}: received went back")
                 self._received[key] = received
 
     def _bounded(self, site: SiteId, node: Node) -> None:
-        """Credits bound what waits at a consumer; there is at most one order for a unit."""
+        """Credits bound what waits at a consumer; there is at most one order for a task."""
         for (exchange, _), consumer in node.dataflow.consumers.items():
             if len(consumer.waiting()) > consumer.room + 1:
                 raise Violation(f"site {site}, exchange {exchange}: more waits than has room")
-        if len(node.orders) > len(node.dataflow.units):
-            raise Violation(f"site {site}: {len(node.orders)} orders for its units")
+        if len(node.orders) > len(node.dataflow.tasks):
+            raise Violation(f"site {site}: {len(node.orders)} orders for its tasks")
 
     def _acked_no_more_than_received(self, site: SiteId, producer: Producer) -> None:
-        for cohort, lane in producer.lanes.items():
+        for group, lane in producer.lanes.items():
             for taker, known in lane.takers.items():
-                consumer = self._consumer(taker, producer.exchange, cohort)
+                consumer = self._consumer(taker, producer.exchange, group)
                 if consumer is None or consumer.since != known.since:
                     continue
-                has = consumer.received.get(producer.cohort)
+                has = consumer.received.get(producer.group)
                 if has is not None and known.received > has:
                     raise Violation(
                         f"site {site} believes that {taker} has epoch {known.received} of exchange "
                         f"{producer.exchange}; it has {has}"
                     )
 
-    def _consumer(self, site: SiteId, exchange: ExchangeId, cohort: CohortId) -> Consumer | None:
+    def _consumer(self, site: SiteId, exchange: ExchangeId, group: GroupId) -> Consumer | None:
         node = self.world.nodes.get(site)
-        return node.dataflow.consumers.get((exchange, cohort)) if node is not None else None
+        return node.dataflow.consumers.get((exchange, group)) if node is not None else None
 
     def _apart(self, view: View) -> None:
-        for unit in view.units():
+        for task in view.tasks():
             shape, domains = self.world.shape.under(view), self.world.controller.domains
-            stage = shape.stages[unit[0]]
-            replicas = [s for s in view.cohort(unit).all if s in domains]
+            stage = shape.stages[task[0]]
+            replicas = [s for s in view.group(task).all if s in domains]
             pairs = [(replicas[:n], s) for n, s in enumerate(replicas)]
             if not all(may_join(stage, others, site, domains) for others, site in pairs):
-                raise Violation(f"unit {unit}: two replicas in one {stage.guard.apart}: {view}")
+                raise Violation(f"task {task}: two replicas in one {stage.guard.apart}: {view}")
 
     def _nothing_lost(self, view: View) -> None:
         """Whatever a living replica lacks, a living replica of its producer holds, or will make."""
         for exchange, stage in enumerate(self.world.shape.consumer_of):
             source = self.world.shape.producer_of[exchange]
-            for j, cohort in enumerate(view.cohorts[stage]):
-                for site in cohort.replicas:
-                    consumer = self._consumer(site, ExchangeId(exchange), CohortId(j))
+            for j, group in enumerate(view.groups[stage]):
+                for site in group.replicas:
+                    consumer = self._consumer(site, ExchangeId(exchange), GroupId(j))
                     if consumer is None:
                         continue
                     for i, received in consumer.received.items():
                         producers = list(self._producers(view, exchange, (source, i)))
                         if producers and not any(
-                            _holds(p, CohortId(j), received) for p in producers
+                            _holds(p, GroupId(j), received) for p in producers
                         ):
                             raise Violation(
                                 f"site {site} has epoch {received} of producer {i} on exchange "
                                 f"{exchange}, and nobody has the next one"
                             )
 
-    def _producers(self, view: View, exchange: int, unit: Unit) -> Iterator[Producer]:
-        for site in view.cohort(unit).replicas:
+    def _producers(self, view: View, exchange: int, task: TaskId) -> Iterator[Producer]:
+        for site in view.group(task).replicas:
             node = self.world.nodes.get(site)
-            found = node.dataflow.producers.get((ExchangeId(exchange), unit[1])) if node else None
+            found = node.dataflow.producers.get((ExchangeId(exchange), task[1])) if node else None
             if found is not None:
                 yield found
 
@@ -164,7 +164,7 @@ class Checks:
         raise Violation(f"the flow stopped without need: {error}") from error
 
 
-def _holds(producer: Producer, consumer: CohortId, received: Epoch) -> bool:
+def _holds(producer: Producer, consumer: GroupId, received: Epoch) -> bool:
     lane = producer.lanes.get(consumer)
     if lane is None:
         return False

@@ -136,13 +136,13 @@ def phase_of(world: TimedWorld) -> str:
         return "transferring"
     if any(site not in world.nodes for site in view.members):
         return "unnoticed"
-    cohorts = [(u, view.cohort(u)) for u in view.units()]
-    if any(cohort.joining for _, cohort in cohorts):
+    groups = [(u, view.group(u)) for u in view.tasks()]
+    if any(group.joining for _, group in groups):
         return "joining"
     if controller.replaying:
         return "replaying"
     seen = controller.seen_by_all
-    if any(len(c.all) < controller.shape.stages[u[0]].guard.wanted for u, c in cohorts):
+    if any(len(c.all) < controller.shape.stages[u[0]].guard.wanted for u, c in groups):
         return "taken over" if seen else "taking over"
     if not seen:
         return "folding in"
@@ -153,17 +153,17 @@ def phase_of(world: TimedWorld) -> str:
 
 def _hands_over(node: Node, view: View) -> bool:
     """Whether a new replica is being made here, or of what is here."""
-    joining = {(u, s) for u in view.units() for s in view.cohort(u).joining}
+    joining = {(u, s) for u in view.tasks() for s in view.group(u).joining}
     given = any(key in joining for key in node.outgoing)
-    return given or any((unit, node.site) in joining for unit in node.incoming)
+    return given or any((task, node.site) in joining for task in node.incoming)
 
 
 def _is_ahead(world: TimedWorld) -> bool:
     """Whether a store has epochs of which some replica of its sink does not know that it has."""
-    units = [r for node in world.nodes.values() for r in node.stages.units.values()]
+    tasks = [r for node in world.nodes.values() for r in node.stages.tasks.values()]
     return any(
         runner.egress.durable < max(world.results[runner.stage.name], default=-1)
-        for runner in units
+        for runner in tasks
         if runner.egress is not None
     )
 

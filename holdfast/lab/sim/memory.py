@@ -22,7 +22,7 @@ from holdfast.engine.batches import Track, content_of, row_digests
 from holdfast.engine.operators.base import KeyedOperator
 from holdfast.engine.state import StateTable
 from holdfast.net import wire
-from holdfast.site.stages import Outputs, UnitRunner
+from holdfast.site.stages import Outputs, TaskRunner
 
 ENTRIES_MAX = 20_000
 
@@ -70,13 +70,13 @@ class Memory:
         self._known[key] = value
         return value
 
-    def runner(self) -> type[UnitRunner]:
+    def runner(self) -> type[TaskRunner]:
         """The kind of runner that asks here."""
         return type("Remembering", (_Remembering,), {"memory": self})
 
 
-class _Remembering(UnitRunner):
-    """One unit, whose results may be those of another that was the same."""
+class _Remembering(TaskRunner):
+    """One task, whose results may be those of another that was the same."""
 
     memory: Memory
 
@@ -93,7 +93,7 @@ class _Remembering(UnitRunner):
         """Whether what the operator gives out is all it knows. A join also knows when rows came."""
 
     def _consumers(self) -> list[Any]:
-        return [c for e in self.stage.outputs for c in self.routers[ExchangeId(e.id)].cohorts]
+        return [c for e in self.stage.outputs for c in self.routers[ExchangeId(e.id)].groups]
 
     @property
     def operator(self) -> KeyedOperator | None:

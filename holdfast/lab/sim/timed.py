@@ -324,8 +324,8 @@ class TimedWorld(World):
 
     def _note_work(self, site: SiteId, order: Order) -> None:
         if self.trace is not None:
-            name = self.plan.stages[order.unit[0]].name.replace(" ", "_")
-            text = f"{name}/{order.unit[1]} epoch {order.epoch}"
+            name = self.plan.stages[order.task[0]].name.replace(" ", "_")
+            text = f"{name}/{order.task[1]} epoch {order.epoch}"
             took = self.pace.work * self._speed.get(site, 1.0) / 2
             self.trace.append((self.time - took, "work", site, text, None, self.time))
 
@@ -450,8 +450,8 @@ class TimedWorld(World):
         self.log.append(f"{self.time:.4f}: old {self.old_view}")
         for site in self.nodes:
             self._send(site, wire.NewView(self.old_view, {}))
-            for unit in self.old_view.units_at(site):
-                message = wire.CatchUp(self.old_view.term, *unit, max(self.nodes))
+            for task in self.old_view.tasks_at(site):
+                message = wire.CatchUp(self.old_view.term, *task, max(self.nodes))
                 self._send(site, message)
 
     def take_over(self) -> None:

@@ -5,8 +5,8 @@ when. A run of a few seconds has thousands of events and a handful that explain 
 are built around the faults: what is close to one is shown in full, the rest is summed up or faded.
 
 Texts follow one habit, so that runs of them can be summed up: what it is, then ``epoch N``. For
-messages the first word says what it is (``bundle x1 epoch 4``); for work the stage and the cohort
-(``count/0 epoch 4``). A fault that begins with ``crash`` ends its lane.
+messages the first word says what it is (``bundle x1 epoch 4``); for work the stage and the
+partition group (``count/0 epoch 4``). A fault that begins with ``crash`` ends its lane.
 """
 
 from __future__ import annotations

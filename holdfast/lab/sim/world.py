@@ -48,7 +48,7 @@ from holdfast.core.events import (
     ViewSeen,
     WaitOver,
 )
-from holdfast.core.ids import CohortId, SiteId, StageId
+from holdfast.core.ids import GroupId, SiteId, StageId
 from holdfast.core.layout import Domain, Guard, View
 from holdfast.core.records import EpochRecord
 from holdfast.errors import HoldfastError, InvariantError, ProtocolError
@@ -56,7 +56,7 @@ from holdfast.lab.sim.memory import Memory
 from holdfast.net import wire
 from holdfast.plan.planner import plan, shape
 from holdfast.site.node import Node, Order
-from holdfast.site.stages import UnitRunner
+from holdfast.site.stages import TaskRunner
 
 CONTROLLER = SiteId(-1)
 NOTHING = memoryview(b"")
@@ -190,7 +190,7 @@ class World:
         relaunch: bool = True,
         memory: Memory | None = None,
     ) -> None:
-        self.runner = memory.runner() if memory else UnitRunner
+        self.runner = memory.runner() if memory else TaskRunner
         self.options = options or Options()
         self.flow = flow
         self.plan = plan(flow)
@@ -324,11 +324,11 @@ class World:
                 if not self.stalled(site, order) and node.stages.ready(order):
                     moves.append(lambda s=site, e=entry: self._work(s, e))  # type: ignore[misc]
             if self._started and not node.finished and node.dataflow.last is None:
-                for unit, split in node.stages.splits():
+                for task, split in node.stages.splits():
                     room = split.rows_held < self.options.read_ahead_rows
-                    held = node.dataflow.units[unit]
+                    held = node.dataflow.tasks[task]
                     if room and not split.ended and held.installed and not held.lazy:
-                        moves.append(lambda s=site, u=unit, p=split: self._read(s, u, p))  # type: ignore[misc]
+                        moves.append(lambda s=site, u=task, p=split: self._read(s, u, p))  # type: ignore[misc]
             if node.outgoing:
                 moves.append(lambda s=site: self.hand_over(s))  # type: ignore[misc]
         for link, queue in self.network.items():
@@ -345,7 +345,7 @@ class World:
         for site, node in self.nodes.items():
             done = {
                 f"{u.shape.name}/{u.key[1]}": (u.finished, u.installed, u.busy)
-                for u in node.dataflow.units.values()
+                for u in node.dataflow.tasks.values()
             }
             lines.append(f"site {site}: {done}, orders {len(node.orders)}")
         return "\n".join([*lines, *self.log[-20:]])
@@ -362,8 +362,8 @@ class World:
         """Whether the site whose code runs leads the sink in the view that counts."""
         name = next(n for n, found in self.results.items() if found is into)
         view = self.controller.view
-        unit = (StageId(self.plan.stage_named(name).id), CohortId(0))
-        return view is not None and view.cohort(unit).replicas[:1] == (self.acting,)
+        task = (StageId(self.plan.stage_named(name).id), GroupId(0))
+        return view is not None and view.group(task).replicas[:1] == (self.acting,)
 
     # --- faults ---------------------------------------------------------------------------------
 
@@ -374,9 +374,9 @@ class World:
         if view is None:
             return False
         living = set(self.nodes) - set(victims)
-        kept = [u for u in view.units() if not self.controller.shape.stages[u[0]].guard.anew]
-        cohorts = [view.cohort(u) for u in kept]
-        return all(living.intersection(c.replicas + c.standing) for c in cohorts)
+        kept = [u for u in view.tasks() if not self.controller.shape.stages[u[0]].guard.anew]
+        groups = [view.group(u) for u in kept]
+        return all(living.intersection(c.replicas + c.standing) for c in groups)
 
     def crash(self, *sites: SiteId) -> None:
         """These processes are gone, all at once; the others find out as time goes by."""
@@ -443,9 +443,9 @@ class World:
 
     # --- moves ----------------------------------------------------------------------------------
 
-    def _read(self, site: SiteId, unit: Any, split: Any) -> None:
+    def _read(self, site: SiteId, task: Any, split: Any) -> None:
         node = self.nodes[site]
-        node.sourcing.read_split(unit, split, self.random.randint(1, self.options.block_rows))
+        node.sourcing.read_split(task, split, self.random.randint(1, self.options.block_rows))
         self._after(node)
 
     def _work(self, site: SiteId, entry: Any) -> None:
@@ -551,10 +551,10 @@ class World:
             case wire.Seen():
                 self._control(ViewSeen(site, message.term, message.number))
             case wire.ReplicaReport():
-                unit = (StageId(message.stage), CohortId(message.cohort))
+                task = (StageId(message.stage), GroupId(message.group))
                 replica = SiteId(message.site)
                 self._control(
-                    ReplicaReported(replica, unit, message.number, message.phase, message.reason)
+                    ReplicaReported(replica, task, message.number, message.phase, message.reason)
                 )
             case wire.Behind():
                 self._control(ReplicaBehind(SiteId(message.site), message.reason))
@@ -584,7 +584,7 @@ class World:
                     self._send(site, wire.Start())
             case OrderCatchUp():
                 term = self.controller.term
-                self._send(effect.donor, wire.CatchUp(term, *effect.unit, effect.joiner))
+                self._send(effect.donor, wire.CatchUp(term, *effect.task, effect.joiner))
             case OrderStock():
                 self._send(effect.site, wire.Stock(effect.number))
             case DrainFlow():
