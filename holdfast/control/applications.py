@@ -56,7 +56,7 @@ class AppConfig:
     host: str
     master: str | None
     sites: int
-    standbys: int
+    spares: int
     options: Options
     status: str
     http: str | None = None
@@ -75,7 +75,7 @@ class Apps:
         *,
         apps: int = 2,
         sites: int = 4,
-        standbys: int = 0,
+        spares: int = 0,
         host: str = "spark",
         master: str | None = None,
         arbiter: str | None = None,
@@ -96,7 +96,7 @@ class Apps:
                 host,
                 master,
                 sites,
-                standbys,
+                spares,
                 options or Options(),
                 str(self._directory / f"status-{app}.json"),
                 http_of(http, app),
@@ -241,7 +241,7 @@ def run_app(config: AppConfig) -> int:
             load_flow(config.file, spark),
             spark,
             sites=config.sites,
-            standbys=config.standbys,
+            spares=config.spares,
             partitions=config.options.partitions,
             options=config.options,
             place=config.place,
@@ -306,7 +306,7 @@ def _session(config: AppConfig) -> Any:
     name = f"holdfast application {config.place.app}"
     if config.master is not None:
         return session(name, config.master)
-    return local_session(name, -(-(config.sites + config.standbys) // config.place.apps) + 4)
+    return local_session(name, -(-(config.sites + config.spares) // config.place.apps) + 4)
 
 
 def _write_status(config: AppConfig, status: dict[str, Any]) -> None:

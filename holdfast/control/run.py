@@ -66,7 +66,7 @@ def start(
     spark: Any = None,
     *,
     sites: int = 2,
-    standbys: int = 0,
+    spares: int = 0,
     partitions: int = 32,
     listen: str | None = None,
     start_timeout: float = 60.0,
@@ -103,9 +103,9 @@ def start(
     of the same stages goes on from there, where all sources and sinks were, and is stored in the
     same folder, as often as before, from then on; one that was stopped may be stored elsewhere.
     """
-    if sites < 1 or standbys < 0:
+    if sites < 1 or spares < 0:
         raise errors.FlowError(
-            f"sites must be at least 1 and standbys not negative, not {sites}, {standbys}"
+            f"sites must be at least 1 and spares not negative, not {sites}, {spares}"
         )
     secret, options = secret or secrets.token_bytes(32), options or Options()
     if history is not None and resume is not None:
@@ -133,7 +133,7 @@ def start(
         from holdfast.spark.host import SparkHost
 
         apps = place.apps if place else 1
-        host = SparkHost(spark, planned, -(-(sites + standbys) // apps))
+        host = SparkHost(spark, planned, -(-(sites + spares) // apps))
     host = host or ProcessHost()
     if listen is not None:
         host.listen_host = listen
@@ -154,7 +154,7 @@ def start(
         planned,
         host,
         sites,
-        standbys,
+        spares,
         options,
         secret,
         place or Place(),
@@ -398,7 +398,7 @@ class Run:
                     "partitions": [group.first, group.end - 1],
                     "replicas": list(group.replicas),
                     "joining": list(group.joining),
-                    "standing": list(group.standing),
+                    "standbys": list(group.standbys),
                     "phase": controller.phase(task),
                     "bytes_to_go": left,
                     "epochs_to_go": max(reached, default=-1) - min(reached, default=-1),

@@ -105,7 +105,7 @@ class Control:
         plan: Plan,
         host: Host,
         sites: int,
-        standbys: int,
+        spares: int,
         options: Options,
         secret: bytes,
         place: Place,
@@ -126,7 +126,7 @@ class Control:
         self.route: Route = direct
         self.loop = asyncio.new_event_loop()
         self._host, self.secret = host, secret
-        self._sites, self._standbys = sites, standbys
+        self._sites, self._spares = sites, spares
         # A flow that is started anew has nothing to do with the entry of old.
         key = f"{flow.name}-{wire.incarnation(secret)}"
         self._arbiter: Arbiter = arbiter(place.arbiter_url, key, options.lease_s)
@@ -289,10 +289,10 @@ class Control:
 
     def _set_out(self, term: int) -> None:
         """Begin the flow."""
-        ids = [SiteId(first_id(term) + i) for i in range(self._sites + self._standbys)]
+        ids = [SiteId(first_id(term) + i) for i in range(self._sites + self._spares)]
         self._app_of = {int(s): s % self.place.apps for s in ids}
-        sites, standbys = ids[: self._sites], ids[self._sites :]
-        self.controller = Controller(self.shape, sites, standbys, term)
+        sites, spares = ids[: self._sites], ids[self._sites :]
+        self.controller = Controller(self.shape, sites, spares, term)
         for site in ids:
             self._launch(site)
 

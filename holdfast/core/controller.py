@@ -113,26 +113,26 @@ class Controller:
         self,
         shape: Shape,
         sites: Sequence[SiteId],
-        standbys: Sequence[SiteId] = (),
+        spares: Sequence[SiteId] = (),
         term: int = 0,
     ) -> None:
         self.shape, self.term = shape, term
         self.sites = list(sites)
-        self.standbys = list(standbys)
+        self.spares = list(spares)
         self.state = State.GATHERING
         self.history: deque[str] = deque(maxlen=50)
         self.view: View | None = None
         self.addresses: dict[SiteId, tuple[str, int]] = {}
         self.domains: dict[SiteId, Domain] = {}
         self.dead: dict[SiteId, str] = {}
-        self.launched: set[SiteId] = {*sites, *standbys}
+        self.launched: set[SiteId] = {*sites, *spares}
         """Sites whose processes have been started and have not registered yet."""
         self.unrecovered: dict[TaskId, str] = {}
         """Tasks with a replica missing that nobody tries to make any more, and why."""
         self.replaying: set[tuple[TaskId, SiteId]] = set()
         self.replaced: dict[SiteId, SiteId] = {}
         """By site: the one that was launched in its place."""
-        self._next_id = 1 + max([*sites, *standbys])
+        self._next_id = 1 + max([*sites, *spares])
         self._stillborn: dict[SiteId, int] = {}
         self._seen: set[SiteId] = set()
         self._ordered: dict[tuple[TaskId, SiteId], tuple[SiteId, int]] = {}
@@ -362,7 +362,7 @@ class Controller:
         if site in self._mirror_of:
             self._mirror_of[new] = self._mirror_of.pop(site)
         self._stillborn[new] = stillborn and self._stillborn.get(site, 0) + 1
-        for group in (self.sites, self.standbys):
+        for group in (self.sites, self.spares):
             if site in group:
                 group[group.index(site)] = new
         return LaunchSite(new, _backoff_ms(self._stillborn[new]))
@@ -588,7 +588,7 @@ class Controller:
     def _has_all(self, task: TaskId) -> bool:
         assert self.view is not None
         group, guard = self.view.group(task), self.shape.stages[task[0]].guard
-        return len(group.replicas) >= guard.replicas and len(group.standing) >= guard.standbys
+        return len(group.replicas) >= guard.replicas and len(group.standbys) >= guard.standbys
 
     def _not_anew(self, task: TaskId) -> SiteLostError:
         assert self.view is not None

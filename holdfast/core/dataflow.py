@@ -136,10 +136,10 @@ class Dataflow:
         for key in held:
             if key not in self.tasks:
                 group = view.group(key)
-                effects += self._open(key, installed=self.site in group.replicas + group.standing)
+                effects += self._open(key, installed=self.site in group.replicas + group.standbys)
         for task in self.tasks.values():
             task.shape, task.stock = self.shape.stages[task.key[0]], None
-            self._stand(task)
+            self._update_standby(task)
             if task.installed:
                 self._guard(task)
             group = view.group(task.key)
@@ -170,18 +170,18 @@ class Dataflow:
             return [self.records[max(self.records)]] if self.records else []
         return [self.records[e] for e in sorted(self.records) if e > epoch]
 
-    def _stand(self, task: Replica) -> None:
+    def _update_standby(self, task: Replica) -> None:
         """Compute from now on, or do not."""
         assert self.view is not None
         group = self.view.group(task.key)
-        stood = task.stands
-        task.stands = self.site in group.standing or (stood and self.site in group.joining)
-        if stood and not task.stands:
+        stood = task.standby
+        task.standby = self.site in group.standbys or (stood and self.site in group.joining)
+        if stood and not task.standby:
             task.needs = None
             task.replay(max(self.recorded, task.finished), self.window)
         task.lazy = task.shape.guard.lazy and not group.led_by(self.site)
         for consumer in task.inputs.values():
-            consumer.stands = task.stands or task.lazy
+            consumer.standby = task.standby or task.lazy
 
     def _guard(self, task: Replica) -> None:
         """Keep, and say, what the protection of the task and of its neighbours takes."""
@@ -203,11 +203,11 @@ class Dataflow:
         since = self.view.group(key).since_of(self.site)
         finished = self.begun if installed else NO_EPOCH
         self.tasks[key] = Replica(key, self.shape.stages[key[0]], installed, since, finished)
-        self.tasks[key].stands = self.site in self.view.group(key).standing
+        self.tasks[key].standby = self.site in self.view.group(key).standbys
         if installed:
             self._add_ends(self.tasks[key], finished, finished)
             group = self.view.group(key)
-            alike = [s for s in group.standing if group.since_of(s) == since]
+            alike = [s for s in group.standbys if group.since_of(s) == since]
             self.tasks[key].given = dict.fromkeys(alike, finished)
         return [OpenTask(key, self.view)]
 
@@ -230,7 +230,7 @@ class Dataflow:
             task.outputs[exchange] = self.producers[exchange, group] = producer
         for exchange in task.shape.inputs:
             consumer = Consumer(exchange, group, self.window, finished, task.since)
-            consumer.stands = task.stands or task.lazy
+            consumer.standby = task.standby or task.lazy
             task.inputs[exchange] = self.consumers[exchange, group] = consumer
         self._guard(task)
 
@@ -267,7 +267,7 @@ class Dataflow:
         """Whether this site has a replica of the producer that is not behind the one we take
         from."""
         task = self.tasks.get(key)
-        if task is None or not task.installed or task.stands:
+        if task is None or not task.installed or task.standby:
             return False
         return task.finished >= consumer.received.get(key[1], consumer.finished)
 
@@ -388,7 +388,7 @@ class Dataflow:
 
     def _next(self, task: Replica) -> list[SiteEffect]:
         """What the task can do now, if anything."""
-        if task.busy or not task.installed or task.stands:
+        if task.busy or not task.installed or task.standby:
             return []
         if task.lazy:
             return [*task.follow(self.records), *self._handovers(task)]
@@ -399,7 +399,7 @@ class Dataflow:
         task = self.tasks.get(event.task)
         if task is None or not task.installed or not task.lazy or event.epoch <= task.finished:
             return []
-        return [*task.stand_at(event.epoch, self.connected), *self._handovers(task)]
+        return [*task.adopt_checkpoint(event.epoch, self.connected), *self._handovers(task)]
 
     def _trim_records(self) -> None:
         sources = [u.finished for u in self.tasks.values() if u.shape.kind == "source"]
@@ -412,7 +412,7 @@ class Dataflow:
         """Once in a view, when nothing is left to do here."""
         if self._reported or self.last is None or self.view is None:
             return []
-        working = [u for u in self.tasks.values() if not u.stands]
+        working = [u for u in self.tasks.values() if not u.standby]
         if any(not u.installed or (u.finished < self.last and not u.lazy) for u in working):
             return []
         sending = [producer for u in working for producer in u.outputs.values()]
@@ -467,7 +467,8 @@ class Dataflow:
         return effects
 
     def is_covered(self, key: TaskId, epoch: int) -> bool:
-        """Whether all that stand by for the consumers of a task have checkpoints after `epoch`."""
+        """Whether all that are standbys for the consumers of a task have checkpoints after
+        `epoch`."""
         return all(
             producer.stable > epoch
             for x, producer in self.tasks[key].outputs.items()
@@ -476,20 +477,20 @@ class Dataflow:
 
     def _on_checkpoint_due(self, event: CheckpointDue) -> list[SiteEffect]:
         task = self.tasks.get(event.task)
-        if task is None or not task.installed or task.stands:
+        if task is None or not task.installed or task.standby:
             return []
         assert self.view is not None
-        task.checkpoint(self.view.group(task.key).standing)
+        task.checkpoint(self.view.group(task.key).standbys)
         return self._handovers(task) if not task.busy else []
 
     def _on_replica_installed(self, event: ReplicaInstalled) -> list[SiteEffect]:
         task = self.tasks.get(event.task)
-        if task is None or (task.installed and not task.stands):
+        if task is None or (task.installed and not task.standby):
             return []
         if not task.installed:
             return self._install(task, event.epoch, event.needs, event.kept, event.gaps)
         task.install_outputs(event.epoch, event.kept, event.gaps, event.whole)
-        return list(task.stand_at(event.epoch, self.connected))
+        return list(task.adopt_checkpoint(event.epoch, self.connected))
 
     def _install(
         self,
@@ -504,11 +505,11 @@ class Dataflow:
         assert self.view is not None
         task.installed, task.finished = True, epoch
         enough = len(self.view.group(task.key).replicas) >= task.shape.guard.replicas
-        task.stands = enough and task.shape.guard.standbys > 0
+        task.standby = enough and task.shape.guard.standbys > 0
         task.lazy = task.shape.guard.lazy
         self._add_ends(task, epoch, needs, log)
         upto = epoch if task.lazy else max(self.recorded, epoch)
-        task.replay(None if task.stands else upto, self.window)
+        task.replay(None if task.standby else upto, self.window)
         task.install_outputs(epoch, kept, gaps)
         for producer in task.outputs.values():
             self._count_takers(producer)
@@ -596,17 +597,17 @@ class Dataflow:
 
     def slowest(self) -> tuple[SiteId, int] | None:
         """The replica elsewhere that most is kept for here, and how many bytes."""
-        found = [p.slowest(self._standing(p)) for p in self.producers.values()]
+        found = [p.slowest(self._standbys_of(p)) for p in self.producers.values()]
         return max((f for f in found if f is not None), key=lambda f: f[1], default=None)
 
-    def _standing(self, producer: Producer) -> dict[GroupId, tuple[SiteId, ...]]:
+    def _standbys_of(self, producer: Producer) -> dict[GroupId, tuple[SiteId, ...]]:
         """Those that are meant to be behind. If a task is made anew from what is kept, it is behind
         at first, and letting it go would not let go any of that."""
         assert self.view is not None
         stage = self.shape.consumer_of[producer.exchange]
         guard = self.shape.stages[stage].guard
         return {
-            GroupId(j): c.all if guard.anew else c.standing + (c.replicas[1:] if guard.lazy else ())
+            GroupId(j): c.all if guard.anew else c.standbys + (c.replicas[1:] if guard.lazy else ())
             for j, c in enumerate(self.view.groups[stage])
         }
 

@@ -130,7 +130,7 @@ class LogTold:
 
 @value
 class CheckpointDue:
-    """It is time to give a task's state to those that stand by."""
+    """It is time to give a task's state to standbys."""
 
     task: TaskId
 

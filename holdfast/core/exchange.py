@@ -365,7 +365,7 @@ class Consumer:
         self.finished, self.since = finished, since
         self._promised = NO_EPOCH
         """Up to which epoch producers may send, as they were told; there may be less room now."""
-        self.stands = False
+        self.standby = False
         """It takes nothing yet, and is counted."""
         self.alike = True
         """Whether it does not matter from which replica of a producer it takes its frames."""
@@ -416,7 +416,7 @@ class Consumer:
         return effects
 
     def _choose(self, producer: GroupId, connected: set[SiteId], prefer: SiteId | None) -> None:
-        alive = [s for s in self._replicas[producer] if s in connected and not self.stands]
+        alive = [s for s in self._replicas[producer] if s in connected and not self.standby]
         if not self.alike:
             self.source[producer] = alive[0] if alive else None
         elif prefer is not None and prefer in alive:
@@ -499,7 +499,7 @@ class Consumer:
         self._checksum = self._taken
         return self.acks(connected)
 
-    def stand_at(self, epoch: Epoch, connected: set[SiteId]) -> list[SendAck]:
+    def adopt_checkpoint(self, epoch: Epoch, connected: set[SiteId]) -> list[SendAck]:
         """The state is that after `epoch` now: nothing before is needed any more."""
         self.finished = epoch
         self.received = dict.fromkeys(self.received, epoch)

@@ -142,12 +142,12 @@ class PartitionGroup:
     since: tuple[tuple[SiteId, int], ...] = ()
     """The number of the view in which a replica began to join. It tells a replica from one that was
     at the same site before; those of the first view began with 0."""
-    standing: tuple[SiteId, ...] = ()
+    standbys: tuple[SiteId, ...] = ()
     """The sites that have a checkpoint of it, and will go on from there when no replica is left."""
 
     @property
     def all(self) -> tuple[SiteId, ...]:
-        return self.replicas + self.joining + self.standing
+        return self.replicas + self.joining + self.standbys
 
     def led_by(self, site: SiteId) -> bool:
         return self.replicas[:1] == (site,)
@@ -161,41 +161,41 @@ class PartitionGroup:
 
     def installed_at(self, site: SiteId, replicas: int) -> PartitionGroup:
         """The state is in place at `site`, which joined: it computes, or there are enough that do
-        and it stands by."""
+        and it is a standby."""
         rest = tuple(s for s in self.joining if s != site)
         if len(self.replicas) < replicas:
             return replace(self, joining=rest, replicas=(*self.replicas, site))
-        return replace(self, joining=rest, standing=(*self.standing, site))
+        return replace(self, joining=rest, standbys=(*self.standbys, site))
 
     def without(self, gone: Iterable[SiteId]) -> PartitionGroup:
-        """What is left; with no replica that computes, who stands by goes on."""
+        """What is left; with no replica that computes, a standby goes on."""
         left = set(self.all) - set(gone)
         replicas = tuple(s for s in self.replicas if s in left)
-        standing = tuple(s for s in self.standing if s in left)
+        standbys = tuple(s for s in self.standbys if s in left)
         stepped_in = 0 if replicas else 1
         return replace(
             self,
-            replicas=replicas + standing[:stepped_in],
+            replicas=replicas + standbys[:stepped_in],
             joining=tuple(s for s in self.joining if s in left),
-            standing=standing[stepped_in:],
+            standbys=standbys[stepped_in:],
             since=tuple(pair for pair in self.since if pair[0] in left),
         )
 
     def fitted(self, guard: Guard, number: int) -> PartitionGroup:
         """With as many replicas as a stage shall have from the view with this number on, and as
-        many that stand by, as far as they are there. One that has computed and shall stand by gets
-        its state again: it is ahead of what it would be given."""
+        many that are standbys, as far as they are there. One that has computed and shall stand by
+        gets its state again: it is ahead of what it would be given."""
         if not self.replicas:
             return self
         more = max(0, guard.replicas - len(self.replicas))
-        replicas, standing = self.replicas + self.standing[:more], self.standing[more:]
-        surplus, standing = replicas[guard.replicas :], standing[: guard.standbys]
-        kept = {*replicas[: guard.replicas], *standing}
+        replicas, standbys = self.replicas + self.standbys[:more], self.standbys[more:]
+        surplus, standbys = replicas[guard.replicas :], standbys[: guard.standbys]
+        kept = {*replicas[: guard.replicas], *standbys}
         since = tuple(pair for pair in self.since if pair[0] in kept)
         fitted = PartitionGroup(
-            self.first, self.end, replicas[: guard.replicas], (), since, standing
+            self.first, self.end, replicas[: guard.replicas], (), since, standbys
         )
-        for site in surplus[: guard.standbys - len(standing)]:
+        for site in surplus[: guard.standbys - len(standbys)]:
             fitted = fitted.joined_by(site, number)
         return fitted
 
@@ -292,8 +292,8 @@ class View:
 
 def _sites(group: PartitionGroup) -> str:
     joining = "".join(f"+{s}" for s in group.joining)
-    standing = "".join(f"~{s}" for s in group.standing)
-    return ",".join(str(s) for s in group.replicas) + joining + standing
+    standbys = "".join(f"~{s}" for s in group.standbys)
+    return ",".join(str(s) for s in group.replicas) + joining + standbys
 
 
 def partitions_of(view: View, tasks: Iterable[TaskId], shape: Shape) -> str:
@@ -342,7 +342,7 @@ def place(shape: Shape, sites: Sequence[SiteId], domains: Mapping[SiteId, Domain
                 after = [ring[(at + k) % len(ring)] for k in range(1, len(ring))]
                 replicas.append(_next_replica(stage, replicas, after, domains))
             both = (tuple(replicas[: guard.replicas]), tuple(replicas[guard.replicas :]))
-            groups.append(PartitionGroup(bounds[c], bounds[c + 1], both[0], standing=both[1]))
+            groups.append(PartitionGroup(bounds[c], bounds[c + 1], both[0], standbys=both[1]))
         if count < len(ring):
             turn += count
         placed.append(tuple(groups))

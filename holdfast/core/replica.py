@@ -2,7 +2,7 @@
 others.
 
 What it may do next follows from what is here; that it may do anything at all, and with whom, is for
-the site's `Dataflow` to say, which knows the view. A replica computes, or it stands by with a
+the site's `Dataflow` to say, which knows the view. A replica computes, or it is a standby with a
 checkpoint, or (of a source or sink) it is lazy and follows the one that leads.
 """
 
@@ -71,10 +71,10 @@ class Replica:
     """Of a task that is made anew if it is lost: from which input its state comes."""
     search: Search | None = None
     """It is being made anew, and it is not known yet from where on."""
-    stands: bool = False
+    standby: bool = False
     """It has a checkpoint, and computes nothing."""
     given: dict[SiteId, Epoch] = field(default_factory=dict)
-    """To whom that stands by it has given its state, and after which epoch that was."""
+    """To whom that is a standby it has given its state, and after which epoch that was."""
     lazy: bool = False
     """Another replica leads, and this one only follows: see `Guard.lazy`."""
     stock: Epoch | None = None
@@ -83,7 +83,7 @@ class Replica:
     @property
     def works(self) -> bool:
         """Whether it is to process epochs as they come."""
-        return self.installed and not self.stands and not self.lazy
+        return self.installed and not self.standby and not self.lazy
 
     @property
     def received(self) -> Epoch:
@@ -95,7 +95,7 @@ class Replica:
     def levels(self, count: int, received: Epoch) -> tuple[Epoch, ...]:
         """Up to which epochs it does not need its input any more. One that has other replicas needs
         nothing that it has received."""
-        if self.needs is None or self.stands:
+        if self.needs is None or self.standby:
             return (received,) * count
         reached = [min(p.reached(k) for p in self.outputs.values()) for k in range(count)]
         self.needs.forget(min(reached))
@@ -103,7 +103,7 @@ class Replica:
 
     def lines(self, count: int) -> tuple[Line, ...]:
         """What goes with that: see `holdfast.core.upstream`."""
-        if self.needs is None or self.stands or not count:
+        if self.needs is None or self.standby or not count:
             return ()
         outputs = self.outputs.values()
         own = [{self.key: min(p.reached(k) for p in outputs)} for k in range(count)]
@@ -202,10 +202,10 @@ class Replica:
             effects.append(FollowEpoch(self.key, record))
         return effects
 
-    def stand_at(self, epoch: Epoch, connected: set[SiteId]) -> list[SendAck]:
+    def adopt_checkpoint(self, epoch: Epoch, connected: set[SiteId]) -> list[SendAck]:
         """Its state is that after `epoch` now, and what was before is not needed any more."""
         self.finished = epoch
-        return [ack for c in self.inputs.values() for ack in c.stand_at(epoch, connected)]
+        return [ack for c in self.inputs.values() for ack in c.adopt_checkpoint(epoch, connected)]
 
     # --- being behind ---------------------------------------------------------------------------
 
@@ -224,7 +224,7 @@ class Replica:
 
     def stocked(self, levels: int) -> list[ReportReplica]:
         """Say it when all is kept that the task would be made anew from: see `stock`."""
-        if self.stock is None or self.stands:
+        if self.stock is None or self.standby:
             return []
         if self.levels(levels, self.finished)[self.shape.guard.level - 1] < self.stock:
             return []
@@ -252,7 +252,7 @@ class Replica:
 
     def keep_handovers(self, group: PartitionGroup, leads: bool) -> list[SiteId]:
         """Of a new view: only those in it get its state. To whom it was on its way in vain."""
-        wanted = group.joining + group.standing + ((STORE,) if leads else ())
+        wanted = group.joining + group.standbys + ((STORE,) if leads else ())
         self.handovers = {s: e for s, e in self.handovers.items() if s in wanted}
         self.given = {s: e for s, e in self.given.items() if s in wanted}
         gone = [s for s, n in self.handed.items() if s not in wanted or group.since_of(s) != n]
@@ -261,9 +261,10 @@ class Replica:
             self.given.pop(site, None)
         return gone
 
-    def checkpoint(self, standing: tuple[SiteId, ...]) -> None:
-        """Give its state to all that stand by, unless nothing has happened since the last time."""
-        for site in standing:
+    def checkpoint(self, standbys: tuple[SiteId, ...]) -> None:
+        """Give its state to all that are standbys, unless nothing has happened since the last
+        time."""
+        for site in standbys:
             if self.given.get(site) != self.finished or self.busy:
                 self.handovers[site] = self.finished
 

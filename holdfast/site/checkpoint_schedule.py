@@ -1,4 +1,4 @@
-"""When tasks give their state to those that stand by.
+"""When tasks give their state to standbys.
 
 Tasks take their checkpoints in rounds, all at about the same time, and each one after those that
 take its output: what is in their checkpoints nobody will ask it for, and need not be in its own.

@@ -3,7 +3,7 @@
 The donor freezes its operator's tables and gives them out a part at a time, between its orders;
 it never stands still for longer than one part takes. The joiner puts the parts in as they come.
 
-A replica that stands by gets its state in the same way, again and again, and only what has changed:
+A standby gets its state in the same way, again and again, and only what has changed:
 a checkpoint. It is put in when it is complete; until then the one before counts.
 """
 
@@ -166,7 +166,7 @@ class Incoming:
 
 
 class Checkpoint(Incoming):
-    """State for a task that stands by: nothing changes there before all of it has come."""
+    """State for a standby: nothing changes there before all of it has come."""
 
     def __init__(self, begin: wire.HandOverBegin, donor: int, runner: TaskRunner) -> None:
         super().__init__(begin, donor, runner)

@@ -428,7 +428,7 @@ class Node:
         match effect:
             case OpenTask():
                 group = effect.view.group(effect.task)
-                begins = self.site in group.replicas + group.standing
+                begins = self.site in group.replicas + group.standbys
                 self.stages.open(effect.task, effect.view, begins=begins)
             case BeginTask():
                 self.incoming.pop(effect.task, None)
@@ -632,11 +632,11 @@ class Node:
         stand by. One that is still on its way is not overtaken by the next."""
         now = self._now()
         for task, runner in self.stages.tasks.items():
-            standing = self.view.group(task).standing if self.view is not None else ()
+            standbys = self.view.group(task).standbys if self.view is not None else ()
             held = self.dataflow.tasks[task]
-            if not standing or held.stands or not held.installed:
+            if not standbys or held.standby or not held.installed:
                 continue
-            if any((task, site) in self.outgoing for site in standing):
+            if any((task, site) in self.outgoing for site in standbys):
                 continue
             so_far = Progress(now, runner.epoch, self._work_s())
             is_covered = partial(self.dataflow.is_covered, task)
@@ -669,9 +669,9 @@ class Node:
             outgoing.close()
 
     def _is_awaited(self, task: TaskId) -> bool:
-        """Whether the task's state may come from elsewhere: it joins, or stands by."""
+        """Whether the task's state may come from elsewhere: it joins, or is a standby."""
         held = self.dataflow.tasks.get(task)
-        return held is not None and (held.stands or not held.installed)
+        return held is not None and (held.standby or not held.installed)
 
     def _on_hand_over_begin(self, site: SiteId, message: wire.HandOverBegin) -> None:
         task = (StageId(message.stage), GroupId(message.group))

@@ -426,8 +426,8 @@ class SiteStages:
         """Of the task; and to whom this replica gives what has changed. Who begins to do so gives
         everything at first."""
         guard, group = self._shape.under(view).stages[task[0]].guard, view.group(task)
-        stands = self.site in group.standing
-        given = guard.standbys > 0 and not stands and bool(group.standing or group.joining)
+        standby = self.site in group.standbys
+        given = guard.standbys > 0 and not standby and bool(group.standbys or group.joining)
         stored = self.options.store_every_ms > 0 and group.led_by(self.site)
         return guard, (STANDBY,) * given + (KEPT,) * stored
 

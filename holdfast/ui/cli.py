@@ -156,7 +156,7 @@ def _add_run(commands: Any) -> None:
     )
     run.add_argument("file", metavar="FLOW.py", help="the file that defines the flow")
     run.add_argument("--sites", type=int, default=2, help="how many sites run the flow (2)")
-    run.add_argument("--standbys", type=int, default=0, help="sites that wait in reserve (0)")
+    run.add_argument("--spares", type=int, default=0, help="sites that wait in reserve (0)")
     run.add_argument("--partitions", type=int, default=32, help="partitions of a keyed stage (32)")
     run.add_argument(
         "--host",
@@ -429,7 +429,7 @@ def _run_here(options: argparse.Namespace, console: Console, spark: Any) -> None
     run = load_flow(options.file, spark).start(
         spark,
         sites=options.sites,
-        standbys=options.standbys,
+        spares=options.spares,
         partitions=options.partitions,
         listen=options.listen,
         place=_place(options),
@@ -504,7 +504,7 @@ def _advise(options: argparse.Namespace, console: Console) -> int:
         )
     found, spark = _defined(options.file), None
     if not isinstance(found, Flow):  # Spark feeds it, though its sites are plain processes
-        options.standbys = 0
+        options.spares = 0
         spark = _session(options)
     try:
         advice = command.advise(
@@ -534,7 +534,7 @@ def _run_apps(options: argparse.Namespace, console: Console) -> int:
         options.file,
         apps=options.apps,
         sites=options.sites,
-        standbys=options.standbys,
+        spares=options.spares,
         host=options.host,
         master=options.master,
         arbiter=options.arbiter,
@@ -595,7 +595,7 @@ def _session(options: argparse.Namespace) -> Any:
     from holdfast.spark.session import local_session, session
 
     if options.master is None:
-        return local_session("holdfast", options.sites + options.standbys + 4)
+        return local_session("holdfast", options.sites + options.spares + 4)
     return session("holdfast", options.master)
 
 

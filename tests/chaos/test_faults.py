@@ -25,9 +25,9 @@ def fault(kind, rank: int) -> Fault:
 
 
 def partition(
-    *replicas: int, phase: str = "protected", standing: tuple[int, ...] = (), stage: str = "s"
+    *replicas: int, phase: str = "protected", standbys: tuple[int, ...] = (), stage: str = "s"
 ) -> dict:
-    return {"stage": stage, "replicas": list(replicas), "standing": list(standing), "phase": phase}
+    return {"stage": stage, "replicas": list(replicas), "standbys": list(standbys), "phase": phase}
 
 
 def test_the_same_seed_gives_the_same_faults() -> None:
@@ -62,7 +62,7 @@ def test_a_replica_of_everything_must_be_left_and_be_up_to_date() -> None:
 
 
 def test_who_stands_by_can_go_on() -> None:
-    ring = [partition(0, standing=(1,)), partition(1, standing=(2,))]
+    ring = [partition(0, standbys=(1,)), partition(1, standbys=(2,))]
     assert survivable(ring, {0}) and survivable(ring, {1})
     assert not survivable(ring, {0, 1})
 

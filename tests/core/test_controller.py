@@ -98,8 +98,8 @@ def seen(controller: Controller, *but: int) -> list[ControllerEffect]:
     return [e for s in sites for e in controller.handle(ViewSeen(s, view.term, view.number))]
 
 
-def running(shape: Shape = SHAPE, sites: int = 2, standbys: int = 1) -> Controller:
-    ids = list(range(sites + standbys))
+def running(shape: Shape = SHAPE, sites: int = 2, spares: int = 1) -> Controller:
+    ids = list(range(sites + spares))
     controller = Controller(shape, ids[:sites], ids[sites:])
     for site in ids:
         controller.handle(registered(site))
@@ -698,7 +698,7 @@ def keyed_as(guard: Guard) -> Shape:
 def test_a_replica_that_is_made_for_another_reason_now_is_ordered_again() -> None:
     """Pairs shall be passive, and pairs again before the standby has its state: the donor has
     forgotten the first order with the replica that it was for."""
-    controller = running(PAIRS, sites=2, standbys=0)
+    controller = running(PAIRS, sites=2, spares=0)
     for guard in (Guard(standbys=1, every_ms=100), Guard(2)):
         controller.handle(ProtectionWanted(keyed_as(guard).guards))
         assert controller.view is not None
@@ -709,7 +709,7 @@ def test_a_replica_that_is_made_for_another_reason_now_is_ordered_again() -> Non
 
 def test_a_task_is_made_anew_at_one_site_only() -> None:
     """Also if it is lost while its second replica is being made."""
-    controller = running(keyed_as(ANEW), sites=4, standbys=2)
+    controller = running(keyed_as(ANEW), sites=4, spares=2)
     controller.handle(ProtectionWanted(PAIRS.guards))
     assert controller.view is not None
     replicas = controller.view.group(KEYED).replicas

@@ -417,17 +417,17 @@ def test_who_stood_by_and_lacks_nothing_has_caught_up_when_it_computes() -> None
     guards = (Guard(replicas=2), Guard(standbys=1, every_ms=100), Guard(replicas=2))
     machine = Dataflow(2, SHAPE.guarded(guards), window=3)
     machine.handle(PeerConnected(0))
-    stands = View(
+    standby = View(
         0,
         0,
         (0, 1, 2),
-        ((PartitionGroup(0, 1, (0,)),), (PartitionGroup(0, 1, (1,), standing=(2,)),)),
+        ((PartitionGroup(0, 1, (0,)),), (PartitionGroup(0, 1, (1,), standbys=(2,)),)),
     )
-    stands = replace(stands, groups=(*stands.groups, (PartitionGroup(0, 1, (0,)),)))
-    machine.handle(ViewCommitted(stands))
-    assert machine.tasks[KEYED].stands
-    effects = machine.handle(ViewCommitted(stands.without([1])))
-    assert not machine.tasks[KEYED].stands
+    standby = replace(standby, groups=(*standby.groups, (PartitionGroup(0, 1, (0,)),)))
+    machine.handle(ViewCommitted(standby))
+    assert machine.tasks[KEYED].standby
+    effects = machine.handle(ViewCommitted(standby.without([1])))
+    assert not machine.tasks[KEYED].standby
     assert ReportReplica(KEYED, "caught_up") in effects
 
 

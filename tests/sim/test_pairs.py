@@ -187,7 +187,7 @@ def test_nobody_is_launched_and_the_others_take_the_replicas(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(500, 503))
 def test_standbys_take_the_replicas(seed: int) -> None:
-    world = protected_world(seed, standbys=2, relaunch=False)
+    world = protected_world(seed, spares=2, relaunch=False)
     steps(world, 150)
     world.crash(SiteId(1))
     go(world, until=lambda: world.controller.dead)
@@ -405,7 +405,7 @@ def test_word_of_a_replica_that_was_given_up_is_not_taken_for_the_next_one() -> 
 
 def test_the_state_of_a_new_sequencer_is_lost_with_its_connection() -> None:
     """It asks again; what is passed on to it before that is answered does no harm."""
-    world = protected_world(5004, standbys=2)
+    world = protected_world(5004, spares=2)
     steps(world, 150)
     world.crash(world.controller.view.sequencers[1])
     first, site = SiteId(0), None
@@ -424,7 +424,7 @@ def test_the_state_of_a_new_sequencer_is_lost_with_its_connection() -> None:
 
 def test_a_new_sequencer_that_was_given_up_is_not_in_the_chain() -> None:
     """It had asked to be, and asks again when its connection is mended; but it joins no more."""
-    world = protected_world(81, standbys=2)
+    world = protected_world(81, spares=2)
     steps(world, 150)
     first, follower = world.controller.view.sequencers
     world.crash(follower)

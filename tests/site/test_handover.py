@@ -280,7 +280,7 @@ def handed(
     after: int | None = None,
     standby: TaskRunner | None = None,
 ) -> tuple[TaskRunner, ReplicaInstalled]:
-    """Give the task's state to a fresh one, or what has changed to one that stands by; `between`
+    """Give the task's state to a fresh one, or what has changed to standby; `between`
     happens between the parts."""
     key = (task.stage.id, 0)
     gaps = {x: dict.fromkeys(lanes, Gap(-1, -1, -1, 0, {})) for x, lanes in (kept or {}).items()}
@@ -531,7 +531,7 @@ def test_what_stands_by_begins_with_the_flows_past_like_what_computes(tmp_path) 
     store_state(folder, 1, old.operator.tables())
     past = Past(str(tmp_path), 9, 9 * ROWS, b"", stored_state(folder), {})
     elsewhere = PartitionGroup(0, 1, (SiteId(0),))
-    keyed = PartitionGroup(0, OPTIONS.partitions, (SiteId(0),), standing=(SiteId(1),))
+    keyed = PartitionGroup(0, OPTIONS.partitions, (SiteId(0),), standbys=(SiteId(1),))
     view = View(0, 0, (SiteId(0), SiteId(1)), ((elsewhere,), (keyed,), (elsewhere,)))
     node = Node(replace(planned, past=past), SiteId(1), OPTIONS, Silence())
     node.on_view(view)

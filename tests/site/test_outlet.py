@@ -585,12 +585,12 @@ def test_a_flow_waits_for_its_readers(kept: list[Run]) -> None:
     until(lambda: run.sink_report("out").get("epoch", -1) >= 0, "there are results")
     reached = -1
 
-    def stands() -> bool:
+    def standby() -> bool:
         nonlocal reached
         before, reached = reached, len(run.records())
         return before == reached
 
-    until(stands, "nothing is taken in any more")
+    until(standby, "nothing is taken in any more")
     assert not run.ended(0)
     assert Reading(run.url, "late").table().num_rows == 200_000
     assert run.wait(60)

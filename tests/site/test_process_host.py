@@ -157,7 +157,7 @@ def test_a_site_may_get_its_view_long_after_its_peer(kept, monkeypatch) -> None:
 def test_standbys_register_and_wait(kept) -> None:
     flow = Flow("spare")
     flow.source("numbers", generator(numbers, NUMBERS, rate=1_000)).sink("out", discard())
-    run = flow.start(sites=1, standbys=1)
+    run = flow.start(sites=1, spares=1)
     kept.append(run)
     deadline = time.monotonic() + 20
     while len(run.status()["domains"]) < 2 and time.monotonic() < deadline:

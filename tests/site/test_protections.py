@@ -215,7 +215,7 @@ def test_protection_is_changed_while_the_flow_runs(kept, tmp_path, before: str, 
     until(lambda: run.protected, "it is protected otherwise")
     found = [p for p in run.status()["partitions"] if p["stage"] == stage]
     wanted = (ALL[after].replicas, ALL[after].standbys)
-    assert {(len(p["replicas"]), len(p["standing"])) for p in found} == {wanted}
+    assert {(len(p["replicas"]), len(p["standbys"])) for p in found} == {wanted}
     kill(run, found[0]["replicas"][0])
     check(run, kept, tmp_path)
 

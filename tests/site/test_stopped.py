@@ -82,7 +82,7 @@ def test_it_goes_on_with_other_sites_and_another_protection(
     again = {"resume": str(tmp_path / "one"), "store": str(tmp_path / "two")}
     second = flow.start(sites=2, partitions=6, **again)
     kept.append(second)
-    # What stands by has begun with the same as what computes.
+    # What is a standby has begun with the same as what computes.
     until_protected(second, 2)
     kill(second, replicas(second)["running aggregate by (k)", 0][0])
     until_rows(second, 20_000)

@@ -26,7 +26,7 @@ from holdfast.lab.chaos.report import Outcome, gaps, show
 from holdfast.lab.workloads.paced import read_log
 
 LEASE_S = 1.0
-STANDBYS = 1
+SPARES = 1
 FAULTS_PER_APPS_FAULT = 25
 """On Spark, how many faults are done to sites for one that is done to applications."""
 MISSING = {"spilling": "nothing is spilled to disk yet"}
@@ -101,7 +101,7 @@ def _on_spark(
     from holdfast.lab.chaos import spark
 
     kinds = _kinds(KINDS, spark.MISSING, outcome)
-    sites = load.SITES + STANDBYS
+    sites = load.SITES + SPARES
     with spark.session(sites) as session, _proxy(None) as proxy:
         host = spark.ChaosSpark(session, outcome.load.flow(folder), sites, proxy)
         _to_sites(outcome, folder, limits, kinds, host, proxy, None, console)
@@ -154,7 +154,7 @@ def _to_sites(
 ) -> None:
     """The faults that happen to sites of one run, and what came of them."""
     options = Options(lease_s=LEASE_S)
-    start = {"sites": load.SITES, "standbys": STANDBYS, "partitions": 16, "options": options}
+    start = {"sites": load.SITES, "spares": SPARES, "partitions": 16, "options": options}
     anew = outcome.load.made_anew()
     with outcome.load.flow(folder).start(host=host, route=proxy.route, **start) as run:
         works = Chaos(run, LEASE_S, proxy, network, host.exits.at, anew, console)

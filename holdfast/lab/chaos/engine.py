@@ -251,7 +251,7 @@ class Chaos:
             return []
         down = self._down()
         partitions = status["partitions"]
-        members = {s for p in partitions for s in (*p["replicas"], *p["standing"])}
+        members = {s for p in partitions for s in (*p["replicas"], *p["standbys"])}
         living = [s for s in members if s in status["domains"] and s not in down]
         for victims in candidates(fault, living):
             if fault.kind is EXECUTOR:
@@ -344,5 +344,5 @@ def phases(status: Mapping[str, Any]) -> str:
     """What is not protected, if anything."""
     rows = [p for p in status.get("partitions", []) if p["phase"] != "protected"]
     return "; ".join(
-        f"{p['stage']} {p['replicas']}+{p['joining']}~{p['standing']} {p['phase']}" for p in rows
+        f"{p['stage']} {p['replicas']}+{p['joining']}~{p['standbys']} {p['phase']}" for p in rows
     )

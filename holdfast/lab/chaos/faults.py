@@ -2,8 +2,8 @@
 
 A fault names its victims by their rank among the sites that live when it happens, since processes
 and numbers of sites are others in every run. Whether it may happen is asked of the flow's view: of
-every partition a replica must remain that lives and is up to date, or stands by, or else it must be
-one that is made anew from its input.
+every partition a replica must remain that lives and is up to date, or is a standby, or else it must
+be one that is made anew from its input.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ def survivable(
 
 
 def able(partition: Mapping[str, Any]) -> list[int]:
-    """The sites that can go on with it: replicas that are up to date, and those that stand by."""
+    """The sites that can go on with it: replicas that are up to date, and standbys."""
     replicas = list(partition["replicas"])
     if partition["phase"] == "replaying" and len(replicas) > 1:
         replicas = replicas[:-1]
-    return replicas + list(partition["standing"])
+    return replicas + list(partition["standbys"])

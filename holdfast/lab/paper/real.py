@@ -143,8 +143,8 @@ class _Spread(Controller):
             free, placed = iter(view.members), []
             for (group,) in view.groups:
                 replicas = tuple(next(free) for _ in group.replicas)
-                standing = tuple(next(free) for _ in group.standing)
-                placed.append((replace(group, replicas=replicas, standing=standing),))
+                standbys = tuple(next(free) for _ in group.standbys)
+                placed.append((replace(group, replicas=replicas, standbys=standbys),))
             view = replace(view, groups=tuple(placed))
         return super()._commit(view)
 

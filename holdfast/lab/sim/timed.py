@@ -113,7 +113,7 @@ class TimedWorld(World):
         flow: Flow,
         *,
         sites: int = 3,
-        standbys: int = 0,
+        spares: int = 0,
         seed: int = 0,
         options: Options | None = None,
         pace: Pace | None = None,
@@ -137,7 +137,7 @@ class TimedWorld(World):
         """Whether a row was put in that makes the flow stop."""
         self.trace: list[tuple[Any, ...]] | None = None
         super().__init__(
-            flow, sites=sites, standbys=standbys, seed=seed, options=options, memory=memory
+            flow, sites=sites, spares=spares, seed=seed, options=options, memory=memory
         )
         for stage in self.plan.sources:
             if free_rows is not None and stage.source is not None:

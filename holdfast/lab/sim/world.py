@@ -184,7 +184,7 @@ class World:
         flow: Flow,
         *,
         sites: int = 2,
-        standbys: int = 0,
+        spares: int = 0,
         seed: int = 0,
         options: Options | None = None,
         relaunch: bool = True,
@@ -220,7 +220,7 @@ class World:
         self._timers: list[Any] = []
         self._started = False
         self._relaunch = relaunch
-        ids = [SiteId(i) for i in range(sites + standbys)]
+        ids = [SiteId(i) for i in range(sites + spares)]
         self.shape = shape(self.plan, self.options.partitions)
         self.controller = Controller(self.shape, ids[:sites], ids[sites:])
         self.leaderless = False
@@ -376,7 +376,7 @@ class World:
         living = set(self.nodes) - set(victims)
         kept = [u for u in view.tasks() if not self.controller.shape.stages[u[0]].guard.anew]
         groups = [view.group(u) for u in kept]
-        return all(living.intersection(c.replicas + c.standing) for c in groups)
+        return all(living.intersection(c.replicas + c.standbys) for c in groups)
 
     def crash(self, *sites: SiteId) -> None:
         """These processes are gone, all at once; the others find out as time goes by."""
