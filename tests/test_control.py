@@ -134,7 +134,7 @@ def _ignore(*_: Any) -> None: ...
 
 
 def test_whoever_is_alone_leads_however_long_it_stood_still(control: Control) -> None:
-    """There is nobody it could have been replaced by; to begin anew would give all rows again."""
+    """There is nobody it could have been replaced by; to begin again would give all rows again."""
     control._port, control.options = 0, Options(lease_s=0.02)
 
     async def main() -> None:
@@ -173,7 +173,7 @@ def test_two_are_apart_when_both_say_so_or_one_for_long(control: Control) -> Non
     assert dead_after(2, wire.Beat(busy=True), wire.Unheard(0, 2, "how")) == set(), (
         "2 is in a long call"
     )
-    control._signs.forget(SiteId(2))
+    control._detector.forget(SiteId(2))
     assert dead_after(2, wire.Unheard(0, 2, "how")) == {2}
     assert dead_after(1, wire.Unheard(0, ALONE_LEASES - 1, "how")) == {2}
     assert dead_after(1, wire.Unheard(0, ALONE_LEASES, "how")) == {0, 2}, "1 has what 2 had"

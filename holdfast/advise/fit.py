@@ -30,7 +30,7 @@ from holdfast.errors import FlowError
 
 SHIPPED = "constants.json"
 """Beside this file. ``holdfast bench protections --json FILE``, then ``holdfast advise --fit FILE
---json holdfast/advise/constants.json`` makes it anew."""
+--json holdfast/advise/constants.json`` rebuilds it."""
 CHECKPOINT_MS = 1_000
 """The interval of passive standby in the benchmark."""
 NOTHING = Constants(0, 0, 0, 1, 0, 0, 0, 0, 0)
@@ -60,7 +60,7 @@ class _Measured:
         return self.full.keyed
 
     def choices(self, name: str) -> dict[int, Choice]:
-        """What a protection is for each stage: where nothing can be made anew, passive standby."""
+        """What a protection is for each stage: where nothing can be rebuilt, passive standby."""
         standby = Choice("passive", CHECKPOINT_MS)
         if name == "passive":
             return dict.fromkeys(self.keyed, standby)
@@ -122,7 +122,7 @@ def fit(figures: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> C
         "how long upstream backup recovers",
     )
     stood_by = [(m, name, g - route) for m, name, g in felt if m.kinds(name) == {"passive"}]
-    # A standby that takes over has less to ask for than what is made anew.
+    # A standby that takes over has less to ask for than what is rebuilt.
     switch = max(0.0, min([ask, *(g for _, _, g in stood_by)]))
     redo = _median(
         ((g - switch) / m.again_ms(name) for m, name, g in stood_by),

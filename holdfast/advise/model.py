@@ -14,7 +14,7 @@ is what it gets, in bytes a second, *r* its rows a second, *n* the number of its
 on the same site if there is one: ``bytes · replicas of consumer · (1 − replicas of producer / S)``.
 A checkpoint every *T* seconds has the keys that were touched since the last one, which are ``n (1 −
 exp(−r T / n))`` and so at most the smaller of *r T* and *n*, of *z* bytes, and 16 bytes for each
-that is gone, times ``state``; and the output, if it goes to what is made anew. (What goes to a
+that is gone, times ``state``; and the output, if it goes to what is rebuilt. (What goes to a
 passive standby is in its checkpoints before.)
 
 *Recovery* is how much later than usual the latest row is, behind the moment when the failure is
@@ -27,7 +27,7 @@ span is *T* under passive, and under upstream the time that the log reaches back
   again))``.
 
 *Memory*: a second replica's state; what producers keep since the last checkpoint, *T · in*; or the
-log, *in* times the life of the state, and of that of the stages after it that are made anew. A
+log, *in* times the life of the state, and of that of the stages after it that are rebuilt. A
 producer that is a pair keeps it twice.
 """
 
@@ -236,9 +236,9 @@ def log_s(facts: FlowFacts, stage: int, choices: Choices) -> float:
     if choice.name not in ANEW:
         return 0.0
     after = [c.consumer for c in facts.out_of(stage)]
-    anew = [log_s(facts, i, choices) for i in after if i in choices and choices[i].name in ANEW]
+    logs = [log_s(facts, i, choices) for i in after if i in choices and choices[i].name in ANEW]
     life = facts.stages[stage].life_s
-    return (math.inf if life is None else life) + max(anew, default=0.0)
+    return (math.inf if life is None else life) + max(logs, default=0.0)
 
 
 def work_again_ms(facts: FlowFacts, stage: int, span_s: float) -> float:

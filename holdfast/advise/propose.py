@@ -311,7 +311,7 @@ def _why(
     if choice.name == "upstream":
         return (
             f"its state comes from the last {in_time(1e3 * (said.life_s or 0.0))}, so it can be "
-            "made anew from what its producers keep, and nothing is done or sent twice"
+            "rebuilt from what its producers keep, and nothing is done or sent twice"
         )
     if choice.name == "passive":
         checkpoints = checkpoint_bytes(facts, stage, choices, constants)

@@ -25,11 +25,11 @@ class Protection:
     """Or after how many epochs."""
     recovery_ms: int = 0
     """Or within which time they shall be able to go on."""
-    alike: bool = True
+    deterministic: bool = True
     """Whether replicas make the same frames, row by row, and are held to it."""
-    anew: int = 0
-    """If not 0, partitions are made anew from their input; so many of them in a row at most."""
-    lazy: bool = False
+    rebuild_level: int = 0
+    """If not 0, partitions are rebuilt from their input; so many of them in a row at most."""
+    follower: bool = False
     """Whether of sources and sinks only the first replica works, as long as it is there."""
     base_ms: int = 0
     """If not 0, where that input would be all there ever was, a standby gets the state so often."""
@@ -37,19 +37,19 @@ class Protection:
     def of_unbounded(self) -> Protection | None:
         """What it means for a stage whose state comes from all rows that a key ever had; None if
         such a stage cannot be protected so."""
-        if not self.anew:
+        if not self.rebuild_level:
             return self
         if not self.base_ms:
             return None
-        return replace(self, anew=0, standbys=1, every_ms=self.base_ms)
+        return replace(self, rebuild_level=0, standbys=1, every_ms=self.base_ms)
 
     @property
     def at_the_ends(self) -> Protection:
-        """What it means for sources and sinks, which cannot be made anew from what flows."""
-        alone = bool(self.anew or self.standbys)
-        if not alone and self.alike:
+        """What it means for sources and sinks, which cannot be rebuilt from what flows."""
+        alone = bool(self.rebuild_level or self.standbys)
+        if not alone and self.deterministic:
             return self
-        return Protection("pairs", 2, self.apart, lazy=alone)
+        return Protection("pairs", 2, self.apart, follower=alone)
 
 
 def none() -> Protection:
@@ -67,7 +67,7 @@ def active(*, apart: str = "executor") -> Protection:
     sinks are pairs. No two replicas share what `apart` says.
     """
     _check_apart("active", apart)
-    return Protection("active", 2, apart, alike=False)
+    return Protection("active", 2, apart, deterministic=False)
 
 
 def passive(
@@ -109,7 +109,7 @@ def upstream(
     *, k: int | None = None, base_ms: int | None = None, apart: str = "executor"
 ) -> Protection:
     """Upstream backup: every partition has one replica, and those that it gets its input from keep
-    it for as long as the partition's state comes from it. When it dies it is made anew from that,
+    it for as long as the partition's state comes from it. When it dies it is rebuilt from that,
     on any site that lives. Sources and sinks have two replicas, which do not share what `apart`
     says.
 
@@ -128,7 +128,7 @@ def upstream(
         raise FlowError(f"upstream(): k must be at least 1, not {k}", hint="none() bears no loss")
     _check_apart("upstream", apart)
     base = _base_ms("upstream", base_ms)
-    return Protection("upstream", 1, apart, anew=k or ALL, base_ms=base)
+    return Protection("upstream", 1, apart, rebuild_level=k or ALL, base_ms=base)
 
 
 def rollback(
@@ -136,7 +136,7 @@ def rollback(
 ) -> Protection:
     """Rollback with checkpoint markers: what a partition gets is logged by those it comes from,
     until a marker behind it has come `h` stages further on, and has been returned. A partition
-    that is lost is made anew from the logs. Only for flows that are uniform: all ways from one
+    that is lost is rebuilt from the logs. Only for flows that are uniform: all ways from one
     stage to another must be equally long; and for operators whose state comes from the recent
     past, unless it is cut off by a summary every `base_ms` (see `upstream`). Sources and sinks have
     two replicas, which do not share what `apart` says.
@@ -148,7 +148,7 @@ def rollback(
         raise FlowError(f"rollback(): h must be at least 2, not {h}")
     _check_apart("rollback", apart)
     base = _base_ms("rollback", base_ms)
-    return Protection("rollback", 1, apart, anew=h - 1 if h else ALL, base_ms=base)
+    return Protection("rollback", 1, apart, rebuild_level=h - 1 if h else ALL, base_ms=base)
 
 
 def pairs(
@@ -161,7 +161,7 @@ def pairs(
     ``"application"``. On a local Spark master all sites are in one executor, so there only
     ``"process"`` can be had; the loss of the driver then ends the flow.
 
-    `granularity` is what is lost with a site, and made anew: its partitions (the point of pairs),
+    `granularity` is what is lost with a site, and rebuilt: its partitions (the point of pairs),
     or, to compare with, the whole mirror: of the flow on one site (``"dataflow"``), or on half of
     the sites (``"cluster"``). With the latter two the flow stands still while a mirror is made,
     and with cluster pairs the mean time to failure falls with the square of the number of sites.

@@ -27,7 +27,7 @@ class Authority:
     flow: str
     sink: str
     incarnation: str = ""
-    """Of the flow: another one each time it is started anew."""
+    """Of the flow: another one each time it is started again."""
     term: int = 0
     """Whoever leads the egress after another has a higher one."""
     after: int = -1

@@ -214,7 +214,7 @@ def _refuse_to_store(flow: Flow, store: str | None, place: Place) -> None:
         if stage.source is not None and stage.source.fed and not stage.source.resumable:
             raise errors.FlowError(
                 f"store_every_ms: without a checkpoint location the query that feeds source "
-                f"{stage.name!r} would begin anew when the flow goes on",
+                f"{stage.name!r} would begin again when the flow goes on",
                 hint="write spark_stream(df, checkpoint=...)",
             )
         if stage.sink is not None and stage.sink.unread_bytes_max is not None:

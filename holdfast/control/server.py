@@ -36,7 +36,7 @@ from holdfast.core.effects import (
     FenceSite,
     LaunchSite,
     OrderCatchUp,
-    OrderStock,
+    OrderRetention,
     PauseFlow,
     StartFlow,
     Wait,
@@ -50,14 +50,14 @@ from holdfast.core.events import (
     ReplicaReported,
     SiteFinished,
     SiteRegistered,
-    SitesApart,
     SitesFailed,
     SitesHung,
+    SitesPartitioned,
     StopRequested,
     ViewSeen,
     WaitOver,
 )
-from holdfast.core.failure_detector import Signs
+from holdfast.core.failure_detector import FailureDetector
 from holdfast.core.ids import GroupId, SiteId, StageId, TaskId
 from holdfast.core.layout import Domain, Guard, View, place
 from holdfast.core.records import EpochRecord
@@ -127,7 +127,7 @@ class Control:
         self.loop = asyncio.new_event_loop()
         self._host, self.secret = host, secret
         self._sites, self._spares = sites, spares
-        # A flow that is started anew has nothing to do with the entry of old.
+        # A flow that is started again has nothing to do with the entry of old.
         key = f"{flow.name}-{wire.incarnation(secret)}"
         self._arbiter: Arbiter = arbiter(place.arbiter_url, key, options.lease_s)
         self._entry: Entry | None = None
@@ -143,7 +143,7 @@ class Control:
         self._leader: Connection | None = None
         self._launched_here: set[SiteId] = set()
         self._pulses: dict[SiteId, Connection] = {}
-        self._signs = Signs(options.lease_s)
+        self._detector = FailureDetector(options.lease_s)
         self._suspects: dict[SiteId, str | None] = {}
         """Sites whose connection broke; with a reason if their process is known to be gone."""
         self._started = False
@@ -309,7 +309,7 @@ class Control:
                 domains[site] = registered.domain
                 addresses[site] = (registered.host, registered.port)
             else:
-                self._fence(site)  # in place of one whose death was not committed: it is done anew
+                self._fence(site)  # in place of one whose death was not committed: it is done again
         gone = await self._gone(known.view.members, addresses)
         controller = Controller(self.shape, known.view.members)
         dead = {SiteId(s): reason for s, reason in known.dead.items()}
@@ -320,7 +320,7 @@ class Control:
         controller.launched |= set(orphans)
         self.status = {s: said for s, said in self.status.items() if s in self._registered}
         self.controller, self._started = controller, known.running
-        self._signs.begin(addresses, time.monotonic())
+        self._detector.begin(addresses, time.monotonic())
         if gone or orphans:
             effects += controller.handle(SitesFailed((*gone, *orphans), "its application is gone"))
         for effect in _last_view_only(effects):
@@ -471,7 +471,7 @@ class Control:
             return
         site = SiteId(connection.id)
         now = time.monotonic()
-        self._signs.heard(site, now, isinstance(message, wire.Beat) and message.busy)
+        self._detector.heard(site, now, isinstance(message, wire.Beat) and message.busy)
         match message:
             case wire.Beat():
                 self._on_beat(connection, site, message)
@@ -491,7 +491,7 @@ class Control:
             case wire.Unheard():
                 if self.controller is not None:
                     other = SiteId(message.site)
-                    self._signs.complained(site, other, message.leases, message.how, now)
+                    self._detector.complained(site, other, message.leases, message.how, now)
             case wire.Status():
                 if site in self._connections:
                     self.status[site] = msgspec.json.decode(message.figures)
@@ -514,7 +514,7 @@ class Control:
         if connection.role == wire.PULSE:
             self._pulses[site] = connection
             call = Call(message.stage, message.epoch, message.seconds) if message.busy else None
-            self._signs.in_call(site, call)
+            self._detector.in_call(site, call)
 
     def _on_register(self, connection: Connection, message: wire.Register) -> None:
         site = SiteId(message.site)
@@ -539,7 +539,7 @@ class Control:
         site = SiteId(connection.id)
         if connection.role == wire.PULSE and self._pulses.get(site) is connection:
             del self._pulses[site]
-            self._signs.in_call(site, None)
+            self._detector.in_call(site, None)
         if connection.role == "site" and self._connections.get(site) is connection:
             del self._connections[site]
             self._registered.pop(site, None)
@@ -590,11 +590,11 @@ class Control:
             await asyncio.sleep(pause)
             now = time.monotonic()
             if now - before > 3 * pause:  # it is this process that did not get to run
-                self._signs.was_away(now)
+                self._detector.was_away(now)
             if self.controller is None:
                 continue
             self._tell_agents()
-            if silent := self._signs.silent(self.controller.addresses, now):
+            if silent := self._detector.silent(self.controller.addresses, now):
                 reason = f"silent for more than {self.options.lease_s} s"
                 self._handle(SitesFailed(tuple(silent), reason, certain=False))
             self._part(now)
@@ -610,24 +610,24 @@ class Control:
 
     def _part(self, now: float) -> None:
         """See to those that hear nothing of each other."""
-        couples = self._signs.parted(now)
+        couples = self._detector.partitioned(now)
         if couples and self._uncommitted is None:  # if not, membership is frozen
-            self._signs.settled()
-            self._handle(SitesApart(couples))
+            self._detector.settled()
+            self._handle(SitesPartitioned(couples))
 
     def _end_hung_calls(self) -> None:
         """See to sites that have been in one call for too long."""
         limit = max(self.options.call_s_max, 2 * self.options.lease_s)
-        calls = self._signs.hung(limit)
+        calls = self._detector.hung(limit)
         if calls and self._uncommitted is None:  # if not, membership is frozen
             self._handle(SitesHung(calls, limit))
 
     def _give_up_joins(self, now: float) -> None:
-        """A replica that is being made and gets nowhere is given up, and made anew."""
+        """A replica that is being made and gets nowhere is given up, and rebuilt."""
         view = self.controller.view if self.controller else None
         if view is None:
             return
-        stuck, seconds = self._signs.stuck(view, self.status.values(), now)
+        stuck, seconds = self._detector.stuck(view, self.status.values(), now)
         for task, site in stuck[:1]:  # the view is another one after that
             reason = f"site {site} got nothing for more than {seconds:.0f} s"
             self._handle(ReplicaReported(site, task, view.number, "failed", reason))
@@ -656,8 +656,8 @@ class Control:
             case OrderCatchUp():
                 term = self.controller.term if self.controller else 0
                 self._send(effect.donor, wire.CatchUp(term, *effect.task, effect.joiner))
-            case OrderStock():
-                self._send(effect.site, wire.Stock(effect.number))
+            case OrderRetention():
+                self._send(effect.site, wire.Retain(effect.number))
             case DrainFlow():
                 self._stop_feeders()
                 self._send(effect.site, wire.Drain())
@@ -685,7 +685,7 @@ class Control:
     def _fence(self, site: SiteId) -> None:
         connection = self._connections.pop(site, None)
         self._registered.pop(site, None)
-        self._signs.forget(site)
+        self._detector.forget(site)
         self.status.pop(site, None)
         # One that is in a call that does not end reads only what comes to its pulse.
         for told in (connection, self._pulses.pop(site, None)):

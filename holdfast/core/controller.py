@@ -22,7 +22,7 @@ from holdfast.core.effects import (
     FenceSite,
     LaunchSite,
     OrderCatchUp,
-    OrderStock,
+    OrderRetention,
     PauseFlow,
     StartFlow,
     Wait,
@@ -35,9 +35,9 @@ from holdfast.core.events import (
     ReplicaReported,
     SiteFinished,
     SiteRegistered,
-    SitesApart,
     SitesFailed,
     SitesHung,
+    SitesPartitioned,
     StopRequested,
     ViewSeen,
     WaitOver,
@@ -133,7 +133,7 @@ class Controller:
         self.replaced: dict[SiteId, SiteId] = {}
         """By site: the one that was launched in its place."""
         self._next_id = 1 + max([*sites, *spares])
-        self._stillborn: dict[SiteId, int] = {}
+        self._failed_to_start: dict[SiteId, int] = {}
         self._seen: set[SiteId] = set()
         self._ordered: dict[tuple[TaskId, SiteId], tuple[SiteId, int]] = {}
         """By replica that joins: which one was told to hand over to it, and since when it joins."""
@@ -142,7 +142,7 @@ class Controller:
         self._patience, self._asked_for = 0, -1
         """Counts what is launched in place of something, and which of that is waited for."""
         self._patience_over = False
-        self._chain_since = 0
+        self._chain_joined_view = 0
         """The number of the view in which a replica of the sequencer was last lost."""
         self._in_doubt: dict[int, SitesFailed] = {}
         self._doubts = 0
@@ -150,8 +150,8 @@ class Controller:
         self._mirror_of: dict[SiteId, int] = {}
         """With dataflow or cluster pairs: which of the two mirrors a site belongs to."""
         self._finished: set[SiteId] = set()
-        self._stocked: set[tuple[TaskId, SiteId]] = set()
-        """Replicas for which, in this view, all is kept that they are to be made anew from."""
+        self._retained: set[tuple[TaskId, SiteId]] = set()
+        """Replicas for which, in this view, all is kept that they are to be rebuilt from."""
 
     def resume(
         self,
@@ -178,7 +178,7 @@ class Controller:
             (u, s)
             for u in view.tasks()
             for s in view.group(u).replicas
-            if view.group(u).since_of(s)
+            if view.group(u).joined_view_of(s)
         }
         return self._commit(replace(self.view, number=view.number + 1)) + self._recover()
 
@@ -196,8 +196,8 @@ class Controller:
                 return self._on_replica_reported(event)
             case ReplicaBehind():
                 return self._on_replica_behind(event)
-            case SitesApart():
-                return self._on_sites_apart(event)
+            case SitesPartitioned():
+                return self._on_sites_partitioned(event)
             case SitesHung():
                 return self._on_sites_hung(event)
             case FlowFailed():
@@ -236,7 +236,7 @@ class Controller:
         self.launched.discard(event.site)
         self.addresses[event.site] = event.address
         self.domains[event.site] = event.domain
-        self._stillborn.pop(event.site, None)
+        self._failed_to_start.pop(event.site, None)
         self.history.append(f"site {event.site} registered")
         if self.state is State.GATHERING:
             return self._gathered()
@@ -265,7 +265,7 @@ class Controller:
     def _commit(self, view: View) -> list[ControllerEffect]:
         self.view, self.shape = view, self.shape.under(view)
         self._seen.clear()
-        self._stocked.clear()
+        self._retained.clear()
         self._finished.clear()  # it may give them more to do, such as to lead a sink
         effects: list[ControllerEffect] = [
             CommitView(view, {s: self.addresses[s] for s in view.members})
@@ -283,7 +283,7 @@ class Controller:
         if self.state is State.CONNECTING:
             self._become(State.RUNNING)
             return [StartFlow(), *self._recover()]
-        return [*self._order_catch_ups(), *self._order_stock(), *self._change()]
+        return [*self._order_catch_ups(), *self._order_retention(), *self._change()]
 
     # --- take-over ------------------------------------------------------------------------------
 
@@ -306,7 +306,7 @@ class Controller:
             return [Wait(f"doubt {self._doubts}", DOUBT_MS)]
         if bare:
             return self._end(State.FAILED, self._lost(gone, bare, event.reason))
-        effects = self._bury(gone, event.reason)
+        effects = self._remove(gone, event.reason)
         for task in self.view.tasks():
             for site in self.view.group(task).joining:
                 if site in gone:
@@ -314,7 +314,7 @@ class Controller:
         self.replaying = {(u, s) for u, s in self.replaying if s not in gone}
         if any(s in self.view.members for s in gone):
             if view.group(FIRST).replicas != self.view.group(FIRST).replicas:
-                self._chain_since = view.number
+                self._chain_joined_view = view.number
             effects += self._commit(view)
             effects += self._pause(False)
         return effects + self._recover()
@@ -333,13 +333,13 @@ class Controller:
         return replace(view.without(sites), number=view.number, members=view.members)
 
     def _lost_with(self, view: View) -> list[TaskId]:
-        """The tasks of which nothing is left in a view, and that cannot be made anew either."""
-        return [u for u in view.bare() if not self.shape.stages[u[0]].guard.anew]
+        """The tasks of which nothing is left in a view, and that cannot be rebuilt either."""
+        return [u for u in view.bare() if not self.shape.stages[u[0]].guard.rebuild_level]
 
     def _is_known(self, site: SiteId) -> bool:
         return site in self.launched or site in self.addresses
 
-    def _bury(self, gone: Iterable[SiteId], reason: str) -> list[ControllerEffect]:
+    def _remove(self, gone: Iterable[SiteId], reason: str) -> list[ControllerEffect]:
         """Never deal with these again; launch others in their place."""
         effects: list[ControllerEffect] = []
         for site in gone:
@@ -352,7 +352,7 @@ class Controller:
             effects += [FenceSite(site), self._replacement(site, 0 if born else 1)]
         return effects
 
-    def _replacement(self, site: SiteId, stillborn: int) -> LaunchSite:
+    def _replacement(self, site: SiteId, failed_to_start: int) -> LaunchSite:
         new = SiteId(self._next_id)
         self._next_id += 1
         self.launched.add(new)
@@ -361,20 +361,20 @@ class Controller:
         self._patience_over = False
         if site in self._mirror_of:
             self._mirror_of[new] = self._mirror_of.pop(site)
-        self._stillborn[new] = stillborn and self._stillborn.get(site, 0) + 1
+        self._failed_to_start[new] = failed_to_start and self._failed_to_start.get(site, 0) + 1
         for group in (self.sites, self.spares):
             if site in group:
                 group[group.index(site)] = new
-        return LaunchSite(new, _backoff_ms(self._stillborn[new]))
+        return LaunchSite(new, _backoff_ms(self._failed_to_start[new]))
 
     def _failed_early(self, gone: list[SiteId], reason: str) -> list[ControllerEffect]:
-        worst = max(self._stillborn.get(s, 0) + 1 if s in self.launched else 0 for s in gone)
-        effects = self._bury(gone, reason)
+        worst = max(self._failed_to_start.get(s, 0) + 1 if s in self.launched else 0 for s in gone)
+        effects = self._remove(gone, reason)
         if worst >= STILLBORN_MAX:
             text = f"a site was launched {STILLBORN_MAX} times and never came up: {reason}"
             return self._end(State.FAILED, HostError(text))
         if self.state is State.CONNECTING:
-            self._become(State.GATHERING)  # the others are placed anew when it is back
+            self._become(State.GATHERING)  # the others are placed again when it is back
         return effects
 
     def _lost(self, gone: list[SiteId], bare: list[TaskId], reason: str) -> SiteLostError:
@@ -408,7 +408,7 @@ class Controller:
             bare = not group.replicas
             if bare and task in self.unrecovered:
                 return [*effects, *self._given_up(task)]
-            # Of what is made anew there is one at first; others are copied from it.
+            # Of what is rebuilt there is one at first; others are copied from it.
             begun = bool(group.joining) if bare else task[0] in busy
             if begun or task in self._paused or task in self.unrecovered:
                 continue
@@ -427,11 +427,11 @@ class Controller:
         return effects
 
     def _given_up(self, task: TaskId) -> list[ControllerEffect]:
-        """There is no replica of it, and nobody could make it anew."""
+        """There is no replica of it, and nobody could rebuild it."""
         return self._end(State.FAILED, self._lost([], [task], self.unrecovered[task]))
 
     def _recover_mirror(self) -> list[ControllerEffect]:
-        """Make a whole mirror anew, all at once and with the flow standing still: what partition
+        """Rebuild a whole mirror, all at once and with the flow standing still: what partition
         pairs are there to avoid. All its sites must be there before it can begin."""
         assert self.view is not None
         missing = self._missing()
@@ -491,7 +491,7 @@ class Controller:
         for task in self.view.tasks():
             group = self.view.group(task)
             for joiner in group.joining if group.replicas else ():
-                order = (group.donor, group.since_of(joiner))
+                order = (group.donor, group.joined_view_of(joiner))
                 if self._ordered.get((task, joiner)) != order:
                     self._ordered[task, joiner] = order
                     effects.append(OrderCatchUp(group.donor, task, joiner))
@@ -503,15 +503,19 @@ class Controller:
         if event.phase == "caught_up":
             self.replaying.discard((event.task, event.site))
             return []
-        if event.phase == "stocked":
+        if event.phase == "retained":
             if event.number == self.view.number:
-                self._stocked.add((event.task, event.site))
+                self._retained.add((event.task, event.site))
             return self._change()
-        if event.site not in group.joining or event.number < group.since_of(event.site):
+        if event.site not in group.joining or event.number < group.joined_view_of(event.site):
             return []  # word of a replica that was given up
         if event.phase == "impossible":
-            return self._end(State.FAILED, self._not_anew(event.task))
-        if event.task == FIRST and event.phase == "installed" and event.number < self._chain_since:
+            return self._end(State.FAILED, self._not_rebuilt(event.task))
+        if (
+            event.task == FIRST
+            and event.phase == "installed"
+            and event.number < self._chain_joined_view
+        ):
             return []  # it is in a chain that is no more, and will say so again
         if event.phase == "installed":
             self._ordered.pop((event.task, event.site), None)
@@ -552,7 +556,7 @@ class Controller:
         view = self.view.guarded(before, guards, () if guards == aims else aims)
         return self._commit(view) + self._recover()
 
-    def _order_stock(self) -> list[OrderStock]:
+    def _order_retention(self) -> list[OrderRetention]:
         """All members act on the view: from now on nothing is let go that will be needed."""
         assert self.view is not None
         if not self.view.aims:
@@ -561,14 +565,14 @@ class Controller:
             site: None
             for task in self.view.tasks()
             for site in self.view.group(task).replicas
-            if self._lacks_stock(task)
+            if self._lacks_retention(task)
         }
-        return [OrderStock(site, self.view.number) for site in held]
+        return [OrderRetention(site, self.view.number) for site in held]
 
-    def _lacks_stock(self, task: TaskId) -> bool:
+    def _lacks_retention(self, task: TaskId) -> bool:
         assert self.view is not None
         guard = self.shape.stages[task[0]].guard
-        return guard.anew < guard.level and self.view.aims[task[0]].level == guard.level
+        return guard.rebuild_level < guard.level and self.view.aims[task[0]].level == guard.level
 
     def _change(self) -> list[ControllerEffect]:
         """Protect as wanted, if what comes before it is in place."""
@@ -578,8 +582,8 @@ class Controller:
             group = self.view.group(task)
             if not self._has_all(task) or group.joining:
                 return []
-            stocked = all((task, site) in self._stocked for site in group.replicas)
-            if self._lacks_stock(task) and not stocked:
+            retained = all((task, site) in self._retained for site in group.replicas)
+            if self._lacks_retention(task) and not retained:
                 return []
         self.history.append("protection has changed")
         view = self.view.guarded(self.shape.guards, self.view.aims)
@@ -590,12 +594,12 @@ class Controller:
         group, guard = self.view.group(task), self.shape.stages[task[0]].guard
         return len(group.replicas) >= guard.replicas and len(group.standbys) >= guard.standbys
 
-    def _not_anew(self, task: TaskId) -> SiteLostError:
+    def _not_rebuilt(self, task: TaskId) -> SiteLostError:
         assert self.view is not None
         names = partitions_of(self.view, [task], self.shape)
         level = self.shape.stages[task[0]].guard.level
         return SiteLostError(
-            f"{names} cannot be made anew: more than {level} stages in a row were lost within a "
+            f"{names} cannot be rebuilt: more than {level} stages in a row were lost within a "
             "short time, and with them what it needs",
             hint=f"start the flow again, with upstream(k={level + 1})",
         )
@@ -628,7 +632,7 @@ class Controller:
             return self._on_sites_failed(SitesFailed((event.site,), event.reason))
         return []
 
-    def _on_sites_apart(self, event: SitesApart) -> list[ControllerEffect]:
+    def _on_sites_partitioned(self, event: SitesPartitioned) -> list[ControllerEffect]:
         """Let one of them go: who is apart from most others, or else has least to lose. Whoever
         remains apart will be heard of again."""
         if self.view is None or not self.running:
@@ -714,7 +718,7 @@ class Controller:
         if self._paused_flow:
             orders.append(PauseFlow(site, True))
         if self.seen_by_all:
-            orders += [o for o in self._order_stock() if o.site == site]
+            orders += [o for o in self._order_retention() if o.site == site]
         return orders
 
     # --- the end --------------------------------------------------------------------------------
@@ -752,7 +756,7 @@ class Controller:
         if stage.guard.wanted == 1 and not stage.guard.level:
             return "not protected"
         if not group.replicas:
-            return "made anew"
+            return "rebuilt"
         if group.joining:
             return "copying" if any(u == task for u, _ in self._ordered) else "taken over"
         if not self._has_all(task):

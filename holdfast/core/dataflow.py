@@ -7,7 +7,7 @@ first is for the runtime to choose.
 A task that is joining has no state yet and does nothing. The task it is copied from (its donor)
 hands over at an epoch boundary that everything its producers have let go of lies before: they keep
 the rest, because they count the new replica since the view in which it appeared. One that joins
-where there is no replica is made anew from its input (see `holdfast.core.upstream`).
+where there is no replica is rebuilt from its input (see `holdfast.core.upstream`).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from holdfast.core.events import (
     PeerLost,
     RecordArrived,
     ReplicaInstalled,
+    RetentionOrdered,
     SinkDurable,
     SiteEvent,
-    StockOrdered,
     StoreOrdered,
     TaskProcessed,
     ViewCommitted,
@@ -114,8 +114,8 @@ class Dataflow:
                 return self._on_store_ordered(event)
             case CatchUpOrdered():
                 return self._on_catch_up_ordered(event)
-            case StockOrdered():
-                return self._on_stock_ordered(event)
+            case RetentionOrdered():
+                return self._on_retention_ordered(event)
             case ReplicaInstalled():
                 return self._on_replica_installed(event)
         assert_never(event)
@@ -131,14 +131,14 @@ class Dataflow:
         effects: list[SiteEffect] = []
         held = view.tasks_at(self.site)
         for key, task in list(self.tasks.items()):
-            if key not in held or view.group(key).since_of(self.site) != task.since:
+            if key not in held or view.group(key).joined_view_of(self.site) != task.joined_view:
                 effects += self._close(key)
         for key in held:
             if key not in self.tasks:
                 group = view.group(key)
                 effects += self._open(key, installed=self.site in group.replicas + group.standbys)
         for task in self.tasks.values():
-            task.shape, task.stock = self.shape.stages[task.key[0]], None
+            task.shape, task.retain_upto = self.shape.stages[task.key[0]], None
             self._update_standby(task)
             if task.installed:
                 self._guard(task)
@@ -179,9 +179,9 @@ class Dataflow:
         if stood and not task.standby:
             task.needs = None
             task.replay(max(self.recorded, task.finished), self.window)
-        task.lazy = task.shape.guard.lazy and not group.led_by(self.site)
+        task.follower = task.shape.guard.follower and not group.led_by(self.site)
         for consumer in task.inputs.values():
-            consumer.standby = task.standby or task.lazy
+            consumer.standby = task.standby or task.follower
 
     def _guard(self, task: Replica) -> None:
         """Keep, and say, what the protection of the task and of its neighbours takes."""
@@ -191,23 +191,24 @@ class Dataflow:
             task.needs = Needs(task.finished, NO_EPOCH)
         for exchange, producer in task.outputs.items():
             guard = self.shape.stages[self.shape.consumer_of[exchange]].guard
-            producer.level, producer.complete = guard.level, guard.anew
-            producer.alike = task.shape.guard.comparable
+            producer.level, producer.complete = guard.level, guard.rebuild_level
+            producer.deterministic = task.shape.guard.comparable
         for exchange, consumer in task.inputs.items():
-            consumer.alike = self.shape.stages[self.shape.producer_of[exchange]].guard.alike
+            guard = self.shape.stages[self.shape.producer_of[exchange]].guard
+            consumer.deterministic = guard.deterministic
             consumer.levels = partial(task.levels, self.shape.levels)
             consumer.lines = partial(task.lines, self.shape.levels)
 
     def _open(self, key: TaskId, installed: bool) -> list[SiteEffect]:
         assert self.view is not None
-        since = self.view.group(key).since_of(self.site)
+        joined_view = self.view.group(key).joined_view_of(self.site)
         finished = self.begun if installed else NO_EPOCH
-        self.tasks[key] = Replica(key, self.shape.stages[key[0]], installed, since, finished)
+        self.tasks[key] = Replica(key, self.shape.stages[key[0]], installed, joined_view, finished)
         self.tasks[key].standby = self.site in self.view.group(key).standbys
         if installed:
             self._add_ends(self.tasks[key], finished, finished)
             group = self.view.group(key)
-            alike = [s for s in group.standbys if group.since_of(s) == since]
+            alike = [s for s in group.standbys if group.joined_view_of(s) == joined_view]
             self.tasks[key].given = dict.fromkeys(alike, finished)
         return [OpenTask(key, self.view)]
 
@@ -229,8 +230,8 @@ class Dataflow:
             producer = Producer(exchange, group, level, finished, log)
             task.outputs[exchange] = self.producers[exchange, group] = producer
         for exchange in task.shape.inputs:
-            consumer = Consumer(exchange, group, self.window, finished, task.since)
-            consumer.standby = task.standby or task.lazy
+            consumer = Consumer(exchange, group, self.window, finished, task.joined_view)
+            consumer.standby = task.standby or task.follower
             task.inputs[exchange] = self.consumers[exchange, group] = consumer
         self._guard(task)
 
@@ -238,7 +239,7 @@ class Dataflow:
         assert self.view is not None
         groups = self.view.groups[self.shape.consumer_of[producer.exchange]]
         producer.on_view(
-            {GroupId(j): {s: c.since_of(s) for s in c.all} for j, c in enumerate(groups)}
+            {GroupId(j): {s: c.joined_view_of(s) for s in c.all} for j, c in enumerate(groups)}
         )
 
     def _follow_producers(self, consumer: Consumer) -> list[SiteEffect]:
@@ -250,7 +251,7 @@ class Dataflow:
             for i in range(len(groups))
             if self._is_current((stage, GroupId(i)), consumer)
         }
-        working = 1 if self.shape.stages[stage].guard.lazy else None
+        working = 1 if self.shape.stages[stage].guard.follower else None
         return list(
             consumer.on_view(
                 {GroupId(i): c.replicas[:working] for i, c in enumerate(groups)},
@@ -321,24 +322,28 @@ class Dataflow:
 
     def _on_bundle_arrived(self, event: BundleArrived) -> list[SiteEffect]:
         consumer = self.consumers.get((event.exchange, event.consumer))
-        if consumer is None or consumer.since != event.since or not consumer.on_bundle(event):
+        if (
+            consumer is None
+            or consumer.joined_view != event.joined_view
+            or not consumer.on_bundle(event)
+        ):
             return []  # for a replica that is no more, or it came twice
         return self._next(self.tasks[self.shape.consumer_of[event.exchange], event.consumer])
 
     def _on_ack_arrived(self, event: AckArrived) -> list[SiteEffect]:
         producer = self.producers.get((event.exchange, event.producer))
-        counted = producer.since(event.consumer, event.site) if producer else -1
-        if producer is None or counted < event.since:
+        counted = producer.joined_view(event.consumer, event.site) if producer else -1
+        if producer is None or counted < event.joined_view:
             # From a site that acts on a later view than this one, or for a replica not in place
             # yet.
             key = (event.exchange, event.producer, event.consumer, event.site)
             self._early[key] = event
             return []
-        if counted > event.since:
+        if counted > event.joined_view:
             return []  # from a replica that was there before
         effects: list[SiteEffect] = list(producer.on_ack(event))
         task = self.tasks[self.shape.producer_of[event.exchange], event.producer]
-        if task.lazy:
+        if task.follower:
             effects += self._next(task)
         return effects + self._finish_site()
 
@@ -371,7 +376,7 @@ class Dataflow:
             effects += self._delivered(task)
             effects += self._handovers(task)
             effects += task.caught_up(self.window)
-            effects += task.stocked(self.shape.levels)
+            effects += task.retained(self.shape.levels)
         self._trim_records()
         return effects + self._next(task) + self._finish_site()
 
@@ -390,14 +395,14 @@ class Dataflow:
         """What the task can do now, if anything."""
         if task.busy or not task.installed or task.standby:
             return []
-        if task.lazy:
+        if task.follower:
             return [*task.follow(self.records), *self._handovers(task)]
         order = task.next_epochs(self.records, self.recorded)
         return [order] if order is not None else []
 
     def _on_sink_durable(self, event: SinkDurable) -> list[SiteEffect]:
         task = self.tasks.get(event.task)
-        if task is None or not task.installed or not task.lazy or event.epoch <= task.finished:
+        if task is None or not task.installed or not task.follower or event.epoch <= task.finished:
             return []
         return [*task.adopt_checkpoint(event.epoch, self.connected), *self._handovers(task)]
 
@@ -413,7 +418,7 @@ class Dataflow:
         if self._reported or self.last is None or self.view is None:
             return []
         working = [u for u in self.tasks.values() if not u.standby]
-        if any(not u.installed or (u.finished < self.last and not u.lazy) for u in working):
+        if any(not u.installed or (u.finished < self.last and not u.follower) for u in working):
             return []
         sending = [producer for u in working for producer in u.outputs.values()]
         if any(self._is_owed(p, self.last) for p in sending):
@@ -425,7 +430,7 @@ class Dataflow:
         """Whether some replica of a consumer that takes it does not have everything yet."""
         assert self.view is not None
         stage = self.shape.consumer_of[producer.exchange]
-        taking = 1 if self.shape.stages[stage].guard.lazy else None
+        taking = 1 if self.shape.stages[stage].guard.follower else None
         return any(
             producer.received(GroupId(j), site) < last
             for j, group in enumerate(self.view.groups[stage])
@@ -506,9 +511,9 @@ class Dataflow:
         task.installed, task.finished = True, epoch
         enough = len(self.view.group(task.key).replicas) >= task.shape.guard.replicas
         task.standby = enough and task.shape.guard.standbys > 0
-        task.lazy = task.shape.guard.lazy
+        task.follower = task.shape.guard.follower
         self._add_ends(task, epoch, needs, log)
-        upto = epoch if task.lazy else max(self.recorded, epoch)
+        upto = epoch if task.follower else max(self.recorded, epoch)
         task.replay(None if task.standby else upto, self.window)
         task.install_outputs(epoch, kept, gaps)
         for producer in task.outputs.values():
@@ -522,10 +527,10 @@ class Dataflow:
         effects += [*self._next(task), *task.caught_up(self.window)]
         return effects + self._finish_site()
 
-    # --- making a task anew ---------------------------------------------------------------------
+    # --- rebuilding a task ---------------------------------------------------------------------
 
     def _search(self, task: Replica) -> list[SiteEffect]:
-        """Ask all replicas of the producers of a task that is to be made anew what they have."""
+        """Ask all replicas of the producers of a task that is to be rebuilt what they have."""
         assert self.view is not None
         group = self.view.group(task.key)
         if task.installed or group.replicas or self.site not in group.joining:
@@ -533,11 +538,11 @@ class Dataflow:
             return []
         task.search = task.search or Search()
         asked = [
-            AskLog(site, exchange, producer, task.key[1], task.since)
+            AskLog(site, exchange, producer, task.key[1], task.joined_view)
             for exchange, producer, site in self._sources(task)
             if (exchange, producer, site) not in task.search.told and site in self.connected
         ]
-        return [*asked, *self._make_anew(task)]
+        return [*asked, *self._rebuild(task)]
 
     def _sources(self, task: Replica) -> dict[Source, None]:
         """All replicas of its producers; none while one of them has no replica itself."""
@@ -552,25 +557,25 @@ class Dataflow:
 
     def _on_log_asked(self, event: LogAsked) -> list[SiteEffect]:
         producer = self.producers.get((event.exchange, event.producer))
-        counted = producer.since(event.consumer, event.site) if producer else -1
-        if producer is None or counted < event.since:
+        counted = producer.joined_view(event.consumer, event.site) if producer else -1
+        if producer is None or counted < event.joined_view:
             self._asked[event.exchange, event.producer, event.consumer, event.site] = event
             return []
-        if counted > event.since:
+        if counted > event.joined_view:
             return []
-        asked = (event.exchange, event.producer, event.consumer, event.since)
+        asked = (event.exchange, event.producer, event.consumer, event.joined_view)
         return [TellLog(event.site, *asked, producer.log(event.consumer))]
 
     def _on_log_told(self, event: LogTold) -> list[SiteEffect]:
         key = (self.shape.consumer_of[event.exchange], event.consumer)
         task = self.tasks.get(key)
-        if task is None or task.search is None or task.since != event.since:
+        if task is None or task.search is None or task.joined_view != event.joined_view:
             return []
         source = (event.exchange, event.producer, event.site)
         task.search.told[source] = event.log
-        return self._make_anew(task)
+        return self._rebuild(task)
 
-    def _make_anew(self, task: Replica) -> list[SiteEffect]:
+    def _rebuild(self, task: Replica) -> list[SiteEffect]:
         """Begin, if it is known from where on."""
         log = task.search.begins(self._sources(task)) if task.search is not None else None
         if log is None:
@@ -585,14 +590,14 @@ class Dataflow:
         effects = self._install(task, log.after, log.after, nothing, nothing, makes)
         return [BeginTask(task.key, log.after == self.begun), *effects]
 
-    def _on_stock_ordered(self, event: StockOrdered) -> list[SiteEffect]:
+    def _on_retention_ordered(self, event: RetentionOrdered) -> list[SiteEffect]:
         """Producers have let go of nothing that a task had not received by now."""
         assert self.view is not None
         effects: list[SiteEffect] = []
         for task in self.tasks.values() if event.number == self.view.number else ():
-            if task.installed and task.shape.guard.anew < task.shape.guard.level:
-                task.stock = task.received
-                effects += task.stocked(self.shape.levels)
+            if task.installed and task.shape.guard.rebuild_level < task.shape.guard.level:
+                task.retain_upto = task.received
+                effects += task.retained(self.shape.levels)
         return effects
 
     def slowest(self) -> tuple[SiteId, int] | None:
@@ -601,13 +606,15 @@ class Dataflow:
         return max((f for f in found if f is not None), key=lambda f: f[1], default=None)
 
     def _standbys_of(self, producer: Producer) -> dict[GroupId, tuple[SiteId, ...]]:
-        """Those that are meant to be behind. If a task is made anew from what is kept, it is behind
+        """Those that are meant to be behind. If a task is rebuilt from what is kept, it is behind
         at first, and letting it go would not let go any of that."""
         assert self.view is not None
         stage = self.shape.consumer_of[producer.exchange]
         guard = self.shape.stages[stage].guard
         return {
-            GroupId(j): c.all if guard.anew else c.standbys + (c.replicas[1:] if guard.lazy else ())
+            GroupId(j): c.all
+            if guard.rebuild_level
+            else c.standbys + (c.replicas[1:] if guard.follower else ())
             for j, c in enumerate(self.view.groups[stage])
         }
 

@@ -23,7 +23,7 @@ class OpenTask:
 
 @value
 class BeginTask:
-    """The task is made anew: it begins with empty state, whatever another replica may have begun to
+    """The task is rebuilt: it begins with empty state, whatever another replica may have begun to
     hand over to it; or with what the flow begins with."""
 
     task: TaskId
@@ -95,7 +95,7 @@ class SendBundle:
     epoch: Epoch
     producer: GroupId
     consumer: GroupId
-    since: int
+    joined_view: int
     last: bool
     bundle: Any
     part: int = 0
@@ -109,7 +109,7 @@ class SendAck:
     exchange: ExchangeId
     producer: GroupId
     consumer: GroupId
-    since: int
+    joined_view: int
     received: Epoch
     credit: Epoch
     take: bool
@@ -127,7 +127,7 @@ class AskLog:
     exchange: ExchangeId
     producer: GroupId
     consumer: GroupId
-    since: int
+    joined_view: int
 
 
 @value
@@ -138,7 +138,7 @@ class TellLog:
     exchange: ExchangeId
     producer: GroupId
     consumer: GroupId
-    since: int
+    joined_view: int
     log: Log
 
 
@@ -295,8 +295,8 @@ class OrderCatchUp:
 
 
 @value
-class OrderStock:
-    """Tell `site` that all members act on the view with this number: see `StockOrdered`."""
+class OrderRetention:
+    """Tell `site` that all members act on the view with this number: see `RetentionOrdered`."""
 
     site: SiteId
     number: int
@@ -351,7 +351,7 @@ ControllerEffect = (
     CommitView
     | StartFlow
     | OrderCatchUp
-    | OrderStock
+    | OrderRetention
     | DrainFlow
     | PauseFlow
     | LaunchSite

@@ -56,7 +56,7 @@ class BundleArrived:
     epoch: Epoch
     producer: GroupId
     consumer: GroupId
-    since: int
+    joined_view: int
     """For the replica of the consumer that began in this view, and not one before it at this
     site."""
     last: bool
@@ -73,7 +73,7 @@ class AckArrived:
     producer: GroupId
     consumer: GroupId
     site: SiteId
-    since: int
+    joined_view: int
     received: Epoch
     """It has everything up to this epoch."""
     credit: Epoch
@@ -84,7 +84,7 @@ class AckArrived:
     checksum: int
     """The last epoch it has processed, and the checksum of that epoch's bundle."""
     levels: tuple[Epoch, ...] = ()
-    """Up to which epochs it does not need its input any more, if tasks are made anew from it."""
+    """Up to which epochs it does not need its input any more, if tasks are rebuilt from it."""
     lines: tuple[Line, ...] = ()
     """What goes with each of them, if any: see `holdfast.core.upstream`."""
 
@@ -107,24 +107,24 @@ class TaskProcessed:
 
 @value
 class LogAsked:
-    """The replica of a consumer at `site` is to be made anew, and wants to know from where on."""
+    """The replica of a consumer at `site` is to be rebuilt, and wants to know from where on."""
 
     exchange: ExchangeId
     producer: GroupId
     consumer: GroupId
     site: SiteId
-    since: int
+    joined_view: int
 
 
 @value
 class LogTold:
-    """What the replica of a producer at `site` has for a consumer that is to be made anew."""
+    """What the replica of a producer at `site` has for a consumer that is to be rebuilt."""
 
     exchange: ExchangeId
     producer: GroupId
     consumer: GroupId
     site: SiteId
-    since: int
+    joined_view: int
     log: Log
 
 
@@ -161,9 +161,9 @@ class CatchUpOrdered:
 
 
 @value
-class StockOrdered:
+class RetentionOrdered:
     """Every member of the view with this number keeps what it shall keep: say of each task that
-    will be made anew from it when nothing older is needed any more."""
+    will be rebuilt from it when nothing older is needed any more."""
 
     number: int
 
@@ -198,7 +198,7 @@ SiteEvent = (
     | SinkDurable
     | StoreOrdered
     | CatchUpOrdered
-    | StockOrdered
+    | RetentionOrdered
     | ReplicaInstalled
 )
 
@@ -207,12 +207,12 @@ SiteEvent = (
 
 @value
 class BlocksAvailable:
-    """An ingress has read these rows and keeps them; `anew`: what was announced before is void."""
+    """An ingress has read these rows and keeps them; `again`: what was announced before is void."""
 
     source: StageId
     split: int
     blocks: tuple[Block, ...]
-    anew: bool = False
+    again: bool = False
 
 
 @value
@@ -332,8 +332,8 @@ class SitesFailed:
 @value
 class ReplicaReported:
     """A joining site has a task's state in place (`installed`), has caught up with what had been
-    recorded by then (`caught_up`), or could not (`failed`). Or of a task that is to be made anew
-    if it is lost, all is kept that this takes (`stocked`)."""
+    recorded by then (`caught_up`), or could not (`failed`). Or of a task that is to be rebuilt
+    if it is lost, all is kept that this takes (`retained`)."""
 
     site: SiteId
     task: TaskId
@@ -352,7 +352,7 @@ class ReplicaBehind:
 
 
 @value
-class SitesApart:
+class SitesPartitioned:
     """The first of each couple has heard nothing of the second for so many leases, though both
     are at work and reach the controller; and how things stand, in words."""
 
@@ -469,7 +469,7 @@ ControllerEvent = (
     | SitesFailed
     | ReplicaReported
     | ReplicaBehind
-    | SitesApart
+    | SitesPartitioned
     | SitesHung
     | FlowFailed
     | SiteFinished

@@ -6,7 +6,7 @@ replica keeps a bundle until all replicas of the consumer have it: that epoch is
 whichever replicas die, what a survivor lacks is kept by, or will be made again by, any survivor on
 the other side; and "have I seen this?" is one comparison of epochs.
 
-A consumer that is made anew from its input if it dies (see `holdfast.core.upstream`) also says up
+A consumer that is rebuilt from its input if it dies (see `holdfast.core.upstream`) also says up
 to which epoch it does not need that input any more, at each *level*; then that is what is stable.
 
 Why this cannot deadlock: processing an epoch needs bundles of that epoch only, a consumer's
@@ -49,10 +49,10 @@ class _Taker:
         return self.levels[level - 1] if level <= len(self.levels) else NO_EPOCH
 
     def line(self, level: int) -> Line:
-        """What goes with that, if it is made anew."""
+        """What goes with that, if it is rebuilt."""
         return self.lines[level - 1] if 0 < level <= len(self.lines) else {}
 
-    since: int
+    joined_view: int
     received: Epoch = NO_EPOCH
     levels: tuple[Epoch, ...] = ()
     lines: tuple[Line, ...] = ()
@@ -74,11 +74,11 @@ class _Lane:
     known: Epoch = NO_EPOCH
     """Up to which epoch some replica of the consumer, dead or alive, was known not to need any."""
     base: Epoch = NO_EPOCH
-    """After which epoch what is here is right, if it was made anew."""
+    """After which epoch what is here is right, if it was rebuilt."""
     credit: int = 0
     """At which level that is all that the consumer needs, until it is known to need less."""
     line: Line = field(default_factory=dict)
-    """From where on the consumer, and whoever follows it, is right if it is made anew."""
+    """From where on the consumer, and whoever follows it, is right if it is rebuilt."""
     takers: dict[SiteId, _Taker] = field(default_factory=dict)
     claims: dict[Epoch, int] = field(default_factory=dict)
     """Checksums that a consumer has reported of epochs that are not made here yet."""
@@ -95,17 +95,17 @@ class Producer:
         level: int = 0,
         made: Epoch = NO_EPOCH,
         log: Log | None = None,
-        alike: bool = True,
+        deterministic: bool = True,
     ) -> None:
         """The consumers let go at this `level`. The replicas of the producer make the same frames,
-        if they are `alike`. If what comes here is made anew, it is right after the epoch
+        if they are `deterministic`. If what comes here is rebuilt, it is right after the epoch
         `log.after`, and that is all that they need at the level `log.credit`, at first."""
         self.exchange, self.group, self.level = exchange, group, level
         self.complete = level
         """At which level what is kept is complete."""
         self.lanes: dict[GroupId, _Lane] = {}
         self.made = made
-        self.alike = alike
+        self.deterministic = deterministic
         self._log = log or Log(made, made, level, {})
         self._part = 0
 
@@ -113,8 +113,10 @@ class Producer:
         """Count these replicas of the consumers, and no others; each with the view it is from."""
         for consumer, sites in replicas.items():
             lane = self.lanes.get(consumer) or self._new_lane(consumer)
-            known = {s: t for s, t in lane.takers.items() if sites.get(s) == t.since}
-            lane.takers = {s: known.get(s) or _Taker(since) for s, since in sites.items()}
+            known = {s: t for s, t in lane.takers.items() if sites.get(s) == t.joined_view}
+            lane.takers = {
+                s: known.get(s) or _Taker(joined_view) for s, joined_view in sites.items()
+            }
             self._trim(lane)
 
     def _new_lane(self, consumer: GroupId) -> _Lane:
@@ -123,12 +125,12 @@ class Producer:
         self.lanes[consumer] = lane
         return lane
 
-    def since(self, consumer: GroupId, site: SiteId) -> int:
+    def joined_view(self, consumer: GroupId, site: SiteId) -> int:
         """From which view the replica of `consumer` at `site` is that counts here; -1 if none
         does."""
         lane = self.lanes.get(consumer)
         taker = lane.takers.get(site) if lane else None
-        return taker.since if taker else -1
+        return taker.joined_view if taker else -1
 
     def received(self, consumer: GroupId, site: SiteId) -> Epoch:
         """What the replica of `consumer` at `site` has."""
@@ -199,7 +201,7 @@ class Producer:
 
     def reached(self, level: int) -> Epoch:
         """What all replicas of all consumers have (level 0), or do not need any more. A consumer of
-        which nothing is left will be made anew, and then needs all that is kept for it."""
+        which nothing is left will be rebuilt, and then needs all that is kept for it."""
         return min(
             (
                 min((t.reached(level) for t in lane.takers.values()), default=lane.let_go)
@@ -217,7 +219,7 @@ class Producer:
         )
 
     def log(self, consumer: GroupId) -> Log:
-        """What is here for a consumer that is to be made anew."""
+        """What is here for a consumer that is to be rebuilt."""
         lane = self.lanes[consumer]
         short = lane.known < lane.base
         credit = min(lane.credit, self.complete) if short else self.complete
@@ -241,7 +243,7 @@ class Producer:
                             epoch,
                             self.group,
                             consumer,
-                            taker.since,
+                            taker.joined_view,
                             last,
                             bundle,
                             part,
@@ -252,7 +254,7 @@ class Producer:
 
     def _verify(self, lane: _Lane, ack: AckArrived) -> None:
         """Two replicas must make the same frames: compare what the other one sent with ours."""
-        if ack.take or ack.finished == NO_EPOCH or not self.alike:
+        if ack.take or ack.finished == NO_EPOCH or not self.deterministic:
             return
         if ack.finished > self.made:
             lane.claims[ack.finished] = ack.checksum
@@ -359,15 +361,15 @@ class Consumer:
         group: GroupId,
         window: int,
         finished: Epoch = NO_EPOCH,
-        since: int = 0,
+        joined_view: int = 0,
     ) -> None:
         self.exchange, self.group, self.window = exchange, group, window
-        self.finished, self.since = finished, since
+        self.finished, self.joined_view = finished, joined_view
         self._promised = NO_EPOCH
         """Up to which epoch producers may send, as they were told; there may be less room now."""
         self.standby = False
         """It takes nothing yet, and is counted."""
-        self.alike = True
+        self.deterministic = True
         """Whether it does not matter from which replica of a producer it takes its frames."""
         self.levels: Callable[[Epoch], tuple[Epoch, ...]] = lambda received: ()
         """What is not needed any more, by level, given what was received."""
@@ -417,7 +419,7 @@ class Consumer:
 
     def _choose(self, producer: GroupId, connected: set[SiteId], prefer: SiteId | None) -> None:
         alive = [s for s in self._replicas[producer] if s in connected and not self.standby]
-        if not self.alike:
+        if not self.deterministic:
             self.source[producer] = alive[0] if alive else None
         elif prefer is not None and prefer in alive:
             self.source[producer] = prefer
@@ -428,7 +430,7 @@ class Consumer:
     def turn(self, connected: set[SiteId]) -> list[SendAck]:
         """Take what is lacking of the next epoch from the next replica."""
         effects = []
-        for producer, received in self.received.items() if self.alike else ():
+        for producer, received in self.received.items() if self.deterministic else ():
             alive = [s for s in self._replicas[producer] if s in connected]
             source = self.source.get(producer)
             if received == self.finished and source in alive and len(alive) > 1:
@@ -522,7 +524,7 @@ class Consumer:
             self.exchange,
             producer,
             self.group,
-            self.since,
+            self.joined_view,
             self.received[producer],
             self._promised,
             self.source[producer] == site,

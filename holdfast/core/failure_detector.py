@@ -22,7 +22,7 @@ Couple = tuple[SiteId, SiteId]
 """Who complains, and of whom."""
 
 
-class Signs:
+class FailureDetector:
     """Of all sites."""
 
     def __init__(self, lease_s: float) -> None:
@@ -78,7 +78,7 @@ class Signs:
         limit = now - self._lease_s
         return [s for s, at in self._heard.items() if at < limit and s in known]
 
-    def parted(self, now: float) -> dict[Couple, tuple[int, str]]:
+    def partitioned(self, now: float) -> dict[Couple, tuple[int, str]]:
         """Those that hear nothing of each other, for sure, and all that was said of them. Not if
         one of them is silent, or was so or was busy in the time that is complained of: that is
         another matter. Nor at once: others may have more to say of them. As long as only one
@@ -119,7 +119,7 @@ class Signs:
         for task in view.tasks():
             group = view.group(task)
             for site in group.joining if group.replicas else ():  # others wait for their input
-                join = (task, site, group.since_of(site))
+                join = (task, site, group.joined_view_of(site))
                 since, was = known.get(join, (now, None))
                 got = left.get((task, site))
                 in_call = site in self._calls or group.donor in self._calls

@@ -28,23 +28,23 @@ class Guard:
     """Or after how many epochs."""
     recovery_ms: int = 0
     """Or within which time they shall be able to go on in place of one that is lost."""
-    alike: bool = True
+    deterministic: bool = True
     """Whether its replicas make the same frames, row by row. If not, consumers take them from the
     first replica, and the others withhold theirs."""
-    lazy: bool = False
+    follower: bool = False
     """Of sources and sinks: whether replicas other than the first only follow it: they know which
     epochs nobody needs from them any more, and do the others when they come to lead."""
     level: int = 0
     """If not 0, the input is kept at this level: see `holdfast.core.upstream`."""
-    anew: int = 0
-    """If not 0, tasks that are lost are made anew from what is kept, which is complete at this
+    rebuild_level: int = 0
+    """If not 0, tasks that are lost are rebuilt from what is kept, which is complete at this
     level. While protection changes it may be below the other one."""
 
     @property
     def comparable(self) -> bool:
         """Whether what a replica makes is to be the same as what another one has made. A task that
-        is made anew makes some of it wrong that nobody needs."""
-        return self.alike and not self.anew
+        is rebuilt makes some of it wrong that nobody needs."""
+        return self.deterministic and not self.rebuild_level
 
     @property
     def wanted(self) -> int:
@@ -60,7 +60,7 @@ class Guard:
         and who is there now stays until enough is kept."""
         if aim.level > self.level:
             return replace(self, level=aim.level)
-        return replace(aim, level=self.level, anew=self.anew)
+        return replace(aim, level=self.level, rebuild_level=self.rebuild_level)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Shape:
     consumer_of: tuple[StageId, ...]
     """By exchange: the stage that it feeds."""
     granularity: str = "partition"
-    """What is lost with a site, and made anew: see `mirrors`."""
+    """What is lost with a site, and rebuilt: see `mirrors`."""
 
     @property
     def levels(self) -> int:
@@ -139,7 +139,7 @@ class PartitionGroup:
     sink's."""
     joining: tuple[SiteId, ...] = ()
     """The sites to which a replica is being made."""
-    since: tuple[tuple[SiteId, int], ...] = ()
+    joined_view: tuple[tuple[SiteId, int], ...] = ()
     """The number of the view in which a replica began to join. It tells a replica from one that was
     at the same site before; those of the first view began with 0."""
     standbys: tuple[SiteId, ...] = ()
@@ -152,12 +152,14 @@ class PartitionGroup:
     def led_by(self, site: SiteId) -> bool:
         return self.replicas[:1] == (site,)
 
-    def since_of(self, site: SiteId) -> int:
-        return dict(self.since).get(site, 0)
+    def joined_view_of(self, site: SiteId) -> int:
+        return dict(self.joined_view).get(site, 0)
 
     def joined_by(self, site: SiteId, number: int) -> PartitionGroup:
         """With a new replica at `site`, from the view with this number on."""
-        return replace(self, joining=(*self.joining, site), since=(*self.since, (site, number)))
+        return replace(
+            self, joining=(*self.joining, site), joined_view=(*self.joined_view, (site, number))
+        )
 
     def installed_at(self, site: SiteId, replicas: int) -> PartitionGroup:
         """The state is in place at `site`, which joined: it computes, or there are enough that do
@@ -178,7 +180,7 @@ class PartitionGroup:
             replicas=replicas + standbys[:stepped_in],
             joining=tuple(s for s in self.joining if s in left),
             standbys=standbys[stepped_in:],
-            since=tuple(pair for pair in self.since if pair[0] in left),
+            joined_view=tuple(pair for pair in self.joined_view if pair[0] in left),
         )
 
     def fitted(self, guard: Guard, number: int) -> PartitionGroup:
@@ -191,9 +193,9 @@ class PartitionGroup:
         replicas, standbys = self.replicas + self.standbys[:more], self.standbys[more:]
         surplus, standbys = replicas[guard.replicas :], standbys[: guard.standbys]
         kept = {*replicas[: guard.replicas], *standbys}
-        since = tuple(pair for pair in self.since if pair[0] in kept)
+        joined_view = tuple(pair for pair in self.joined_view if pair[0] in kept)
         fitted = PartitionGroup(
-            self.first, self.end, replicas[: guard.replicas], (), since, standbys
+            self.first, self.end, replicas[: guard.replicas], (), joined_view, standbys
         )
         for site in surplus[: guard.standbys - len(standbys)]:
             fitted = fitted.joined_by(site, number)

@@ -14,13 +14,13 @@ BEATS_PER_LEASE = 4
 PATIENCE_LEASES = 2
 
 
-class Hearing:
+class PeerMonitor:
     """One site's. `listen` is called when the site looks, about every quarter of a lease.
 
-    >>> hearing = Hearing(lease_s=1.0)
-    >>> [hearing.listen(at, members=[7, 8], heard=[8]) for at in (0.0, 0.5, 1.0, 1.5)]
+    >>> monitor = PeerMonitor(lease_s=1.0)
+    >>> [monitor.listen(at, members=[7, 8], heard=[8]) for at in (0.0, 0.5, 1.0, 1.5)]
     [[], [], [], []]
-    >>> hearing.listen(2.0, members=[7, 8], heard=[8])
+    >>> monitor.listen(2.0, members=[7, 8], heard=[8])
     [(7, 2)]
     """
 

@@ -3,7 +3,7 @@ others.
 
 What it may do next follows from what is here; that it may do anything at all, and with whom, is for
 the site's `Dataflow` to say, which knows the view. A replica computes, or it is a standby with a
-checkpoint, or (of a source or sink) it is lazy and follows the one that leads.
+checkpoint, or (of a source or sink) it only is a follower and follows the one that leads.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Replica:
     shape: StageShape
     installed: bool
     """Whether its state is in place. Only then it has ends of its exchanges."""
-    since: int
+    joined_view: int
     finished: Epoch = NO_EPOCH
     inputs: dict[ExchangeId, Consumer] = field(default_factory=dict)
     outputs: dict[ExchangeId, Producer] = field(default_factory=dict)
@@ -68,22 +68,22 @@ class Replica:
     hurried: Epoch = NO_EPOCH
     """What it had finished when it was last looked at."""
     needs: Needs | None = None
-    """Of a task that is made anew if it is lost: from which input its state comes."""
+    """Of a task that is rebuilt if it is lost: from which input its state comes."""
     search: Search | None = None
-    """It is being made anew, and it is not known yet from where on."""
+    """It is being rebuilt, and it is not known yet from where on."""
     standby: bool = False
     """It has a checkpoint, and computes nothing."""
     given: dict[SiteId, Epoch] = field(default_factory=dict)
     """To whom that is a standby it has given its state, and after which epoch that was."""
-    lazy: bool = False
-    """Another replica leads, and this one only follows: see `Guard.lazy`."""
-    stock: Epoch | None = None
+    follower: bool = False
+    """Another replica leads, and this one only follows: see `Guard.follower`."""
+    retain_upto: Epoch | None = None
     """What was let go before is not needed any more when nothing up to this epoch is."""
 
     @property
     def works(self) -> bool:
         """Whether it is to process epochs as they come."""
-        return self.installed and not self.standby and not self.lazy
+        return self.installed and not self.standby and not self.follower
 
     @property
     def received(self) -> Epoch:
@@ -190,7 +190,7 @@ class Replica:
         return {exchange: consumer.take(epoch) for exchange, consumer in self.inputs.items()}
 
     def follow(self, records: Mapping[Epoch, EpochRecord]) -> list[FollowEpoch]:
-        """Of a source that is lazy: leave epochs out that nobody needs any more."""
+        """Of a source that only is a follower: leave epochs out that nobody needs any more."""
         if self.shape.kind != "source":
             return []
         effects: list[FollowEpoch] = []
@@ -222,14 +222,14 @@ class Replica:
         self.replay(None, window)
         return [ReportReplica(self.key, "caught_up")]
 
-    def stocked(self, levels: int) -> list[ReportReplica]:
-        """Say it when all is kept that the task would be made anew from: see `stock`."""
-        if self.stock is None or self.standby:
+    def retained(self, levels: int) -> list[ReportReplica]:
+        """Say it when all is kept that the task would be rebuilt from: see `retain_upto`."""
+        if self.retain_upto is None or self.standby:
             return []
-        if self.levels(levels, self.finished)[self.shape.guard.level - 1] < self.stock:
+        if self.levels(levels, self.finished)[self.shape.guard.level - 1] < self.retain_upto:
             return []
-        self.stock = None
-        return [ReportReplica(self.key, "stocked")]
+        self.retain_upto = None
+        return [ReportReplica(self.key, "retained")]
 
     # --- giving its state to others -------------------------------------------------------------
 
@@ -244,7 +244,7 @@ class Replica:
                 after = after if after == stored else None
                 effects.append(StoreState(self.key, self.finished, after))
                 continue
-            self.handed[joiner] = group.since_of(joiner)
+            self.handed[joiner] = group.joined_view_of(joiner)
             kept = {x: p.export(after) for x, p in self.outputs.items()}
             gaps = {x: p.gaps() for x, p in self.outputs.items()}
             effects.append(HandOver(self.key, joiner, self.finished, kept, gaps, after))
@@ -255,7 +255,9 @@ class Replica:
         wanted = group.joining + group.standbys + ((STORE,) if leads else ())
         self.handovers = {s: e for s, e in self.handovers.items() if s in wanted}
         self.given = {s: e for s, e in self.given.items() if s in wanted}
-        gone = [s for s, n in self.handed.items() if s not in wanted or group.since_of(s) != n]
+        gone = [
+            s for s, n in self.handed.items() if s not in wanted or group.joined_view_of(s) != n
+        ]
         for site in gone:
             del self.handed[site]
             self.given.pop(site, None)

@@ -238,7 +238,7 @@ class Sequencer:
         return [e for record in self.history for e in self._pass_on(record)]
 
     def _lead(self) -> None:
-        """Cut from now on. Ingresses that know of it already may have announced their blocks anew,
+        """Cut from now on. Ingresses that know of it already may have announced their blocks again,
         and the last records may have come after that."""
         self.leads = True
         everywhere = min(self.delivered.values(), default=NO_EPOCH)
@@ -323,7 +323,7 @@ class Sequencer:
 
     def _on_blocks_available(self, event: BlocksAvailable) -> None:
         split = self._split(event.source, event.split)
-        if event.anew:
+        if event.again:
             split.blocks.clear()
             split.next_offset, split.rows_waiting = split.cut, 0
         for block in event.blocks:
@@ -386,7 +386,7 @@ class Sequencer:
         return bool(idle) and not self._in_flight and any(s.timed for s in self.splits.values())
 
     def _cut_again(self, record: EpochRecord) -> EpochRecord:
-        """Ingresses have announced rows of it anew, or will, which then are cut already."""
+        """Ingresses have announced rows of it again, or will, which then are cut already."""
         self._in_flight[record.epoch] = 0
         self._note(record)
         for split in self.splits.values():

@@ -1,20 +1,20 @@
-"""Upstream backup: a task has one replica, and is made anew from its input if that dies.
+"""Upstream backup: a task has one replica, and is rebuilt from its input if that dies.
 
 So its producers keep their bundles for longer than until they are received: as long as the state
 of the task, and the output that its own consumers do not have yet, come from them. The task says
 up to where they are not needed any more. At level 1 that is what its state does not come from, as
 it was after the last epoch that all its consumers have received: whatever they lack can then be
 made again. At level k + 1, the same of what they do not need any more at level k. With bundles that
-are kept until level k, tasks of k stages in a row may be lost at once: the first is made anew from
+are kept until level k, tasks of k stages in a row may be lost at once: the first is rebuilt from
 what is kept, and makes again all that the next one needs at level k - 1, and so on. Until its
-consumers have moved on, what a task that was made anew keeps is complete only at that level.
+consumers have moved on, what a task that was rebuilt keeps is complete only at that level.
 
-The task that is made anew begins with empty state behind the oldest input that is left, processes
+The task that is rebuilt begins with empty state behind the oldest input that is left, processes
 what follows, and sends what its consumers lack; they know their epochs. What it makes of earlier
 epochs may be wrong, as the state was not empty then, and nobody lacks that; but a consumer that is
-made anew, too, must not take it for its input. So what a task says of its needs goes with a *line*:
-the epoch that each task from there on must reach until what it makes is right, if it is made anew
-from what is kept then. A task that is made anew keeps what comes after its own, and tells the rest
+rebuilt, too, must not take it for its input. So what a task says of its needs goes with a *line*:
+the epoch that each task from there on must reach until what it makes is right, if it is rebuilt
+from what is kept then. A task that is rebuilt keeps what comes after its own, and tells the rest
 to its consumers, if they ask.
 """
 
@@ -31,7 +31,7 @@ Source = tuple[ExchangeId, GroupId, SiteId]
 
 
 Line = Mapping[TaskId, Epoch]
-"""After which epochs what tasks make is right, if they are made anew."""
+"""After which epochs what tasks make is right, if they are rebuilt."""
 
 
 def merged(lines: Iterable[Line]) -> dict[TaskId, Epoch]:
@@ -45,7 +45,7 @@ def merged(lines: Iterable[Line]) -> dict[TaskId, Epoch]:
 
 
 class Log(NamedTuple):
-    """What a replica of a producer has for a consumer that is to be made anew."""
+    """What a replica of a producer has for a consumer that is to be rebuilt."""
 
     after: Epoch
     """It has everything after this epoch ..."""
@@ -92,7 +92,7 @@ class Needs:
 
 
 class Search:
-    """A task that is to be made anew asks its producers from where on it can be."""
+    """A task that is to be rebuilt asks its producers from where on it can be."""
 
     def __init__(self) -> None:
         self.told: dict[Source, Log] = {}

@@ -150,7 +150,7 @@ def serve(control: socket.socket) -> Work:
         ready = [key.fileobj for key, _ in selector.select()]
         if waking in ready:
             waking.recv(1024)
-            _bury(lines)
+            _remove(lines)
         if control not in ready:
             continue
         request, descriptors, *_ = socket.recv_fds(control, 1, 4)
@@ -183,7 +183,7 @@ def _received(streams: list[int]) -> Work:
     return pickle.loads(work)
 
 
-def _bury(lines: dict[int, socket.socket]) -> None:
+def _remove(lines: dict[int, socket.socket]) -> None:
     """Tell everybody whose site has ended."""
     while lines:
         pid, status = os.waitpid(-1, os.WNOHANG)

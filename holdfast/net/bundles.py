@@ -143,7 +143,7 @@ def encode(
     producer: int,
     consumer: int,
     *,
-    since: int = 0,
+    joined_view: int = 0,
     part: int = 0,
     last: bool = True,
     pack: Callable[[Frames], list[Any]] | None = None,
@@ -151,7 +151,7 @@ def encode(
     """The message and the buffers of its body: the track, the digests, and the rows if any."""
     body = (pack or packed)(frames)
     sizes = (frames.batch.num_rows, len(body[0]), len(body[1]))
-    return wire.Bundle(exchange, epoch, producer, consumer, since, part, last, *sizes), body
+    return wire.Bundle(exchange, epoch, producer, consumer, joined_view, part, last, *sizes), body
 
 
 @lru_cache(maxsize=1)  # a bundle goes to all replicas of its consumer, one right after another

@@ -176,7 +176,7 @@ class ViewReader:
 
     def scan(self) -> Iterator[pa.RecordBatch]:
         """All rows as they are after one epoch, in no particular order. If the site that gives
-        them dies meanwhile, that is an error: begin anew."""
+        them dies meanwhile, that is an error: begin again."""
         number = self._reader.ask({"do": "scan"})[0]["scan"]
         while parts := self._reader.ask({"do": "go on", "scan": number})[1]:
             yield from parts

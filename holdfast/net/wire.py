@@ -115,8 +115,8 @@ class CatchUp(Message, frozen=True):
     joiner: Number
 
 
-class Stock(Message, frozen=True):
-    """All members act on the view with this number: say of each task that shall be made anew if it
+class Retain(Message, frozen=True):
+    """All members act on the view with this number: say of each task that shall be rebuilt if it
     is lost when all is kept that this takes."""
 
     number: Number
@@ -283,11 +283,11 @@ class RecordsAfter(Message, frozen=True):
 
 class JoinChain(Message, frozen=True):
     """I am to have a replica of the sequencer. With `has`, the number of the next epoch, I have
-    one: pass your records on to me. Without it (-1), give me your state first. `since` is the view
-    in which I began to join."""
+    one: pass your records on to me. Without it (-1), give me your state first. `joined_view` is the
+    view in which I began to join."""
 
     has: EpochNumber
-    since: Number
+    joined_view: Number
 
 
 class Chained(Message, frozen=True):
@@ -310,7 +310,7 @@ class Blocks(Message, frozen=True):
     source: Number
     split: Number
     blocks: tuple[Block, ...]
-    anew: bool
+    again: bool
 
 
 class SplitState(Message, frozen=True):
@@ -340,7 +340,7 @@ class Bundle(Message, frozen=True):
     epoch: Number
     producer: Number
     consumer: Number
-    since: Number
+    joined_view: Number
     part: Number
     last: bool
     rows: Number
@@ -367,7 +367,7 @@ class Ack(msgspec.Struct, frozen=True, array_like=True):
     exchange: Number
     producer: Number
     consumer: Number
-    since: Number
+    joined_view: Number
     received: EpochNumber
     credit: EpochNumber
     take: bool
@@ -389,7 +389,7 @@ class AskLog(Message, frozen=True):
     exchange: Number
     producer: Number
     consumer: Number
-    since: Number
+    joined_view: Number
 
 
 class TellLog(Message, frozen=True):
@@ -398,7 +398,7 @@ class TellLog(Message, frozen=True):
     exchange: Number
     producer: Number
     consumer: Number
-    since: Number
+    joined_view: Number
     after: EpochNumber
     upto: EpochNumber
     credit: Number
@@ -653,7 +653,7 @@ _decoder = msgspec.msgpack.Decoder(type=Union[tuple(Message.__subclasses__())]) 
 _greetings = msgspec.msgpack.Decoder(type=Challenge | Hello | Welcome)
 _encoder = msgspec.msgpack.Encoder()
 
-_CONTROLLERS_ONLY = (NewView, Start, CatchUp, Stock, Drain, Pause, Dismiss, Recorded, Store)
+_CONTROLLERS_ONLY = (NewView, Start, CatchUp, Retain, Drain, Pause, Dismiss, Recorded, Store)
 _FEEDERS_ONLY = (FeedBegin, FeedOpen, FeedRows, FeedDone, FeedCommit, FeedEnd)
 READER = "reader"
 PULSE = "pulse"
@@ -722,7 +722,7 @@ def proof(secret: bytes, *parts: bytes | str | int) -> bytes:
 
 
 def incarnation(secret: bytes) -> str:
-    """The name of one life of a flow: one that is started anew has another secret."""
+    """The name of one life of a flow: one that is started again has another secret."""
     return hashlib.sha256(secret).hexdigest()[:12]
 
 

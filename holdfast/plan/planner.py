@@ -150,8 +150,8 @@ def shape(plan: Plan, partitions: int) -> Shape:
                     protection.every_ms,
                     protection.every_epochs,
                     protection.recovery_ms,
-                    protection.alike and not _is_lazy(stage),
-                    _is_lazy(stage),
+                    protection.deterministic and not _is_follower(stage),
+                    _is_follower(stage),
                     levels[stage.id],
                     levels[stage.id],
                 ),
@@ -171,10 +171,10 @@ def shape(plan: Plan, partitions: int) -> Shape:
     )
 
 
-def _is_lazy(stage: Stage) -> bool:
+def _is_follower(stage: Stage) -> bool:
     """Whether a replica can follow the one that leads without doing what it does: a source that can
     be read again, or a sink that knows by itself what it has."""
-    if stage.protection is None or not stage.protection.lazy:
+    if stage.protection is None or not stage.protection.follower:
         return False
     if stage.source is not None:
         return not stage.source.fed
@@ -209,13 +209,15 @@ def _walk(stages: Iterable[Stage]) -> str:
 
 
 def _levels(plan: Plan) -> dict[int, int]:
-    """By stage: how many stages in a row, from it on, are made anew if they are lost together."""
+    """By stage: how many stages in a row, from it on, are rebuilt if they are lost together."""
     found: dict[int, int] = {}
 
     def level(stage: Stage) -> int:
         if stage.id not in found:
             after = [level(plan.stages[e.consumer]) for e in stage.outputs]
-            found[stage.id] = min((stage.protection or none()).anew, 1 + max(after, default=0))
+            found[stage.id] = min(
+                (stage.protection or none()).rebuild_level, 1 + max(after, default=0)
+            )
         return found[stage.id]
 
     return {stage.id: level(stage) for stage in plan.stages}

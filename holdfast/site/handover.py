@@ -96,7 +96,7 @@ class Outgoing:
 @contextmanager
 def _from_a_peer() -> Iterator[None]:
     """What was handed over and does not fit is the donor's mistake, whatever it looks like here.
-    The task that was half made is made anew before anything else is put into it."""
+    The task that was half made is rebuilt before anything else is put into it."""
     try:
         yield
     except HoldfastError:

@@ -58,11 +58,11 @@ from holdfast.core.events import (
     PeerLost,
     RecordArrived,
     RecordPassed,
+    RetentionOrdered,
     SinkDurable,
     SiteEvent,
     SplitEnded,
     SplitIdle,
-    StockOrdered,
     StoreOrdered,
     ViewCommitted,
 )
@@ -183,9 +183,9 @@ class Node:
             return
         self.view, self.finished, self._over, self._finishes = view, False, False, False
         self._failed_replicas = {
-            (task, site): (since, reason)
-            for (task, site), (since, reason) in self._failed_replicas.items()
-            if self._joins_since(task, site) == since
+            (task, site): (joined_view, reason)
+            for (task, site), (joined_view, reason) in self._failed_replicas.items()
+            if self._joined_view_of_joiner(task, site) == joined_view
         }
         if known is None and self.site in view.sequencers:
             self.sequencing.open()
@@ -199,7 +199,7 @@ class Node:
         self.incoming = {u: i for u, i in self.incoming.items() if self._is_awaited(u)}
         self.stages.on_view(view)  # tasks that it opened
         self.serving.on_view(view, self.site, self._sinks)
-        self.sourcing.announce_anew()
+        self.sourcing.announce_again()
         self.sourcing.ask_for_portions()
         self.sequencing.on_view(view)
         joins = self.site in view.group(FIRST).joining and self.dataflow.tasks[FIRST].installed
@@ -233,7 +233,7 @@ class Node:
         self._transport.send(site, wire.RecordsAfter(self.dataflow.lacks_records()))
         self.sequencing.on_connected(site)
         if site == self.view.sequencers[0]:
-            self.sourcing.announce_anew()
+            self.sourcing.announce_again()
             for effect in self.dataflow.delivered():
                 self._apply(effect)
         if site == self.view.sequencers[-1]:
@@ -264,7 +264,7 @@ class Node:
                 self._transport.tell(wire.Finished(self.view.number))
             for task in self.view.tasks_at(self.site):
                 held = self.dataflow.tasks[task]
-                if held.since:
+                if held.joined_view:
                     self._tell_if_whole(task)
             for (task, site), (_, reason) in self._failed_replicas.items():
                 self._tell_replica(task, site, "failed", reason)
@@ -284,11 +284,11 @@ class Node:
                 for ack in message.acks:
                     self._handle(_arrived(ack, site))
             case wire.AskLog():
-                self._handle(LogAsked(*_ends(message), site, message.since))
+                self._handle(LogAsked(*_ends(message), site, message.joined_view))
             case wire.TellLog():
                 line = wire.from_line(message.line)
                 log = Log(Epoch(message.after), Epoch(message.upto), message.credit, line)
-                self._handle(LogTold(*_ends(message), site, message.since, log))
+                self._handle(LogTold(*_ends(message), site, message.joined_view, log))
             case wire.Record():
                 self._handle(RecordArrived(message.record))
             case wire.Pass():
@@ -298,7 +298,10 @@ class Node:
                 for record in self.dataflow.records_after(after):
                     self._transport.send(site, wire.Record(record))
             case wire.JoinChain():
-                if self.view is not None and self.view.group(FIRST).since_of(site) == message.since:
+                if (
+                    self.view is not None
+                    and self.view.group(FIRST).joined_view_of(site) == message.joined_view
+                ):
                     self.sequencing.handle(ChainJoined(site, Epoch(message.has)))
             case wire.Chained():
                 if self.sequencing.on_chained():
@@ -308,7 +311,7 @@ class Node:
             case wire.Blocks():
                 self.sequencing.handle(
                     BlocksAvailable(
-                        StageId(message.source), message.split, message.blocks, message.anew
+                        StageId(message.source), message.split, message.blocks, message.again
                     )
                 )
             case wire.SplitState():
@@ -330,8 +333,8 @@ class Node:
                 self._on_store(message)
             case wire.CatchUp():
                 self._on_catch_up(message)
-            case wire.Stock():
-                self._handle(StockOrdered(message.number))
+            case wire.Retain():
+                self._handle(RetentionOrdered(message.number))
             case wire.HandOverBegin():
                 self._on_hand_over_begin(site, message)
             case wire.HandOverState() | wire.HandOverKept() | wire.HandOverHeld():
@@ -453,10 +456,10 @@ class Node:
             case SendAck():
                 self._put_ack(effect)
             case AskLog():
-                asked = (effect.exchange, effect.producer, effect.consumer, effect.since)
+                asked = (effect.exchange, effect.producer, effect.consumer, effect.joined_view)
                 self._to(effect.site, wire.AskLog(*asked))
             case TellLog():
-                asked = (effect.exchange, effect.producer, effect.consumer, effect.since)
+                asked = (effect.exchange, effect.producer, effect.consumer, effect.joined_view)
                 after, upto, credit, line = effect.log
                 told = wire.TellLog(*asked, after, upto, credit, wire.line(line))
                 self._to(effect.site, told)
@@ -492,7 +495,7 @@ class Node:
         self._hasty |= not self._working or key in waiting or self.options.window < 4
         waiting[key] = wire.Ack(
             *key,
-            effect.since,
+            effect.joined_view,
             effect.received,
             effect.credit,
             effect.take,
@@ -579,12 +582,12 @@ class Node:
 
     def _send_bundle(self, effect: SendBundle) -> None:
         to = (effect.exchange, effect.epoch, effect.producer, effect.consumer)
-        since, part, last = effect.since, effect.part, effect.last
+        joined_view, part, last = effect.joined_view, effect.part, effect.last
         if effect.site == self.site:
-            self._handle(BundleArrived(*to, since, last, effect.bundle, part))
+            self._handle(BundleArrived(*to, joined_view, last, effect.bundle, part))
             return
         message, body = bundles.encode(
-            effect.bundle, *to, since=since, part=part, last=last, pack=self._codec.pack
+            effect.bundle, *to, joined_view=joined_view, part=part, last=last, pack=self._codec.pack
         )
         self._transport.send(effect.site, message, body)
 
@@ -597,7 +600,7 @@ class Node:
                 Epoch(message.epoch),
                 GroupId(message.producer),
                 GroupId(message.consumer),
-                message.since,
+                message.joined_view,
                 message.last,
                 frames,
                 message.part,
@@ -611,7 +614,7 @@ class Node:
             return
         task, joiner = (StageId(message.stage), GroupId(message.group)), SiteId(message.joiner)
         failed = self._failed_replicas.get((task, joiner))
-        if failed is not None:  # some of its state may be there: it must join anew
+        if failed is not None:  # some of its state may be there: it must join again
             self._tell_replica(task, joiner, "failed", failed[1])
         else:
             self._handle(CatchUpOrdered(task, joiner))
@@ -705,16 +708,16 @@ class Node:
         self.stages.open(task, self.view, begins=False)
         self.stages.on_view(self.view)
 
-    def _joins_since(self, task: TaskId, site: SiteId) -> int | None:
+    def _joined_view_of_joiner(self, task: TaskId, site: SiteId) -> int | None:
         """Since which view a replica joins; None if it does not."""
         assert self.view is not None
         group = self.view.group(task)
-        return group.since_of(site) if site in group.joining else None
+        return group.joined_view_of(site) if site in group.joining else None
 
     def _fail_replica(self, task: TaskId, site: SiteId, reason: str) -> None:
-        since = self._joins_since(task, site)
-        if since is not None:
-            self._failed_replicas[task, site] = (since, reason)
+        joined_view = self._joined_view_of_joiner(task, site)
+        if joined_view is not None:
+            self._failed_replicas[task, site] = (joined_view, reason)
         self._tell_replica(task, site, "failed", reason)
 
     def _tell_replica(self, task: TaskId, site: SiteId, phase: str, reason: str = "") -> None:
@@ -869,7 +872,7 @@ def _arrived(ack: wire.Ack, site: SiteId) -> AckArrived:
         GroupId(ack.producer),
         GroupId(ack.consumer),
         site,
-        ack.since,
+        ack.joined_view,
         Epoch(ack.received),
         Epoch(ack.credit),
         ack.take,

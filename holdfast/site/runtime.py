@@ -35,7 +35,7 @@ from holdfast.api.options import Options
 from holdfast.core.effects import IngestEpochs
 from holdfast.core.ids import NO_EPOCH, STORE, Epoch, SiteId
 from holdfast.core.layout import Domain
-from holdfast.core.peer_monitor import BEATS_PER_LEASE, Hearing, Standstill
+from holdfast.core.peer_monitor import BEATS_PER_LEASE, PeerMonitor, Standstill
 from holdfast.engine.memory import NO_STATE, is_out_of_memory, limit_bytes, out_of_memory
 from holdfast.errors import HoldfastError, OutOfMemoryError, ProtocolError
 from holdfast.net import wire
@@ -56,7 +56,7 @@ STALL_S = 0.005
 LATE_S_MAX = 0.5
 """What was due so long ago is not made up for."""
 ANEW_S = 0.5
-"""So long nothing is handed over when tasks are to be made anew: first the stream flows again."""
+"""So long nothing is handed over when tasks are to be rebuilt: first the stream flows again."""
 POLL_S_MAX = 0.02
 READS_PER_EPOCH = 2
 """How often a source is asked while rows that it gave wait for their epoch: each time costs about
@@ -388,7 +388,7 @@ class Site:
         not heard of. The controller lets one of the two go if the flow can do without it; if not,
         nothing moves, and that must not stay unsaid."""
         lease = self.config.options.lease_s
-        hearing = Hearing(lease)
+        monitor = PeerMonitor(lease)
         while True:
             await asyncio.sleep(lease / BEATS_PER_LEASE)
             self._turned = time.monotonic()
@@ -399,7 +399,7 @@ class Site:
                 if connection.heard:
                     heard.add(site)
                 connection.heard = connection.spoke = False
-            for site, leases in hearing.listen(self._turned, self._addresses, heard):
+            for site, leases in monitor.listen(self._turned, self._addresses, heard):
                 self.tell(wire.Unheard(site, leases, self._contact(site)))
 
     def _contact(self, site: SiteId) -> str:

@@ -150,8 +150,8 @@ class Sequencing:
         """Ask to be the last of it, if it is not in it yet."""
         if self.waits_for_chain:
             has = self.sequencer.next_epoch if self.sequencer else NO_EPOCH
-            since = view.group(FIRST).since_of(self._site)
-            self._to(view.sequencers[-1], wire.JoinChain(has, since))
+            joined_view = view.group(FIRST).joined_view_of(self._site)
+            self._to(view.sequencers[-1], wire.JoinChain(has, joined_view))
 
     def on_state(self, message: wire.SequencerState) -> bool:
         """What the last of the chain knows; False if it is not asked for."""

@@ -41,7 +41,7 @@ class Sourcing:
 
     # --- what there is --------------------------------------------------------------------------
 
-    def announce_anew(self) -> None:
+    def announce_again(self) -> None:
         """The sequencer may be another, or this site may lead where it did not."""
         led: set[tuple[int, int]] = set()
         for task, split in self._stages.splits():
@@ -72,7 +72,7 @@ class Sourcing:
         for task, split in self._stages.splits():
             held = self._dataflow.tasks[task]
             wanted = self._leads(task) or not only_leading
-            if wanted and held.installed and not held.lazy:
+            if wanted and held.installed and not held.follower:
                 self.read_split(task, split, self._options.block_rows)
 
     def read_split(self, task: TaskId, split: Split, block_rows: int) -> None:
@@ -113,7 +113,7 @@ class Sourcing:
         """Tell replicas that only follow where the rows are that come next."""
         for task, split in self._stages.splits():
             position = split.position if self._leads(task) else None
-            if position is None or not self._stages.tasks[task].guard.lazy:
+            if position is None or not self._stages.tasks[task].guard.follower:
                 continue
             assert self._dataflow.view is not None
             for site in self._dataflow.view.group(task).replicas[1:]:
@@ -123,7 +123,7 @@ class Sourcing:
     def on_split_at(self, message: wire.SplitAt) -> None:
         for task, split in self._stages.splits():
             meant = (task[0], split.number) == (message.source, message.split)
-            if meant and self._dataflow.tasks[task].lazy:
+            if meant and self._dataflow.tasks[task].follower:
                 split.note(message.row, message.position)
 
     # --- rows that were pushed ------------------------------------------------------------------

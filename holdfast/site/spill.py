@@ -1,4 +1,4 @@
-"""What is kept for long goes to disk: bundles that only a task that is made anew would need.
+"""What is kept for long goes to disk: bundles that only a task that is rebuilt would need.
 
 Rows are written once, to a file that is mapped into memory and has no name any more: the operating
 system takes its pages back when memory is wanted for something else, reads them again when somebody

@@ -421,7 +421,7 @@ def _as_it_is(df: DataFrame, used: list[str]) -> DataFrame:
 def _ranged(df: DataFrame, order: list[str], used: list[str]) -> DataFrame:
     """The DataFrame sorted by `order`, in blocks that are ranges of these columns.
 
-    Not with ``orderBy``: its ranges are drawn anew whenever the DataFrame is run.
+    Not with ``orderBy``: its ranges are drawn again whenever the DataFrame is run.
     """
     df = df.select(*dict.fromkeys([*used, *order]))
     bounds = _bounds(df, order)

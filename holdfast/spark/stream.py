@@ -161,7 +161,7 @@ class _Job:
         return sent
 
     def _stateful(self, sent: list[DataFrame], task: _Task) -> DataFrame:
-        # Made anew in the JVM, which also turns Arrow's rows into Spark's: right after a Python
+        # rebuilt in the JVM, which also turns Arrow's rows into Spark's: right after a Python
         # task, an exchange in a streaming query fails with a ClassCastException.
         keyed = reduce(DataFrame.unionAll, sent).withColumn("bucket", self.bucket_key)
         return self.backend(keyed, task)

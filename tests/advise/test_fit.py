@@ -80,7 +80,7 @@ def test_what_is_shipped_can_be_used() -> None:
     assert shipped()["from"] and set(shipped()["facts"]) == set(FACTS)
 
 
-def test_what_is_shipped_is_made_anew_by_one_command(
+def test_what_is_shipped_is_rebuilt_by_one_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given, made = tmp_path / "bench.json", tmp_path / fitting.SHIPPED

@@ -94,14 +94,14 @@ def test_upstream_sends_less_and_keeps_its_input() -> None:
     assert predict(longer, {1: UPSTREAM}, CONSTANTS).recovery_ms == pytest.approx(2 + 1_500)
 
 
-def test_logs_reach_back_for_all_that_is_made_anew() -> None:
+def test_logs_reach_back_for_all_that_is_rebuilt() -> None:
     facts = flow(WINDOW, replace(WINDOW, life_s=3.0), RUNNING)
     assert log_s(facts, 1, {1: UPSTREAM, 2: UPSTREAM, 3: PAIRS}) == 4.0
     assert log_s(facts, 1, {1: UPSTREAM, 2: PAIRS, 3: PAIRS}) == 1.0
     assert log_s(facts, 1, {1: PAIRS, 2: UPSTREAM, 3: PAIRS}) == 0.0
 
 
-def test_what_comes_from_everything_cannot_be_made_anew() -> None:
+def test_what_comes_from_everything_cannot_be_rebuilt() -> None:
     found = predict(flow(RUNNING), {1: UPSTREAM}, CONSTANTS)
     assert found.recovery_ms == math.inf and found.memory_bytes == math.inf
 

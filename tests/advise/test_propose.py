@@ -16,7 +16,7 @@ def advice(*keyed: object, bounds: Bounds = FREE) -> Advice:
     return propose(flow(*keyed), bounds, CONSTANTS)  # type: ignore[arg-type]
 
 
-def test_recent_state_is_made_anew() -> None:
+def test_recent_state_is_rebuilt() -> None:
     found = advice(WINDOW)
     assert found.choices == {1: Choice("upstream")} and not found.missed
     assert found.code() == ['flow = Flow("made-up", protect=upstream())']

@@ -67,7 +67,7 @@ def test_who_stands_by_can_go_on() -> None:
     assert not survivable(ring, {0, 1})
 
 
-def test_what_is_made_anew_needs_no_replica_but_the_ends_do() -> None:
+def test_what_is_rebuilt_needs_no_replica_but_the_ends_do() -> None:
     flow = [
         partition(0, 1, stage="in"),
         partition(2, stage="windows"),
@@ -81,8 +81,8 @@ def test_what_is_made_anew_needs_no_replica_but_the_ends_do() -> None:
 @pytest.mark.parametrize("protection", PROTECTIONS)
 def test_every_protection_has_a_flow(protection: str) -> None:
     load = Load.of(protection)
-    anew = PROTECTIONS[protection].anew > 0
-    assert plan(load.flow("")).sinks and bool(load.made_anew()) == anew == (load.name == "windows")
+    anew = PROTECTIONS[protection].rebuild_level > 0
+    assert plan(load.flow("")).sinks and bool(load.rebuilt()) == anew == (load.name == "windows")
 
 
 # --- what is a repeated row ---------------------------------------------------------------------

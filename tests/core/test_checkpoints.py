@@ -97,7 +97,7 @@ def test_whoever_is_to_store_something_must_not_be_lost() -> None:
     ordered(machine)
     machine.handle(PeerLost(2))
     assert machine.epoch is None, "what it said may be lost"
-    assert machine.handle(due(held=("0,1", "+2", "2,0"))) == [], "a task is being made anew"
+    assert machine.handle(due(held=("0,1", "+2", "2,0"))) == [], "a task is being rebuilt"
 
 
 def test_after_so_many_increments_it_is_whole() -> None:
@@ -174,8 +174,8 @@ def lost(site: int = 0, in_flight: int = 2) -> Sequencer:
     return Sequencer(site, [(0, 0)], [9], budget, 4, 50, {(0, 0): 50}, KNOWN)
 
 
-def block(start: int, end: int, anew: bool = False) -> BlocksAvailable:
-    return BlocksAvailable(0, 0, (Block(start, end, 1),), anew)
+def block(start: int, end: int, again: bool = False) -> BlocksAvailable:
+    return BlocksAvailable(0, 0, (Block(start, end, 1),), again)
 
 
 def test_epochs_that_were_cut_before_come_again_as_they_were() -> None:

@@ -32,9 +32,9 @@ from holdfast.core.events import (
     ReplicaReported,
     SiteFinished,
     SiteRegistered,
-    SitesApart,
     SitesFailed,
     SitesHung,
+    SitesPartitioned,
     StopRequested,
     ViewSeen,
     WaitOver,
@@ -166,7 +166,7 @@ def test_a_death_before_the_start_is_a_relaunch_with_back_off() -> None:
     assert controller.handle(SitesFailed((site,), "oom"))[1].after_ms == 0, "it had come up"
 
 
-def test_a_death_while_connecting_starts_the_gathering_anew() -> None:
+def test_a_death_while_connecting_starts_the_gathering_again() -> None:
     controller = Controller(SHAPE, [0, 1])
     controller.handle(registered(0))
     controller.handle(registered(1))
@@ -286,11 +286,11 @@ def test_a_replica_that_is_too_far_behind_is_let_go_likewise() -> None:
 
 def test_of_two_that_are_apart_one_is_let_go_that_can_be_spared() -> None:
     controller = running(PAIRS, 4, 0)
-    effects = controller.handle(SitesApart({(2, 1): (2, "how"), (1, 2): (2, "how")}))
+    effects = controller.handle(SitesPartitioned({(2, 1): (2, "how"), (1, 2): (2, "how")}))
     assert FenceSite(2) in effects and len(views(effects)) == 1
     assert controller.dead[2] == "it and site 1 have heard nothing of each other: how"
-    assert controller.handle(SitesApart({(1, 2): (3, "how")})) == [], "it is gone already"
-    effects = controller.handle(SitesApart({(3, 0): (2, "how"), (0, 3): (2, "how")}))
+    assert controller.handle(SitesPartitioned({(1, 2): (3, "how")})) == [], "it is gone already"
+    effects = controller.handle(SitesPartitioned({(3, 0): (2, "how"), (0, 3): (2, "how")}))
     assert FenceSite(0) in effects, "3 has the last replica of what 2 had"
 
 
@@ -326,15 +326,15 @@ def test_a_call_that_does_not_end_where_the_only_replica_is_ends_the_flow() -> N
 def test_who_is_apart_from_most_is_let_go() -> None:
     controller = running(PAIRS, 4, 0)
     effects = controller.handle(
-        SitesApart({(3, 0): (2, "how"), (0, 1): (2, "how"), (2, 0): (2, "how")})
+        SitesPartitioned({(3, 0): (2, "how"), (0, 1): (2, "how"), (2, 0): (2, "how")})
     )
     assert [e for e in effects if isinstance(e, FenceSite)] == [FenceSite(0)]
 
 
 def test_two_that_are_apart_and_cannot_be_spared_are_waited_for_and_at_last_named() -> None:
     controller = running(SHAPE, 2, 0)
-    assert controller.handle(SitesApart({(0, 1): (9, "how")})) == [] and controller.dead == {}
-    (end,) = controller.handle(SitesApart({(0, 1): (10, "how")}))
+    assert controller.handle(SitesPartitioned({(0, 1): (9, "how")})) == [] and controller.dead == {}
+    (end,) = controller.handle(SitesPartitioned({(0, 1): (10, "how")}))
     assert "sites 0 and 1 have heard nothing of each other for 10 leases (how)" in str(end.error)
 
 
@@ -535,8 +535,8 @@ def test_word_of_a_replica_in_time_saves_the_flow_when_its_donor_dies() -> None:
     assert controller.handle(WaitOver("doubt 1")) == []
 
 
-def test_a_task_that_cannot_be_made_anew_ends_the_flow_and_says_why() -> None:
-    guards = {"source": Guard(2), "keyed": Guard(level=1, anew=1), "sink": Guard(2)}
+def test_a_task_that_cannot_be_rebuilt_ends_the_flow_and_says_why() -> None:
+    guards = {"source": Guard(2), "keyed": Guard(level=1, rebuild_level=1), "sink": Guard(2)}
     anew = replace(LINE, stages=tuple(replace(s, guard=guards[s.kind]) for s in LINE.stages))
     controller = running(anew, 3, 1)
     assert controller.view is not None
@@ -686,7 +686,7 @@ def test_spans() -> None:
 # --- changing protection ------------------------------------------------------------------------
 
 
-ANEW = Guard(level=1, anew=1)
+ANEW = Guard(level=1, rebuild_level=1)
 
 
 def keyed_as(guard: Guard) -> Shape:
@@ -707,7 +707,7 @@ def test_a_replica_that_is_made_for_another_reason_now_is_ordered_again() -> Non
         assert [e.joiner for e in orders] == [joiner]
 
 
-def test_a_task_is_made_anew_at_one_site_only() -> None:
+def test_a_task_is_rebuilt_at_one_site_only() -> None:
     """Also if it is lost while its second replica is being made."""
     controller = running(keyed_as(ANEW), sites=4, spares=2)
     controller.handle(ProtectionWanted(PAIRS.guards))

@@ -77,7 +77,7 @@ def site(number: int, *replicas: str, connected: tuple[int, ...] = ()) -> Datafl
 
 
 def gap(let_go: int) -> Gap:
-    """Nothing is kept up to here, and nothing was made anew."""
+    """Nothing is kept up to here, and nothing was rebuilt."""
     return Gap(let_go, NO_EPOCH, NO_EPOCH, 0, {})
 
 

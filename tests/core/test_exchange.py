@@ -191,7 +191,7 @@ def test_a_replica_that_is_gone_is_not_kept_for() -> None:
     assert made.held() == 3
     made.on_view({1: {7: 0}})
     assert made.held() == 1
-    assert made.since(1, 8) == -1
+    assert made.joined_view(1, 8) == -1
     made.check_invariants()
 
 

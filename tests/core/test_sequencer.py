@@ -46,14 +46,14 @@ def sequencer(splits=((0, 0),), site: int = 0, sites=(0,), **budget) -> Sequence
 
 
 def blocks(
-    start: int, *lengths: int, source: int = 0, split: int = 0, time=None, anew: bool = False
+    start: int, *lengths: int, source: int = 0, split: int = 0, time=None, again: bool = False
 ):
     made = []
     for length in lengths:
         steps = b"" if time is None else pack_step(start, time)
         made.append(Block(start, start + length, 10 * length, steps))
         start += length
-    return BlocksAvailable(source, split, tuple(made), anew)
+    return BlocksAvailable(source, split, tuple(made), again)
 
 
 def test_rows_are_cut_at_once_and_numbered_on() -> None:
@@ -165,7 +165,7 @@ def test_a_split_has_not_ended_before_all_of_its_rows_were_announced() -> None:
     machine.handle(blocks(0, 10))
     machine.handle(SplitEnded(0, 0, 10))
     machine.handle(SplitEnded(0, 1, 0))
-    machine.handle(blocks(0, 4, anew=True))
+    machine.handle(blocks(0, 4, again=True))
     (published,) = machine.handle(PauseRequested(False))
     assert published.record.ranges == (Range(0, 0, 0, 4),) and not published.record.ended
     assert published.record.idle == ((0, 1),)
@@ -181,7 +181,7 @@ def test_rows_that_are_announced_again_one_block_after_another_are_not_forgotten
     machine.handle(blocks(0, 7))
     machine.handle(SplitEnded(0, 0, 7))
     machine.handle(SplitIdle(0, 0, 7))
-    machine.handle(blocks(0, anew=True))
+    machine.handle(blocks(0, again=True))
     assert machine.handle(EpochDelivered(SINK, 0)) == []
     (published,) = machine.handle(blocks(0, 7))
     assert published.record.ranges == (Range(0, 0, 0, 7),) and published.record.ended
@@ -356,14 +356,14 @@ def test_the_follower_goes_on_with_the_same_numbering() -> None:
     follower.handle(RecordPassed(SECOND))
     assert follower.handle(chain(1, number=1)) == [PublishRecord(FIRST), PublishRecord(SECOND)]
     assert follower.handle(EpochDelivered(SINK, 1)) == []
-    assert follower.handle(blocks(12, 3, anew=True)) == [PublishRecord(record(2, 12, 15))]
+    assert follower.handle(blocks(12, 3, again=True)) == [PublishRecord(record(2, 12, 15))]
     follower.check_invariants()
 
 
 def test_blocks_announced_before_it_knows_that_it_leads_are_cut_then() -> None:
     follower = sequencer(site=1, sites=(0, 1))
     follower.handle(RecordPassed(FIRST))
-    assert follower.handle(blocks(5, 7, anew=True)) == []
+    assert follower.handle(blocks(5, 7, again=True)) == []
     assert follower.handle(chain(1, number=1)) == [PublishRecord(FIRST), PublishRecord(SECOND)]
 
 
@@ -371,7 +371,7 @@ def test_of_blocks_that_records_have_taken_meanwhile_the_rest_is_cut() -> None:
     """The ingress knew of no epoch yet when it announced [0, 20) to the follower; then the first
     sequencer's last records came, one of which ends within a block."""
     follower = sequencer(site=1, sites=(0, 1))
-    follower.handle(blocks(0, 3, 7, 10, anew=True))
+    follower.handle(blocks(0, 3, 7, 10, again=True))
     follower.handle(RecordPassed(FIRST))
     *_, published = follower.handle(chain(1, number=1))
     assert published == PublishRecord(record(1, 5, 20))
@@ -381,16 +381,16 @@ def test_blocks_that_are_all_in_records_are_not_cut_again() -> None:
     follower = sequencer(site=1, sites=(0, 1))
     follower.handle(RecordPassed(FIRST))
     follower.handle(chain(1, number=1))
-    assert follower.handle(blocks(0, 5, anew=True)) == []
-    assert follower.handle(blocks(0, 5, 4, anew=True)) == [PublishRecord(record(1, 5, 9))]
+    assert follower.handle(blocks(0, 5, again=True)) == []
+    assert follower.handle(blocks(0, 5, 4, again=True)) == [PublishRecord(record(1, 5, 9))]
 
 
-def test_announced_anew_replaces_what_was_announced() -> None:
+def test_announced_again_replaces_what_was_announced() -> None:
     """Another replica of the ingress leads, whose blocks are cut differently."""
     machine = sequencer(small_in_flight_max=1)
     machine.handle(blocks(0, 5))
     machine.handle(blocks(5, 10, 10))
-    assert machine.handle(blocks(5, 4, anew=True)) == []
+    assert machine.handle(blocks(5, 4, again=True)) == []
     assert machine.handle(blocks(9, 2)) == []
     (published,) = machine.handle(EpochDelivered(SINK, 0))
     assert published.record == record(1, 5, 11)
@@ -402,7 +402,7 @@ def test_what_is_in_flight_is_counted_by_the_follower_too() -> None:
         follower.handle(RecordPassed(record(epoch, 100 * epoch, 100 * epoch + 100)))
     follower.handle(EpochDelivered(SINK, 0))
     follower.handle(chain(1, number=1))
-    assert follower.handle(blocks(300, 100, 100, anew=True)) == [
+    assert follower.handle(blocks(300, 100, 100, again=True)) == [
         PublishRecord(record(3, 300, 400))
     ], "two were in flight, three may be"
     follower.check_invariants()
@@ -413,7 +413,7 @@ def test_a_finished_stream_stays_finished() -> None:
     last = EpochRecord(0, 0, (), idle=((0, 0),), last=True, ended=True)
     follower.handle(RecordPassed(last))
     assert follower.handle(chain(1, number=1)) == [PublishRecord(last)]
-    assert follower.handle(blocks(0, 5, anew=True)) == []
+    assert follower.handle(blocks(0, 5, again=True)) == []
 
 
 def test_the_end_and_the_drain_can_be_said_again_to_the_follower() -> None:
@@ -468,7 +468,7 @@ def test_a_new_replica_is_in_the_chain_before_it_counts() -> None:
     new.handle(chain(0, 3, number=3))
     assert new.handle(chain(3, number=4))[-1] == PublishRecord(SECOND)
     new.handle(EpochDelivered(SINK, 1))
-    assert new.handle(blocks(12, 1, anew=True)) == [PublishRecord(record(2, 12, 13))]
+    assert new.handle(blocks(12, 1, again=True)) == [PublishRecord(record(2, 12, 13))]
 
 
 def test_a_new_replica_that_is_not_wanted_any_more_leaves_the_chain() -> None:

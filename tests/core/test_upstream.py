@@ -20,8 +20,8 @@ from .test_dataflow import Dataflow, Frames, PeerConnected, view
 SHAPE = Shape(
     (
         StageShape(0, "source", "source", 1, (), (0,), guard=Guard(replicas=2)),
-        StageShape(1, "first", "keyed", 1, (0,), (1,), guard=Guard(level=2, anew=2)),
-        StageShape(2, "second", "keyed", 1, (1,), (2,), guard=Guard(level=1, anew=1)),
+        StageShape(1, "first", "keyed", 1, (0,), (1,), guard=Guard(level=2, rebuild_level=2)),
+        StageShape(2, "second", "keyed", 1, (1,), (2,), guard=Guard(level=1, rebuild_level=1)),
         StageShape(3, "sink", "sink", 1, (2,), (), guard=Guard(replicas=2)),
     ),
     producer_of=(0, 1, 2),
@@ -88,7 +88,7 @@ def test_a_consumer_of_which_nothing_is_left_still_needs_what_is_kept_for_it() -
     assert producer.reached(1) == NO_EPOCH, "it has not said anything yet"
 
 
-def test_what_was_made_anew_is_complete_at_a_lower_level_until_the_consumer_has_moved_on() -> None:
+def test_what_was_rebuilt_is_complete_at_a_lower_level_until_the_consumer_has_moved_on() -> None:
     producer = Producer(0, 0, level=2, made=7, log=Log(7, 7, 1, {}))
     producer.on_view({0: {9: 0}})
     assert producer.log(0) == (7, 7, 1, {})
@@ -123,7 +123,7 @@ def test_a_task_that_has_replicas_needs_nothing_that_it_has() -> None:
     assert sent.levels == (5, 5)
 
 
-def test_a_lost_task_is_made_anew_from_where_its_producers_have_its_input() -> None:
+def test_a_lost_task_is_rebuilt_from_where_its_producers_have_its_input() -> None:
     """Site 3 gets the first stage, of which nothing is left; the source has two replicas."""
     machine = site(3, "0,4", "1", "2", "2", connected=(0, 2, 4))
     effects = machine.handle(view(1, "0,4", "+3", "2", "2"))
@@ -132,10 +132,10 @@ def test_a_lost_task_is_made_anew_from_where_its_producers_have_its_input() -> N
         (0, 0, 0, 0),
         (4, 0, 0, 0),
     }
-    since = asked[0].since
-    assert machine.handle(LogTold(0, 0, 0, 0, since, Log(3, 8, 2, {}))) == []
+    joined_view = asked[0].joined_view
+    assert machine.handle(LogTold(0, 0, 0, 0, joined_view, Log(3, 8, 2, {}))) == []
     assert not machine.tasks[FIRST].installed
-    effects = machine.handle(LogTold(0, 0, 0, 4, since, Log(5, 9, 2, {})))
+    effects = machine.handle(LogTold(0, 0, 0, 4, joined_view, Log(5, 9, 2, {})))
     assert machine.tasks[FIRST].installed and machine.tasks[FIRST].finished == 5
     assert ReportReplica(FIRST, "installed") in effects
     assert ReportReplica(FIRST, "caught_up") not in effects, "others have got to 9"
@@ -146,7 +146,7 @@ def test_a_lost_task_is_made_anew_from_where_its_producers_have_its_input() -> N
     )
 
 
-def test_it_waits_for_a_producer_that_is_made_anew_itself() -> None:
+def test_it_waits_for_a_producer_that_is_rebuilt_itself() -> None:
     machine = site(3, "0", "1", "2", "0", connected=(0, 1, 2))
     effects = machine.handle(view(1, "0", "+1", "+3", "0"))
     assert not [e for e in effects if isinstance(e, AskLog)]
@@ -154,11 +154,11 @@ def test_it_waits_for_a_producer_that_is_made_anew_itself() -> None:
     assert [e.site for e in effects if isinstance(e, AskLog)] == [1]
 
 
-def test_what_nobody_has_any_more_cannot_be_made_anew() -> None:
+def test_what_nobody_has_any_more_cannot_be_rebuilt() -> None:
     machine = site(3, "0", "1", "2", "0", connected=(0, 1))
     effects = machine.handle(view(1, "0", "1", "+3", "0"))
     (asked,) = [e for e in effects if isinstance(e, AskLog)]
-    effects = machine.handle(LogTold(1, 0, 0, 1, asked.since, Log(5, 9, 0, {})))
+    effects = machine.handle(LogTold(1, 0, 0, 1, asked.joined_view, Log(5, 9, 0, {})))
     assert effects == [ReportReplica(SECOND, "impossible")]
 
 
@@ -190,7 +190,7 @@ def test_nothing_is_sent_again_that_the_consumer_has() -> None:
 # --- from where on it is right ------------------------------------------------------------------
 
 
-def made_anew(log: Log, second: str = "2") -> Dataflow:
+def rebuilt(log: Log, second: str = "2") -> Dataflow:
     """Site 3 has the first stage, made from what the source at site 0 has."""
     machine = site(3, "0", "1", second, "2", connected=(0, 2))
     machine.handle(view(1, "0", "+3", second, "2"))
@@ -221,9 +221,9 @@ def test_a_producer_remembers_the_line_of_a_consumer_that_is_gone() -> None:
     assert producer.line(1) == {FIRST: 3}, "it goes with what is reached, which is what is kept"
 
 
-def test_what_is_not_right_yet_is_not_offered_to_consumers_that_are_made_anew_too() -> None:
+def test_what_is_not_right_yet_is_not_offered_to_consumers_that_are_rebuilt_too() -> None:
     """The first stage begins after epoch 3, with windows that it knows in part until epoch 5."""
-    machine = made_anew(Log(3, 6, 2, {FIRST: 5, SECOND: 9}))
+    machine = rebuilt(Log(3, 6, 2, {FIRST: 5, SECOND: 9}))
     for epoch in (4, 5, 6):
         machine.tasks[FIRST].busy = 1
         machine.handle(TaskProcessed(FIRST, epoch, True, {1: {0: Frames(str(epoch))}}, epoch))
@@ -234,8 +234,8 @@ def test_what_is_not_right_yet_is_not_offered_to_consumers_that_are_made_anew_to
 
 
 def test_what_a_log_lacks_is_handed_over_with_it() -> None:
-    """A replica that is made of one that was made anew knows no more than that."""
-    machine = made_anew(Log(3, 6, 1, {FIRST: 5}))
+    """A replica that is made of one that was rebuilt knows no more than that."""
+    machine = rebuilt(Log(3, 6, 1, {FIRST: 5}))
     told = machine.producers[1, 0].log(0)
     assert told == (5, 3, 0, {FIRST: 5}), "complete at no level"
     (gaps,) = (p.gaps() for p in machine.producers.values())

@@ -416,7 +416,7 @@ def ten(topics: Kafka, name: str, topic: str) -> Flow:
     return flow
 
 
-def test_a_flow_that_is_started_anew_adds_to_what_is_there(topics: Kafka, kept) -> None:
+def test_a_flow_that_is_started_again_adds_to_what_is_there(topics: Kafka, kept) -> None:
     topic = topics.create()
     for times in (1, 2):
         run = ten(topics, "anew", topic).start(sites=1)

@@ -105,7 +105,7 @@ MESSAGES: list[tuple[wire.Message, bytes]] = [
             wire.Seen(0, 1),
             wire.Start(),
             wire.CatchUp(0, 1, 0, 2),
-            wire.Stock(4),
+            wire.Retain(4),
             wire.Recorded(7),
             wire.Store(9, None),
             wire.TaskFiles(
@@ -386,7 +386,7 @@ def test_everybody_may_only_say_what_is_theirs_to_say(role: str) -> None:
         except ProtocolError:
             pass
     control = {wire.NewView, wire.Start, wire.Dismiss, wire.Drain, wire.Pause, wire.CatchUp}
-    control |= {wire.Recorded, wire.Store, wire.Stock}
+    control |= {wire.Recorded, wire.Store, wire.Retain}
     feed = {wire.FeedBegin, wire.FeedOpen, wire.FeedRows, wire.FeedDone}
     feed |= {wire.FeedCommit, wire.FeedEnd}
     assert (wire.Fenced in said) == (role in ("site", "server"))
@@ -526,7 +526,7 @@ ODD = ["x", b"y", 1.5, [], {}, [[1]]]
 EXTREMES = [-(2**63), -(2**40), -7, -2, 2**49, 2**63 - 1, 2**64 - 1]
 UNKNOWN = [17, 99, 1_000, 1 << 40]
 NAMES = "exchange producer consumer stage group source split sink turn part rows track digests"
-CREDIBLE = {"checksum": [-1], "since": [-1, 2**49]}
+CREDIBLE = {"checksum": [-1], "joined_view": [-1, 2**49]}
 """Where almost any number could be true."""
 
 
@@ -662,7 +662,8 @@ def test_nodes_go_on_whatever_their_peers_say(seed: int, crash: bool) -> None:
 
 
 def test_a_replica_is_made_in_spite_of_them() -> None:
-    """What was half handed over when something did not fit is thrown away, and handed over anew."""
+    """What was half handed over when something did not fit is thrown away, and handed over
+    again."""
     world = World(line(), sites=3, seed=5, options=TINY)
     meddler = Meddler(world, 5)
     for _ in range(120):

@@ -1,4 +1,4 @@
-"""Tasks that are made anew, in the simulated world: what they begin with, where they are right."""
+"""Tasks that are rebuilt, in the simulated world: what they begin with, where they are right."""
 
 from dataclasses import replace
 from functools import partial
@@ -57,7 +57,7 @@ def long(rows_in: int) -> Flow:
 
 
 def test_a_task_with_a_long_log_is_not_let_go_because_it_is_behind(monkeypatch: Patch) -> None:
-    """It must be, at first. Letting it go would have it made anew elsewhere, from the same log."""
+    """It must be, at first. Letting it go would have it rebuilt elsewhere, from the same log."""
     monkeypatch.setitem(flows.FLOWS, "long", long)
     options = replace(explore.OPTIONS, kept_bytes_max=4_500)
     monkeypatch.setattr(explore, "OPTIONS", options)
@@ -70,7 +70,7 @@ def test_a_task_with_a_long_log_is_not_let_go_because_it_is_behind(monkeypatch: 
 
 @pytest.mark.parametrize("seed", [10, 83])
 def test_a_task_is_lost_while_its_second_replica_is_made(seed: int) -> None:
-    """On the way to a standby. It is made anew at one site, of which then others are made."""
+    """On the way to a standby. It is rebuilt at one site, of which then others are made."""
     kinds = ("crash", "controller", "crash of two", "block", "reset")
     done = run(Case(seed, "times", "upstream", "upstream", "passive", kinds=kinds))
     assert done.problem is None
@@ -90,7 +90,7 @@ def hands_over(world: TimedWorld) -> int | None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_task_is_made_anew_where_a_hand_over_broke_off(seed: int) -> None:
+def test_a_task_is_rebuilt_where_a_hand_over_broke_off(seed: int) -> None:
     """Its donor and the controller die together, so nobody is told. Nothing of what was handed
     over may be in the state that it begins with."""
     case = Case(seed, "times", "upstream", "upstream", "pairs", faults=(), sites=4)
@@ -143,7 +143,7 @@ class StrictReader(SplitReader):
 
 def test_a_task_is_lost_when_its_source_has_finished() -> None:
     """The flow is drained, and the source's site is through and has closed its readers. It has more
-    to do again when a task is made anew, but nothing to read."""
+    to do again when a task is rebuilt, but nothing to read."""
     flow = Flow("ends", protect=explore.PROTOCOLS["upstream"])
     source = flow.source("events", Strict(rows(flows._events(6_000)), 1_500), event_time="ts")
     source.key_by("k").window(time=400).agg(n=count()).sink("out", discard())

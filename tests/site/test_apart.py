@@ -12,7 +12,7 @@ import pytest
 
 from holdfast import Flow, count, discard, generator, pairs
 from holdfast.api.options import Options
-from holdfast.core.peer_monitor import Hearing
+from holdfast.core.peer_monitor import PeerMonitor
 from holdfast.lab.chaos.proxy import Proxy
 
 from .test_pairs import (
@@ -115,20 +115,20 @@ def test_a_silent_site_that_cannot_be_spared_is_waited_for(kept) -> None:
 # --- counting -----------------------------------------------------------------------------------
 
 
-def listen(hearing: Hearing, times: list[float], heard: list[int]) -> list[tuple[int, int]]:
-    return [said for at in times for said in hearing.listen(at, [7, 8], heard)]
+def listen(monitor: PeerMonitor, times: list[float], heard: list[int]) -> list[tuple[int, int]]:
+    return [said for at in times for said in monitor.listen(at, [7, 8], heard)]
 
 
 def test_silence_is_told_once_a_lease_and_ends_with_a_word() -> None:
-    hearing, quarters = Hearing(1.0), [n / 4 for n in range(40)]
-    assert listen(hearing, quarters[:8], [8]) == []
-    assert listen(hearing, quarters[8:17], [8]) == [(7, 2), (7, 3), (7, 4)]
-    assert listen(hearing, quarters[17:18], [7, 8]) == []
-    assert listen(hearing, quarters[18:25], [8]) == []
-    assert listen(hearing, quarters[25:27], [8]) == [(7, 2)]
+    monitor, quarters = PeerMonitor(1.0), [n / 4 for n in range(40)]
+    assert listen(monitor, quarters[:8], [8]) == []
+    assert listen(monitor, quarters[8:17], [8]) == [(7, 2), (7, 3), (7, 4)]
+    assert listen(monitor, quarters[17:18], [7, 8]) == []
+    assert listen(monitor, quarters[18:25], [8]) == []
+    assert listen(monitor, quarters[25:27], [8]) == [(7, 2)]
 
 
 def test_who_did_not_get_to_run_has_not_listened() -> None:
-    hearing = Hearing(1.0)
-    assert listen(hearing, [0.0, 0.25, 60.0, 60.25], []) == []
-    assert listen(hearing, [61.0, 61.5], []) == [(7, 2), (8, 2)]
+    monitor = PeerMonitor(1.0)
+    assert listen(monitor, [0.0, 0.25, 60.0, 60.25], []) == []
+    assert listen(monitor, [61.0, 61.5], []) == [(7, 2), (8, 2)]

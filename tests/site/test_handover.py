@@ -226,7 +226,7 @@ def test_a_stage_that_is_behind_gives_what_each_epoch_gives(kind: str, at_once: 
     made = ingested(planned)
     one_by_one, together = runner(planned, 1, 4), runner(planned, 1, 4)
     for task in (one_by_one, together):
-        task.protect(Guard(level=1, anew=1))
+        task.protect(Guard(level=1, rebuild_level=1))
     inputs = [{e.id: [frames[e.id]] for e in one_by_one.stage.inputs} for frames in made]
     expected, found, came_from = [], [], []
     for epoch, taken in enumerate(inputs):

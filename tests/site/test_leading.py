@@ -103,7 +103,7 @@ def test_a_commit_whose_answer_got_lost_is_not_somebody_elses(tmp_path: Path) ->
 
 
 def test_who_has_stepped_down_does_not_lead_again_in_the_same_term(tmp_path: Path) -> None:
-    """Sites would be given numbers that others have, and say nothing anew."""
+    """Sites would be given numbers that others have, and say nothing again."""
     control = leading(MemoryArbiter("flow", 60.0), tmp_path)
     terms = []
 

@@ -138,7 +138,7 @@ def test_sites_are_killed(kept, tmp_path, name: str) -> None:
     check(run, kept, tmp_path)
 
 
-def test_sessions_with_a_time_out_are_made_anew(kept, tmp_path) -> None:
+def test_sessions_with_a_time_out_are_rebuilt(kept, tmp_path) -> None:
     run = sessions(paced(tmp_path), ALL["upstream"]).start(sites=4, partitions=8)
     kept.append(run)
     until_protected(run, 4)
@@ -147,7 +147,7 @@ def test_sessions_with_a_time_out_are_made_anew(kept, tmp_path) -> None:
     check(run, kept, tmp_path, sessions)
 
 
-def test_two_sites_are_killed_at_once_and_all_they_had_is_made_anew(kept, tmp_path) -> None:
+def test_two_sites_are_killed_at_once_and_all_they_had_is_rebuilt(kept, tmp_path) -> None:
     run = windows(paced(tmp_path), ALL["upstream"]).start(sites=4, partitions=8)
     kept.append(run)
     until_protected(run, 4)
@@ -177,7 +177,7 @@ def test_neighbours_are_protected_in_different_ways(
     check(run, kept, tmp_path)
 
 
-def test_state_that_comes_from_everything_cannot_be_made_anew() -> None:
+def test_state_that_comes_from_everything_cannot_be_rebuilt() -> None:
     flow = Flow("totals", protect=upstream())
     source = flow.source("s", generator(events, events(0, 0, 0).schema, rows=9), event_time="ts")
     source.key_by("k").agg(t=sum_("v")).sink("out", discard())
@@ -189,7 +189,7 @@ def test_state_that_comes_from_everything_cannot_be_made_anew() -> None:
 
 
 def test_a_summary_cuts_off_what_state_comes_from(kept, tmp_path) -> None:
-    """The first stage is made anew from its input, the second goes on from a summary."""
+    """The first stage is rebuilt from its input, the second goes on from a summary."""
     base = upstream(base_ms=100, apart="process")
     run = totals(paced(tmp_path), base).start(sites=4, partitions=8)
     kept.append(run)

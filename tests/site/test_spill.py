@@ -55,7 +55,7 @@ def test_what_cannot_be_written_stays_in_memory(tmp_path) -> None:
     assert all(f.spilled for f in kept) and spill.error is None
 
 
-def test_a_task_is_made_anew_from_disk(kept, tmp_path) -> None:
+def test_a_task_is_rebuilt_from_disk(kept, tmp_path) -> None:
     options = Options(partitions=8, log_bytes_max=0, spill=str(tmp_path))
     run = windows(paced(tmp_path), upstream(apart="process")).start(sites=4, options=options)
     kept.append(run)

@@ -104,7 +104,7 @@ def test_it_goes_on_with_other_sites_and_another_protection(
         assert found[name].equals(table), name
 
 
-def test_what_it_goes_on_with_is_not_forgotten_when_a_task_is_made_anew(
+def test_what_it_goes_on_with_is_not_forgotten_when_a_task_is_rebuilt(
     kept: list[Run], tmp_path: Path
 ) -> None:
     """Windows that were open when the flow was stopped are longer than all that comes after."""

@@ -26,7 +26,7 @@ from holdfast.errors import FlowError, HostError, SinkRewoundError
 log = logging.getLogger("holdfast.kafka")
 
 CALL_S = 20.0
-"""How long a call waits for the broker. After any that fails all begins anew: whether it had an
+"""How long a call waits for the broker. After any that fails all begins again: whether it had an
 effect is to be seen there, and some calls of the client never end if they are made again."""
 AGAIN_S = 0.2
 CLAIM_S = 2.0

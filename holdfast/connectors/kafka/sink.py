@@ -243,7 +243,7 @@ def kafka_sink(
     would for Kafka's own client. Within a partition rows are in the flow's order.
 
     Epochs share a transaction for `linger_s` seconds; that long, and a little more, rows take to be
-    seen. A flow that is started anew adds to what is there. `options` are librdkafka's, for
+    seen. A flow that is started again adds to what is there. `options` are librdkafka's, for
     instance those of TLS and SASL.
     """
     what = f"kafka_sink({topic!r})"

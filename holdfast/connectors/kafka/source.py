@@ -341,13 +341,13 @@ class _Watch(threading.Thread):
             if missed >= GONE_LOOKS:
                 self.error = InputError(
                     f"topic {topic!r} is gone: nobody at {self._source.servers} knows it",
-                    hint="what was read is in the results; start the flow anew to read another",
+                    hint="what was read is in the results; start the flow again to read another",
                 )
             elif count is not None and count > self._source.splits:
                 self.error = InputError(
                     f"topic {topic!r} has {count} partitions, and had {self._source.splits} when "
                     "the flow was started: records of the new ones would be missed",
-                    hint="start the flow anew",
+                    hint="start the flow again",
                 )
 
 

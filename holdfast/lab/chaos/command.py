@@ -155,9 +155,9 @@ def _to_sites(
     """The faults that happen to sites of one run, and what came of them."""
     options = Options(lease_s=LEASE_S)
     start = {"sites": load.SITES, "spares": SPARES, "partitions": 16, "options": options}
-    anew = outcome.load.made_anew()
+    rebuilt = outcome.load.rebuilt()
     with outcome.load.flow(folder).start(host=host, route=proxy.route, **start) as run:
-        works = Chaos(run, LEASE_S, proxy, network, host.exits.at, anew, console)
+        works = Chaos(run, LEASE_S, proxy, network, host.exits.at, rebuilt, console)
         outcome.done = works.done
         try:
             works.run(islice(faults(outcome.seed, kinds), limits.count), limits.until)

@@ -90,8 +90,8 @@ Heal = tuple[float, Done, Callable[[], None]]
 
 
 class Chaos:
-    """Faults to one run. `exits` has when sites' processes ended, and `anew` the stages that are
-    made anew if no replica is left."""
+    """Faults to one run. `exits` has when sites' processes ended, and `rebuilt` the stages that are
+    rebuilt if no replica is left."""
 
     def __init__(
         self,
@@ -100,14 +100,14 @@ class Chaos:
         proxy: Proxy,
         network: Network | None,
         exits: Mapping[int, float],
-        anew: Collection[str] = (),
+        rebuilt: Collection[str] = (),
         console: Console | None = None,
     ) -> None:
         self.done: list[Done] = []
         self.dead: dict[int, str] = {}
         self._run, self._lease_s, self._console = run, lease_s, console
         self._proxy, self._network, self._exits = proxy, network, exits
-        self._anew = anew
+        self._rebuilt = rebuilt
         self._heals: list[Heal] = []
         self._open: list[Done] = []
 
@@ -197,7 +197,7 @@ class Chaos:
 
     def _is_over(self, heal: Heal) -> bool:
         """What is to outlast the lease does so until that was noticed: a controller that did not
-        get to run for a while begins to count anew. If others have died meanwhile that only seemed
+        get to run for a while begins to count again. If others have died meanwhile that only seemed
         to, the flow may have come to need the victim, and waits for it: so it comes back."""
         due, done, _ = heal
         late = time.monotonic() - due
@@ -206,7 +206,7 @@ class Chaos:
         if late > SPARED_LEASES * self._lease_s:
             partitions = self._run.status()["partitions"]
             losses = _losses(done.kind, done.victims)
-            done.spared = not any(survivable(partitions, loss, self._anew) for loss in losses)
+            done.spared = not any(survivable(partitions, loss, self._rebuilt) for loss in losses)
         return done.spared
 
     def _heal(self, heal: Heal) -> None:
@@ -257,7 +257,7 @@ class Chaos:
             if fault.kind is EXECUTOR:
                 victims = _beside(status, victims[0])
             losses = _losses(fault.kind, victims)
-            if all(survivable(partitions, down | loss, self._anew) for loss in losses):
+            if all(survivable(partitions, down | loss, self._rebuilt) for loss in losses):
                 return [(fault.kind, victims, status)]
         if fault.kind is TWO_KILLS and living and self._mended() and status["protected"]:
             return [(KILL, (sorted(living)[fault.rank % len(living)],), status)]

@@ -3,7 +3,7 @@
 A fault names its victims by their rank among the sites that live when it happens, since processes
 and numbers of sites are others in every run. Whether it may happen is asked of the flow's view: of
 every partition a replica must remain that lives and is up to date, or is a standby, or else it must
-be one that is made anew from its input.
+be one that is rebuilt from its input.
 """
 
 from __future__ import annotations
@@ -138,16 +138,16 @@ def candidates(fault: Fault, living: Collection[int]) -> list[tuple[int, ...]]:
 
 
 def survivable(
-    partitions: Sequence[Mapping[str, Any]], gone: Collection[int], anew: Collection[str] = ()
+    partitions: Sequence[Mapping[str, Any]], gone: Collection[int], rebuilt: Collection[str] = ()
 ) -> bool:
     """Whether a replica of everything is left without these sites, and can go on at once; but for
-    the stages that are made `anew`: what they need is kept by those before them, of which in the
+    the stages that are `rebuilt`: what they need is kept by those before them, of which in the
     end that is the source, and a replica of it is left.
 
     `partitions` is what ``run.status()`` says of them. A replica that is being made does not count,
     and neither does the last one of several that still replays.
     """
-    return all(set(able(p)) - set(gone) for p in partitions if p["stage"] not in anew)
+    return all(set(able(p)) - set(gone) for p in partitions if p["stage"] not in rebuilt)
 
 
 def able(partition: Mapping[str, Any]) -> list[int]:

@@ -51,7 +51,9 @@ class Load:
     @classmethod
     def of(cls, protection: str, name: str | None = None) -> Load:
         """With the flow that says most of those that can be protected so."""
-        return cls(protection, name or ("windows" if PROTECTIONS[protection].anew else "dmz"))
+        return cls(
+            protection, name or ("windows" if PROTECTIONS[protection].rebuild_level else "dmz")
+        )
 
     def source(self, folder: str) -> Paced:
         if self.name == "windows":
@@ -74,10 +76,10 @@ class Load:
             return windows.oracle(rows)
         return dmz.oracle(rows, KEYS, splits=SITES, staggered=True)
 
-    def made_anew(self) -> set[str]:
+    def rebuilt(self) -> set[str]:
         """The stages of which no replica need be left, as all that they need is kept elsewhere."""
         stages = plan(self.flow("")).stages
-        return {s.name for s in stages if s.protection is not None and s.protection.anew}
+        return {s.name for s in stages if s.protection is not None and s.protection.rebuild_level}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A flow whose state comes from the recent past alone, so that it can be made anew from its input.
+"""A flow whose state comes from the recent past alone, so that it can be rebuilt from its input.
 
 The rows are those of the network-monitoring flow. `ts` numbers them, and is their event time: they
 are counted by connection in windows of a fifth of a second, and these counts by group in windows

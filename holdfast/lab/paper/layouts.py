@@ -24,7 +24,7 @@ class Layout:
     """Which nodes each stream passes through, and how many of its boxes are on each.
 
     `selectivity` is what the first box of a node passes on, if not everything. With `spares` a
-    node that is lost is made anew on a host of its own, not on one that has a node already.
+    node that is lost is rebuilt on a host of its own, not on one that has a node already.
     """
 
     paths: tuple[tuple[int, ...], ...]

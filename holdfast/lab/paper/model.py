@@ -10,7 +10,7 @@ it, in the way of the approach:
 - *active*: a second node gets the same input. It keeps its output to itself, and lets go of it
   when the first one says so.
 - *upstream*: input is confirmed (level 0), and released (level 1) when what came of it has been
-  confirmed. A node that is lost begins anew with what was not released.
+  confirmed. A node that is lost begins again with what was not released.
 
 Every message has a size and takes its time on its link; `Traffic` counts it when it is sent. A
 tuple keeps the number that its source gave it, and nobody takes one twice.

@@ -134,7 +134,7 @@ class _NotedWriter(SinkWriter):
 
 
 class _Spread(Controller):
-    """Gives every replica a site of its own, and leaves the last site to whoever is made anew.
+    """Gives every replica a site of its own, and leaves the last site to whoever is rebuilt.
     (Else a stage's second replica would be beside the source's, and what it gets would cost
     nothing.)"""
 

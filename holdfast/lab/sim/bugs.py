@@ -178,7 +178,7 @@ def _joiners_are_not_counted(_: Any) -> Any:
         assert self.view is not None
         groups = self.view.groups[self.shape.consumer_of[producer.exchange]]
         producer.on_view(
-            {GroupId(j): {s: c.since_of(s) for s in c.replicas} for j, c in enumerate(groups)}
+            {GroupId(j): {s: c.joined_view_of(s) for s in c.replicas} for j, c in enumerate(groups)}
         )
 
     return count_takers
@@ -361,7 +361,7 @@ def _standbys_are_not_counted(right: Any) -> Any:
         groups = self.view.groups[self.shape.consumer_of[producer.exchange]]
         producer.on_view(
             {
-                GroupId(j): {s: c.since_of(s) for s in c.replicas + c.joining}
+                GroupId(j): {s: c.joined_view_of(s) for s in c.replicas + c.joining}
                 for j, c in enumerate(groups)
             }
         )
@@ -379,11 +379,11 @@ def _before_it_is_in_place(right: Any) -> Any:
     return hand_over
 
 
-def _stock_not_awaited(_: Any) -> Any:
-    def lacks_stock(self: Controller, task: Any) -> bool:
+def _retention_not_awaited(_: Any) -> Any:
+    def lacks_retention(self: Controller, task: Any) -> bool:
         return False
 
-    return lacks_stock
+    return lacks_retention
 
 
 def _whatever_comes_is_taken(_: Any) -> Any:
@@ -486,14 +486,14 @@ BUGS = [
         Producer, "_stable", _let_go_when_received),
     _upstream("levels alike", "input is let go although what comes from it is needed further on",
         Replica, "levels", _all_levels_alike),
-    _upstream("one log asked", "a task is made anew from where the first of its producers can",
+    _upstream("one log asked", "a task is rebuilt from where the first of its producers can",
         Search, "begins", _one_is_asked),
     _upstream("needs off by one", "the state is taken for that of an epoch later",
         Needs, "at", _needs_off_by_one),
     _upstream("source too far", "a source's second replica leaves out what was only received",
         Producer, "stable", _follows_what_was_received),
-    _changes("stock not awaited", "replicas go before all is kept that a task is made anew from",
-        Controller, "_lacks_stock", _stock_not_awaited, protocol="pairs", then="upstream"),
+    _changes("stock not awaited", "replicas go before all is kept that a task is rebuilt from",
+        Controller, "_lacks_retention", _retention_not_awaited, protocol="pairs", then="upstream"),
     _changes("late checkpoint", "who stood by and computes now still takes checkpoints",
         Node, "_is_awaited", _whatever_comes_is_taken, protocol="passive", then="pairs"),
 ]  # fmt: skip

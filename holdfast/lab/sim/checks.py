@@ -71,7 +71,7 @@ class Checks:
         """What a consumer has of each producer only grows."""
         for (exchange, group), consumer in node.dataflow.consumers.items():
             for producer, received in consumer.received.items():
-                key = (site, exchange, group, consumer.since, producer)
+                key = (site, exchange, group, consumer.joined_view, producer)
                 if received < self._received.get(key, received):
                     raise Violation(f"site {site}, exchange {exchange}: received went back")
                 self._received[key] = received
@@ -88,7 +88,7 @@ class Checks:
         for group, lane in producer.lanes.items():
             for taker, known in lane.takers.items():
                 consumer = self._consumer(taker, producer.exchange, group)
-                if consumer is None or consumer.since != known.since:
+                if consumer is None or consumer.joined_view != known.joined_view:
                     continue
                 has = consumer.received.get(producer.group)
                 if has is not None and known.received > has:

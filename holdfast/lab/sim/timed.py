@@ -220,8 +220,8 @@ class TimedWorld(World):
         super().put(link, item)
         self._schedule(link, item)
 
-    def put_anew(self, link: Link, items: Iterable[Any]) -> None:
-        super().put_anew(link, items)
+    def put_instead(self, link: Link, items: Iterable[Any]) -> None:
+        super().put_instead(link, items)
         for item in self.network[link]:
             self._schedule(link, item)
 

@@ -30,7 +30,7 @@ from holdfast.core.effects import (
     FenceSite,
     LaunchSite,
     OrderCatchUp,
-    OrderStock,
+    OrderRetention,
     PauseFlow,
     StartFlow,
     Wait,
@@ -263,7 +263,7 @@ class World:
         """Something is on its way."""
         self.network[link].append(item)
 
-    def put_anew(self, link: Link, items: Iterable[Any]) -> None:
+    def put_instead(self, link: Link, items: Iterable[Any]) -> None:
         """Whatever was on its way is lost; this comes instead."""
         self.network[link] = deque(items)
 
@@ -327,7 +327,7 @@ class World:
                 for task, split in node.stages.splits():
                     room = split.rows_held < self.options.read_ahead_rows
                     held = node.dataflow.tasks[task]
-                    if room and not split.ended and held.installed and not held.lazy:
+                    if room and not split.ended and held.installed and not held.follower:
                         moves.append(lambda s=site, u=task, p=split: self._read(s, u, p))  # type: ignore[misc]
             if node.outgoing:
                 moves.append(lambda s=site: self.hand_over(s))  # type: ignore[misc]
@@ -368,13 +368,15 @@ class World:
     # --- faults ---------------------------------------------------------------------------------
 
     def survives(self, *victims: SiteId) -> bool:
-        """Whether a living replica is left without these of everything that cannot be made anew.
+        """Whether a living replica is left without these of everything that cannot be rebuilt.
         One that joins is none."""
         view = self.controller.view
         if view is None:
             return False
         living = set(self.nodes) - set(victims)
-        kept = [u for u in view.tasks() if not self.controller.shape.stages[u[0]].guard.anew]
+        kept = [
+            u for u in view.tasks() if not self.controller.shape.stages[u[0]].guard.rebuild_level
+        ]
         groups = [view.group(u) for u in kept]
         return all(living.intersection(c.replicas + c.standbys) for c in groups)
 
@@ -394,17 +396,17 @@ class World:
             queue = self.network.pop(link)
             if link[0] == site and link[1] in self.nodes:
                 keep = self.random.randint(0, len(queue))
-                self.put_anew(link, [*list(queue)[:keep], Down()])
+                self.put_instead(link, [*list(queue)[:keep], Down()])
             elif link[0] == site and link[1] == CONTROLLER and not self.leaderless:
                 for item in list(queue)[: self.random.randint(0, len(queue))]:
                     self._on_told(site, item[0])
 
     def reset(self, one: SiteId, other: SiteId) -> None:
-        """The connection between two sites breaks, and is made anew."""
+        """The connection between two sites breaks, and is rebuilt."""
         self.log.append(f"{self.steps}: reset of {one}-{other}")
         for link in ((one, other), (other, one)):
             if link in self.network:
-                self.put_anew(link, [Down(), Up()])
+                self.put_instead(link, [Down(), Up()])
                 self.broken.add((link[1], link[0]))  # what it sends before it notices is lost
 
     def crash_controller(self) -> None:
@@ -414,7 +416,7 @@ class World:
         self._timers = [t for t in self._timers if isinstance(t, Launch)]
         for site in self.nodes:
             if (site, CONTROLLER) in self.network:
-                self.put_anew((site, CONTROLLER), [])
+                self.put_instead((site, CONTROLLER), [])
         self.later(self.options.lease_s, TakeOver())
 
     def take_over(self) -> None:
@@ -528,8 +530,8 @@ class World:
             if other != site and other in self.nodes and (other, site) not in self.network:
                 # It may have been connected before, and not know yet that it was not a member.
                 lost = [Down()] if (site, other) in self.network else []
-                self.put_anew((site, other), [*lost, Up()])
-                self.put_anew((other, site), [Up()])
+                self.put_instead((site, other), [*lost, Up()])
+                self.put_instead((other, site), [Up()])
 
     def fence(self, node: Node, view: View) -> None:
         """As a site does it: nothing counts any more that comes from one who is no member."""
@@ -540,7 +542,7 @@ class World:
                 if link[1] == node.site:
                     node.on_lost(other)
                 elif other in self.nodes:
-                    self.put_anew(link, [Down()])
+                    self.put_instead(link, [Down()])
 
     # --- the controller -------------------------------------------------------------------------
 
@@ -585,8 +587,8 @@ class World:
             case OrderCatchUp():
                 term = self.controller.term
                 self._send(effect.donor, wire.CatchUp(term, *effect.task, effect.joiner))
-            case OrderStock():
-                self._send(effect.site, wire.Stock(effect.number))
+            case OrderRetention():
+                self._send(effect.site, wire.Retain(effect.number))
             case DrainFlow():
                 self._note_committed()
                 self._send(effect.site, wire.Drain())

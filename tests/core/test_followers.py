@@ -6,11 +6,11 @@ from holdfast.core.layout import Guard, Shape, StageShape
 
 from .test_dataflow import KEYED, SINK, SOURCE, Dataflow, PeerConnected, record, view
 
-LAZY = Guard(replicas=2, alike=False, lazy=True)
+LAZY = Guard(replicas=2, deterministic=False, follower=True)
 SHAPE = Shape(
     (
         StageShape(0, "packets", "source", 1, (), (0,), guard=LAZY),
-        StageShape(1, "windows", "keyed", 1, (0,), (1,), guard=Guard(level=1, anew=1)),
+        StageShape(1, "windows", "keyed", 1, (0,), (1,), guard=Guard(level=1, rebuild_level=1)),
         StageShape(2, "alerts", "sink", 1, (1,), (), guard=LAZY),
     ),
     producer_of=(0, 1),
