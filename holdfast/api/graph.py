@@ -28,7 +28,7 @@ from holdfast.engine.steps import Filter, FlatMap, Select, Step, UserMap
 from holdfast.engine.types import plain_schema, refuse_type
 from holdfast.engine.watermark import REACH_MAX, reach_max
 from holdfast.errors import FlowError
-from holdfast.storage.restore_point import Past
+from holdfast.storage.restore_point import RestorePoint
 
 if TYPE_CHECKING:
     from holdfast.control.run import Run
@@ -108,10 +108,10 @@ class Flow:
         self.on_error = on_error
         self.protection = protect or none()
         self.nodes: list[Node] = []
-        self.settled: dict[str, Any] = {}
+        self.resolved: dict[str, Any] = {}
         """What sources had to find out before the start, by name; see
         `holdfast.control.bootstrap`."""
-        self.past: Past | None = None
+        self.restore_point: RestorePoint | None = None
         """What it begins with, if not with nothing."""
 
     def source(self, name: str, source: Source, *, event_time: str | None = None) -> Stream:

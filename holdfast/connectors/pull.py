@@ -66,12 +66,12 @@ class Folder(Source):
         self.known: frozenset[str] = frozenset()
         """Files that are not to be read: the flow has their rows."""
 
-    def settle(self, replicas: int, known: Sequence[str] = ()) -> list[str] | None:
+    def resolve(self, replicas: int, known: Sequence[str] = ()) -> list[str] | None:
         files = [Path(unquote(urlsplit(name).path)) for name in known]
         here = self.path.resolve()
         return sorted(f.name for f in files if f.parent.resolve() == here) or None
 
-    def settled(self, values: Any) -> Folder:
+    def resolved(self, values: Any) -> Folder:
         made = copy.copy(self)
         made.known = frozenset(values)
         return made

@@ -109,13 +109,13 @@ class Source:
     flawed = False
     """Whether readers add the column `FLAW`, because they may come across rows they cannot read."""
 
-    def settle(self, replicas: int, known: Sequence[str] = ()) -> Any:
+    def resolve(self, replicas: int, known: Sequence[str] = ()) -> Any:
         """What is not known before the flow starts and must be the same for all `replicas` (how
-        many splits there are, where they begin), as plain values for `settled`. Asked once. `known`
-        are the files that the source's history was read from, if it has one."""
+        many splits there are, where they begin), as plain values for `resolved`. Asked once.
+        `known` are the files that the source's history was read from, if it has one."""
         return None
 
-    def settled(self, values: Any) -> Source:
+    def resolved(self, values: Any) -> Source:
         """This source, once that is known."""
         return self
 

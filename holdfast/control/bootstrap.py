@@ -23,9 +23,9 @@ from holdfast.arbiter import Arbiter, Entry, arbiter
 from holdfast.control.hosting import Place
 from holdfast.errors import ArbiterAway, Superseded
 from holdfast.net import wire
-from holdfast.storage.restore_point import Past
+from holdfast.storage.restore_point import RestorePoint
 
-log = logging.getLogger("holdfast.settle")
+log = logging.getLogger("holdfast.bootstrap")
 
 AGAIN_S = 0.2
 
@@ -36,18 +36,19 @@ class Before(Protocol):
     def files(self, source: str) -> list[str]:
         """What a source's history is read from, if that is files."""
 
-    def build(self) -> Past: ...
+    def build(self) -> RestorePoint: ...
 
 
 class Found(msgspec.Struct, frozen=True):
     sources: dict[str, Any]
-    past: Past | None = None
+    restore_point: RestorePoint | None = None
 
 
-def settled(
+def resolved(
     flow: Flow, place: Place, secret: bytes, lease_s: float, history: Before | None = None
 ) -> Flow:
-    """The flow with `settled` and `past` filled in; itself if there is nothing to find out."""
+    """The flow with `resolved` and `restore_point` filled in; itself if there is nothing to find
+    out."""
 
     def find_out() -> Found:
         return _find_out(flow, history)
@@ -55,17 +56,17 @@ def settled(
     if place.arbiter_url is None:
         found = find_out()
     else:
-        key = f"{flow.name}-{wire.incarnation(secret)}-settled"
+        key = f"{flow.name}-{wire.incarnation(secret)}-resolved"
         party = arbiter(place.arbiter_url, key, lease_s)
         try:
             agreed = _agreed(party, find_out, lease_s, f"application {place.app}")
             found = msgspec.msgpack.decode(agreed, type=Found)
         finally:
             party.close()
-    if not found.sources and found.past is None:
+    if not found.sources and found.restore_point is None:
         return flow
     flow = copy.copy(flow)
-    flow.settled, flow.past = found.sources, found.past
+    flow.resolved, flow.restore_point = found.sources, found.restore_point
     return flow
 
 
@@ -74,7 +75,7 @@ def _find_out(flow: Flow, history: Before | None) -> Found:
     for node in flow.nodes:
         if isinstance(node, SourceNode):
             known = history.files(node.name) if history else []
-            found[node.name] = node.source.settle(flow.protection.at_the_ends.replicas, known)
+            found[node.name] = node.source.resolve(flow.protection.at_the_ends.replicas, known)
     sources = {name: values for name, values in found.items() if values is not None}
     return Found(sources, history.build() if history else None)
 
@@ -100,7 +101,7 @@ def _while_leading(
     party: Arbiter, led: Entry, find_out: Callable[[], Found], lease_s: float
 ) -> bytes:
     """It may take a while, during which nobody else is to do the same."""
-    with ThreadPoolExecutor(1, thread_name_prefix="holdfast-settle") as worker:
+    with ThreadPoolExecutor(1, thread_name_prefix="holdfast-bootstrap") as worker:
         found: Future[Found] = worker.submit(find_out)
         while True:
             try:

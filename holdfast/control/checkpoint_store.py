@@ -27,7 +27,7 @@ from holdfast.errors import FlowError
 from holdfast.net import wire
 from holdfast.storage import generations, layout
 from holdfast.storage.files import FileInfo, Folder
-from holdfast.storage.restore_point import Kind, Layer, Past, Stored
+from holdfast.storage.restore_point import Delta, Kind, RestorePoint, Stored
 
 log = logging.getLogger("holdfast.checkpoint_store")
 
@@ -42,12 +42,12 @@ class CheckpointStore:
         self.place, self.generation = place, generation
         self.folder = Folder(place)
 
-    def begin(self, past: Past) -> None:
+    def begin(self, restore_point: RestorePoint) -> None:
         """Before the flow starts: see to it that there is something to go on from if it is lost at
         once."""
         for name in self.folder.unfinished():
             self.folder.remove(name)
-        self.save(past)
+        self.save(restore_point)
 
     def append(self, records: list[EpochRecord]) -> None:
         """Write the records of epochs. Only when this returns they may be acted on."""
@@ -59,14 +59,14 @@ class CheckpointStore:
     def check_owner(self) -> None:
         generations.check(self.folder, self.generation)
 
-    def save(self, past: Past) -> None:
+    def save(self, restore_point: RestorePoint) -> None:
         """Only now what the past names counts; what nobody needs any more goes."""
         self.check_owner()
-        past.save(self.folder)
+        restore_point.save(self.folder)
         # Whoever claims the folder from here on finds this manifest, and needs no other.
         self.check_owner()
         try:
-            self._tidy(past)
+            self._tidy(restore_point)
         except (OSError, pa.ArrowException) as error:  # it is only in the way
             log.warning("cannot tidy up %s: %s", self.place, error)
 
@@ -75,21 +75,23 @@ class CheckpointStore:
         self.folder.remove(layout.manifest_file(self.generation))
         generations.withdraw(self.folder, self.generation)
 
-    def _tidy(self, past: Past) -> None:
-        named = {name.rsplit("/", 1)[0] for name in past.named()}
+    def _tidy(self, restore_point: RestorePoint) -> None:
+        named = {name.rsplit("/", 1)[0] for name in restore_point.named()}
         for folder in self.folder.folders(layout.CHECKPOINTS):
-            if folder not in named and not self._is_under_way(folder, past):
+            if folder not in named and not self._is_under_way(folder, restore_point):
                 self.folder.remove(folder)
         for file in self.folder.list(layout.RECORDS):
             span = layout.records_name(file)
-            if span is not None and (span.last < past.epochs or not self._is_mine(span, past)):
+            if span is not None and (
+                span.last < restore_point.epochs or not self._is_mine(span, restore_point)
+            ):
                 self.folder.remove(file)
-        portions = {file for files in past.portions.values() for file in files}
+        portions = {file for files in restore_point.portions.values() for file in files}
         for file in self.folder.list(layout.PORTIONS):
             portion = layout.portion_name(file)
             if portion is not None and file not in portions:
-                taken, _ = fed_up_to(past, portion.source)
-                if portion.number <= taken or not self._is_mine(portion, past):
+                taken, _ = fed_up_to(restore_point, portion.source)
+                if portion.number <= taken or not self._is_mine(portion, restore_point):
                     self.folder.remove(file)
         for kind in (layout.MANIFESTS, layout.GENERATIONS):
             for file in self.folder.list(kind):
@@ -97,45 +99,49 @@ class CheckpointStore:
                 if generation is not None and generation < self.generation:
                     self.folder.remove(file)
 
-    def _is_mine(self, name: layout.RecordsName | layout.PortionName, past: Past) -> bool:
-        return past.lost and name.generation >= self.generation
+    def _is_mine(
+        self, name: layout.RecordsName | layout.PortionName, restore_point: RestorePoint
+    ) -> bool:
+        return restore_point.lost and name.generation >= self.generation
 
-    def _is_under_way(self, folder: str, past: Past) -> bool:
+    def _is_under_way(self, folder: str, restore_point: RestorePoint) -> bool:
         """Whether it may be of a later checkpoint, which sites are writing."""
         at = layout.checkpoint_name(folder)
-        if at is None or not past.lost:
+        if at is None or not restore_point.lost:
             return at is None
-        return at.generation >= self.generation and at.epoch >= past.epochs - 1
+        return at.generation >= self.generation and at.epoch >= restore_point.epochs - 1
 
 
 # --- what manifests say -------------------------------------------------------------------------
 
 
-def first_manifest(common: Past, past: Past | None) -> Past:
+def first_manifest(common: RestorePoint, restore_point: RestorePoint | None) -> RestorePoint:
     """What there is to go on from before anything has happened: what the flow itself goes on from,
     with all that is known of the epochs after it."""
-    if past is None:
+    if restore_point is None:
         return msgspec.structs.replace(common, fresh=True, first=True)
-    names = ["stages", "partitions", "settled", "flow", "life", "every_ms", "home", "kind"]
-    touched = past.lost and not past.untouched
+    names = ["stages", "partitions", "resolved", "flow", "generation", "every_ms", "home", "kind"]
+    touched = restore_point.lost and not restore_point.untouched
     if not touched:  # to its sinks it is another flow
         names.append("incarnation")
     same = {name: getattr(common, name) for name in names}
-    elsewhere = past.elsewhere or past.place != common.place
-    fresh = past.fresh or not touched
-    return msgspec.structs.replace(past, elsewhere=elsewhere, fresh=fresh, first=True, **same)
+    elsewhere = restore_point.elsewhere or restore_point.place != common.place
+    fresh = restore_point.fresh or not touched
+    return msgspec.structs.replace(
+        restore_point, elsewhere=elsewhere, fresh=fresh, first=True, **same
+    )
 
 
 def manifest_of(
-    common: Past,
+    common: RestorePoint,
     view: View,
     record: EpochRecord,
     stored: Mapping[TaskId, wire.TaskFiles],
-    before: Past | None = None,
-) -> Past:
+    before: RestorePoint | None = None,
+) -> RestorePoint:
     """The state of all tasks after the epoch of `record`. Of tasks that have stored only what has
     changed, the rest is in the files of the checkpoint `before`."""
-    layers: dict[int, list[Layer]] = {}
+    deltas: dict[int, list[Delta]] = {}
     sources: dict[int, wire.IngressExtras] = {}
     sinks: dict[int, Stored] = {}
     waiting: dict[int, list[str]] = {}
@@ -144,10 +150,10 @@ def manifest_of(
         group, extras, stage = view.group(task), said.extras, task[0]
         files |= said.infos
         if said.after is not None and before is not None:
-            old = [x for x in before.layers.get(stage, []) if x.first == group.first]
-            layers.setdefault(stage, []).extend(old)
-        new = [Layer(group.first, group.end, *named) for named in said.files]
-        layers.setdefault(stage, []).extend(new)
+            old = [x for x in before.deltas.get(stage, []) if x.first == group.first]
+            deltas.setdefault(stage, []).extend(old)
+        new = [Delta(group.first, group.end, *named) for named in said.files]
+        deltas.setdefault(stage, []).extend(new)
         if extras["egress"] is not None:
             saved = msgspec.msgpack.encode(extras["egress"])
             sinks[stage] = Stored(saved, said.held, said.held_file)
@@ -157,62 +163,65 @@ def manifest_of(
             known["positions"] |= extras["ingress"]["positions"]
             if said.held_file:
                 waiting.setdefault(stage, []).append(said.held_file)
-    past = msgspec.structs.replace(
+    restore_point = msgspec.structs.replace(
         common,
         epochs=record.epoch + 1,
         rows=record.base + record.rows,
         mark=next((known["mark"] for known in sources.values()), b""),
-        layers=layers,
+        deltas=deltas,
         sources={s: msgspec.msgpack.encode(known) for s, known in sources.items()},
         sinks=sinks,
         waiting=waiting,
         offsets=[(s, int(n), o) for s, k in sources.items() for n, o in k["offsets"].items()],
     )
-    return msgspec.structs.replace(past, files={name: files[name] for name in past.named()})
+    return msgspec.structs.replace(
+        restore_point, files={name: files[name] for name in restore_point.named()}
+    )
 
 
 # --- what is there ------------------------------------------------------------------------------
 
 
-def claimed(place: str, flow: str, after: int) -> Past:
+def claimed(place: str, flow: str, after: int) -> RestorePoint:
     """What there is to go on from, and what is known of the epochs after it; for the caller and
     nobody else. `after` is the generation that the caller has seen."""
     folder = Folder(place)
     generation = generations.claim(folder, flow, after)
     # The generation before may have written until now.
-    past = known(Past.load(place), folder)
-    past.check()
-    return msgspec.structs.replace(past, life=generation)
+    restore_point = known(RestorePoint.load(place), folder)
+    restore_point.check()
+    return msgspec.structs.replace(restore_point, generation=generation)
 
 
-def known(past: Past, folder: Folder) -> Past:
+def known(restore_point: RestorePoint, folder: Folder) -> RestorePoint:
     """With all that is known of the epochs after it."""
-    if past.kind is not Kind.RUNNING:
-        return past
-    records, portions = known_records(folder, past), known_portions(folder, past)
-    return msgspec.structs.replace(past, records=records, portions=portions)
+    if restore_point.kind is not Kind.RUNNING:
+        return restore_point
+    records, portions = known_records(folder, restore_point), known_portions(folder, restore_point)
+    return msgspec.structs.replace(restore_point, records=records, portions=portions)
 
 
-def known_records(folder: Folder, past: Past) -> list[EpochRecord]:
+def known_records(folder: Folder, restore_point: RestorePoint) -> list[EpochRecord]:
     """The records of the epochs after a checkpoint: those that were known when its generation
     began, and those that it has added. A flow that was about to stop is not now."""
-    found = {record.epoch: record for record in past.records}
-    for file in folder.list(f"{layout.RECORDS}/{past.life:06d}"):
+    found = {record.epoch: record for record in restore_point.records}
+    for file in folder.list(f"{layout.RECORDS}/{restore_point.generation:06d}"):
         span = layout.records_name(file)
-        if span is not None and span.last >= past.epochs:
+        if span is not None and span.last >= restore_point.epochs:
             found |= {record.epoch: record for record in read_records(folder, file)}
-    epochs = [e for e in sorted(found) if e >= past.epochs]
-    if epochs != list(range(past.epochs, past.epochs + len(epochs))):
+    epochs = [e for e in sorted(found) if e >= restore_point.epochs]
+    if epochs != list(range(restore_point.epochs, restore_point.epochs + len(epochs))):
         raise FlowError(
-            f"of the flow's epochs after {past.epochs - 1} some records are missing: there are "
+            f"of the flow's epochs after {restore_point.epochs - 1} some records are missing: "
+            "there are "
             f"{len(epochs)}, up to {epochs[-1]}",
             hint=f"were files removed from {layout.RECORDS!r} in {folder.place}?",
         )
-    rows = past.rows
+    rows = restore_point.rows
     for record in (found[e] for e in epochs):
         if record.base != rows:
             wrong = f"epoch {record.epoch} begins with row {record.base} instead of {rows}"
-            raise folder.damaged(f"{layout.RECORDS}/{past.life:06d}", wrong)
+            raise folder.damaged(f"{layout.RECORDS}/{restore_point.generation:06d}", wrong)
         rows += record.rows
     return [replace(found[e], last=found[e].ended) for e in epochs]
 
@@ -230,10 +239,10 @@ def read_records(folder: Folder, file: str) -> list[EpochRecord]:
     return records
 
 
-def known_portions(folder: Folder, past: Past) -> dict[int, list[str]]:
+def known_portions(folder: Folder, restore_point: RestorePoint) -> dict[int, list[str]]:
     """Where to find what has come in of fed sources after a checkpoint."""
-    listed = folder.list(f"{layout.PORTIONS}/{past.life:06d}")
-    earlier = [file for files in past.portions.values() for file in files]
+    listed = folder.list(f"{layout.PORTIONS}/{restore_point.generation:06d}")
+    earlier = [file for files in restore_point.portions.values() for file in files]
     found: dict[int, dict[tuple[int, int], dict[int, str]]] = {}
     bases: dict[int, dict[tuple[int, int], int]] = {}
     for file in dict.fromkeys([*earlier, *listed]):
@@ -244,15 +253,16 @@ def known_portions(folder: Folder, past: Past) -> dict[int, list[str]]:
             bases.setdefault(name.source, {})[name.generation, name.rank] = name.base
     portions: dict[int, list[str]] = {}
     for stage, by_leader in found.items():
-        taken, rank = fed_up_to(past, stage)
+        taken, rank = fed_up_to(restore_point, stage)
         # A leader of old may have added some of the same numbers. Those that were known when the
         # generation began are valid, whoever led then.
-        least = (0, 0) if past.first else (past.life, rank)
+        least = (0, 0) if restore_point.first else (restore_point.generation, rank)
         valid = {at: files for at, files in by_leader.items() if at >= least}
         numbered = {n: file for n, file in not_void(valid, bases[stage]).items() if n > taken}
         if sorted(numbered) != list(range(taken + 1, taken + 1 + len(numbered))):
             raise FlowError(
-                f"of what came in of source {past.stages[stage]!r} after the last checkpoint some "
+                f"of what came in of source {restore_point.stages[stage]!r} after the last "
+                "checkpoint some "
                 "is missing",
                 hint=f"were files removed from {layout.PORTIONS!r} in {folder.place}?",
             )
@@ -260,11 +270,11 @@ def known_portions(folder: Folder, past: Past) -> dict[int, list[str]]:
     return portions
 
 
-def fed_up_to(past: Past, source: int) -> tuple[int, int]:
+def fed_up_to(restore_point: RestorePoint, source: int) -> tuple[int, int]:
     """How many portions of a fed source the checkpoint has, and who had taken them."""
-    if source not in past.sources:
+    if source not in restore_point.sources:
         return 0, 0
-    saved = msgspec.msgpack.decode(past.sources[source], type=wire.IngressExtras)
+    saved = msgspec.msgpack.decode(restore_point.sources[source], type=wire.IngressExtras)
     return (saved["feeds"][0]["taken"], saved["feeds"][0]["rank"]) if saved["feeds"] else (0, 0)
 
 

@@ -42,7 +42,7 @@ from holdfast.core.records import EpochRecord
 from holdfast.errors import FlowError
 from holdfast.net import wire
 from holdfast.plan.planner import Plan
-from holdfast.storage.restore_point import Kind, Past
+from holdfast.storage.restore_point import Kind, RestorePoint
 
 log = logging.getLogger("holdfast.durable")
 
@@ -56,14 +56,16 @@ AGAIN_S = 0.5
 """How long to wait before the next checkpoint, if one was given up."""
 
 
-def common_past(flow: Flow, plan: Plan, options: Options, incarnation: str) -> Past:
+def common_restore_point(
+    flow: Flow, plan: Plan, options: Options, incarnation: str
+) -> RestorePoint:
     """What all manifests of a flow say that is stored in this generation."""
     assert options.store is not None
-    past = flow.past
-    lost = past if past is not None and past.lost else None
+    restore_point = flow.restore_point
+    lost = restore_point if restore_point is not None and restore_point.lost else None
     if lost is not None and not lost.untouched:
         incarnation = lost.incarnation
-    return Past(
+    return RestorePoint(
         options.store,
         0,
         0,
@@ -72,10 +74,10 @@ def common_past(flow: Flow, plan: Plan, options: Options, incarnation: str) -> P
         {},
         stages=[stage.name for stage in plan.stages],
         partitions=options.partitions,
-        settled=flow.settled,
+        resolved=flow.resolved,
         flow=flow.name,
         incarnation=incarnation,
-        life=options.generation,
+        generation=options.generation,
         every_ms=options.store_every_ms,
         kind=Kind.RUNNING,
         home=options.store,
@@ -86,16 +88,22 @@ class Durable:
     """The part of a flow's control that sees to it. All methods but `close` are called in its event
     loop; files are written in threads."""
 
-    def __init__(self, store: CheckpointStore, common: Past, past: Past | None) -> None:
+    def __init__(
+        self, store: CheckpointStore, common: RestorePoint, restore_point: RestorePoint | None
+    ) -> None:
         self._store, self._common = store, common
         self._place = store.place
-        begun = past.epochs - 1 + len(past.records) if past is not None else -1
+        begun = (
+            restore_point.epochs - 1 + len(restore_point.records)
+            if restore_point is not None
+            else -1
+        )
         self.recorded = Epoch(begun)
         """The last epoch whose record is durable."""
         self._waiting: dict[int, EpochRecord] = {}
         self._records: dict[int, EpochRecord] = {}
         """Since the last checkpoint."""
-        self._saved: Past | None = None
+        self._saved: RestorePoint | None = None
         """The last checkpoint of this generation."""
         self._machine = Checkpoints(self.recorded)
         self._stored_at: float | None = None
@@ -253,11 +261,11 @@ class Durable:
             if view is None or effect.epoch not in self._records:
                 raise FlowError(f"epoch {effect.epoch} is not known any more")
             record = self._records[effect.epoch]
-            past = manifest_of(self._common, view, record, effect.stored, self._saved)
+            restore_point = manifest_of(self._common, view, record, effect.stored, self._saved)
             if self._closed:
                 return
-            await loop.run_in_executor(self._keeper, self._store.save, past)
-            self._saved, self._stored_at = past, time.monotonic()
+            await loop.run_in_executor(self._keeper, self._store.save, restore_point)
+            self._saved, self._stored_at = restore_point, time.monotonic()
             self._records = {e: r for e, r in self._records.items() if e > effect.epoch}
         except Exception as failed:  # it is said, and tried again
             error = str(failed) or type(failed).__name__

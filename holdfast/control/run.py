@@ -25,9 +25,9 @@ from holdfast import errors
 from holdfast.api.graph import Flow
 from holdfast.api.options import Options
 from holdfast.api.protection import Protection
-from holdfast.control.bootstrap import settled
+from holdfast.control.bootstrap import resolved
 from holdfast.control.checkpoint_store import CheckpointStore, first_manifest
-from holdfast.control.checkpoints import common_past
+from holdfast.control.checkpoints import common_restore_point
 from holdfast.control.hosting import Host, Place, Route, direct
 from holdfast.control.savepoint import resumed, write_ended, write_stopped
 from holdfast.control.server import Control
@@ -40,7 +40,7 @@ from holdfast.plan.planner import plan, protected_otherwise
 from holdfast.storage.files import Folder, located
 from holdfast.storage.generations import claim
 from holdfast.storage.layout import GENERATIONS
-from holdfast.storage.restore_point import Kind, Past
+from holdfast.storage.restore_point import Kind, RestorePoint
 
 if TYPE_CHECKING:
     from holdfast.ui.web import Web
@@ -110,15 +110,15 @@ def start(
     secret, options = secret or secrets.token_bytes(32), options or Options()
     if history is not None and resume is not None:
         raise errors.FlowError("a flow begins with a history, or goes on with resume=, not both")
-    flow = _settled(flow, place or Place(), secret, options, history, partitions, history_at)
+    flow = _resolved(flow, place or Place(), secret, options, history, partitions, history_at)
     several = place is not None and place.apps > 1
     store, resume = store and located(store), resume and located(resume)
     here = resume is not None and store in (None, resume) and not several
     if resume is not None:
-        past = Past.load(resume)
+        restore_point = RestorePoint.load(resume)
         if here:
-            store, store_every_ms = resume, store_every_ms or past.every_ms or None
-        elif past.lost and past.every_ms:
+            store, store_every_ms = resume, store_every_ms or restore_point.every_ms or None
+        elif restore_point.lost and restore_point.every_ms:
             raise _to_be_stored_there(resume, store)
         elif store is None:
             log.warning("several applications host %r: without store= it is not stored", flow.name)
@@ -139,7 +139,7 @@ def start(
         host.listen_host = listen
         if not wire.is_wildcard(listen):
             host.advertise_host = listen
-    generation = flow.past.life if here and flow.past is not None else 0
+    generation = flow.restore_point.generation if here and flow.restore_point is not None else 0
     if store is not None and not here and not several:
         generation = claim(Folder(store), flow.name)
     options = replace(
@@ -174,7 +174,7 @@ def start(
     return run
 
 
-def _settled(
+def _resolved(
     flow: Flow,
     place: Place,
     secret: bytes,
@@ -185,13 +185,13 @@ def _settled(
 ) -> Flow:
     """The flow with everything that has to be known before it starts."""
     if history is None:
-        return settled(flow, place, secret, options.lease_s)
+        return resolved(flow, place, secret, options.lease_s)
     from holdfast.spark.history import History
     from holdfast.ui.live_table import progress_bar
 
     with progress_bar(f"history of {flow.name}") as progress:
         before = History(flow, history, partitions, history_at, progress)
-        return settled(flow, place, secret, options.lease_s, before)
+        return resolved(flow, place, secret, options.lease_s, before)
 
 
 def _refuse_used(store: str) -> None:
@@ -491,12 +491,12 @@ class Run:
     def _prepare_store(self) -> None:
         """There is something to go on from from now on, if the flow is stored while it runs; and
         others can tell that it runs if it is not."""
-        store, past = self._control.store, self.flow.past
+        store, restore_point = self._control.store, self.flow.restore_point
         if store is not None:
-            store.begin(first_manifest(self._common(), past))
+            store.begin(first_manifest(self._common(), restore_point))
 
-    def _common(self) -> Past:
-        return common_past(
+    def _common(self) -> RestorePoint:
+        return common_restore_point(
             self.flow, self.plan, self.options, wire.incarnation(self._control.secret)
         )
 
@@ -507,9 +507,9 @@ class Run:
 
     def _see_to_folders(self) -> None:
         """What the flow began with, and what it leaves behind."""
-        past = self.flow.past
-        if self.error is None and past is not None and not past.stopped:
-            past.remove()
+        restore_point = self.flow.restore_point
+        if self.error is None and restore_point is not None and not restore_point.stopped:
+            restore_point.remove()
         if self.options.store is None:
             return
         try:
@@ -522,7 +522,11 @@ class Run:
 
     def _store_the_end(self) -> None:
         assert self.options.store is not None
-        records, control, past = self._control.records, self._control, self.flow.past
+        records, control, restore_point = (
+            self._control.records,
+            self._control,
+            self.flow.restore_point,
+        )
         last = records[max(records)] if records else None
         drained = self.error is None and last is not None and last.last
         view = control.controller.view if control.controller is not None else None
@@ -538,10 +542,12 @@ class Run:
         elif drained and last is not None and not self.options.store_every_ms:
             write_ended(store, self._common(), last)
         elif not drained and not self.options.store_every_ms:
-            if past is None or past.home != self.options.store:
+            if restore_point is None or restore_point.home != self.options.store:
                 store.withdraw()
             elif not control.started:  # it is still where it was stopped
-                stopped = msgspec.structs.replace(past, kind=Kind.STOPPED, life=store.generation)
+                stopped = msgspec.structs.replace(
+                    restore_point, kind=Kind.STOPPED, generation=store.generation
+                )
                 store.save(stopped)
 
     def _serve(self) -> None:

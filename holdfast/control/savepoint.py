@@ -1,8 +1,9 @@
 """A flow that was stopped, and goes on later: elsewhere, on other sites, with newer code.
 
 When the last epoch is through, every task writes down where it is, in the folder that the flow was
-started with. Then whoever has stopped it adds a manifest, which makes a `Past` of it. Of one that
-was lost before it could be stopped there may be a checkpoint: see `holdfast.control.checkpoints`.
+started with. Then whoever has stopped it adds a manifest, which makes a `RestorePoint` of it. Of
+one that was lost before it could be stopped there may be a checkpoint: see
+`holdfast.control.checkpoints`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from holdfast.net.checks import Checks
 from holdfast.plan.planner import Plan, plan, shape
 from holdfast.storage.files import Folder
 from holdfast.storage.generations import last_generation
-from holdfast.storage.restore_point import Kind, Past
+from holdfast.storage.restore_point import Kind, RestorePoint
 
 
 def write_stopped(
     store: CheckpointStore,
-    common: Past,
+    common: RestorePoint,
     view: View,
     last: EpochRecord,
     stored: Mapping[TaskId, wire.TaskFiles],
@@ -44,7 +45,7 @@ def write_stopped(
     store.save(manifest_of(common, view, last, at_the_end))
 
 
-def write_ended(store: CheckpointStore, common: Past, last: EpochRecord) -> None:
+def write_ended(store: CheckpointStore, common: RestorePoint, last: EpochRecord) -> None:
     """All sources have ended: nothing is left to go on with."""
     rows = last.base + last.rows
     store.save(msgspec.structs.replace(common, kind=Kind.ENDED, epochs=last.epoch + 1, rows=rows))
@@ -55,59 +56,66 @@ def resumed(flow: Flow, place: str, partitions: int, *, here: bool) -> Flow:
     `here` again, nobody else does the same."""
     folder, planned = Folder(place), plan(flow)
     seen = last_generation(folder)
-    past = Past.load(place)
+    restore_point = RestorePoint.load(place)
     where = f"flow {flow.name!r} cannot go on from {place}"
     names = [stage.name for stage in planned.stages]
-    if past.kind is Kind.ENDED:
+    if restore_point.kind is Kind.ENDED:
         raise FlowError(f"{where}: it has ended, as all of its sources had")
-    if names != past.stages:
-        raise FlowError(f"{where}: its stages are {names}, those of the other are {past.stages}")
-    if partitions != past.partitions:
-        raise FlowError(f"{where}: {partitions} partitions a stage, not {past.partitions}")
-    if past.lost and past.flow != flow.name:
+    if names != restore_point.stages:
         raise FlowError(
-            f"{where}: the other is called {past.flow!r}, and its sinks know it by its name"
+            f"{where}: its stages are {names}, those of the other are {restore_point.stages}"
         )
-    past.check()
+    if partitions != restore_point.partitions:
+        raise FlowError(f"{where}: {partitions} partitions a stage, not {restore_point.partitions}")
+    if restore_point.lost and restore_point.flow != flow.name:
+        raise FlowError(
+            f"{where}: the other is called {restore_point.flow!r}, and its sinks know it by its "
+            "name"
+        )
+    restore_point.check()
     if here:
-        _refuse_unknown(past, where)
-        past = claimed(place, flow.name, seen)
-        _refuse_unknown(past, where)  # another process may have begun since
-    elif past.lost:
-        past = _as_stopped(past)
-    _check_records(past, planned, partitions, folder)
+        _refuse_unknown(restore_point, where)
+        restore_point = claimed(place, flow.name, seen)
+        _refuse_unknown(restore_point, where)  # another process may have begun since
+    elif restore_point.lost:
+        restore_point = _as_stopped(restore_point)
+    _check_records(restore_point, planned, partitions, folder)
     flow = copy.copy(flow)
-    flow.past = past
-    if past.lost:
-        flow.settled = past.settled
+    flow.restore_point = restore_point
+    if restore_point.lost:
+        flow.resolved = restore_point.resolved
     return flow
 
 
-def _refuse_unknown(past: Past, where: str) -> None:
+def _refuse_unknown(restore_point: RestorePoint, where: str) -> None:
     """Without records nobody knows what the sinks of a flow have got since it was started."""
-    if past.lost and not past.every_ms:
+    if restore_point.lost and not restore_point.every_ms:
         raise FlowError(
             f"{where}: a flow that was started there runs, or was lost; it was to be stored only "
-            f"when it is stopped, so what its sinks have got since epoch {past.epochs - 1} is not "
+            f"when it is stopped, so what its sinks have got since epoch "
+            f"{restore_point.epochs - 1} is not "
             "known",
             hint="stop it if it runs; if it is lost, resume with another store= goes on from where "
             "it was stopped before, and sinks that cannot tell get again what came since",
         )
 
 
-def _as_stopped(past: Past) -> Past:
+def _as_stopped(restore_point: RestorePoint) -> RestorePoint:
     """What a flow that is not known to have come further had begun with."""
-    if not past.sources:
+    if not restore_point.sources:
         raise FlowError(
-            f"nothing has been stored at {past.home}: flow {past.flow!r} has not been stopped yet"
+            f"nothing has been stored at {restore_point.home}: flow {restore_point.flow!r} has not "
+            "been stopped yet"
         )
-    return msgspec.structs.replace(past, kind=Kind.STOPPED)
+    return msgspec.structs.replace(restore_point, kind=Kind.STOPPED)
 
 
-def _check_records(past: Past, planned: Plan, partitions: int, folder: Folder) -> None:
+def _check_records(
+    restore_point: RestorePoint, planned: Plan, partitions: int, folder: Folder
+) -> None:
     """Records that are stored have to be as sound as those that other sites send."""
     checks = Checks(planned, shape(planned, partitions), Options().window)
-    for record in past.records:
+    for record in restore_point.records:
         try:
             checks.record(record)
         except ProtocolError as error:

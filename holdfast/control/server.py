@@ -25,7 +25,7 @@ from holdfast.api.options import Options
 from holdfast.arbiter import Arbiter, Entry, arbiter
 from holdfast.connectors.sources import Feeder
 from holdfast.control.checkpoint_store import CheckpointStore
-from holdfast.control.checkpoints import Durable, common_past
+from holdfast.control.checkpoints import Durable, common_restore_point
 from holdfast.control.hosting import Host, Place, Route, apart, direct, refuse
 from holdfast.core.controller import Controller, State, first_id
 from holdfast.core.effects import (
@@ -158,8 +158,8 @@ class Control:
         if options.store is not None and place.apps == 1:
             self.store = CheckpointStore(options.store, options.generation)
         if self.store is not None and options.store_every_ms:
-            common = common_past(flow, plan, options, wire.incarnation(secret))
-            self.durable = Durable(self.store, common, flow.past)
+            common = common_restore_point(flow, plan, options, wire.incarnation(secret))
+            self.durable = Durable(self.store, common, flow.restore_point)
             self.durable.view = lambda: self.controller.view if self.controller else None
             self.durable.tell = self._send_all
             self.durable.fail = lambda error: self._handle(FlowFailed(SiteId(-1), error))

@@ -1,4 +1,4 @@
-"""``python -m holdfast.hosts N``: the nursery, which hears at socket N what it is to fork."""
+"""``python -m holdfast.hosts N``: the fork server, which hears at socket N what it is to fork."""
 
 import logging
 import socket

@@ -4,9 +4,9 @@ Loading numpy, pyarrow and pandas costs a second of processor time. A site that 
 would spend it just when the flow has least to spare; forked from here it runs after milliseconds.
 
 What a site is to be comes through its standard input. Whoever wants it has a line to it, a socket
-on which the nursery says the number of its process, and with which status that has ended. The site
-holds the other end of the line, too, and says nothing: so the line breaks if nursery and site are
-both gone, and not before.
+on which the fork server says the number of its process, and with which status that has ended. The
+site holds the other end of the line, too, and says nothing: so the line breaks if fork server and
+site are both gone, and not before.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from holdfast.errors import HostError
 
 _NUMBER = struct.Struct("!i")
 _LOST = -1
-"""The status of a site whose nursery is gone, so that nobody knows it."""
+"""The status of a site whose fork server is gone, so that nobody knows it."""
 
 Work = Callable[[], None]
 OnEnd = Callable[[int, int], None]
 """Called with the number and the exit status of a process that has ended."""
 
 
-class Born:
-    """A process that the nursery has forked."""
+class Child:
+    """A process that the fork server has forked."""
 
     def __init__(self, line: socket.socket, on_end: OnEnd | None) -> None:
         self._line, self._on_end = line, on_end
@@ -71,7 +71,7 @@ class Born:
                 os.kill(self.pid, signal.SIGKILL)
 
 
-class Nursery:
+class ForkServer:
     """The end of it in the process that wants sites. Started with the first of them."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Nursery:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
-    def fork(self, work: Work, on_end: OnEnd | None = None) -> Born:
+    def fork(self, work: Work, on_end: OnEnd | None = None) -> Child:
         """A process that does `work`, with the environment, the folder, the module path and the
         output of this one as they are now. `on_end` is called in a thread of its own."""
         here = (os.getcwd(), dict(os.environ), sys.path, cloudpickle.dumps(work))
@@ -89,7 +89,7 @@ class Nursery:
             with theirs, open(stdin):
                 self._ask([theirs.fileno(), stdin, 1, 2])
             pickle.dump(here, to_site)  # if it has died already, its line says so
-        return Born(ours, on_end)
+        return Child(ours, on_end)
 
     def _ask(self, descriptors: list[int]) -> None:
         with self._lock:
@@ -126,7 +126,7 @@ class Nursery:
         self._control = self._process = None
 
 
-shared = Nursery()
+shared = ForkServer()
 """One is enough for a process, however many flows it runs."""
 
 

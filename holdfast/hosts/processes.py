@@ -6,12 +6,12 @@ import threading
 from functools import partial
 
 from holdfast.api.graph import Flow
-from holdfast.hosts.fork_server import Born, Work, shared
+from holdfast.hosts.fork_server import Child, Work, shared
 from holdfast.site.runtime import OnExit, SiteConfig, run_site
 
 
 class ProcessHost:
-    """Launches every site in a process of its own, forked from the nursery."""
+    """Launches every site in a process of its own, forked from the fork server."""
 
     name = "processes"
     application = "local"
@@ -19,7 +19,7 @@ class ProcessHost:
     advertise_host = "127.0.0.1"
 
     def __init__(self) -> None:
-        self._processes: dict[int, Born] = {}
+        self._processes: dict[int, Child] = {}
         self._closed = False
         self._lock = threading.Lock()
 

@@ -28,8 +28,8 @@ from holdfast.connectors.parquet import parquet
 from holdfast.control.applications import Apps
 from holdfast.lab.bench.processes import tree
 from holdfast.lab.workloads.dmz import SCHEMA, DmzRows, dmz_flow
-from holdfast.spark.parcels import spark_schema
 from holdfast.spark.session import local_session
+from holdfast.spark.shuffle_blocks import spark_schema
 from holdfast.spark.sources import spark_batch
 from holdfast.ui.live_table import watch
 

@@ -36,7 +36,7 @@ from holdfast.engine.batches import with_order
 from holdfast.engine.operators.base import KeyedOperator, Port
 from holdfast.engine.steps import Branch, Step
 from holdfast.errors import FlowError
-from holdfast.storage.restore_point import Past
+from holdfast.storage.restore_point import RestorePoint
 
 DEAD = "dead"
 """The register of the rows that a stage has put aside."""
@@ -99,7 +99,7 @@ class Plan:
     exchanges: list[Exchange]
     boundaries: list[tuple[int, int]]
     """(period, offset) of every set of watermarks at which some operator does something."""
-    past: Past | None = None
+    restore_point: RestorePoint | None = None
     """What the flow begins with, if not with nothing."""
 
     def stage_named(self, name: str) -> Stage:
@@ -254,7 +254,7 @@ class _Planner:
         # Sources first, in the order in which they were written: it is part of the row order.
         for node in self.flow.nodes:
             if isinstance(node, SourceNode):
-                self._add_stage(node, "source", {"out": node.port}, source=self._settled(node))
+                self._add_stage(node, "source", {"out": node.port}, source=self._resolved(node))
         for node in nodes:
             if isinstance(node, KeyedNode):
                 self._add_keyed(node)
@@ -274,7 +274,7 @@ class _Planner:
             self.stages,
             self.exchanges,
             sorted(boundaries),
-            self.flow.past,
+            self.flow.restore_point,
         )
 
     def _refuse_mixed_times(self) -> None:
@@ -296,9 +296,9 @@ class _Planner:
                 hint="convert them to one type before they come here",
             )
 
-    def _settled(self, node: SourceNode) -> Source:
-        values = self.flow.settled.get(node.name)
-        return node.source if values is None else node.source.settled(values)
+    def _resolved(self, node: SourceNode) -> Source:
+        values = self.flow.resolved.get(node.name)
+        return node.source if values is None else node.source.resolved(values)
 
     def _refuse_uneven(self) -> None:
         """A marker returns from so many stages further on: that must be the same on all ways."""

@@ -31,7 +31,7 @@ class Progress(NamedTuple):
     """How long the site's tasks have been at work that others would have to do again."""
 
 
-class Rounds:
+class CheckpointSchedule:
     """The tasks of one site."""
 
     def __init__(self) -> None:
@@ -47,15 +47,15 @@ class Rounds:
             worked, waited = now.work_s - last.work_s, now.now_s - last.now_s
             due = worked >= AGAIN * guard.recovery_ms / 1e3 or waited >= SECONDS_MAX
         else:
-            before, rounds = (_rounds(guard, progress) for progress in (last, now))
-            late = rounds - math.floor(before) - 1
+            before, schedule = (_schedule(guard, progress) for progress in (last, now))
+            late = schedule - math.floor(before) - 1
             due = late >= PATIENCE or (late >= 0 and is_covered(last.epoch))
         if due:
             self._last[task] = now
         return due
 
 
-def _rounds(guard: Guard, progress: Progress) -> float:
+def _schedule(guard: Guard, progress: Progress) -> float:
     """How many of them there have been."""
     if guard.every_epochs:
         return progress.epoch / guard.every_epochs

@@ -32,7 +32,7 @@ QUEUED_BYTES_MAX = 16 << 20
 """So much may wait for the disk."""
 
 
-class Shelf:
+class CheckpointWriter:
     """Writes to the folder of a flow, in its generation, as one of its sites. `tell` gets what is
     to be said of tasks that are there, and `soon` what is to be done then; both call back in the
     site's own thread."""
@@ -177,9 +177,13 @@ class Storing:
     that a flow is stopped with: everything, but for rows that its sinks have made durable."""
 
     def __init__(
-        self, order: StoreState, runner: TaskRunner, shelf: Shelf, done: Done | None = None
+        self,
+        order: StoreState,
+        runner: TaskRunner,
+        checkpoint_writer: CheckpointWriter,
+        done: Done | None = None,
     ) -> None:
-        self._order, self._shelf, self._done = order, shelf, done
+        self._order, self._checkpoint_writer, self._done = order, checkpoint_writer, done
         self._runner = runner
         self._files = TaskFiles()
         self._named: dict[str, tuple[str, str, bool]] = {}
@@ -204,7 +208,7 @@ class Storing:
 
     def next(self) -> int | None:
         """Hand the next part over; how many bytes it had, None after the last."""
-        if not self._shelf.room:
+        if not self._checkpoint_writer.room:
             return 0
         if not self._begun:
             if self._runner.fed is not None and not self._runner.fed.is_settled:
@@ -220,16 +224,20 @@ class Storing:
     def _add(self, table: str, batch: pa.RecordBatch, gone: bool = False) -> None:
         name = self._name(f"{table}-gone" if gone else table)
         self._named[name] = (table, name, gone)
-        self._shelf.add(self._files, name, batch)
+        self._checkpoint_writer.add(self._files, name, batch)
 
     def _name(self, what: str) -> str:
-        generation, site, order = self._shelf.generation, self._shelf.site, self._order
+        generation, site, order = (
+            self._checkpoint_writer.generation,
+            self._checkpoint_writer.site,
+            self._order,
+        )
         stop = self._done is not None
         return task_file(generation, order.epoch, order.task, site, what, stop=stop)
 
     def _finish(self) -> None:
         for _, rows in self._held:
-            self._shelf.add(self._files, self._name("held"), rows)
+            self._checkpoint_writer.add(self._files, self._name("held"), rows)
         message = wire.TaskFiles(
             *self._order.task,
             self._order.epoch,
@@ -241,13 +249,13 @@ class Storing:
             {},
             self._done is not None,
         )
-        self._shelf.finish(self._files, message, self._done)
+        self._checkpoint_writer.finish(self._files, message, self._done)
 
     def close(self) -> None:
         """Nobody wants it any more."""
         if self._snapshot is not None:
             self._snapshot.close()
-        self._shelf.drop(self._files)
+        self._checkpoint_writer.drop(self._files)
 
 
 def _frozen(keeper: Keeper | None, after: int | None) -> tuple[int | None, OperatorSnapshot | None]:

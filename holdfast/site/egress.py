@@ -20,9 +20,9 @@ from holdfast.engine.batches import user_names
 from holdfast.errors import ProtocolError
 from holdfast.net import wire
 from holdfast.plan.planner import Stage
-from holdfast.storage.restore_point import Past
+from holdfast.storage.restore_point import RestorePoint
 
-LIFE_BITS = 48
+GENERATION_BITS = 48
 """A flow that goes on after it was lost has higher terms than it had before."""
 
 
@@ -30,40 +30,55 @@ class Egress:
     """One replica of a sink's only task."""
 
     def __init__(
-        self, flow: str, stage: Stage, incarnation: str = "", past: Past | None = None
+        self,
+        flow: str,
+        stage: Stage,
+        incarnation: str = "",
+        restore_point: RestorePoint | None = None,
     ) -> None:
         assert stage.sink is not None
-        self._past, self._stage = past, stage.id
-        self._recalled, self._stored = 0, past.epochs if past and past.results else 0
+        self._restore_point, self._stage = restore_point, stage.id
+        self._recalled, self._stored = (
+            0,
+            restore_point.epochs if restore_point and restore_point.results else 0,
+        )
         """Of the epochs that are stored, those before this one were taken."""
         self._later: list[tuple[int, pa.RecordBatch]] = []
         """Epochs that were taken and go on when all that are stored have been."""
-        lost = past if past is not None and past.lost and not past.untouched else None
+        lost = (
+            restore_point
+            if restore_point is not None and restore_point.lost and not restore_point.untouched
+            else None
+        )
         self._lost = lost is not None
         self._sink = stage.sink
         self._whose = Authority(
             flow,
             stage.name,
             lost.incarnation if lost else incarnation,
-            after=past.epochs - 1 if past and past.stopped and not lost else -1,
+            after=restore_point.epochs - 1
+            if restore_point and restore_point.stopped and not lost
+            else -1,
             lost=lost is not None,
         )
-        self._life = lost.life if lost else 0
+        self._generation = lost.generation if lost else 0
         schema = stage.inputs[0].schema
         self.columns = schema.names if stage.sink.with_order else user_names(schema)
         self._schema = pa.schema([schema.field(n) for n in self.columns])
         self.writer: SinkWriter | None = None
         self.leads = False
-        self.taken = self.durable = past.epochs - 1 if past and past.stopped else -1
+        self.taken = self.durable = (
+            restore_point.epochs - 1 if restore_point and restore_point.stopped else -1
+        )
         self._held: deque[tuple[int, pa.RecordBatch]] = deque()
         self._held_bytes = 0
         if stage.sink.replicated:
             self.writer = stage.sink.open(self._whose, self._schema)
 
-    def recover(self, past: Past) -> None:
+    def recover(self, restore_point: RestorePoint) -> None:
         """Be as the egress was of a flow that was lost: what it held may be durable or not. Of one
         that was stopped everything is, but for rows that are kept for readers."""
-        stored = past.sinks.get(self._stage)
+        stored = restore_point.sinks.get(self._stage)
         if stored is None:
             return
         saved = msgspec.msgpack.decode(stored.saved, type=wire.EgressExtras)
@@ -72,12 +87,12 @@ class Egress:
             self._whose = replace(self._whose, after=saved["durable"], lost=False)
         writer = saved.get("incarnation", self._whose.incarnation)
         if writer == self._whose.incarnation or self.is_read:
-            self.restore(saved, past.held_by(self._stage, self._schema))
+            self.restore(saved, restore_point.held_by(self._stage, self._schema))
         else:
             self._whose = replace(self._whose, before=(writer, saved["durable"]))
 
     def _in_term(self, term: int) -> Authority:
-        return replace(self._whose, term=(self._life << LIFE_BITS) + term)
+        return replace(self._whose, term=(self._generation << GENERATION_BITS) + term)
 
     @property
     def held(self) -> list[tuple[int, pa.RecordBatch]]:
@@ -91,7 +106,7 @@ class Egress:
             return
         self.leads = True
         whose = self._in_term(term)
-        if self.writer is None and self._past is not None and self._past.stopped:
+        if self.writer is None and self._restore_point is not None and self._restore_point.stopped:
             self.writer = self._sink.go_on(whose, self._schema, self.durable)
         elif self.writer is None:
             self.writer = self._sink.open(whose, self._schema)
@@ -133,9 +148,9 @@ class Egress:
     def recall(self) -> None:
         """Called again and again: take one more of the epochs that are stored, if there is room."""
         if self._recalled < self._stored and self._writes and self._has_room():
-            assert self._past is not None
+            assert self._restore_point is not None
             epoch, self._recalled = self._recalled, self._recalled + 1
-            batch = self._past.result_of(self._stage, epoch, self._schema)
+            batch = self._restore_point.result_of(self._stage, epoch, self._schema)
             batch = batch.select(self.columns).cast(self._schema)
             if self._sink.replicated:
                 self.take(epoch, batch)

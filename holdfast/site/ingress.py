@@ -20,7 +20,7 @@ from holdfast.net.bundles import rows_of
 from holdfast.plan.planner import Plan, Stage
 from holdfast.site.push import MEMORY_BYTES_MAX, FedReader
 from holdfast.site.spill import Overflow
-from holdfast.storage.restore_point import Past
+from holdfast.storage.restore_point import RestorePoint
 
 BLOCK_STEPS_MAX = 4_096
 """A block is announced with no more steps of event time than this."""
@@ -217,27 +217,27 @@ class Ingress:
         mark = Watermark(plan.timed_splits, plan.boundaries)
         self._mark = mark if plan.boundaries else None
 
-    def begin(self, past: Past) -> None:
+    def begin(self, restore_point: RestorePoint) -> None:
         """Event time has come so far before the first epoch; and so has the source, if the flow
         was stopped."""
-        saved = past.sources.get(self.stage.id)
+        saved = restore_point.sources.get(self.stage.id)
         if saved is not None:
             known = msgspec.msgpack.decode(saved, type=wire.IngressExtras)
-            self.restore(known, self._waiting(past))
-        elif self._mark is not None and past.mark:
-            self._mark.restore(past.mark)
+            self.restore(known, self._waiting(restore_point))
+        elif self._mark is not None and restore_point.mark:
+            self._mark.restore(restore_point.mark)
         for split in self.splits.values():
             if isinstance(split.reader, FedReader):
-                for header, bodies in past.portions_of(self.stage.id):
+                for header, bodies in restore_point.portions_of(self.stage.id):
                     message = msgspec.msgpack.decode(header, type=wire.FeedPortion)
                     split.reader.recover(message, [rows_of(memoryview(b)) for b in bodies])
                 split.reader.drop_part()
 
-    def _waiting(self, past: Past) -> list[pa.RecordBatch]:
+    def _waiting(self, restore_point: RestorePoint) -> list[pa.RecordBatch]:
         """Rows that had come in and were in no epoch; there may be more than fit into memory."""
         fed = [s.reader for s in self.splits.values() if isinstance(s.reader, FedReader)]
         overflow = Overflow(fed[0].overflow.folder if fed else None, MEMORY_BYTES_MAX)
-        return [overflow.hold(rows).rows for rows in past.waiting_of(self.stage.id)]
+        return [overflow.hold(rows).rows for rows in restore_point.waiting_of(self.stage.id)]
 
     def epoch(self, record: EpochRecord) -> tuple[pa.RecordBatch, Track]:
         """This site's rows of an epoch, in order, and how the whole epoch moves the watermark."""

@@ -76,8 +76,8 @@ from holdfast.net import bundles, wire
 from holdfast.net.bundles import Frames
 from holdfast.net.checks import Checks
 from holdfast.plan.planner import Plan, shape
-from holdfast.site.checkpoint_schedule import Progress, Rounds
-from holdfast.site.checkpoints import Shelf, Storing
+from holdfast.site.checkpoint_schedule import CheckpointSchedule, Progress
+from holdfast.site.checkpoints import CheckpointWriter, Storing
 from holdfast.site.handover import Checkpoint, Incoming, Outgoing
 from holdfast.site.sequencing import Sequencing
 from holdfast.site.serving import Serving
@@ -127,11 +127,11 @@ class Node:
         runner: type[TaskRunner] = TaskRunner,
         incarnation: str = "",
         spill: Spill | None = None,
-        shelf: Shelf | None = None,
+        checkpoint_writer: CheckpointWriter | None = None,
     ) -> None:
         self.plan, self.site, self.options = plan, site, options
         self._transport, self._now, self._spill = transport, now, spill
-        self._shelf = shelf
+        self._checkpoint_writer = checkpoint_writer
         self.storing: dict[TaskId, Storing] = {}
         self._final: dict[TaskId, wire.TaskFiles] = {}
         """The tasks that are stored as the flow is stopped with them."""
@@ -142,7 +142,12 @@ class Node:
         self._codec = codec or Codec()
         self.view: View | None = None
         self.stages = SiteStages(
-            plan, site, options, incarnation, runner, shelf if options.store_every_ms else None
+            plan,
+            site,
+            options,
+            incarnation,
+            runner,
+            checkpoint_writer if options.store_every_ms else None,
         )
         self.stages.send = transport.send
         shaped = shape(plan, options.partitions)
@@ -151,7 +156,7 @@ class Node:
         """Whether nothing is left to do here, but that somebody reads what is kept."""
         self._over_since = 0.0
         self._checks = Checks(plan, shaped, options.window)
-        self._begun = Epoch(plan.past.epochs - 1) if plan.past else NO_EPOCH
+        self._begun = Epoch(plan.restore_point.epochs - 1) if plan.restore_point else NO_EPOCH
         self.dataflow = Dataflow(site, shaped, options.window, self._begun)
         self.sourcing = Sourcing(
             self.stages, self.dataflow, options, now, transport.send, self._to_sequencer
@@ -171,7 +176,7 @@ class Node:
         self._ties = itertools.count()
         self._acks: dict[SiteId, dict[tuple[int, int, int], wire.Ack]] = {}
         self._working = self._hasty = False
-        self._rounds = Rounds()
+        self._schedule = CheckpointSchedule()
         self._uncounted: set[TaskId] = set()
 
     # --- what a shell calls ---------------------------------------------------------------------
@@ -436,8 +441,8 @@ class Node:
             case BeginTask():
                 self.incoming.pop(effect.task, None)
                 self._empty(effect.task)
-                if effect.at_start and self.plan.past is not None:
-                    self.stages.tasks[effect.task].begin(self.plan.past)
+                if effect.at_start and self.plan.restore_point is not None:
+                    self.stages.tasks[effect.task].begin(self.plan.restore_point)
             case CloseTask():
                 self._abandon_store(effect.task)
                 self.stages.shut(effect.task)
@@ -469,9 +474,9 @@ class Node:
             case HandOver():
                 self._begin_hand_over(effect)
             case StoreState():
-                if self._shelf is not None:
+                if self._checkpoint_writer is not None:
                     runner = self.stages.tasks[effect.task]
-                    self.storing[effect.task] = Storing(effect, runner, self._shelf)
+                    self.storing[effect.task] = Storing(effect, runner, self._checkpoint_writer)
             case ReportMissed():
                 reason = f"site {self.site} was told of it too late"
                 missed = wire.NotStored(*effect.task, effect.epoch, reason, True)
@@ -523,7 +528,7 @@ class Node:
         waited for that are about to."""
         assert self.view is not None
         egresses = [r.egress for r in self.stages.tasks.values() if r.egress is not None]
-        stores = self._shelf is not None and not self.dataflow.ended
+        stores = self._checkpoint_writer is not None and not self.dataflow.ended
         if not self._over:
             self._over_since = self._now()
         patient = not stores or self._now() - self._over_since < READERS_S
@@ -550,7 +555,7 @@ class Node:
     def _is_to_store(self) -> bool:
         """Whether tasks are led here that are not stored as the flow is stopped with them; they are
         from now on."""
-        assert self.view is not None and self._shelf is not None
+        assert self.view is not None and self._checkpoint_writer is not None
         assert self.dataflow.last is not None
         led = [u for u in self.stages.tasks if self.view.group(u).led_by(self.site)]
         missing = [u for u in led if u not in self._final]
@@ -559,7 +564,7 @@ class Node:
             self._finalizing.add(task)
             order = StoreState(task, self.dataflow.last, None)
             runner = self.stages.tasks[task]
-            self.storing[task] = Storing(order, runner, self._shelf, self._on_stored)
+            self.storing[task] = Storing(order, runner, self._checkpoint_writer, self._on_stored)
         return bool(missing)
 
     def _on_stored(self, message: wire.TaskFiles) -> None:
@@ -643,7 +648,7 @@ class Node:
                 continue
             so_far = Progress(now, runner.epoch, self._work_s())
             is_covered = partial(self.dataflow.is_covered, task)
-            if self._rounds.is_due(task, runner.guard, so_far, is_covered):
+            if self._schedule.is_due(task, runner.guard, so_far, is_covered):
                 runner.checkpoints += 1
                 self._handle(CheckpointDue(task))
 

@@ -42,7 +42,7 @@ from holdfast.net import wire
 from holdfast.net.client import Client
 from holdfast.net.connection import Connection, dial, listen
 from holdfast.plan.planner import plan
-from holdfast.site.checkpoints import Shelf
+from holdfast.site.checkpoints import CheckpointWriter
 from holdfast.site.node import Node
 from holdfast.site.push import Feeds
 from holdfast.site.spill import Spill
@@ -109,10 +109,10 @@ class Site:
         named = wire.incarnation(config.secret)
         spill = Spill(config.options.spill, config.options.log_bytes_max)
         planned = plan(flow)
-        self._shelf: Shelf | None = None
+        self._checkpoint_writer: CheckpointWriter | None = None
         if config.options.store is not None:
             where = (config.options.store, config.options.generation, config.site)
-            self._shelf = Shelf(*where, self._tell_soon, self._soon)
+            self._checkpoint_writer = CheckpointWriter(*where, self._tell_soon, self._soon)
         self.node = Node(
             planned,
             self.id,
@@ -121,7 +121,7 @@ class Site:
             now=partial(_wall_clock, time.time() - time.monotonic()),
             incarnation=named,
             spill=spill,
-            shelf=self._shelf,
+            checkpoint_writer=self._checkpoint_writer,
         )
         self._controllers: dict[tuple[str, int], Connection] = {}
         self._server: asyncio.Server | None = None
@@ -178,8 +178,8 @@ class Site:
             for task in tasks:
                 task.cancel()
             self.node.stages.abandon()
-            if self._shelf is not None:
-                self._shelf.close()
+            if self._checkpoint_writer is not None:
+                self._checkpoint_writer.close()
             self._server.close()
             for connection in [*self._peers.values(), *self._controllers.values()]:
                 connection.close()
@@ -574,8 +574,8 @@ class Site:
         """Know about how long it takes from one epoch to the next."""
         now = time.monotonic()
         if epoch > self._ingested:
-            past = min(now - self._ingested_at, 1.0)
-            self._epoch_s += (past - self._epoch_s) / 8
+            elapsed = min(now - self._ingested_at, 1.0)
+            self._epoch_s += (elapsed - self._epoch_s) / 8
             self._ingested, self._ingested_at = epoch, now
 
     def _read_ahead(self, only_leading: bool = False) -> None:

@@ -77,10 +77,10 @@ class Sequencing:
     def _made(self) -> Sequencer:
         sinks = [StageId(s.id) for s in self._plan.sinks]
         budget = fitting(self._options.budget, limit_bytes())
-        past = self._plan.past
-        seq = past.rows if past else 0
-        cuts = {(StageId(s), n): o for s, n, o in past.offsets} if past else {}
-        known = past.records if past else []
+        restore_point = self._plan.restore_point
+        seq = restore_point.rows if restore_point else 0
+        cuts = {(StageId(s), n): o for s, n, o in restore_point.offsets} if restore_point else {}
+        known = restore_point.records if restore_point else []
         begun = self._begun
         return Sequencer(self._site, self._plan.splits, sinks, budget, begun, seq, cuts, known)
 

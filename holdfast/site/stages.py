@@ -34,7 +34,7 @@ from holdfast.site.egress import Egress
 from holdfast.site.ingress import Ingress, Split
 from holdfast.site.push import FedReader, Lead
 from holdfast.storage.layout import portion_file
-from holdfast.storage.restore_point import Past
+from holdfast.storage.restore_point import RestorePoint
 
 KEPT = "store"
 """Who follows the changes of tables that are stored while the flow runs."""
@@ -116,33 +116,33 @@ class TaskRunner:
             if self.fed is not None:
                 self.fed.epoch = lambda: self.epoch
         if stage.sink is not None:
-            self.egress = Egress(plan.flow, stage, incarnation, plan.past)
+            self.egress = Egress(plan.flow, stage, incarnation, plan.restore_point)
 
-    def begin(self, past: Past) -> None:
-        """Be as the flow's past has left this task."""
-        self.epoch = past.epochs - 1
+    def begin(self, restore_point: RestorePoint) -> None:
+        """Be as the flow's restore point has left this task."""
+        self.epoch = restore_point.epochs - 1
         if self.keeper is not None:
-            self._install(past, self.keeper)
+            self._install(restore_point, self.keeper)
         if self.ingress is not None:  # whose tables change with what came in later
-            self.ingress.begin(past)
+            self.ingress.begin(restore_point)
         if self.egress is not None:
-            self.egress.recover(past)
+            self.egress.recover(restore_point)
 
-    def _install(self, past: Past, keeper: Keeper) -> None:
+    def _install(self, restore_point: RestorePoint, keeper: Keeper) -> None:
         first, end = self.group.first, self.group.end
-        for layer, batch in past.state_of(self.stage.id, first, end):
+        for delta, batch in restore_point.state_of(self.stage.id, first, end):
             try:
-                table = keeper.tables()[layer.table]
-                if layer.gone:
+                table = keeper.tables()[delta.table]
+                if delta.gone:
                     table.take_out(batch)
-                elif first <= layer.first and layer.end <= end:
-                    keeper.install({layer.table: batch})
+                elif first <= delta.first and delta.end <= end:
+                    keeper.install({delta.table: batch})
                 else:
-                    keeper.install({layer.table: table.within(batch, first, end)})
+                    keeper.install({delta.table: table.within(batch, first, end)})
             except (KeyError, ValueError, TypeError, IndexError, pa.ArrowException) as error:
                 raise FlowError(
                     f"stage {self.stage.name!r} cannot go on with the state that is in "
-                    f"{layer.file} at {past.place}: {error!r}",
+                    f"{delta.file} at {restore_point.place}: {error!r}",
                     hint="its operator must be the one that has left it there",
                 ) from error
 
@@ -332,7 +332,7 @@ class TaskRunner:
         }
 
 
-class Shelf(Protocol):
+class StateWriter(Protocol):
     """Writes files for a flow that is stored while it runs: see `holdfast.site.checkpoints`."""
 
     generation: int
@@ -352,11 +352,11 @@ class SiteStages:
         options: Options,
         incarnation: str = "",
         runner: type[TaskRunner] = TaskRunner,
-        shelf: Shelf | None = None,
+        checkpoint_writer: StateWriter | None = None,
     ) -> None:
         self.plan, self.site, self.options = plan, site, options
         self._shape = shape(plan, options.partitions)
-        self.shelf = shelf
+        self.checkpoint_writer = checkpoint_writer
         self._incarnation = incarnation
         self.tasks: dict[TaskId, TaskRunner] = {}
         self._runner = runner
@@ -385,24 +385,30 @@ class SiteStages:
         )
         runner.protect(*self._protection(task, view))
         self.tasks[task] = runner
-        if self.plan.past is not None and begins:
-            runner.begin(self.plan.past)
+        if self.plan.restore_point is not None and begins:
+            runner.begin(self.plan.restore_point)
         if runner.egress is not None and group.replicas[0] == self.site:
             runner.egress.begin(view.rank)
         for reader in self.fed().values():
             reader.on_ready, reader.send = self.on_fed, self.send
-            if self.shelf is not None:
-                reader.keep = partial(self._keep, self.shelf, reader)
+            if self.checkpoint_writer is not None:
+                reader.keep = partial(self._keep, self.checkpoint_writer, reader)
 
     @staticmethod
     def _keep(
-        shelf: Shelf, reader: FedReader, lead: Lead, portion: wire.FeedPortion, rows: list[Any]
+        checkpoint_writer: StateWriter,
+        reader: FedReader,
+        lead: Lead,
+        portion: wire.FeedPortion,
+        rows: list[Any],
     ) -> None:
         number = portion.number
-        name = portion_file(shelf.generation, portion.source, number, lead.rank, lead.base)
+        name = portion_file(
+            checkpoint_writer.generation, portion.source, number, lead.rank, lead.base
+        )
         data = [msgspec.msgpack.encode(portion), *(memoryview(b).tobytes() for b in rows)]
         batches = [pa.record_batch({"data": [d]}) for d in data]
-        shelf.write(name, batches, partial(reader.on_has, STORE, number, False))
+        checkpoint_writer.write(name, batches, partial(reader.on_has, STORE, number, False))
 
     def on_view(self, view: View) -> None:
         """Lead where a leader is gone; know the other replicas of a fed source; follow of the state

@@ -3,7 +3,7 @@
 Every input row gets the sequence number that it has, or would have, in a live run; from then on
 the stages run the very code that sites run. A first, small job per source learns how many rows
 each part of it has and how its event times move; the rest is lazy. A keyed stage is one shuffle
-of parcels, and merges them as it reads, so memory does not grow with the input.
+of shuffle blocks, and merges them as it reads, so memory does not grow with the input.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from holdfast.engine.watermark import Steps, Watermark, source_times, track_of
 from holdfast.errors import FlowError, InputError, require
 from holdfast.plan.planner import Exchange, Plan, Stage
 from holdfast.plan.stage_runner import StageRunner
-from holdfast.spark import parcels
-from holdfast.spark.parcels import SPLIT
+from holdfast.spark import shuffle_blocks as blocks
 from holdfast.spark.session import described, use_this_python
+from holdfast.spark.shuffle_blocks import SPLIT
 
 BLOCK = "__block"
 _SPLIT_BITS = 20
@@ -62,10 +62,10 @@ def batch(
     the order key of every result, ``__o0`` and so on, by which the DataFrame can be sorted.
     """
     use_this_python(spark)
-    planned = parcels.checked_plan(flow, inputs, partitions, streaming=False)
+    planned = blocks.checked_plan(flow, inputs, partitions, streaming=False)
     known = None if records is None else [_as_record(r) for r in records]
     job = Job(planned, Order.of(planned, inputs, known), partitions)
-    results = {s.name: job.result(s, with_order) for s in parcels.wanted_sinks(planned, sink)}
+    results = {s.name: job.result(s, with_order) for s in blocks.wanted_sinks(planned, sink)}
     return results if len(results) > 1 else next(iter(results.values()))
 
 
@@ -77,25 +77,25 @@ Keep = Callable[[Stage, KeyedOperator], None]
 
 
 class Job:
-    """The DataFrames of the stages. Consumers of a stage share one shuffle of its parcels, which
-    Spark then computes once per query (ReusedExchange)."""
+    """The DataFrames of the stages. Consumers of a stage share one shuffle of its shuffle blocks,
+    which Spark then computes once per query (ReusedExchange)."""
 
     def __init__(
         self, planned: Plan, order: Order, partitions: int, keep: Keep | None = None
     ) -> None:
         self.plan, self.order, self.partitions, self.keep = planned, order, partitions, keep
-        self._parcels: dict[tuple[int, ...], DataFrame] = {}
+        self._blocks: dict[tuple[int, ...], DataFrame] = {}
 
     def result(self, sink: Stage, with_order: bool) -> DataFrame:
-        schema = parcels.sink_schema(sink, with_order)
+        schema = blocks.sink_schema(sink, with_order)
         made = []
-        for producer, exchanges in parcels.by_producer(self.plan, sink):
-            outlet = parcels.ToRows(exchanges, schema)
+        for producer, exchanges in blocks.by_producer(self.plan, sink):
+            outlet = blocks.ToRows(exchanges, schema)
             made.append(self._run(producer, outlet))
         return reduce(DataFrame.unionAll, made)
 
-    def _run(self, stage: Stage, outlet: parcels.Outlet) -> DataFrame:
-        planned, lean = parcels.shipped(self.plan, stage)
+    def _run(self, stage: Stage, outlet: blocks.Outlet) -> DataFrame:
+        planned, lean = blocks.shipped(self.plan, stage)
         if stage.kind == "source":
             assert stage.source is not None
             read = self.order.sources[stage.id]
@@ -106,24 +106,25 @@ class Job:
         return sent.sortWithinPartitions("low").mapInArrow(task, outlet.ddl)
 
     def _sent_to(self, stage: Stage) -> DataFrame:
-        """All parcels for a keyed stage; with a single producer also those for its siblings."""
-        producers = parcels.by_producer(self.plan, stage)
+        """All shuffle blocks for a keyed stage; with a single producer also those for its
+        siblings."""
+        producers = blocks.by_producer(self.plan, stage)
         if len(producers) == 1:
             producer = producers[0][0]
             keyed = [e for e in producer.outputs if e.keys is not None]
-            return self._parcels_of(producer, keyed)
-        return reduce(DataFrame.unionAll, [self._parcels_of(p, e) for p, e in producers])
+            return self._blocks_of(producer, keyed)
+        return reduce(DataFrame.unionAll, [self._blocks_of(p, e) for p, e in producers])
 
-    def _parcels_of(self, producer: Stage, exchanges: list[Exchange]) -> DataFrame:
+    def _blocks_of(self, producer: Stage, exchanges: list[Exchange]) -> DataFrame:
         key = tuple(e.id for e in exchanges)
-        if key not in self._parcels:
-            outlet = parcels.ToParcels(exchanges, self.partitions)
-            self._parcels[key] = self._run(producer, outlet)
-        return self._parcels[key]
+        if key not in self._blocks:
+            outlet = blocks.ToBlocks(exchanges, self.partitions)
+            self._blocks[key] = self._run(producer, outlet)
+        return self._blocks[key]
 
 
 class _KeyedTask:
-    """Some buckets of a keyed stage, over their parcels in the order of ``low``."""
+    """Some buckets of a keyed stage, over their shuffle blocks in the order of ``low``."""
 
     def __init__(
         self,
@@ -131,18 +132,18 @@ class _KeyedTask:
         stage: Stage,
         track: Track,
         partitions: int,
-        outlet: parcels.Outlet,
+        outlet: blocks.Outlet,
         keep: Keep | None,
     ) -> None:
         self.plan, self.stage, self.track = planned, stage, track
         self.partitions, self.outlet, self.keep = partitions, outlet, keep
-        self.__name__ = parcels.title(planned, stage)
+        self.__name__ = blocks.title(planned, stage)
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         runner = StageRunner(self.plan, self.stage, self.partitions)
         merge, track = _Merge([e.id for e in self.stage.inputs]), self.track
         for arrived in batches:
-            for exchange, low, rows in parcels.unpack(arrived, set(merge.held)):
+            for exchange, low, rows in blocks.unpack(arrived, set(merge.held)):
                 if merge.due:
                     ready = merge.below(low)
                     before, track = track.split(low - 1)
@@ -165,7 +166,7 @@ class _Merge:
     def __init__(self, exchanges: list[int]) -> None:
         self.held: dict[int, list[pa.RecordBatch]] = {e: [] for e in exchanges}
         self.touched = False
-        self._rows, self._goal = 0, parcels.BLOCK_ROWS
+        self._rows, self._goal = 0, blocks.BLOCK_ROWS
 
     @property
     def due(self) -> bool:
@@ -185,7 +186,7 @@ class _Merge:
             kept = [b.filter(pa.array(~e)) for b, e in zip(batches, early, strict=True)]
             self.held[exchange] = [b for b in kept if b.num_rows]
         self._rows = sum(b.num_rows for held in self.held.values() for b in held)
-        self._goal = 2 * self._rows + parcels.BLOCK_ROWS  # or long overlaps are gone through again
+        self._goal = 2 * self._rows + blocks.BLOCK_ROWS  # or long overlaps are gone through again
         return taken
 
     def rest(self) -> list[list[pa.RecordBatch]]:
@@ -389,7 +390,7 @@ def _survey(planned: Plan, stage: Stage, df: DataFrame) -> _Read:
     assert stage.source is not None
     splits = SPLIT in df.columns
     used = [*stage.used["out"], *([SPLIT] if splits else [])]
-    order = parcels.order_columns(stage, df)
+    order = blocks.order_columns(stage, df)
     blocked = _ranged(df, order, used) if order else _as_it_is(df, used)
     read = _Read(blocked.select(*used, BLOCK), stage.name, splits)
     on = stage.event_time if planned.boundaries else None
@@ -475,7 +476,7 @@ class _SurveyTask:
         places = _Places()
         marks: dict[int, Watermark] = {}
         steps: dict[int, list[Steps]] = {}
-        for batch in parcels.blocks(batches):
+        for batch in blocks.blocks(batches):
             times = self._times(batch)
             for code, rows, at in places.of(batch):
                 mark = marks.setdefault(code, Watermark([_ALONE], self.boundaries))
@@ -513,16 +514,16 @@ class _SourceTask:
         planned: Plan,
         stage: Stage,
         read: _Read,
-        outlet: parcels.Outlet,
+        outlet: blocks.Outlet,
         declared: pa.Schema,
     ) -> None:
         self.plan, self.stage, self.read, self.outlet = planned, stage, read, outlet
-        self.__name__ = parcels.title(planned, stage)
+        self.__name__ = blocks.title(planned, stage)
         self.schema = pa.schema([declared.field(n) for n in stage.used["out"]])
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         runner, places = StageRunner(self.plan, self.stage, 1), _Places()
-        for batch in parcels.blocks(batches):
+        for batch in blocks.blocks(batches):
             seqs = np.full(batch.num_rows, -1, np.int64)
             for code, rows, at in places.of(batch):
                 offsets = self.read.first.get(code, 0) + at

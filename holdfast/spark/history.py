@@ -1,5 +1,5 @@
-"""A flow's past, made by the batch job: history is computed in parallel, and the flow goes on from
-there as if it had streamed it.
+"""A flow's restore point, made by the batch job: history is computed in parallel, and the flow goes
+on from there as if it had streamed it.
 
 The tasks of keyed stages write the state that they are left with, and those of sinks their results
 in order, straight to a folder (see `holdfast.storage.restore_point`). The driver only sees the
@@ -26,12 +26,12 @@ from holdfast.engine.operators.base import KeyedOperator
 from holdfast.engine.steps import conform
 from holdfast.errors import FlowError, HoldfastError
 from holdfast.plan.planner import Stage, plan
-from holdfast.spark import parcels
+from holdfast.spark import shuffle_blocks as blocks
 from holdfast.spark.batch import Job, Order
 from holdfast.spark.session import cause, use_this_python
 from holdfast.storage.files import Folder
 from holdfast.storage.layout import RESULTS
-from holdfast.storage.restore_point import Past, store_state, stored_state
+from holdfast.storage.restore_point import RestorePoint, store_state, stored_state
 
 RANGE_ROWS, RANGES_MAX = 500_000, 256
 """Results are sorted in ranges of so many input rows."""
@@ -69,7 +69,7 @@ class History:
                 raise FlowError(f"{where}: {name!r} is {type(df).__name__}, not a DataFrame")
         self.flow, self.partitions, self.progress = flow, partitions, progress
         self.spark: SparkSession = next(iter(self.inputs.values())).sparkSession
-        self.plan = parcels.checked_plan(flow, self._all_inputs(), partitions, streaming=False)
+        self.plan = blocks.checked_plan(flow, self._all_inputs(), partitions, streaming=False)
         name = f"holdfast-{flow.name}-{uuid.uuid4().hex[:8]}"
         self.place = f"{(at or _default_place(self.spark, flow.name)).rstrip('/')}/{name}"
 
@@ -78,7 +78,7 @@ class History:
         df = self.inputs.get(source)
         return df.inputFiles() if df is not None else []
 
-    def build(self) -> Past:
+    def build(self) -> RestorePoint:
         """Run the batch job."""
         use_this_python(self.spark)
         described = f"Holdfast flow {self.flow.name!r}: history"
@@ -96,18 +96,18 @@ class History:
         """A source that has none has an empty one."""
         missing = [s for s in plan(self.flow).sources if s.name not in self.inputs]
         empty = {
-            s.name: self.spark.createDataFrame([], parcels.spark_schema(s.ports["out"].schema))
+            s.name: self.spark.createDataFrame([], blocks.spark_schema(s.ports["out"].schema))
             for s in missing
         }
         return self.inputs | empty
 
-    def _build(self) -> Past:
+    def _build(self) -> RestorePoint:
         order = Order.of(self.plan, self._all_inputs(), ended=False)
         job = Job(self.plan, order, self.partitions, keep=KeepState(self.place))
         results = {s.id: self._results(job, s) for s in self.plan.sinks}
         state = stored_state(Folder(self.place))
         epochs = max([1, *(len(files) for files in results.values())])
-        return Past(self.place, epochs, order.rows, order.mark, state, results)
+        return RestorePoint(self.place, epochs, order.rows, order.mark, state, results)
 
     def _results(self, job: Job, sink: Stage) -> list[str]:
         """Write what a sink gets for the history, in order; the names of the files."""
@@ -147,7 +147,7 @@ class WriteResults:
         at, attempt = context.partitionId(), context.taskAttemptId()
         folder = Folder(self.place)
         files: list[str] = []
-        for rows in parcels.blocks(batches):
+        for rows in blocks.blocks(batches):
             file = f"{RESULTS}/{self.sink}/{at:05d}-{len(files):05d}-{attempt}.arrow"
             folder.write(file, [concat([conform(rows, self.schema, self.name)])])
             files.append(file)

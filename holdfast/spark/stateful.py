@@ -39,8 +39,8 @@ from holdfast.engine.operators.base import KeyedOperator, Port
 from holdfast.engine.state import Field, StateTable
 from holdfast.engine.watermark import operator_times
 from holdfast.errors import FlowError
-from holdfast.spark.cells import NO_TIMER, Cell, Handle, Variable
 from holdfast.spark.schemas import RowCodec, arrow_of, struct_of
+from holdfast.spark.state_handles import NO_TIMER, Handle, KeyState, Variable
 
 MODES = ("append", "update")
 _PER_MS = {"s": (1, 1_000), "ms": (1, 1), "us": (1_000, 1), "ns": (1_000_000, 1)}
@@ -157,10 +157,10 @@ class StatefulOperator(KeyedOperator):
         """Gives each row in the form that user code takes."""
         raise NotImplementedError
 
-    def _on_row(self, cell: Cell, row: Any, watermark_ms: int) -> Iterable[Any]:
+    def _on_row(self, key_state: KeyState, row: Any, watermark_ms: int) -> Iterable[Any]:
         raise NotImplementedError
 
-    def _on_timer(self, cell: Cell, due: int, watermark_ms: int) -> Iterable[Any]:
+    def _on_timer(self, key_state: KeyState, due: int, watermark_ms: int) -> Iterable[Any]:
         raise NotImplementedError
 
     def _batches(self, given: list[Any]) -> list[pa.RecordBatch]:
@@ -190,26 +190,26 @@ class StatefulOperator(KeyedOperator):
         if due.size:
             self._next_due = min(self._next_due, int(due.min()))
 
-    def _cells(self, slots: np.ndarray, keys: list[tuple]) -> list[Cell]:
+    def _key_states(self, slots: np.ndarray, keys: list[tuple]) -> list[KeyState]:
         """The state of these slots, for user code to work on."""
         columns = [self.table.get(f"v{n}", slots).to_pylist() for n in range(len(self.variables))]
         timers = self.table.get("__timers", slots).to_pylist()
-        return [Cell(key, [c[i] for c in columns], timers[i]) for i, key in enumerate(keys)]
+        return [KeyState(key, [c[i] for c in columns], timers[i]) for i, key in enumerate(keys)]
 
-    def _store(self, slots: np.ndarray, cells: list[Cell]) -> int:
+    def _store(self, slots: np.ndarray, key_states: list[KeyState]) -> int:
         """Write back what user code has made of them; gives the first mark that is waited for."""
-        stored = [cell.stored() for cell in cells]
-        due = np.array([self.due(cell) for cell in cells], np.int64)
+        stored = [key_state.stored() for key_state in key_states]
+        due = np.array([self.due(key_state) for key_state in key_states], np.int64)
         for n in range(len(self.variables)):
             self.table.put(f"v{n}", slots, pa.array([s[n] for s in stored], pa.binary()))
-        timers = [cell.stored_timers() for cell in cells]
+        timers = [key_state.stored_timers() for key_state in key_states]
         self.table.put("__timers", slots, pa.array(timers, pa.binary()))
         self.table["__next"][slots] = due
         return int(due.min())
 
-    def due(self, cell: Cell) -> int:
+    def due(self, key_state: KeyState) -> int:
         """The mark at which the first of its timers is due."""
-        return cell.timers[0] + self.due_after if cell.timers else NO_TIMER
+        return key_state.timers[0] + self.due_after if key_state.timers else NO_TIMER
 
     def _forget_empty(self, slots: np.ndarray) -> None:
         """Keys without state take no room."""
@@ -236,13 +236,13 @@ class StatefulOperator(KeyedOperator):
         self.table.touch(slots, epoch)
         if groups:
             self._name_keys(groups, batch, key_hash(words))
-        cells = self._cells(slots, self._keys_of(slots))
+        key_states = self._key_states(slots, self._keys_of(slots))
         try:
-            out = self._run(batch, track, steps, groups, slots, cells)
+            out = self._run(batch, track, steps, groups, slots, key_states)
         except Exception:
             self._forget_empty(with_rows)  # those that were new; nothing else has changed
             raise
-        self._next_due = min(next_due, self._store(slots, cells))
+        self._next_due = min(next_due, self._store(slots, key_states))
         self._forget_empty(slots)
         return self._given(out, late)
 
@@ -295,7 +295,7 @@ class StatefulOperator(KeyedOperator):
         steps: Steps,
         groups: Groups | None,
         slots: np.ndarray,
-        cells: list[Cell],
+        key_states: list[KeyState],
     ) -> pa.RecordBatch:
         """All keys, one after the other: rows and timers of each in their order."""
         results = Results()
@@ -304,18 +304,18 @@ class StatefulOperator(KeyedOperator):
         marks = self._marks_ms(batch, track).tolist() if groups and self.clock else None
         row_of = self._inputs(batch) if groups else None
         bounds = [*groups.starts.tolist(), groups.rows.size] if groups else [0]
-        for n, cell in enumerate(cells):
-            timers = _Timers(self, cell, hashes[n], steps, results)
+        for n, key_state in enumerate(key_states):
+            timers = _Timers(self, key_state, hashes[n], steps, results)
             if groups and row_of is not None and n + 1 < len(bounds):
                 for row in groups.rows[bounds[n] : bounds[n + 1]].tolist():
                     timers.before(seqs[row])
-                    self._take_row(cell, row, row_of, marks, results)
+                    self._take_row(key_state, row, row_of, marks, results)
             timers.rest()
         return self._placed(batch, results)
 
     def _take_row(
         self,
-        cell: Cell,
+        key_state: KeyState,
         row: int,
         row_of: Callable[[int], Any],
         marks: list[int] | None,
@@ -328,19 +328,19 @@ class StatefulOperator(KeyedOperator):
 
         mark = -1 if marks is None else marks[row]
         first = results.add(
-            self._on_row(cell, row_of(row), _shown(mark) if marks else -1), place, 0
+            self._on_row(key_state, row_of(row), _shown(mark) if marks else -1), place, 0
         )
-        if marks is not None and self.due(cell) <= mark:
-            for timer in [t for t in cell.timers if t + self.due_after <= mark]:
-                if timer in cell.timers:
-                    first = results.add(self.fire(cell, timer, mark), place, first)
+        if marks is not None and self.due(key_state) <= mark:
+            for timer in [t for t in key_state.timers if t + self.due_after <= mark]:
+                if timer in key_state.timers:
+                    first = results.add(self.fire(key_state, timer, mark), place, first)
 
-    def fire(self, cell: Cell, timer: int, mark: int) -> Iterator[Any]:
+    def fire(self, key_state: KeyState, timer: int, mark: int) -> Iterator[Any]:
         try:
-            yield from self._on_timer(cell, timer, _shown(mark)) or ()
+            yield from self._on_timer(key_state, timer, _shown(mark)) or ()
         except Exception as error:
             raise RuntimeError(
-                f"the timer at {timer} ms of key {cell.key!r} raised "
+                f"the timer at {timer} ms of key {key_state.key!r} raised "
                 f"{type(error).__name__}: {error}"
             ) from error
 
@@ -382,12 +382,12 @@ class _Timers:
     def __init__(
         self,
         operator: StatefulOperator,
-        cell: Cell,
+        key_state: KeyState,
         hashed: int,
         steps: Steps,
         results: Results,
     ) -> None:
-        self._operator, self._cell, self._hash = operator, cell, hashed
+        self._operator, self._key_state, self._hash = operator, key_state, hashed
         self._seqs, self._marks = steps
         self._results = results
         self._at = 0  # the next step to look at
@@ -403,7 +403,7 @@ class _Timers:
 
     def _go(self, end: int) -> None:
         while self._at < end:
-            due = int(np.searchsorted(self._marks, self._operator.due(self._cell), "left"))
+            due = int(np.searchsorted(self._marks, self._operator.due(self._key_state), "left"))
             self._at = min(max(self._at, due), end)
             if self._at < end:
                 self._step(int(self._seqs[self._at]), int(self._marks[self._at]))
@@ -414,9 +414,9 @@ class _Timers:
         if seq != self._seq:
             self._seq, self._number = seq, 0
         after = self._operator.due_after
-        for timer in [t for t in self._cell.timers if t + after <= mark]:
-            if timer in self._cell.timers:
-                outputs = self._operator.fire(self._cell, timer, mark)
+        for timer in [t for t in self._key_state.timers if t + after <= mark]:
+            if timer in self._key_state.timers:
+                outputs = self._operator.fire(self._key_state, timer, mark)
                 self._number = self._results.add(
                     outputs, lambda n: (1, seq, self._hash, n), self._number
                 )
@@ -464,24 +464,26 @@ class TransformWithState(StatefulOperator):
     def _key_values(self, columns: list[pa.Array]) -> list[tuple]:
         return _numpy_keys(columns) if self.pandas else super()._key_values(columns)
 
-    def _on_row(self, cell: Cell, row: Any, watermark_ms: int) -> Iterable[Any]:
-        values = self._enter(cell, watermark_ms)
-        return self._rows.checked(self.processor.handleInputRows(cell.key, iter([row]), values))
+    def _on_row(self, key_state: KeyState, row: Any, watermark_ms: int) -> Iterable[Any]:
+        values = self._enter(key_state, watermark_ms)
+        return self._rows.checked(
+            self.processor.handleInputRows(key_state.key, iter([row]), values)
+        )
 
-    def _on_timer(self, cell: Cell, due: int, watermark_ms: int) -> Iterable[Any]:
-        values = self._enter(cell, watermark_ms)
+    def _on_timer(self, key_state: KeyState, due: int, watermark_ms: int) -> Iterable[Any]:
+        values = self._enter(key_state, watermark_ms)
         yield from self._rows.checked(
             self.processor.handleExpiredTimer(
-                key=self._named(*cell.key),
+                key=self._named(*key_state.key),
                 timerValues=values,
                 expiredTimerInfo=ExpiredTimerInfo(due),
             )
         )
-        if due in cell.timers:
-            cell.timers.remove(due)
+        if due in key_state.timers:
+            key_state.timers.remove(due)
 
-    def _enter(self, cell: Cell, watermark_ms: int) -> TimerValues:
-        self._handle.cell = cell
+    def _enter(self, key_state: KeyState, watermark_ms: int) -> TimerValues:
+        self._handle.key_state = key_state
         return _EventTime(watermark_ms) if self.clock else TimerValues(-1, -1)
 
     def _batches(self, given: list[Any]) -> list[pa.RecordBatch]:
@@ -552,23 +554,23 @@ class ApplyInPandasWithState(StatefulOperator):
     def _key_values(self, columns: list[pa.Array]) -> list[tuple]:
         return _numpy_keys(columns)
 
-    def _on_row(self, cell: Cell, row: Any, watermark_ms: int) -> Iterable[Any]:
-        return self._call(cell, row, watermark_ms, timed_out=False)
+    def _on_row(self, key_state: KeyState, row: Any, watermark_ms: int) -> Iterable[Any]:
+        return self._call(key_state, row, watermark_ms, timed_out=False)
 
-    def _on_timer(self, cell: Cell, due: int, watermark_ms: int) -> Iterable[Any]:
-        return self._call(cell, self._none.copy(), watermark_ms, timed_out=True)
+    def _on_timer(self, key_state: KeyState, due: int, watermark_ms: int) -> Iterable[Any]:
+        return self._call(key_state, self._none.copy(), watermark_ms, timed_out=True)
 
     def _call(
-        self, cell: Cell, frame: pd.DataFrame, watermark_ms: int, timed_out: bool
+        self, key_state: KeyState, frame: pd.DataFrame, watermark_ms: int, timed_out: bool
     ) -> Iterator[Any]:
-        state = self._group_state(cell, watermark_ms, timed_out)
-        yield from self._rows.checked(self.function(cell.key, iter([frame]), state))
-        cell.put(0, self._codec.encode(tuple(state._value)) if state.exists else None)
+        state = self._group_state(key_state, watermark_ms, timed_out)
+        yield from self._rows.checked(self.function(key_state.key, iter([frame]), state))
+        key_state.put(0, self._codec.encode(tuple(state._value)) if state.exists else None)
         timeout = state._timeout_timestamp
-        cell.timers[:] = [] if timeout == GroupState.NO_TIMESTAMP else [int(timeout)]
+        key_state.timers[:] = [] if timeout == GroupState.NO_TIMESTAMP else [int(timeout)]
 
-    def _group_state(self, cell: Cell, watermark_ms: int, timed_out: bool) -> GroupState:
-        stored = cell.value(0)
+    def _group_state(self, key_state: KeyState, watermark_ms: int, timed_out: bool) -> GroupState:
+        stored = key_state.value(0)
         conf = GroupStateTimeout
         return _EventTimeState(
             optionalValue=None if stored is None else Row(*self._codec.decode(stored)),

@@ -1,8 +1,8 @@
 """The same operators under Structured Streaming: the fall-back, and an honest rival.
 
-A keyed stage is one stateful operator of Spark over parcels, grouped by hash bucket; its state is
-one binary value per bucket, the operator's tables as Arrow bytes. Micro-batches come one after the
-other, so inside a task an order within the micro-batch is all that is needed.
+A keyed stage is one stateful operator of Spark over shuffle blocks, grouped by hash bucket; its
+state is one binary value per bucket, the operator's tables as Arrow bytes. Micro-batches come one
+after the other, so inside a task an order within the micro-batch is all that is needed.
 
 Event time needs more: where a window closes depends on all rows of all sources, and Spark calls an
 operator only for keys with rows in the micro-batch. So a query with event-time operators begins
@@ -47,9 +47,9 @@ from holdfast.engine.watermark import Steps, Watermark, source_times, track_of
 from holdfast.errors import HostError, InputError, require
 from holdfast.plan.planner import Exchange, Plan, Stage
 from holdfast.plan.stage_runner import StageRunner
-from holdfast.spark import parcels
-from holdfast.spark.parcels import SPLIT
+from holdfast.spark import shuffle_blocks as blocks
 from holdfast.spark.session import described, use_this_python
+from holdfast.spark.shuffle_blocks import SPLIT
 
 BLOCK = "__block"
 _PARCEL = ("exchange", "low", "data")
@@ -78,10 +78,10 @@ def stream(
     Set ``spark.sql.shuffle.partitions`` to `partitions` or less: more tasks would have no bucket.
     """
     use_this_python(spark)
-    planned = parcels.checked_plan(flow, inputs, partitions, streaming=True)
+    planned = blocks.checked_plan(flow, inputs, partitions, streaming=True)
     if checkpoint is not None:
         spark.conf.set("spark.sql.streaming.checkpointLocation", checkpoint)
-    sinks = parcels.wanted_sinks(planned, sink)
+    sinks = blocks.wanted_sinks(planned, sink)
     kinds = {s.name: _TimedJob if _watches(planned, s) else _Job for s in sinks}
     chained = any(kinds[s.name].stateful(planned, s) > 1 for s in sinks)
     backend = _chaining(spark) if chained else _in_pandas
@@ -122,40 +122,40 @@ class _Job:
         return own + sum(cls.stateful(planned, planned.stages[p]) for p in producers)
 
     def result(self, sink: Stage) -> DataFrame:
-        schema = parcels.sink_schema(sink, with_order=False)
+        schema = blocks.sink_schema(sink, with_order=False)
         made = []
-        for producer, exchanges in parcels.by_producer(self.plan, sink):
+        for producer, exchanges in blocks.by_producer(self.plan, sink):
             if producer.kind == "source":
-                made.append(self._source(producer, parcels.ToRows(exchanges, schema)))
+                made.append(self._source(producer, blocks.ToRows(exchanges, schema)))
             else:
-                opening = parcels.Opening(exchanges, schema)
+                opening = blocks.Opening(exchanges, schema)
                 sent = self._keyed(producer, exchanges)
-                made.append(sent.mapInArrow(opening, parcels.spark_schema(schema)))
+                made.append(sent.mapInArrow(opening, blocks.spark_schema(schema)))
         return reduce(DataFrame.unionAll, made)
 
-    def _source(self, stage: Stage, outlet: parcels.Outlet) -> DataFrame:
+    def _source(self, stage: Stage, outlet: blocks.Outlet) -> DataFrame:
         df = self.inputs[stage.name]
-        order, rows = parcels.order_columns(stage, df), _Rows.of(stage, df)
+        order, rows = blocks.order_columns(stage, df), _Rows.of(stage, df)
         df = df.select(*rows.declared.names)
         by_value = len(order) == 1 and len(self.plan.sources) == 1 and _countable(stage, order[0])
         if order and not by_value:
             df = df.coalesce(1)  # the only way to sort a micro-batch: Spark refuses to
         df = df.withColumn(BLOCK, F.spark_partition_id())
-        planned, lean = parcels.shipped(self.plan, stage)
+        planned, lean = blocks.shipped(self.plan, stage)
         task = _SourceTask(planned, lean, rows, by_value, outlet)
         return df.mapInArrow(task, outlet.ddl)
 
     def _keyed(self, stage: Stage, exchanges: list[Exchange]) -> DataFrame:
-        planned, lean = parcels.shipped(self.plan, stage)
+        planned, lean = blocks.shipped(self.plan, stage)
         task = _BucketTask(planned, lean, self.partitions, exchanges)
         return self._stateful(self._sent_to(stage), task)
 
     def _sent_to(self, stage: Stage) -> list[DataFrame]:
-        """The parcels for a keyed stage."""
+        """The shuffle blocks for a keyed stage."""
         sent = []
-        for producer, inward in parcels.by_producer(self.plan, stage):
+        for producer, inward in blocks.by_producer(self.plan, stage):
             if producer.kind == "source":
-                sent.append(self._source(producer, parcels.ToParcels(inward, self.partitions)))
+                sent.append(self._source(producer, blocks.ToBlocks(inward, self.partitions)))
             else:
                 sent.append(self._keyed(producer, inward))
         return sent
@@ -179,20 +179,20 @@ class _TimedJob(_Job):
         return super().stateful(planned, stage) + fed
 
     def _sent_to(self, stage: Stage) -> list[DataFrame]:
-        producers = parcels.by_producer(self.plan, stage)
+        producers = blocks.by_producer(self.plan, stage)
         sent = [self._keyed(p, inward) for p, inward in producers if p.kind == "keyed"]
         if len(sent) < len(producers):
             sent.append(self._ingress({p.id: inward for p, inward in producers}))
         return sent
 
     def _ingress(self, exchanges: dict[int, list[Exchange]]) -> DataFrame:
-        """The parcels that the sources send over some of their exchanges, and heartbeats."""
+        """The shuffle blocks that the sources send over some of their exchanges, and heartbeats."""
         entries = []
         for stage in self.plan.sources:
-            outlet = parcels.ToParcels(exchanges.get(stage.id, []), self.partitions)
+            outlet = blocks.ToBlocks(exchanges.get(stage.id, []), self.partitions)
             rows = _Rows.of(stage, self.inputs[stage.name])
-            entries.append(_Entry(rows, parcels.shipped(self.plan, stage)[1], outlet))
-        planned = parcels.shipped(self.plan, self.plan.sources[0])[0]
+            entries.append(_Entry(rows, blocks.shipped(self.plan, stage)[1], outlet))
+        planned = blocks.shipped(self.plan, self.plan.sources[0])[0]
         task = _IngressTask(planned, entries, self.partitions)
         return self._stateful([self._raw(s) for s in self.plan.sources], task)
 
@@ -200,7 +200,7 @@ class _TimedJob(_Job):
         df = self.inputs[stage.name]
         names = [*_Rows.of(stage, df).declared.names, *([SPLIT] if SPLIT in df.columns else [])]
         df = df.select(*names).withColumn(BLOCK, F.spark_partition_id())
-        return df.mapInArrow(_RawTask(stage.id), parcels.DDL)
+        return df.mapInArrow(_RawTask(stage.id), blocks.DDL)
 
 
 def _countable(stage: Stage, name: str) -> bool:
@@ -240,7 +240,7 @@ class _Rows:
     def of(cls, stage: Stage, df: DataFrame) -> _Rows:
         assert stage.source is not None
         field, used = stage.ports["out"].schema.field, stage.used["out"]
-        order = parcels.order_columns(stage, df)
+        order = blocks.order_columns(stage, df)
         declared = pa.schema([field(n) for n in dict.fromkeys([*used, *order])])
         splits = stage.source.splits if SPLIT in df.columns else 1
         return cls(stage.name, declared, pa.schema([field(n) for n in used]), order, splits)
@@ -266,11 +266,11 @@ class _SourceTask:
         stage: Stage,
         rows: _Rows,
         by_value: bool,
-        outlet: parcels.Outlet,
+        outlet: blocks.Outlet,
     ) -> None:
         self.plan, self.stage, self.rows, self.by_value = planned, stage, rows, by_value
         self.outlet = outlet
-        self.__name__ = parcels.title(planned, stage)
+        self.__name__ = blocks.title(planned, stage)
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         runner, seen, epoch = StageRunner(self.plan, self.stage, 1), 0, _micro_batch()
@@ -282,7 +282,7 @@ class _SourceTask:
 
     def _sorted(self, batches: Iterator[pa.RecordBatch]) -> Iterable[pa.RecordBatch]:
         if not self.rows.order or self.by_value:
-            return parcels.blocks(batches)
+            return blocks.blocks(batches)
         held = [b for b in batches if b.num_rows]
         return [self.rows.sorted(concat(held))] if held else []
 
@@ -303,19 +303,19 @@ class _SourceTask:
 
 
 class _RawTask:
-    """A source's rows as they are, in parcels for the ingress. In place of an exchange these name
-    the source; ``low`` is what puts them in order: Spark partition, and place in it."""
+    """A source's rows as they are, in shuffle blocks for the ingress. In place of an exchange these
+    name the source; ``low`` is what puts them in order: Spark partition, and place in it."""
 
     def __init__(self, source: int) -> None:
         self.source = source
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         seen = 0
-        for batch in parcels.blocks(batches):
+        for batch in blocks.blocks(batches):
             low = (int(batch.column(BLOCK)[0].as_py()) << 40) + seen
             seen += batch.num_rows
-            data = parcels.to_bytes(batch.drop_columns([BLOCK]))
-            yield parcels.table([(self.source, 0, low, data)])
+            data = blocks.to_bytes(batch.drop_columns([BLOCK]))
+            yield blocks.table([(self.source, 0, low, data)])
 
 
 def _micro_batch() -> int:
@@ -328,13 +328,14 @@ def _property(name: str) -> str | None:
 
 
 class _Task(Protocol):
-    """What a group does in one micro-batch: state in, parcels in, parcels out, state out."""
+    """What a group does in one micro-batch: state in, shuffle blocks in, shuffle blocks out, state
+    out."""
 
     def run(
         self, key: int, frames: Iterable[Any], token: bytes | None, load: Callable[[], bytes]
     ) -> tuple[list[Any], bytes, bytes]:
-        """The parcels it gives, as pandas, and the new state under a name of its own. `load` is
-        called for the bytes of the state `token` if this worker does not have it alive."""
+        """The shuffle blocks it gives, as pandas, and the new state under a name of its own. `load`
+        is called for the bytes of the state `token` if this worker does not have it alive."""
 
 
 Backend = Callable[[DataFrame, _Task], DataFrame]
@@ -346,7 +347,7 @@ class _Entry:
 
     rows: _Rows
     stage: Stage
-    outlet: parcels.ToParcels
+    outlet: blocks.ToBlocks
 
 
 class _IngressTask:
@@ -374,7 +375,7 @@ class _IngressTask:
                 seq += rows.num_rows
                 steps.append(self._advance(mark, entry, split, rows))
                 made += self._sent(entry, rows)
-        made.append(parcels.heartbeats(track_of(steps, start), range(self.partitions)))
+        made.append(blocks.heartbeats(track_of(steps, start), range(self.partitions)))
         state = seq.to_bytes(8, "little") + mark.save()
         return [packed.to_pandas() for packed in made], uuid.uuid4().bytes, state
 
@@ -385,7 +386,7 @@ class _IngressTask:
 
     @staticmethod
     def _held(frames: Iterable[Any]) -> dict[int, list[pa.RecordBatch]]:
-        """The rows of each source that has any; Spark brings parcels in no order."""
+        """The rows of each source that has any; Spark brings shuffle blocks in no order."""
         found: dict[int, list[tuple[int, bytes]]] = {}
         for frame in frames:
             for source, low, data in zip(*(frame[n] for n in _PARCEL), strict=True):
@@ -439,7 +440,7 @@ class _BucketTask:
         self, planned: Plan, stage: Stage, partitions: int, exchanges: list[Exchange]
     ) -> None:
         self.plan, self.stage, self.partitions = planned, stage, partitions
-        self.outlet = parcels.ToParcels(exchanges, partitions)
+        self.outlet = blocks.ToBlocks(exchanges, partitions)
 
     def run(
         self, key: int, frames: Iterable[Any], token: bytes | None, load: Callable[[], bytes]
@@ -455,7 +456,7 @@ class _BucketTask:
         made = list(self.outlet(runner.run_keyed(inputs, track, _micro_batch())))
         if beats and self.outlet.exchanges[0].keys is not None:
             # Stages have as many buckets each, so one heartbeat from each reaches them all.
-            made.append(parcels.heartbeats(track, [beats[0][0]]))
+            made.append(blocks.heartbeats(track, [beats[0][0]]))
         fresh = uuid.uuid4().bytes
         data = _extract(runner.operator)
         _live.keep(place, fresh, runner)
@@ -469,7 +470,7 @@ class _BucketTask:
         beats: list[tuple[int, bytes]] = []
         for frame in frames:
             for exchange, low, data in zip(*(frame[n] for n in _PARCEL), strict=True):
-                if exchange == parcels.HEARTBEAT:
+                if exchange == blocks.HEARTBEAT:
                     beats.append((int(low), bytes(data)))
                 else:
                     inputs[exchange].append(from_ipc(data))
@@ -510,7 +511,7 @@ _live = _Live()
 
 def _extract(operator: KeyedOperator | None) -> bytes:
     assert operator is not None
-    tables = [parcels.to_bytes(batch) for batch in operator.extract().values()]
+    tables = [blocks.to_bytes(batch) for batch in operator.extract().values()]
     return b"".join(struct.pack("<Q", len(t)) + t for t in tables)
 
 
@@ -537,13 +538,13 @@ def _in_pandas(df: DataFrame, task: _Task) -> DataFrame:
         yield from made
 
     grouped = df.groupBy("bucket")
-    return grouped.applyInPandasWithState(process, parcels.DDL, _STATE_DDL, "append", "NoTimeout")
+    return grouped.applyInPandasWithState(process, blocks.DDL, _STATE_DDL, "append", "NoTimeout")
 
 
 def _transforming(df: DataFrame, task: _Task) -> DataFrame:
     """`transformWithStateInPandas`: the state is asked for, so a live operator saves its way."""
     grouped = df.groupBy("bucket")
-    return grouped.transformWithStateInPandas(_Processor(task), parcels.DDL, "append", "none")
+    return grouped.transformWithStateInPandas(_Processor(task), blocks.DDL, "append", "none")
 
 
 class _Processor(StatefulProcessor):

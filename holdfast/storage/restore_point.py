@@ -1,9 +1,9 @@
 """What a flow may begin with: the state after epochs that were computed elsewhere or before, and
 what they gave, in files that all sites reach.
 
-A past stands for the first epochs of its flow. Replicas of stages that are there from the first
-view on take their state from it, instead of none; egresses take its results, in order, before any
-others. Replicas that are made later are handed over as ever.
+A restore point stands for the first epochs of its flow. Replicas of stages that are there from the
+first view on take their state from it, instead of none; egresses take its results, in order, before
+any others. Replicas that are made later are handed over as ever.
 
 It comes from a history that the batch job went through, or from a flow of the same stages that was
 stopped: then its sinks have the results, and its sources go on where they were. Or it is the last
@@ -41,9 +41,9 @@ class Kind(Enum):
     """A flow whose sources have ended: there is nothing to go on with."""
 
 
-class Layer(msgspec.Struct, frozen=True, array_like=True):
+class Delta(msgspec.Struct, frozen=True, array_like=True):
     """A file with state of the partitions ``[first, end)``: rows of a table, which replace those of
-    layers before it; or keys that are `gone` from it."""
+    deltas before it; or keys that are `gone` from it."""
 
     first: int
     end: int
@@ -61,7 +61,7 @@ class Stored(msgspec.Struct, frozen=True, array_like=True):
     file: str = ""
 
 
-class Past(msgspec.Struct, frozen=True):
+class RestorePoint(msgspec.Struct, frozen=True):
     """Where the files are, and what they are."""
 
     place: str
@@ -83,19 +83,19 @@ class Past(msgspec.Struct, frozen=True):
     """Source, split, and the first of its rows that is in no epoch."""
     stages: list[str] = []
     partitions: int = 0
-    layers: dict[int, list[Layer]] = {}
+    deltas: dict[int, list[Delta]] = {}
     """Of every stage of a flow that ran: its state, in the order in which it is to be put in."""
     sinks: dict[int, Stored] = {}
     records: list[EpochRecord] = []
     """Of the epochs after these, as far as any are known."""
     portions: dict[int, list[str]] = {}
     """Of every source that was fed: what has come in since, in files, in order."""
-    settled: dict[str, Any] = {}
+    resolved: dict[str, Any] = {}
     """What was found out about the sources before the flow was started first."""
     flow: str = ""
     incarnation: str = ""
     """That of the flow when it was started first: to its sinks it is still the same."""
-    life: int = 0
+    generation: int = 0
     """The generation that has written it: see `holdfast.storage.generations`."""
     every_ms: int = 0
     """How often a checkpoint is stored while the flow runs; 0: only when it is stopped."""
@@ -142,33 +142,35 @@ class Past(msgspec.Struct, frozen=True):
 
     def save(self, folder: Folder) -> None:
         """So that `load` finds it: the last thing that is written."""
-        folder.put(layout.manifest_file(self.life), self)
+        folder.put(layout.manifest_file(self.generation), self)
 
     @classmethod
-    def load(cls, place: str) -> Past:
+    def load(cls, place: str) -> RestorePoint:
         """What was saved there last. Only of the latest generation anything counts."""
         folder = Folder(place)
         generation = layout.latest(folder.list(layout.MANIFESTS))
         if generation < 0:
             raise _nothing_in(folder)
         name = layout.manifest_file(generation)
-        past = folder.get(name, cls)
-        if past.life != generation:
-            raise folder.damaged(name, f"it is the manifest of generation {past.life}")
-        strange = [file for file in past.named() if not layout.is_known(file)]
-        if strange or past.epochs < 0 or past.rows < 0:
+        restore_point = folder.get(name, cls)
+        if restore_point.generation != generation:
             raise folder.damaged(
-                name, f"it says what cannot be: {strange[0] if strange else past.epochs}"
+                name, f"it is the manifest of generation {restore_point.generation}"
             )
-        unknown = [file for file in past.named() if file not in past.files]
-        if unknown and not past.elsewhere:
+        strange = [file for file in restore_point.named() if not layout.is_known(file)]
+        if strange or restore_point.epochs < 0 or restore_point.rows < 0:
+            raise folder.damaged(
+                name, f"it says what cannot be: {strange[0] if strange else restore_point.epochs}"
+            )
+        unknown = [file for file in restore_point.named() if file not in restore_point.files]
+        if unknown and not restore_point.elsewhere:
             raise folder.damaged(name, f"it does not say how long {unknown[0]} is")
-        where = past.place if past.elsewhere else place
-        return msgspec.structs.replace(past, place=where, home=place)
+        where = restore_point.place if restore_point.elsewhere else place
+        return msgspec.structs.replace(restore_point, place=where, home=place)
 
     def named(self) -> list[str]:
         """All files that it consists of, but for portions."""
-        named = [layer.file for layers in self.layers.values() for layer in layers]
+        named = [delta.file for deltas in self.deltas.values() for delta in deltas]
         named += [file for stage in self.state.values() for _, _, file in stage]
         named += [file for files in self.waiting.values() for file in files]
         named += [stored.file for stored in self.sinks.values() if stored.file]
@@ -196,14 +198,14 @@ class Past(msgspec.Struct, frozen=True):
     def _read(self, file: str) -> list[pa.RecordBatch]:
         return Folder(self.place).read(file, self.files.get(file))
 
-    def state_of(self, stage: int, first: int, end: int) -> Iterator[tuple[Layer, pa.RecordBatch]]:
+    def state_of(self, stage: int, first: int, end: int) -> Iterator[tuple[Delta, pa.RecordBatch]]:
         """The state of a stage's partitions ``[first, end)`` in the order in which it is to be put
         in, and perhaps that of others."""
-        layers = [Layer(p, p + 1, table, file) for p, table, file in self.state.get(stage, [])]
-        for layer in layers + self.layers.get(stage, []):
-            if layer.first < end and first < layer.end:
-                for batch in self._read(layer.file):
-                    yield layer, batch
+        deltas = [Delta(p, p + 1, table, file) for p, table, file in self.state.get(stage, [])]
+        for delta in deltas + self.deltas.get(stage, []):
+            if delta.first < end and first < delta.end:
+                for batch in self._read(delta.file):
+                    yield delta, batch
 
     def held_by(self, sink: int, schema: pa.Schema) -> list[tuple[int, pa.RecordBatch]]:
         """The rows that a sink had, and that were not durable elsewhere, by epoch."""
@@ -263,7 +265,7 @@ def store_state(folder: Folder, stage: int, tables: Mapping[str, StateTable]) ->
 
 
 def stored_state(folder: Folder) -> dict[int, list[tuple[int, str, str]]]:
-    """What `store_state` has written, as a `Past` has it."""
+    """What `store_state` has written, as a `RestorePoint` has it."""
     state: dict[int, list[tuple[int, str, str]]] = {}
     for file in folder.list(layout.STATE):
         _, stage, partition, table = file.removesuffix(".arrow").split("/")

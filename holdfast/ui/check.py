@@ -13,7 +13,7 @@ from holdfast.control.checkpoint_store import fed_up_to, known, read_records
 from holdfast.errors import HoldfastError
 from holdfast.storage import generations, layout
 from holdfast.storage.files import Folder, located
-from holdfast.storage.restore_point import Kind, Past
+from holdfast.storage.restore_point import Kind, RestorePoint
 
 LOOKS_MAX = 5
 """How often to look at a store that a running flow replaces meanwhile."""
@@ -51,35 +51,41 @@ def check_store(place: str) -> Report:
     while True:
         report, looks = Report(place), looks + 1
         try:
-            past = Past.load(place)
+            restore_point = RestorePoint.load(place)
         except HoldfastError as error:
             _describe_nothing(report, error)
             return report
-        _check_files(report, past)
-        if report.sound or looks == LOOKS_MAX or _load(place) == past:
-            _describe(report, past)
+        _check_files(report, restore_point)
+        if report.sound or looks == LOOKS_MAX or _load(place) == restore_point:
+            _describe(report, restore_point)
             return report
 
 
-def _load(place: str) -> Past | None:
+def _load(place: str) -> RestorePoint | None:
     try:
-        return Past.load(place)
+        return RestorePoint.load(place)
     except HoldfastError:
         return None
 
 
-def _check_files(report: Report, past: Past) -> None:
-    folder, home = Folder(past.place), Folder(past.home)
-    for name in past.named():
-        _note(report, name, partial(folder.read, name, past.files.get(name)))
-    earlier = [file for files in past.portions.values() for file in files]
-    portions = dict.fromkeys([*earlier, *home.list(f"{layout.PORTIONS}/{past.life:06d}")])
+def _check_files(report: Report, restore_point: RestorePoint) -> None:
+    folder, home = Folder(restore_point.place), Folder(restore_point.home)
+    for name in restore_point.named():
+        _note(report, name, partial(folder.read, name, restore_point.files.get(name)))
+    earlier = [file for files in restore_point.portions.values() for file in files]
+    portions = dict.fromkeys(
+        [*earlier, *home.list(f"{layout.PORTIONS}/{restore_point.generation:06d}")]
+    )
     for name in portions:
         _note(report, name, partial(home.read_data, name))
-    for name in home.list(f"{layout.RECORDS}/{past.life:06d}"):
+    for name in home.list(f"{layout.RECORDS}/{restore_point.generation:06d}"):
         _note(report, name, partial(read_records, home, name))
     if report.sound:  # what is missing between them
-        _note(report, layout.manifest_file(past.life), partial(known, past, home))
+        _note(
+            report,
+            layout.manifest_file(restore_point.generation),
+            partial(known, restore_point, home),
+        )
 
 
 def _note(report: Report, name: str, read: Callable[[], object]) -> None:
@@ -103,75 +109,88 @@ def _describe_nothing(report: Report, error: HoldfastError) -> None:
     report.advice += _what_can_be_done(report.place)
 
 
-def _describe(report: Report, past: Past) -> None:
+def _describe(report: Report, restore_point: RestorePoint) -> None:
     report.contents += [
-        f"flow {past.flow!r} at {report.place}: {_how(past)}, generation {past.life}",
-        f"  {_stored(past)}, {past.partitions} partitions; stages: {', '.join(past.stages)}",
-        f"  {len(past.named())} files of state, "
-        f"{sum(info.nbytes for info in past.files.values()):,} bytes{_elsewhere(past)}",
+        f"flow {restore_point.flow!r} at {report.place}: {_how(restore_point)}, generation "
+        f"{restore_point.generation}",
+        f"  {_stored(restore_point)}, {restore_point.partitions} partitions; stages: "
+        f"{', '.join(restore_point.stages)}",
+        f"  {len(restore_point.named())} files of state, "
+        f"{sum(info.nbytes for info in restore_point.files.values()):,} "
+        f"bytes{_elsewhere(restore_point)}",
     ]
-    holder = generations.holder(Folder(past.home), past.life)
+    holder = generations.holder(Folder(restore_point.home), restore_point.generation)
     if holder is not None:
         report.contents.append(f"  last used by {holder.who}")
-    if past.kind is Kind.RUNNING and report.sound:
-        report.contents.append(f"  {_since(past)}")
-    left = _left_over(past)
+    if restore_point.kind is Kind.RUNNING and report.sound:
+        report.contents.append(f"  {_since(restore_point)}")
+    left = _left_over(restore_point)
     if left:
         report.contents.append(f"  {left} files that nobody needs any more; the flow removes them")
     if report.damage:
         report.advice += _what_can_be_done(report.place)
     else:
-        report.advice.append(_how_to_go_on(past, report.place))
+        report.advice.append(_how_to_go_on(restore_point, report.place))
 
 
-def _how(past: Past) -> str:
-    after = f"after epoch {past.epochs - 1}, {past.rows:,} rows"
-    match past.kind:
+def _how(restore_point: RestorePoint) -> str:
+    after = f"after epoch {restore_point.epochs - 1}, {restore_point.rows:,} rows"
+    match restore_point.kind:
         case Kind.STOPPED:
             return f"stopped {after}"
         case Kind.ENDED:
             return f"ended {after}"
         case _:
-            return f"runs, or was lost; stored {after}" if past.epochs else "runs, or was lost"
+            return (
+                f"runs, or was lost; stored {after}"
+                if restore_point.epochs
+                else "runs, or was lost"
+            )
 
 
-def _stored(past: Past) -> str:
-    if past.every_ms:
-        return f"stored every {past.every_ms / 1e3:g} s"
+def _stored(restore_point: RestorePoint) -> str:
+    if restore_point.every_ms:
+        return f"stored every {restore_point.every_ms / 1e3:g} s"
     return "stored when it is stopped"
 
 
-def _elsewhere(past: Past) -> str:
-    return f" at {past.place}" if past.elsewhere else ""
+def _elsewhere(restore_point: RestorePoint) -> str:
+    return f" at {restore_point.place}" if restore_point.elsewhere else ""
 
 
-def _since(past: Past) -> str:
-    found = known(past, Folder(past.home))
+def _since(restore_point: RestorePoint) -> str:
+    found = known(restore_point, Folder(restore_point.home))
     portions = sum(len(files) for files in found.portions.values())
-    taken = sum(fed_up_to(past, source)[0] for source in found.portions)
+    taken = sum(fed_up_to(restore_point, source)[0] for source in found.portions)
     said = f"since then the records of {len(found.records)} epochs"
     return f"{said}, and {portions} portions of rows after {taken}" if portions else said
 
 
-def _left_over(past: Past) -> int:
-    folder = Folder(past.home)
-    needed = {*past.named(), *(f for files in past.portions.values() for f in files)}
-    current = (f"{layout.RECORDS}/{past.life:06d}/", f"{layout.PORTIONS}/{past.life:06d}/")
+def _left_over(restore_point: RestorePoint) -> int:
+    folder = Folder(restore_point.home)
+    needed = {
+        *restore_point.named(),
+        *(f for files in restore_point.portions.values() for f in files),
+    }
+    current = (
+        f"{layout.RECORDS}/{restore_point.generation:06d}/",
+        f"{layout.PORTIONS}/{restore_point.generation:06d}/",
+    )
     last = generations.last_generation(folder)
     found = [
         name
         for name in folder.list()
         if name not in needed
         and not name.startswith(current)
-        and layout.generation_of(name) not in (past.life, last)
+        and layout.generation_of(name) not in (restore_point.generation, last)
     ]
     return len(found) + len(folder.unfinished())
 
 
-def _how_to_go_on(past: Past, place: str) -> str:
-    if past.kind is Kind.ENDED:
+def _how_to_go_on(restore_point: RestorePoint, place: str) -> str:
+    if restore_point.kind is Kind.ENDED:
         return "its sources have ended: there is nothing to go on with"
-    if past.kind is Kind.RUNNING and not past.every_ms:
+    if restore_point.kind is Kind.RUNNING and not restore_point.every_ms:
         return (
             "it was to be stored only when it is stopped: stop it if it runs; if it was lost, what "
             "its sinks have got since is not known, and only with another --store can it go on"

@@ -237,7 +237,7 @@ def gappy(topics: Kafka) -> tuple[str, list[dict]]:
 def test_a_row_is_found_again_by_its_position(topics: Kafka) -> None:
     topic, wanted = gappy(topics)
     made = kafka_source(topics.servers, topic, schema=SCHEMA, end="latest")
-    made = made.settled(made.settle(2))
+    made = made.resolved(made.resolve(2))
     reader, at = made.open(0), 0
     while at < 60:
         before = reader.position()
@@ -260,7 +260,7 @@ def test_where_it_starts_and_what_records_have(topics: Kafka) -> None:
 
     def begins(start: object) -> list[int]:
         made = kafka_source(topics.servers, topic, schema=SCHEMA, start=start)
-        return made.settle(2)["begins"]
+        return made.resolve(2)["begins"]
 
     assert begins("earliest") == [0, 0] and begins("latest") == [10, 10]
     assert begins(now) == [10, 5] and begins({0: 3, 1: 10}) == [3, 10]
@@ -268,7 +268,7 @@ def test_where_it_starts_and_what_records_have(topics: Kafka) -> None:
         with pytest.raises(FlowError, match="partition"):
             begins(bad)
     with pytest.raises(FlowError, match="there is no topic 'nowhere'"):
-        kafka_source(topics.servers, "nowhere", schema=SCHEMA).settle(1)
+        kafka_source(topics.servers, "nowhere", schema=SCHEMA).resolve(1)
     made = kafka_source(
         topics.servers,
         topic,
@@ -280,7 +280,7 @@ def test_where_it_starts_and_what_records_have(topics: Kafka) -> None:
         offset="o",
         timestamp="at",
     )
-    made = made.settled(made.settle(1))
+    made = made.resolved(made.resolve(1))
     got = read_all(made.open(1), rows_max=1)
     assert [(r["p"], r["o"], r["key"]) for r in got] == [(1, 8, None), (1, 9, None)]
     assert [msgspec.json.decode(r["value"]) for r in got] == plain(18, 2)
@@ -291,15 +291,15 @@ def test_nobody_answers() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(source, "ANSWER_S_MAX", 0.5)
         with pytest.raises(HostError, match=r"no broker answers at 127\.0\.0\.1:1"):
-            kafka_source("127.0.0.1:1", "t", schema=SCHEMA).settle(1)
+            kafka_source("127.0.0.1:1", "t", schema=SCHEMA).resolve(1)
 
 
 def test_a_compacted_topic_is_refused_if_replicas_read_it(topics: Kafka) -> None:
     topic = topics.create(cleanup_policy="compact")
     made = kafka_source(topics.servers, topic, schema=SCHEMA)
-    made.settle(1)
+    made.resolve(1)
     with pytest.raises(FlowError, match="is compacted"):
-        made.settle(2)
+        made.resolve(2)
 
 
 # --- what is gone, and what is wrong ------------------------------------------------------------
@@ -318,7 +318,7 @@ def test_records_that_are_gone(topics: Kafka) -> None:
     topic = topics.create(2)
     topics.fill(topic, plain(0, 20), 1)
     made = kafka_source(topics.servers, topic, schema=SCHEMA)
-    made = made.settled(made.settle(2))
+    made = made.resolved(made.resolve(2))
     topics.trim(topic, 1, 12)
     where = rf"topic '{topic}', partition 1: the records at offset 0 are gone"
     until_raises(made.open(1), InputError, where)
@@ -328,7 +328,7 @@ def test_a_topic_that_is_not_what_it_was(topics: Kafka, monkeypatch) -> None:
     monkeypatch.setattr(source, "LOOK_S", 0.1)
     topic = topics.create(2)
     made = kafka_source(topics.servers, topic, schema=SCHEMA)
-    made = made.settled(made.settle(2))
+    made = made.resolved(made.resolve(2))
     topics.grow(topic, 3)
     until_raises(made.open(0), InputError, "has 3 partitions, and had 2")
     topics.delete(topic)
@@ -402,7 +402,7 @@ def test_there_and_back(topics: Kafka, kept, format: str) -> None:
     kept.append(run)
     assert run.wait(PATIENCE_S)
     made = kafka_source(topics.servers, topic, schema=schema, format=format, end="latest")
-    got = read_all(made.settled(made.settle(1)).open(0))
+    got = read_all(made.resolved(made.resolve(1)).open(0))
     if format == "bytes":
         assert [r["value"].decode() if r["value"] else None for r in got] == batch["k"].to_pylist()
     else:

@@ -11,7 +11,7 @@ from holdfast import FlowError, parquet
 from holdfast.errors import StoreTakenError
 from holdfast.storage import generations
 from holdfast.storage.files import Folder
-from holdfast.storage.restore_point import Past
+from holdfast.storage.restore_point import RestorePoint
 from holdfast.ui.check import check_store
 from tests.integration import object_store
 from tests.site.test_durable import Driver, drivers, kill_again_and_again, undisturbed
@@ -62,7 +62,7 @@ def test_a_flow_is_stopped_and_goes_on(store: object_store.Server, kept, tmp_pat
     run.stop()
     run.wait()
     assert check_store(url).sound
-    rows = Past.load(url).rows + 10_000
+    rows = RestorePoint.load(url).rows + 10_000
     again = one_line(out, rows=rows).start(sites=3, partitions=6, resume=url)
     alone = one_line(parquet(tmp_path / "right"), rows=rows).start(sites=1, partitions=6)
     kept.extend([again, alone])
@@ -81,7 +81,7 @@ def test_everything_is_killed_again_and_again(
 
 def test_a_store_that_cannot_be_reached_is_an_error(store: object_store.Server) -> None:
     with pytest.raises(FlowError, match="nowhere"):
-        Past.load(store.url("nowhere"))
+        RestorePoint.load(store.url("nowhere"))
 
 
 def test_of_those_who_resume_at_once_one_wins(store: object_store.Server) -> None:

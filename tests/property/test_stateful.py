@@ -212,13 +212,13 @@ def test_a_processor_in_pandas_without_time(world: tuple[pa.RecordBatch, Shape])
 
 
 def test_a_timer_in_the_past_is_due_at_once_and_one_that_a_timer_sets_at_the_next_step() -> None:
-    class Past(StatefulProcessor):
+    class RestorePoint(StatefulProcessor):
         def init(self, handle: Any) -> None:
             self.handle = handle
 
         def handleInputRows(self, key: Any, rows: Any, timerValues: Any) -> Any:
             for row in rows:
-                if row.cmd == "past":
+                if row.cmd == "restore_point":
                     self.handle.registerTimer(timerValues.getCurrentWatermarkInMs())
                 yield Row(what=f"row {row.n}")
 
@@ -235,14 +235,14 @@ def test_a_timer_in_the_past_is_due_at_once_and_one_that_a_timer_sets_at_the_nex
             "k": ["a", "a", "a", "b", "b"],
             "ts": pa.array(at, pa.timestamp("us", "UTC")),
             "n": range(5),
-            "cmd": ["", "past", "", "", ""],
+            "cmd": ["", "restore_point", "", "", ""],
         }
     )
     flow = Flow("f")
     out = (
         source(flow, batch)
         .key_by("k")
-        .transform_with_state(Past(), "what string", time_mode="EventTime")
+        .transform_with_state(RestorePoint(), "what string", time_mode="EventTime")
     )
     out.sink("out", discard())
     for cuts in ((), (1, 2, 3, 4)):

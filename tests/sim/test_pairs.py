@@ -334,7 +334,7 @@ def test_a_site_that_is_through_and_dies_before_its_frames_arrived() -> None:
     world.stalled = lambda site, order: isinstance(order, ProcessBundles)
     go(world, until=lambda: len(world.records) >= 4)
     world.drain()
-    world.settle()
+    world.run_until_idle()
     source = SiteId(0)
     assert through(world, source)
     assert any(p.held() for p in world.nodes[source].dataflow.producers.values())
@@ -441,7 +441,7 @@ def test_a_connection_to_a_sequencer_that_has_no_view_yet_breaks() -> None:
     go(world, until=lambda: world.nodes[SiteId(1)].view and (0, 1) in world.network)
     for _ in range(3):
         world.reset(SiteId(0), SiteId(1))
-        world.settle()
+        world.run_until_idle()
     world.network[CONTROLLER, SiteId(0)].held = False
     world.run()
     assert sum(r.rows for r in world.records) == 160
@@ -531,7 +531,7 @@ def test_a_sink_leader_dies_with_the_last_rows_and_all_others_are_through() -> N
     world.stalled = lambda site, order: site == leader and order.task[0] == sink
     go(world, until=lambda: len(world.records) >= 4)
     world.drain()
-    world.settle()
+    world.run_until_idle()
     assert through(world, other) and not through(world, leader)
     world.crash(leader)
     go(world)

@@ -105,7 +105,7 @@ def test_a_stalled_stage_holds_the_source_back_and_nothing_deadlocks(
     world = World(diamond([events(600)]), sites=3, seed=2, options=SMALL)
     number = world.plan.stage_named(stage).id
     world.stalled = lambda site, order: order.task[0] == number
-    world.settle()
+    world.run_until_idle()
     taken = sum(r.rows for r in world.records)
     held = sum(s.rows_held for node in world.nodes.values() for _, s in node.stages.splits())
     assert taken < 600, "the stall must reach the sequencer"
@@ -127,7 +127,7 @@ def test_one_stalled_site_only_uses_up_its_own_credit() -> None:
     world = World(diamond([events(600)]), sites=3, seed=4, options=SMALL)
     stage = world.plan.stage_named("running aggregate by (k)").id
     world.stalled = lambda site, order: site == 1 and order.task[0] == stage
-    world.settle()
+    world.run_until_idle()
     unsent = 0
     for node in world.nodes.values():
         for producer in node.dataflow.producers.values():
@@ -154,7 +154,7 @@ def test_arrival_merging_does_not_wait_for_a_slow_producer() -> None:
         world = World(flow(merge), sites=2, seed=1, options=SMALL)
         # One of the two ingresses is stuck: its partners have nothing from it.
         world.stalled = lambda site, order: site == 1 and isinstance(order, IngestEpochs)
-        world.settle()
+        world.run_until_idle()
         finished[merge] = sum(
             runner.calls
             for node in world.nodes.values()

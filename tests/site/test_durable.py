@@ -35,7 +35,7 @@ from holdfast.api.protection import Protection
 from holdfast.connectors.sources import Source, generator
 from holdfast.control.run import Run
 from holdfast.control.server import checkpoints as durable_module
-from holdfast.storage.restore_point import Past
+from holdfast.storage.restore_point import RestorePoint
 from tests.site.test_pairs import PATIENCE_S, kill, replicas, until, until_protected, until_rows
 from tests.site.test_protections import events
 
@@ -155,7 +155,7 @@ def kill_again_and_again(
     assert found["running"].num_rows == ROWS
     for name, table in undisturbed.items():
         assert found[name].equals(table), name
-    assert Past.load(store).life >= 2
+    assert RestorePoint.load(store).generation >= 2
 
 
 # --- in one process: one that is stopped without draining is as good as lost ---------------------
@@ -200,8 +200,8 @@ def test_it_goes_on_with_other_sites_partitions_elsewhere_and_another_protection
         until_stored(first, 2)
         until_protected(first, 3)
     lose(first)
-    past = Past.load(store)
-    assert past.lost and 0 < past.rows < ROWS
+    restore_point = RestorePoint.load(store)
+    assert restore_point.lost and 0 < restore_point.rows < ROWS
 
     flow = mixed(made(RATE // 4), out, passive(every_ms=50, apart="process"))
     second = start(kept, flow, resume=store)
@@ -212,19 +212,21 @@ def test_it_goes_on_with_other_sites_partitions_elsewhere_and_another_protection
     third = start(kept, mixed(made(RATE), out), sites=1, resume=store)
     until_stored(third)
     total = sum(row["n"] for row in third.view("latest").table().to_pylist())
-    assert total > Past.load(store).rows - 1, "the view has what was before"
+    assert total > RestorePoint.load(store).rows - 1, "the view has what was before"
     third.stop(timeout=PATIENCE_S)
-    past = Past.load(store)
-    assert not past.lost, "it was stopped"
+    restore_point = RestorePoint.load(store)
+    assert not restore_point.lost, "it was stopped"
     files = sorted(str(f.relative_to(store)) for f in Path(store).rglob("*.arrow"))
-    assert files == sorted({"generations/000002.arrow", "manifests/000002.arrow", *past.files})
+    assert files == sorted(
+        {"generations/000002.arrow", "manifests/000002.arrow", *restore_point.files}
+    )
     # What it begins with is elsewhere until there is a checkpoint.
     again = {"store": str(tmp_path / "other"), "store_every_ms": 60_000}
     fourth = start(kept, mixed(made(RATE), out), resume=store, **again)
-    until_taken(fourth, past.rows + 1_000)
+    until_taken(fourth, restore_point.rows + 1_000)
     lose(fourth)
     fifth = start(kept, mixed(made(None), out), resume=str(tmp_path / "other"))
-    assert fifth.records()[0].epoch == past.epochs
+    assert fifth.records()[0].epoch == restore_point.epochs
     assert fifth.wait(PATIENCE_S)
     found = results(out)
     for name, table in undisturbed.items():
@@ -340,12 +342,12 @@ def test_what_cannot_be_gone_on_from_is_refused(kept: list[Run], tmp_path: Path)
         records[1].unlink()
         go_on("some records are missing")
         records[1].write_bytes(data)
-    layer = next(f for f in store.rglob("*-windows.arrow"))
-    layer.rename(tmp_path / "moved")
-    go_on(f"{layer.name} is missing")
-    layer.write_bytes(b"nothing of ours")
+    delta = next(f for f in store.rglob("*-windows.arrow"))
+    delta.rename(tmp_path / "moved")
+    go_on(f"{delta.name} is missing")
+    delta.write_bytes(b"nothing of ours")
     go_on("is damaged, or nothing that Holdfast has written")
-    (tmp_path / "moved").rename(layer)
+    (tmp_path / "moved").rename(delta)
     (manifest,) = (store / "manifests").iterdir()
     data = manifest.read_bytes()
     manifest.write_bytes(data[:200])
@@ -463,16 +465,16 @@ def test_what_has_changed_is_added_to_what_was_stored_before(
     store = str(tmp_path / "store")
     run = start(kept, flow(1_000, "out"), sites=2, store=store, store_every_ms=50)
 
-    def is_layered() -> bool:
-        """Keys are gone from one of the layers, and another is on top of it."""
+    def has_deltas() -> bool:
+        """Keys are gone from one of the deltas, and another is on top of it."""
         assert not run.ended(0), "too slow to see it"
-        for layers in Past.load(store).layers.values():
-            gone = [at for at, layer in enumerate(layers) if layer.gone]
-            if gone and any(not layer.gone for layer in layers[gone[0] + 2 :]):
+        for deltas in RestorePoint.load(store).deltas.values():
+            gone = [at for at, delta in enumerate(deltas) if delta.gone]
+            if gone and any(not delta.gone for delta in deltas[gone[0] + 2 :]):
                 return True
         return False
 
-    until(is_layered, "a checkpoint of several layers")
+    until(has_deltas, "a checkpoint of several deltas")
     lose(run)
     assert start(kept, flow(None, "out"), sites=1, resume=store).wait(PATIENCE_S)
     assert start(kept, flow(None, "alone"), sites=1).wait(PATIENCE_S)

@@ -11,7 +11,7 @@ from holdfast.connectors.sinks import Authority, Sink, SinkWriter
 from holdfast.plan.planner import plan
 from holdfast.site.egress import Egress
 from holdfast.storage.files import Folder
-from holdfast.storage.restore_point import Kind, Past, Stored
+from holdfast.storage.restore_point import Kind, RestorePoint, Stored
 
 ROWS = pa.record_batch({"n": [1, 2]})
 
@@ -139,7 +139,7 @@ class Asked(Slow):
         return self, durable
 
 
-def stopped(place: Path, sink: Slow, **more: object) -> Past:
+def stopped(place: Path, sink: Slow, **more: object) -> RestorePoint:
     """A flow that has taken epochs 0 to 4; its store has confirmed epoch 2, and then came no
     rows."""
     flow = Flow("f")
@@ -153,14 +153,14 @@ def stopped(place: Path, sink: Slow, **more: object) -> Past:
     egress.close()
     stored = Stored(msgspec.msgpack.encode(egress.save()))
     named = {"kind": Kind.STOPPED, "sources": {0: b""}, "sinks": {stage.id: stored}} | more
-    return Past(str(place), 5, 10, b"", {}, {}, **named)
+    return RestorePoint(str(place), 5, 10, b"", {}, {}, **named)
 
 
-def egress_of(sink: Sink, incarnation: str, past: Past) -> Egress:
+def egress_of(sink: Sink, incarnation: str, restore_point: RestorePoint) -> Egress:
     flow = Flow("f")
     flow.source("s", rows(ROWS)).sink("out", sink)
-    egress = Egress("f", plan(flow).sinks[0], incarnation, past)
-    egress.recover(past)
+    egress = Egress("f", plan(flow).sinks[0], incarnation, restore_point)
+    egress.recover(restore_point)
     return egress
 
 
@@ -181,7 +181,13 @@ def test_whoever_leads_before_anybody_has_written_expects_nothing(tmp_path: Path
 
 def test_a_flow_that_was_lost_expects_what_it_was_told_last(tmp_path: Path) -> None:
     sink = Asked()
-    lost = {"kind": Kind.RUNNING, "every_ms": 100, "incarnation": "first", "flow": "f", "life": 1}
+    lost = {
+        "kind": Kind.RUNNING,
+        "every_ms": 100,
+        "incarnation": "first",
+        "flow": "f",
+        "generation": 1,
+    }
     egress_of(sink, "second", stopped(tmp_path, sink, **lost)).begin(1)
     assert sink.whose.incarnation == "first" and sink.whose.confirmed(sink.after) == 2
 
@@ -189,14 +195,14 @@ def test_a_flow_that_was_lost_expects_what_it_was_told_last(tmp_path: Path) -> N
 def test_a_checkpoint_of_an_earlier_version_raises_no_false_alarm(tmp_path: Path) -> None:
     """It counted epochs without rows as durable, though the store was not told of them."""
     sink = Asked()
-    lost = {"every_ms": 100, "incarnation": "first", "flow": "f", "life": 1}
-    past = stopped(tmp_path, sink, **lost)
-    ((stage, stored),) = past.sinks.items()
+    lost = {"every_ms": 100, "incarnation": "first", "flow": "f", "generation": 1}
+    restore_point = stopped(tmp_path, sink, **lost)
+    ((stage, stored),) = restore_point.sinks.items()
     saved = msgspec.msgpack.decode(stored.saved)
     del saved["incarnation"]
     saved["durable"] = 4
-    past.sinks[stage] = Stored(msgspec.msgpack.encode(saved))
-    egress_of(sink, "second", past).begin(1)
+    restore_point.sinks[stage] = Stored(msgspec.msgpack.encode(saved))
+    egress_of(sink, "second", restore_point).begin(1)
     assert sink.after == 4 and sink.whose.confirmed(4) is None and sink.whose.confirmed(5) == 5
 
 
@@ -219,7 +225,7 @@ class Log(Slow):
         return self, self.reached
 
 
-def with_past(log: Log, place: Path, epochs: int = 4) -> Egress:
+def with_restore_point(log: Log, place: Path, epochs: int = 4) -> Egress:
     """A sink that gets the rows ``[0, 1]``, ``[2, 3]``, ... and then an epoch without any."""
     flow = Flow("f")
     flow.source("s", rows(ROWS)).sink("out", log)
@@ -228,8 +234,8 @@ def with_past(log: Log, place: Path, epochs: int = 4) -> Egress:
     for n, file in enumerate(files):
         stored = pa.record_batch({"n": [2 * n, 2 * n + 1], "__o0": [2 * n, 2 * n + 1]})
         Folder(str(place)).write(file, [stored])
-    past = Past(str(place), epochs, 2 * epochs, b"", {}, {stage.id: files})
-    return Egress("f", stage, past=past)
+    restore_point = RestorePoint(str(place), epochs, 2 * epochs, b"", {}, {stage.id: files})
+    return Egress("f", stage, restore_point=restore_point)
 
 
 STORED = [(0, [0, 1]), (1, [2, 3]), (2, [4, 5]), (3, [])]
@@ -237,7 +243,7 @@ STORED = [(0, [0, 1]), (1, [2, 3]), (2, [4, 5]), (3, [])]
 
 def test_what_is_stored_comes_first_and_no_faster_than_there_is_room(tmp_path: Path) -> None:
     log = Log()
-    egress = with_past(log, tmp_path)
+    egress = with_restore_point(log, tmp_path)
     egress.begin()
     for epoch in range(4):
         assert not egress.ready and not egress.is_drained
@@ -254,7 +260,7 @@ def test_what_is_stored_comes_first_and_no_faster_than_there_is_room(tmp_path: P
 def test_whoever_leads_next_goes_on_with_what_is_stored(tmp_path: Path) -> None:
     """One that did not lead has taken later epochs meanwhile: they wait."""
     log = Log()
-    egress = with_past(log, tmp_path)
+    egress = with_restore_point(log, tmp_path)
     assert egress.ready and egress.is_drained, "another one leads"
     egress.recall()
     egress.take(4, ROWS)
@@ -284,7 +290,7 @@ class Told(Log):
 def test_what_is_stored_is_not_said_to_be_written_before_it_is(tmp_path: Path) -> None:
     """A new leader has later epochs, which wait, and is tended to before it recalls any."""
     log = Told()
-    egress = with_past(log, tmp_path)
+    egress = with_restore_point(log, tmp_path)
     egress.take(4, ROWS)
     egress.lead(1)
     egress.tend()
@@ -311,7 +317,7 @@ def test_an_egress_is_not_finished_before_its_sink_is(sink: Slow, egress: Egress
 
 def test_a_replica_that_was_made_of_a_leader_recalls_nothing_twice(tmp_path: Path) -> None:
     one, other = Log(), Log()
-    old, new = with_past(one, tmp_path), with_past(other, tmp_path)
+    old, new = with_restore_point(one, tmp_path), with_restore_point(other, tmp_path)
     old.begin()
     for _ in range(4):
         old.recall()
@@ -327,7 +333,7 @@ def test_a_replica_that_was_made_of_a_leader_recalls_nothing_twice(tmp_path: Pat
 
 def test_every_replica_of_a_replicated_sink_recalls(tmp_path: Path) -> None:
     one, other = Log(replicated=True), Log(replicated=True)
-    old, new = with_past(one, tmp_path), with_past(other, tmp_path)
+    old, new = with_restore_point(one, tmp_path), with_restore_point(other, tmp_path)
     one.reached = other.reached = 9
     old.recall()
     assert one.rows == STORED[:1] and not old.ready
@@ -338,7 +344,7 @@ def test_every_replica_of_a_replicated_sink_recalls(tmp_path: Path) -> None:
 
 
 def test_a_past_that_is_not_there_is_named(tmp_path: Path) -> None:
-    egress = with_past(Log(), tmp_path)
+    egress = with_restore_point(Log(), tmp_path)
     (tmp_path / "results" / "0.arrow").unlink()
     egress.begin()
     with pytest.raises(FlowError, match=r"not at .* \(results/0.arrow is missing\)"):

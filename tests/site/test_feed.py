@@ -23,7 +23,7 @@ from holdfast.site.spill import Held, Overflow
 from holdfast.site.staging import GIVEN_UP, Push, Staged
 from holdfast.storage.files import Folder
 from holdfast.storage.layout import portion_file, portion_name
-from holdfast.storage.restore_point import Past
+from holdfast.storage.restore_point import RestorePoint
 
 SCHEMA = pa.schema([("x", pa.int64())])
 OTHER = SiteId(2)
@@ -497,7 +497,7 @@ def test_a_new_replica_counts_when_it_has_what_entered_without_it(small: None) -
 def test_a_leader_that_stores_portions_once_more_voids_none_of_them(tmp_path) -> None:
     """It is lost in the midst of that. What it did not have is void all the same."""
     folder = Folder(str(tmp_path))
-    past = Past(str(tmp_path), 0, 0, b"", {}, {}, stages=["fed"], life=1)
+    restore_point = RestorePoint(str(tmp_path), 0, 0, b"", {}, {}, stages=["fed"], life=1)
 
     def add(*names: tuple[int, int, int]) -> None:
         for number, rank, base in names:
@@ -505,7 +505,7 @@ def test_a_leader_that_stores_portions_once_more_voids_none_of_them(tmp_path) ->
             folder.write(file, [pa.record_batch({"data": [b""]})])
 
     def known() -> list[tuple[int, int]]:
-        names = [portion_name(file) for file in known_portions(folder, past)[0]]
+        names = [portion_name(file) for file in known_portions(folder, restore_point)[0]]
         return [(name.number, name.rank) for name in names if name is not None]
 
     add((1, 3, 0), (2, 3, 0), (3, 3, 0), (4, 3, 0))

@@ -46,7 +46,7 @@ from holdfast.site.node import Node
 from holdfast.site.stages import TaskRunner
 from holdfast.site.stages import together as split_by_time
 from holdfast.storage.files import Folder
-from holdfast.storage.restore_point import Past, store_state, stored_state
+from holdfast.storage.restore_point import RestorePoint, store_state, stored_state
 
 OPTIONS = Options(partitions=4)
 EPOCHS, ROWS = 60, 5
@@ -529,11 +529,11 @@ def test_what_stands_by_begins_with_the_flows_past_like_what_computes(tmp_path) 
         processed(old, epoch, frames)
     folder = Folder(str(tmp_path))
     store_state(folder, 1, old.operator.tables())
-    past = Past(str(tmp_path), 9, 9 * ROWS, b"", stored_state(folder), {})
+    restore_point = RestorePoint(str(tmp_path), 9, 9 * ROWS, b"", stored_state(folder), {})
     elsewhere = PartitionGroup(0, 1, (SiteId(0),))
     keyed = PartitionGroup(0, OPTIONS.partitions, (SiteId(0),), standbys=(SiteId(1),))
     view = View(0, 0, (SiteId(0), SiteId(1)), ((elsewhere,), (keyed,), (elsewhere,)))
-    node = Node(replace(planned, past=past), SiteId(1), OPTIONS, Silence())
+    node = Node(replace(planned, restore_point=restore_point), SiteId(1), OPTIONS, Silence())
     node.on_view(view)
     by_key = [("__low", "ascending")]
     tables = (u.operator.extract()["groups"] for u in (node.stages.tasks[1, 0], old))

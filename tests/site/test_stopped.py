@@ -32,7 +32,7 @@ from holdfast.connectors.sources import Source, generator
 from holdfast.control.run import Run
 from holdfast.errors import HostError
 from holdfast.storage.files import Folder
-from holdfast.storage.restore_point import Kind, Past
+from holdfast.storage.restore_point import Kind, RestorePoint
 from holdfast.ui.cli import main
 from tests.site.test_pairs import PATIENCE_S, kill, replicas, until, until_protected, until_rows
 from tests.site.test_protections import events
@@ -263,10 +263,10 @@ def test_sigterm_stops_and_stores_and_what_is_resumed_is_stored_again(
         said, complaints = running.communicate(timeout=PATIENCE_S)
         assert running.returncode == 0, said + complaints
         assert "stopping" in said
-        past = Past.load(str(tmp_path / "st1"))
-        assert past.kind is Kind.STOPPED and past.rows > rows
-        assert past.rows == pq.read_table(tmp_path / "out" / "running").num_rows
-        rows = past.rows
+        restore_point = RestorePoint.load(str(tmp_path / "st1"))
+        assert restore_point.kind is Kind.STOPPED and restore_point.rows > rows
+        assert restore_point.rows == pq.read_table(tmp_path / "out" / "running").num_rows
+        rows = restore_point.rows
     counts = results(tmp_path / "out")["running"]
     assert counts["__o0"].to_pylist() == list(range(rows)), "each row once"
 
@@ -278,10 +278,13 @@ def test_a_flow_that_is_stored_while_it_runs_is_so_again_when_it_was_stopped(
     command.until_rows(running)
     os.kill(running.pid, signal.SIGTERM)
     assert running.wait(PATIENCE_S) == 0
-    stopped = Past.load(str(tmp_path / "st1"))
+    stopped = RestorePoint.load(str(tmp_path / "st1"))
     assert (stopped.kind, stopped.every_ms) == (Kind.STOPPED, 200)
     running = command.run("--resume", "st1")
-    until(lambda: Past.load(str(tmp_path / "st1")).epochs > stopped.epochs, "it is stored again")
+    until(
+        lambda: RestorePoint.load(str(tmp_path / "st1")).epochs > stopped.epochs,
+        "it is stored again",
+    )
     os.killpg(running.pid, signal.SIGKILL)
     running.wait()
     assert main(["check", str(tmp_path / "st1")]) == 0
@@ -291,9 +294,9 @@ def test_a_flow_that_is_stored_while_it_runs_is_so_again_when_it_was_stopped(
     command.until_rows(running)
     os.kill(running.pid, signal.SIGTERM)
     assert running.wait(PATIENCE_S) == 0
-    past = Past.load(str(tmp_path / "st1"))
+    restore_point = RestorePoint.load(str(tmp_path / "st1"))
     counts = results(tmp_path / "out")["running"]
-    assert counts["__o0"].to_pylist() == list(range(past.rows)), "each row once"
+    assert counts["__o0"].to_pylist() == list(range(restore_point.rows)), "each row once"
 
 
 def test_a_second_signal_gives_up(command: Command, tmp_path: Path) -> None:
@@ -345,8 +348,8 @@ def test_a_flow_that_is_only_stored_when_it_is_stopped_is_not_resumed_twice(
     with pytest.raises(FlowError, match="a flow that was started there runs, or was lost"):
         start(resume=store)
     second.stop(timeout=PATIENCE_S)
-    stopped = Past.load(store)
-    assert stopped.kind is Kind.STOPPED and stopped.life == 2
+    stopped = RestorePoint.load(store)
+    assert stopped.kind is Kind.STOPPED and stopped.generation == 2
     third = start(None, resume=store)
     assert third.wait(PATIENCE_S)
     with pytest.raises(FlowError, match="it has ended"):

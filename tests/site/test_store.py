@@ -30,7 +30,7 @@ from holdfast.net import wire
 from holdfast.site.checkpoints import TaskFiles
 from holdfast.storage import files, generations, layout
 from holdfast.storage.files import Folder, LocalDisk, RemoteDisk, located
-from holdfast.storage.restore_point import Kind, Past
+from holdfast.storage.restore_point import Kind, RestorePoint
 from tests.site.lost_power import LossyDisk, PowerLost, Survives
 
 ROWS = 10
@@ -60,16 +60,18 @@ def held(epoch: int) -> pa.RecordBatch:
 class Writer:
     """What a flow writes, its driver and its site, one thing after another."""
 
-    def __init__(self, place: str, past: Past | None = None) -> None:
-        self.place, self.past = place, past
-        self.generation = past.life if past else generations.claim(Folder(place), "f")
+    def __init__(self, place: str, restore_point: RestorePoint | None = None) -> None:
+        self.place, self.restore_point = place, restore_point
+        self.generation = (
+            restore_point.generation if restore_point else generations.claim(Folder(place), "f")
+        )
         self.store = CheckpointStore(place, self.generation)
         names = {"stages": ["keyed", "fed"], "partitions": 4, "flow": "f", "every_ms": 100}
-        self.common = Past(place, 0, 0, b"", {}, {}, home=place, kind=Kind.RUNNING, **names)
-        self.common = msgspec.structs.replace(self.common, life=self.generation)
-        self.before: Past | None = None
+        self.common = RestorePoint(place, 0, 0, b"", {}, {}, home=place, kind=Kind.RUNNING, **names)
+        self.common = msgspec.structs.replace(self.common, generation=self.generation)
+        self.before: RestorePoint | None = None
         self.base: int | None = None
-        self.store.begin(first_manifest(self.common, past))
+        self.store.begin(first_manifest(self.common, restore_point))
 
     def tasks(self, epoch: int, *, stop: bool = False) -> dict[tuple[int, int], wire.TaskFiles]:
         folder, stored = Folder(self.place), {}
@@ -101,9 +103,11 @@ class Writer:
         Folder(self.place).write(name, [rows], sync=True)
 
     def checkpoint(self, epoch: int) -> None:
-        past = manifest_of(self.common, VIEW, record(epoch), self.tasks(epoch), self.before)
-        self.store.save(past)
-        self.before = past
+        restore_point = manifest_of(
+            self.common, VIEW, record(epoch), self.tasks(epoch), self.before
+        )
+        self.store.save(restore_point)
+        self.before = restore_point
 
     def stop(self, epoch: int) -> None:
         common = msgspec.structs.replace(self.common, kind=Kind.STOPPED)
@@ -111,20 +115,20 @@ class Writer:
         self.store.save(manifest_of(common, VIEW, record(epoch, last=True), stored))
 
 
-def content(past: Past) -> dict[str, object]:
+def content(restore_point: RestorePoint) -> dict[str, object]:
     """Everything that a flow would begin with."""
-    rows = [(layer.table, batch.to_pylist()) for layer, batch in past.state_of(0, 0, 4)]
+    rows = [(delta.table, batch.to_pylist()) for delta, batch in restore_point.state_of(0, 0, 4)]
     return {
-        "epochs": (past.epochs, past.rows, past.kind),
+        "epochs": (restore_point.epochs, restore_point.rows, restore_point.kind),
         "state": rows,
-        "waiting": [batch.to_pylist() for batch in past.waiting_of(1)],
-        "records": past.records,
-        "portions": list(past.portions_of(1)),
-        "sources": past.sources,
+        "waiting": [batch.to_pylist() for batch in restore_point.waiting_of(1)],
+        "records": restore_point.records,
+        "portions": list(restore_point.portions_of(1)),
+        "sources": restore_point.sources,
     }
 
 
-def resume(place: str) -> Past:
+def resume(place: str) -> RestorePoint:
     return claimed(place, "f", generations.last_generation(Folder(place)))
 
 
@@ -161,9 +165,9 @@ def life_of_a_flow(place: str, promised: Promised) -> None:
     promised.recorded = 6
     writer.stop(7)
     promised.stopped = promised.stored = promised.recorded = promised.portions = 7
-    past = resume(place)
+    restore_point = resume(place)
     promised.stopped = None
-    writer = Writer(place, past)
+    writer = Writer(place, restore_point)
     writer.records(8, 9)
     promised.recorded = 9
     writer = Writer(place, resume(place))
@@ -179,29 +183,31 @@ def on_disk(monkeypatch: pytest.MonkeyPatch, disk: LossyDisk) -> None:
 
 def check_kept(place: str, promised: Promised) -> None:
     try:
-        past = resume(place)
+        restore_point = resume(place)
     except FlowError as error:
         assert not promised.begun
         assert re.search("nothing has been stored|manifests is missing", str(error))
         return
-    epoch = past.epochs - 1
+    epoch = restore_point.epochs - 1
     assert epoch >= promised.stored
     if promised.stopped is not None:
-        assert (past.kind, epoch) == (Kind.STOPPED, promised.stopped)
-    reached = epoch if past.kind is Kind.STOPPED else epoch + len(past.records)
+        assert (restore_point.kind, epoch) == (Kind.STOPPED, promised.stopped)
+    reached = epoch if restore_point.kind is Kind.STOPPED else epoch + len(restore_point.records)
     assert reached >= promised.recorded, "a sink may have it"
-    found = content(past)
+    found = content(restore_point)
     assert found["state"] == ([] if epoch < 0 else [("groups", state(epoch).to_pylist())])
     assert found["waiting"] == ([] if epoch < 0 else [held(epoch).to_pylist()])
-    assert [r.epoch for r in past.records] == list(range(epoch + 1, epoch + 1 + len(past.records)))
-    if past.kind is Kind.RUNNING:
-        rows = [data[0] for _, data in past.portions_of(1)]
+    assert [r.epoch for r in restore_point.records] == list(
+        range(epoch + 1, epoch + 1 + len(restore_point.records))
+    )
+    if restore_point.kind is Kind.RUNNING:
+        rows = [data[0] for _, data in restore_point.portions_of(1)]
         taken = max(0, epoch)
         assert rows == [f"rows {n}".encode() for n in range(taken + 1, taken + 1 + len(rows))]
         assert taken + len(rows) >= promised.portions
     # And it can be gone on from.
-    Writer(place, past).checkpoint(max(epoch, promised.recorded) + 1)
-    assert resume(place).epochs > past.epochs
+    Writer(place, restore_point).checkpoint(max(epoch, promised.recorded) + 1)
+    assert resume(place).epochs > restore_point.epochs
 
 
 def test_power_is_lost_at_every_moment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,11 +271,11 @@ def parts(place: Path) -> list[Path]:
     return sorted(f for f in place.rglob("*") if f.is_file())
 
 
-def as_found(place: Path) -> Past:
+def as_found(place: Path) -> RestorePoint:
     """As `resume` finds it; the folder stays as it is."""
-    past = known(Past.load(str(place)), Folder(str(place)))
-    past.check()
-    return past
+    restore_point = known(RestorePoint.load(str(place)), Folder(str(place)))
+    restore_point.check()
+    return restore_point
 
 
 def test_there_are_files_of_all_kinds(stored: Path) -> None:
@@ -277,9 +283,11 @@ def test_there_are_files_of_all_kinds(stored: Path) -> None:
     assert kinds == {"generations", "manifests", "checkpoints", "records", "portions"}
     names = [str(f.relative_to(stored)) for f in parts(stored)]
     assert all(layout.is_known(name) for name in names)
-    past = as_found(stored)
-    assert (past.epochs, len(past.records)) == (3, 3)
-    assert [data for _, data in past.portions_of(1)] == [[f"rows {n}".encode()] for n in (3, 4, 5)]
+    restore_point = as_found(stored)
+    assert (restore_point.epochs, len(restore_point.records)) == (3, 3)
+    assert [data for _, data in restore_point.portions_of(1)] == [
+        [f"rows {n}".encode()] for n in (3, 4, 5)
+    ]
 
 
 def test_every_flip_and_every_cut_of_every_file_is_found(stored: Path) -> None:
@@ -356,24 +364,26 @@ def test_a_file_cut_at_a_batch_border_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_was_copied_elsewhere_is_the_same(stored: Path, tmp_path: Path) -> None:
     shutil.copytree(stored, tmp_path / "copy")
-    past = resume(str(tmp_path / "copy"))
-    assert content(past) == content(as_found(stored))
-    assert past.place == past.home == str(tmp_path / "copy")
+    restore_point = resume(str(tmp_path / "copy"))
+    assert content(restore_point) == content(as_found(stored))
+    assert restore_point.place == restore_point.home == str(tmp_path / "copy")
 
 
 def test_a_store_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
     with pa.ipc.new_stream(str(tmp_path / "manifest.arrow"), pa.schema([("data", "binary")])):
         pass
     with pytest.raises(FlowError, match="an earlier version of Holdfast"):
-        Past.load(str(tmp_path))
+        RestorePoint.load(str(tmp_path))
 
 
 def test_a_manifest_that_names_what_is_no_file_of_a_store_is_refused(tmp_path: Path) -> None:
     place = str(tmp_path)
-    past = Past(place, 1, 1, b"", {0: [(0, "t", "../secret.arrow")]}, {}, kind=Kind.STOPPED)
-    past.save(Folder(place))
+    restore_point = RestorePoint(
+        place, 1, 1, b"", {0: [(0, "t", "../secret.arrow")]}, {}, kind=Kind.STOPPED
+    )
+    restore_point.save(Folder(place))
     with pytest.raises(StoreDamagedError, match=r"what cannot be: \.\./secret"):
-        Past.load(place)
+        RestorePoint.load(place)
 
 
 # --- one owner -----------------------------------------------------------------------------------
@@ -403,7 +413,7 @@ def test_of_those_who_resume_at_once_one_wins(stored: Path, tmp_path: Path) -> N
         place = str(tmp_path / f"{attempt}")
         shutil.copytree(stored, place)
         seen = generations.last_generation(Folder(place))
-        won = raced(6, lambda _, place=place, seen=seen: claimed(place, "f", seen).life)
+        won = raced(6, lambda _, place=place, seen=seen: claimed(place, "f", seen).generation)
         assert won == [seen + 1]
 
 
@@ -497,9 +507,9 @@ def test_a_generation_of_old_adds_nothing_and_removes_nothing(stored: Path, tmp_
         old.checkpoint(6)
     assert [r.epoch for r in as_found(Path(place)).records] == [3, 4, 5, 6]
     new.records(7, 8)
-    past = resume(place)
-    assert [r.epoch for r in past.records] == [3, 4, 5, 6, 7, 8]
-    assert past.life == new.generation + 1
+    restore_point = resume(place)
+    assert [r.epoch for r in restore_point.records] == [3, 4, 5, 6, 7, 8]
+    assert restore_point.generation == new.generation + 1
 
 
 def test_a_late_manifest_of_an_old_generation_counts_for_nothing(
@@ -514,9 +524,9 @@ def test_a_late_manifest_of_an_old_generation_counts_for_nothing(
     new = Writer(place, resume(place))
     late.save(old.store.folder)
     new.records(7)
-    past = resume(place)
-    assert past.epochs == 3 and [r.epoch for r in past.records] == [3, 4, 5, 6, 7]
-    assert content(past)["state"] == [("groups", state(2).to_pylist())]
+    restore_point = resume(place)
+    assert restore_point.epochs == 3 and [r.epoch for r in restore_point.records] == [3, 4, 5, 6, 7]
+    assert content(restore_point)["state"] == [("groups", state(2).to_pylist())]
 
 
 # --- where it is ---------------------------------------------------------------------------------

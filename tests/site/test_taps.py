@@ -24,7 +24,7 @@ from holdfast.site.handover import Incoming, Outgoing
 from holdfast.site.push import FedReader
 from holdfast.site.stages import TaskRunner
 from holdfast.storage.files import Folder
-from holdfast.storage.restore_point import Past, store_state, stored_state
+from holdfast.storage.restore_point import RestorePoint, store_state, stored_state
 from tests.site.test_handover import runner
 from tests.site.test_pairs import SCHEMA, kill, numbers, replicas, until, until_protected
 
@@ -264,13 +264,13 @@ def test_the_position_in_a_folder_is_stored_and_restored(tmp_path: Path) -> None
     store_state(store, 0, task.keeper.tables())
     store.write("waiting/0/0.arrow", [rows for _, rows in task.held()])
     saved, state = wire_extras(task), stored_state(store)
-    past = Past(
+    restore_point = RestorePoint(
         str(tmp_path / "store"), 1, 0, b"", state, {}, {0: saved}, {0: ["waiting/0/0.arrow"]}
     )
     (folder / "0000.parquet").rename(tmp_path / "0000.parquet")
     _, again, other, _ = ingress(source)
     other.on_replicas(False, [], [])
-    again.begin(past)
+    again.begin(restore_point)
     other.on_replicas(True, [], [])
     other.pull()
     (tmp_path / "0000.parquet").rename(folder / "0000.parquet")

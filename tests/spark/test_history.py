@@ -100,8 +100,8 @@ def test_it_is_as_if_everything_had_been_streamed(
     protect = pairs(apart="process")
     flow = four_kinds(source, lambda name: parquet(tmp_path / name, with_order=True), protect)
     run = flow.start(spark, sites=3, partitions=6, history=before, history_at=str(tmp_path / "at"))
-    past = run.flow.past
-    assert past is not None and past.rows == BEFORE and past.epochs > 3
+    restore_point = run.flow.restore_point
+    assert restore_point is not None and restore_point.rows == BEFORE and restore_point.epochs > 3
     kill_leader(run, "windows")
     for first in range(BEFORE, ROWS, 5_000):
         add(first, first + 5_000)

@@ -34,7 +34,7 @@ from holdfast import (
 from holdfast.engine.batches import Track, from_ipc
 from holdfast.errors import InputError
 from holdfast.plan.planner import plan
-from holdfast.spark import parcels
+from holdfast.spark import shuffle_blocks as blocks
 from holdfast.spark import stream as stream_module
 from tests.spark.test_batch_equals_sql import (
     EVENTS,
@@ -316,24 +316,24 @@ def ingress(*names: str) -> Any:
     entries = []
     for s in planned.sources:
         rows = stream_module._Rows(s.name, EVENTS, EVENTS, [], 1)
-        entries.append(stream_module._Entry(rows, s, parcels.ToParcels(s.outputs, 3)))
+        entries.append(stream_module._Entry(rows, s, blocks.ToBlocks(s.outputs, 3)))
     return stream_module._IngressTask(planned, entries, 3)
 
 
-def parcel(place: int, low: int, *times: int | None) -> Any:
+def block(place: int, low: int, *times: int | None) -> Any:
     rows_ = pa.RecordBatch.from_pylist([{"ts": t} for t in times], schema=EVENTS)
-    return place, 0, low, parcels.to_bytes(rows_)
+    return place, 0, low, blocks.to_bytes(rows_)
 
 
 def taken(task: Any, state: bytes | None, *arrived: Any) -> tuple[list[Any], Track, bytes]:
     """The (number, time) of each row that an ingress gives, the track, and its new state."""
-    frames = [parcels.table([a]).to_pandas() for a in arrived]
+    frames = [blocks.table([a]).to_pandas() for a in arrived]
     token = None if state is None else b"some"
     made, _, data = task.run(0, frames, token, lambda: state)
     out, tracks = [], set()
     for frame in made:
         for exchange, bucket, low, packed in frame.itertuples(index=False):
-            if exchange == parcels.HEARTBEAT:
+            if exchange == blocks.HEARTBEAT:
                 tracks.add((bucket, low, packed))
             else:
                 got = from_ipc(packed)
@@ -346,20 +346,20 @@ def taken(task: Any, state: bytes | None, *arrived: Any) -> tuple[list[Any], Tra
 def test_ingress_goes_on_where_the_last_micro_batch_ended() -> None:
     task = ingress("a", "b")
     # In the order of sources and, within one, of ``low``; not of arrival.
-    got, track, state = taken(task, None, parcel(1, 0, 12), parcel(0, 9, 25), parcel(0, 0, 3))
+    got, track, state = taken(task, None, block(1, 0, 12), block(0, 9, 25), block(0, 0, 3))
     assert got == [(0, 3), (1, 25), (2, 12)]
     assert (track.seqs[1:].tolist(), track.marks.tolist()) == ([2], [Track.NEVER, 12])
-    got, track, state = taken(task, state, parcel(1, 0, 17, 40))
+    got, track, state = taken(task, state, block(1, 0, 17, 40))
     assert got == [(3, 17), (4, 40)]
     assert (track.seqs[1:].tolist(), track.marks.tolist()) == ([4], [12, 25])
-    got, track, _ = taken(task, state, parcel(0, 0, 31))
+    got, track, _ = taken(task, state, block(0, 0, 31))
     assert got == [(5, 31)]
     assert (track.seqs[1:].tolist(), track.marks.tolist()) == ([5], [25, 31])
 
 
 def test_an_event_time_that_is_null_is_refused() -> None:
     with pytest.raises(InputError, match="'events': the event time 'ts' is null"):
-        taken(ingress("events"), None, parcel(0, 0, 3, None))
+        taken(ingress("events"), None, block(0, 0, 3, None))
 
 
 def test_sources_that_differ_when_read_twice_are_noticed() -> None:
@@ -367,7 +367,7 @@ def test_sources_that_differ_when_read_twice_are_noticed() -> None:
     planned = plan(flow)
     stage = next(s for s in planned.stages if s.kind == "keyed")
     task = stream_module._BucketTask(planned, stage, 3, stage.outputs)
-    beats = [parcels.heartbeats(Track.flat(mark), [2]).to_pandas() for mark in (10, 20)]
+    beats = [blocks.heartbeats(Track.flat(mark), [2]).to_pandas() for mark in (10, 20)]
     with pytest.raises(InputError, match="'windows': the sources gave other rows when read again"):
         task.run(0, beats, None, bytes)
 

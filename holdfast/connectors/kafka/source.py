@@ -118,7 +118,7 @@ class KafkaSource(Source):
         again = reading(name, None if name == "bytes" else schema, where)
         self.__dict__.update(state | {"format": again})
 
-    def settle(self, replicas: int, known: Sequence[str] = ()) -> dict[str, Any]:
+    def resolve(self, replicas: int, known: Sequence[str] = ()) -> dict[str, Any]:
         from holdfast.connectors.kafka.topics import Topic
 
         with Topic(self.servers, self.topic, self.options, ANSWER_S_MAX) as topic:
@@ -127,7 +127,7 @@ class KafkaSource(Source):
             begins = topic.begins(self.start)
             return {"begins": begins, "ends": topic.latest() if self.bounded else None}
 
-    def settled(self, values: Any) -> KafkaSource:
+    def resolved(self, values: Any) -> KafkaSource:
         made = copy.copy(self)
         made.begins, made.ends = list(values["begins"]), values["ends"]
         made.splits = len(made.begins)

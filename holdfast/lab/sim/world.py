@@ -287,7 +287,7 @@ class World:
     def ended(self) -> bool:
         return self.controller.state in (State.DONE, State.FAILED)
 
-    def settle(self) -> int:
+    def run_until_idle(self) -> int:
         """Go on until nothing can move (because of what is stalled); how many steps it took."""
         begun = self.steps
         while not self.ended and self.step():

@@ -1,8 +1,9 @@
 """The state of one key while a user's function works on it.
 
-A `Cell` is what a key has: encoded values and timers. User code gets at it through a `Handle` and
-the state variables that it gives out, which have the methods of PySpark's own. All that is done to
-a cell is done to it alone; the operator puts it into its table when the whole call has gone well.
+A `KeyState` is what a key has: encoded values and timers. User code gets at it through a `Handle`
+and the state variables that it gives out, which have the methods of PySpark's own. All that is done
+to a key state is done to it alone; the operator puts it into its table when the whole call has gone
+well.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Variable:
     keys: T.StructType | None = None
 
 
-class Cell:
+class KeyState:
     """One key's state: for each variable its bytes, or None; its timers in ascending order."""
 
     __slots__ = ("_lists", "_maps", "_stored", "key", "timers")
@@ -79,11 +80,12 @@ class Cell:
 
 
 class Handle(StatefulProcessorHandle):
-    """What a processor gets instead of Spark's own handle. `cell` is that of the key at hand."""
+    """What a processor gets instead of Spark's own handle. `key_state` is that of the key at
+    hand."""
 
     def __init__(self, timed: bool, where: str) -> None:
         self.variables: list[Variable] = []
-        self.cell: Cell | None = None
+        self.key_state: KeyState | None = None
         self._timed, self._where = timed, where
         self._open = True
 
@@ -95,17 +97,17 @@ class Handle(StatefulProcessorHandle):
 
     def getValueState(self, stateName: str, schema: Any, ttlDurationMs: Any = None) -> Any:
         at, variable = self._declare(stateName, "value", schema, None, ttlDurationMs)
-        return ValueCell(self, at, variable)
+        return ValueHandle(self, at, variable)
 
     def getListState(self, stateName: str, schema: Any, ttlDurationMs: Any = None) -> Any:
         at, variable = self._declare(stateName, "list", schema, None, ttlDurationMs)
-        return ListCell(self, at, variable)
+        return ListHandle(self, at, variable)
 
     def getMapState(
         self, stateName: str, userKeySchema: Any, valueSchema: Any, ttlDurationMs: Any = None
     ) -> Any:
         at, variable = self._declare(stateName, "map", valueSchema, userKeySchema, ttlDurationMs)
-        return MapCell(self, at, variable)
+        return MapHandle(self, at, variable)
 
     def deleteIfExists(self, stateName: str) -> None:
         """There is nothing: a flow begins without the state of another."""
@@ -128,20 +130,20 @@ class Handle(StatefulProcessorHandle):
         self.variables.append(Variable(name, kind, struct_of(schema, here), of_keys))
         return len(self.variables) - 1, self.variables[-1]
 
-    def current(self) -> Cell:
-        if self.cell is None:
+    def current(self) -> KeyState:
+        if self.key_state is None:
             raise RuntimeError("state can be used only while rows or a timer of a key are handled")
-        return self.cell
+        return self.key_state
 
     # --- timers -----------------------------------------------------------------------------------
 
     def registerTimer(self, expiryTimestampMs: int) -> None:
         self._require_time()
-        cell = self.current()
+        key_state = self.current()
         if not abs(expiryTimestampMs) < NO_TIMER:
             raise ValueError(f"{expiryTimestampMs} is not a time in milliseconds")
-        if expiryTimestampMs not in cell.timers:
-            insort(cell.timers, int(expiryTimestampMs))
+        if expiryTimestampMs not in key_state.timers:
+            insort(key_state.timers, int(expiryTimestampMs))
 
     def deleteTimer(self, expiryTimestampMs: int) -> None:
         self._require_time()
@@ -157,7 +159,7 @@ class Handle(StatefulProcessorHandle):
             raise ValueError("timers need time_mode='EventTime'")
 
 
-class ValueCell:
+class ValueHandle:
     """PySpark's `ValueState` of the key at hand."""
 
     def __init__(self, handle: Handle, at: int, variable: Variable) -> None:
@@ -178,7 +180,7 @@ class ValueCell:
         self._handle.current().put(self._at, None)
 
 
-class ListCell:
+class ListHandle:
     """PySpark's `ListState` of the key at hand."""
 
     def __init__(self, handle: Handle, at: int, variable: Variable) -> None:
@@ -208,7 +210,7 @@ class ListCell:
         self._items.clear()
 
 
-class MapCell:
+class MapHandle:
     """PySpark's `MapState` of the key at hand; its entries in the order in which they came."""
 
     def __init__(self, handle: Handle, at: int, variable: Variable) -> None:

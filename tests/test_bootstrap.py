@@ -11,7 +11,7 @@ import pytest
 
 from holdfast import Flow, OperatorError, count, discard, parquet
 from holdfast.connectors.sources import Position, Source, SplitReader
-from holdfast.control.bootstrap import settled
+from holdfast.control.bootstrap import resolved
 from holdfast.control.hosting import Place
 from holdfast.engine.batches import FLAW
 from holdfast.plan.planner import plan
@@ -28,12 +28,12 @@ class Asked(Source):
     def __init__(self, pause_s: float = 0.0) -> None:
         self.times, self.pause_s = 0, pause_s
 
-    def settle(self, replicas: int, known: Sequence[str] = ()) -> dict[str, int]:
+    def resolve(self, replicas: int, known: Sequence[str] = ()) -> dict[str, int]:
         self.times += 1
         time.sleep(self.pause_s)
         return {"splits": self.times + 1}
 
-    def settled(self, values: dict[str, int]) -> Source:
+    def resolved(self, values: dict[str, int]) -> Source:
         made = Asked()
         made.splits = values["splits"]
         return made
@@ -47,8 +47,8 @@ def asking(source: Source) -> Flow:
 
 def test_it_is_asked_once_for_each_start() -> None:
     flow = asking(Asked())
-    first = settled(flow, Place(), SECRET, 1.0)
-    second = settled(flow, Place(), SECRET, 1.0)
+    first = resolved(flow, Place(), SECRET, 1.0)
+    second = resolved(flow, Place(), SECRET, 1.0)
     assert [len(plan(f).splits) for f in (flow, first, second)] == [1, 2, 3]
 
 
@@ -59,7 +59,7 @@ def test_all_applications_go_by_what_the_first_has_found(tmp_path: Path, pause_s
     place = Place(arbiter_url=f"file:{tmp_path}")
 
     def start() -> None:
-        found.append(settled(asking(source), place, SECRET, LEASE_S).settled)
+        found.append(resolved(asking(source), place, SECRET, LEASE_S).resolved)
 
     threads = [threading.Thread(target=start) for _ in range(4)]
     for thread in threads:
@@ -69,8 +69,8 @@ def test_all_applications_go_by_what_the_first_has_found(tmp_path: Path, pause_s
     assert found == [{"in": {"splits": 2}}] * 4
     start()
     assert found[-1] == found[0], "also one that comes back later"
-    other = settled(asking(source), place, b"another secret...", 1.0)
-    assert other.settled == {"in": {"splits": source.times + 1}}
+    other = resolved(asking(source), place, b"another secret...", 1.0)
+    assert other.resolved == {"in": {"splits": source.times + 1}}
 
 
 # --- rows that could not be read ----------------------------------------------------------------

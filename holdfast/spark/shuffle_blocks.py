@@ -1,13 +1,14 @@
-"""What travels between the stages of a Spark job: parcels, not rows.
+"""What travels between the stages of a Spark job: shuffle blocks, not rows.
 
-A *parcel* is one Spark row that holds many rows of the flow: what one task sends over one exchange
-to one hash bucket, as Arrow bytes. So Spark's shuffle and its state API handle a few large binary
-values instead of every row, the engine's own types (unsigned integers, nanoseconds, dictionaries)
-survive the trip, and inputs with different columns can share a shuffle. ``low`` is the lowest
-sequence number inside: sorted by it, parcels can be merged without holding a whole bucket.
+A *shuffle block* is one Spark row that holds many rows of the flow: what one task sends over one
+exchange to one hash bucket, as Arrow bytes. So Spark's shuffle and its state API handle a few large
+binary values instead of every row, the engine's own types (unsigned integers, nanoseconds,
+dictionaries) survive the trip, and inputs with different columns can share a shuffle. ``low`` is
+the lowest sequence number inside: sorted by it, shuffle blocks can be merged without holding a
+whole bucket.
 
-A *heartbeat* is a parcel without rows: it tells a bucket how the watermark moves. Under Structured
-Streaming it is also what makes Spark call a bucket that no row has come for.
+A *heartbeat* is a shuffle block without rows: it tells a bucket how the watermark moves. Under
+Structured Streaming it is also what makes Spark call a bucket that no row has come for.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ DDL = "exchange int, bucket int, low long, data binary"
 SCHEMA = pa.schema(
     [("exchange", pa.int32()), ("bucket", pa.int32()), ("low", pa.int64()), ("data", pa.binary())]
 )
-Parcel = tuple[int, int, int, bytes]
+ShuffleBlock = tuple[int, int, int, bytes]
 SPLIT = "__split"
 """The column of an input that says which split of its source a row is of."""
 HEARTBEAT = -1
@@ -40,14 +41,15 @@ BLOCK_ROWS = 65_536
 """So many rows go into one call of a stage, if there are as many: calls cost, rows hardly do."""
 
 
-# --- parcels ------------------------------------------------------------------------------------
+# --- shuffle blocks -------------------------------------------------------------------------------
 
 
 def pack(
     outputs: Mapping[int, pa.RecordBatch], exchanges: Sequence[Exchange], partitions: int
 ) -> pa.RecordBatch:
-    """The rows that a stage gave, as parcels for those of its exchanges that are asked for."""
-    made: list[Parcel] = []
+    """The rows that a stage gave, as shuffle blocks for those of its exchanges that are asked
+    for."""
+    made: list[ShuffleBlock] = []
     for exchange in exchanges:
         batch = outputs[exchange.id]
         for bucket, rows in _by_bucket(batch, exchange.keys, partitions):
@@ -63,7 +65,7 @@ def heartbeats(track: Track, buckets: Iterable[int]) -> pa.RecordBatch:
     return table([(HEARTBEAT, bucket, bucket, data) for bucket in buckets])
 
 
-def table(made: Sequence[Parcel]) -> pa.RecordBatch:
+def table(made: Sequence[ShuffleBlock]) -> pa.RecordBatch:
     columns = list(zip(*made, strict=True)) or [()] * 4
     arrays = [pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
@@ -85,10 +87,10 @@ def _by_bucket(
         yield int(bucket[start]), batch.slice(start, end - start)
 
 
-def unpack(parcels: pa.RecordBatch, only: set[int]) -> Iterator[tuple[int, int, pa.RecordBatch]]:
-    """Exchange, lowest sequence number and rows of each parcel of the exchanges `only`."""
-    exchanges, lows = (parcels.column(n).to_numpy() for n in ("exchange", "low"))
-    data = parcels.column("data")
+def unpack(blocks: pa.RecordBatch, only: set[int]) -> Iterator[tuple[int, int, pa.RecordBatch]]:
+    """Exchange, lowest sequence number and rows of each shuffle block of the exchanges `only`."""
+    exchanges, lows = (blocks.column(n).to_numpy() for n in ("exchange", "low"))
+    data = blocks.column("data")
     for i in np.flatnonzero(np.isin(exchanges, list(only))):
         yield int(exchanges[i]), int(lows[i]), from_ipc(data[int(i)].as_buffer())
 
@@ -163,13 +165,13 @@ def to_spark(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
 
 
 class Opening:
-    """A task that turns a sink's parcels into rows."""
+    """A task that turns a sink's shuffle blocks into rows."""
 
     def __init__(self, exchanges: Sequence[Exchange], schema: pa.Schema) -> None:
         self.only, self.schema = {e.id for e in exchanges}, schema
 
-    def __call__(self, parcels: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for batch in parcels:
+    def __call__(self, blocks: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in blocks:
             for _, _, rows in unpack(batch, self.only):
                 yield to_spark(rows, self.schema)
 
@@ -177,8 +179,8 @@ class Opening:
 # --- what a task does with its results ---------------------------------------------------------
 
 
-class ToParcels:
-    """A task's result as parcels for the stages that come next."""
+class ToBlocks:
+    """A task's result as shuffle blocks for the stages that come next."""
 
     ddl: str | StructType = DDL
 
@@ -205,7 +207,7 @@ class ToRows:
                 yield to_spark(rows, self.schema)
 
 
-Outlet = ToParcels | ToRows
+Outlet = ToBlocks | ToRows
 
 
 # --- the plan, as the Spark jobs use it -----------------------------------------------------------

@@ -2,18 +2,18 @@
 
 from holdfast.core.ids import GroupId, StageId
 from holdfast.core.layout import Guard
-from holdfast.site.checkpoint_schedule import PATIENCE, Progress, Rounds
+from holdfast.site.checkpoint_schedule import PATIENCE, CheckpointSchedule, Progress
 
 TASK = (StageId(1), GroupId(0))
 
 
 def taken(guard: Guard, moments: list[Progress], covered_from: float = 0.0) -> list[Progress]:
     """The moments at which a checkpoint is due; the consumers have had theirs at such a time."""
-    rounds = Rounds()
+    schedule = CheckpointSchedule()
     return [
         now
         for now in moments
-        if rounds.is_due(TASK, guard, now, lambda _, now=now: now.now_s >= covered_from)  # type: ignore[misc]
+        if schedule.is_due(TASK, guard, now, lambda _, now=now: now.now_s >= covered_from)  # type: ignore[misc]
     ]
 
 
@@ -44,9 +44,9 @@ def test_a_producer_waits_for_its_consumers_but_not_for_ever() -> None:
 
 def test_consumers_are_to_be_covered_after_the_last_one() -> None:
     asked: list[int] = []
-    rounds, guard = Rounds(), Guard(standbys=1, every_epochs=10)
+    schedule, guard = CheckpointSchedule(), Guard(standbys=1, every_epochs=10)
     for epoch in (7, 12, 23):
-        rounds.is_due(TASK, guard, Progress(0.0, epoch, 0.0), lambda e: asked.append(e) or True)
+        schedule.is_due(TASK, guard, Progress(0.0, epoch, 0.0), lambda e: asked.append(e) or True)
     assert asked == [7, 12]
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from holdfast import HostError
-from holdfast.hosts.fork_server import Nursery
+from holdfast.hosts.fork_server import ForkServer
 from tests.site.test_pairs import until
 
 
 @pytest.fixture
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
+def fork_server() -> Iterator[ForkServer]:
+    made = ForkServer()
     yield made
     made.close()
 
@@ -30,9 +30,11 @@ def read(path: Path) -> list[str]:
     return path.read_text().split("\n")
 
 
-def test_everything_is_as_in_the_process_that_asks(nursery, tmp_path, monkeypatch, capfd) -> None:
+def test_everything_is_as_in_the_process_that_asks(
+    fork_server, tmp_path, monkeypatch, capfd
+) -> None:
     """As it is now, not as it was when the first one was forked."""
-    assert nursery.fork(partial(write, tmp_path / "first")).wait(30) == 0
+    assert fork_server.fork(partial(write, tmp_path / "first")).wait(30) == 0
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOLDFAST_TEST", "here")
     monkeypatch.delenv("HOME", raising=False)
@@ -45,46 +47,46 @@ def test_everything_is_as_in_the_process_that_asks(nursery, tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path / "lib")
     from beside import work  # type: ignore[import-not-found]
 
-    assert nursery.fork(work).wait(30) == 0
+    assert fork_server.fork(work).wait(30) == 0
     assert capfd.readouterr().out == f"said {tmp_path} here False\n"
 
 
-def test_they_are_forked_and_have_everything_loaded(nursery, tmp_path) -> None:
+def test_they_are_forked_and_have_everything_loaded(fork_server, tmp_path) -> None:
     def work(path: Path) -> None:
         write(path, os.getpid(), os.getppid(), "pandas" in sys.modules)
 
-    one, other = (nursery.fork(partial(work, tmp_path / name)) for name in "ab")
+    one, other = (fork_server.fork(partial(work, tmp_path / name)) for name in "ab")
     assert one.wait(30) == other.wait(30) == 0
     (pid, parent, loaded), (_, other_parent, _) = read(tmp_path / "a"), read(tmp_path / "b")
     assert pid == str(one.pid) and parent == other_parent != str(os.getpid())
     assert loaded == "True"
 
 
-def test_how_they_end(nursery, capfd) -> None:
-    assert nursery.fork(partial(sys.exit, 3)).wait(30) == 3
-    assert nursery.fork(partial(int, "x")).wait(30) == 1
+def test_how_they_end(fork_server, capfd) -> None:
+    assert fork_server.fork(partial(sys.exit, 3)).wait(30) == 3
+    assert fork_server.fork(partial(int, "x")).wait(30) == 1
     assert "invalid literal" in capfd.readouterr().err
-    endless = nursery.fork(signal.pause)
+    endless = fork_server.fork(signal.pause)
     assert endless.wait(0.1) is None
     endless.kill()
     assert endless.wait(30) == -signal.SIGKILL
     endless.kill()  # whoever has its number now is left alone
 
 
-def test_a_nursery_that_dies_takes_nobody_along_and_is_replaced(nursery, tmp_path) -> None:
-    endless = nursery.fork(signal.pause)
-    os.kill(nursery._process.pid, signal.SIGKILL)
-    nursery._process.wait()
+def test_a_fork_server_that_dies_takes_nobody_along_and_is_replaced(fork_server, tmp_path) -> None:
+    endless = fork_server.fork(signal.pause)
+    os.kill(fork_server._process.pid, signal.SIGKILL)
+    fork_server._process.wait()
     assert endless.wait(0.5) is None, "it lives, though nobody will know its status"
-    assert nursery.fork(partial(write, tmp_path / "x")).wait(30) == 0
+    assert fork_server.fork(partial(write, tmp_path / "x")).wait(30) == 0
     endless.kill()
     assert endless.wait(30) is not None
 
 
-def test_a_nursery_that_cannot_start_is_an_error(nursery, monkeypatch) -> None:
+def test_a_fork_server_that_cannot_start_is_an_error(fork_server, monkeypatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/true")
     with pytest.raises(HostError, match="process from which sites are forked"):
-        nursery.fork(signal.pause)
+        fork_server.fork(signal.pause)
 
 
 def test_it_ends_with_the_process_that_has_it_and_sites_do_not() -> None:
@@ -97,9 +99,9 @@ def test_it_ends_with_the_process_that_has_it_and_sites_do_not() -> None:
     """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
-        nursery, born = map(int, process.stdout.readline().split())
+        fork_server, born = map(int, process.stdout.readline().split())
         try:
-            until(lambda: not alive(nursery), "the nursery has ended")
+            until(lambda: not alive(fork_server), "the fork server has ended")
             assert process.wait() == -signal.SIGKILL and alive(born)
         finally:
             os.kill(born, signal.SIGKILL)
