@@ -13,7 +13,7 @@ from holdfast import Flow, OperatorError, count, discard, parquet
 from holdfast.connectors.sources import Position, Source, SplitReader
 from holdfast.control.bootstrap import resolved
 from holdfast.control.hosting import Place
-from holdfast.engine.batches import FLAW
+from holdfast.engine.batches import DECODE_ERROR
 from holdfast.plan.planner import plan
 
 SECRET = b"0123456789abcdef"
@@ -80,7 +80,7 @@ class Torn(Source):
     """Every fifth row cannot be read."""
 
     schema = pa.schema([pa.field("k", pa.int64(), nullable=False), ("ts", pa.int64())])
-    flawed = True
+    has_decode_errors = True
 
     def open(self, split: int, offset: int = 0, position: Position | None = None) -> SplitReader:
         return TornReader(offset)
@@ -97,9 +97,11 @@ class TornReader(SplitReader):
         self._next = at.stop
         torn = [i % 5 == 4 for i in at]
         values = [None if t else i for i, t in zip(at, torn, strict=True)]
-        flaws = [f'["no {i}", "row {i}"]' if t else None for i, t in zip(at, torn, strict=True)]
-        columns = [pa.array(values, pa.int64())] * 2 + [pa.array(flaws, pa.string())]
-        return pa.RecordBatch.from_arrays(columns, ["k", "ts", FLAW])
+        decode_errors = [
+            f'["no {i}", "row {i}"]' if t else None for i, t in zip(at, torn, strict=True)
+        ]
+        columns = [pa.array(values, pa.int64())] * 2 + [pa.array(decode_errors, pa.string())]
+        return pa.RecordBatch.from_arrays(columns, ["k", "ts", DECODE_ERROR])
 
 
 def test_rows_that_could_not_be_read_are_set_aside_and_move_no_watermark(kept_rows) -> None:

@@ -1,7 +1,7 @@
 """Try a flow for a while, to see what it does, without anybody noticing.
 
 It runs unprotected on plain processes of this machine. Its sinks are replaced by ones that count
-rows and keep none, and its sources leave no mark of how far they were read (`Source.aside`).
+rows and keep none, and its sources leave no mark of how far they were read (`Source.dry_run`).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ FIRST_ROW_S = 30.0
 
 
 @contextmanager
-def aside(flow: Flow) -> Iterator[Flow]:
+def dry_run(flow: Flow) -> Iterator[Flow]:
     """The flow without protection and with harmless ends; afterwards it is as it was."""
     kept = [(node, dict(node.__dict__)) for node in flow.nodes]
     protection, flow.protection = flow.protection, none()
     try:
         for node in flow.nodes:
             if isinstance(node, SourceNode):
-                node.source = node.source.aside()
+                node.source = node.source.dry_run()
             elif isinstance(node, KeyedNode):
                 node.protection = None
             elif isinstance(node, SinkNode):
@@ -50,7 +50,7 @@ def aside(flow: Flow) -> Iterator[Flow]:
 
 def measure(flow: Flow, *, sites: int, partitions: int, seconds: float) -> FlowFacts:
     """Run it for so long, or until its sources end."""
-    with aside(flow):
+    with dry_run(flow):
         uniform = _is_uniform(flow)
         begun = time.monotonic()
         with flow.start(

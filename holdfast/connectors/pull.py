@@ -1,7 +1,7 @@
 """Sources that only one site reads: a folder to which files are added, and a socket.
 
 What they give cannot be read twice by two sites and be the same, so the leading replica of the
-ingress reads, and gives every portion to the other replicas before it enters the flow (see
+ingress reads, and gives every push batch to the other replicas before it enters the flow (see
 `site/push.py`). With it goes a *mark*: how far reading has come. All replicas note it when the rows
 have entered, and whoever leads next goes on from there.
 """
@@ -28,7 +28,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.json
 
-from holdfast.connectors.sources import Source, Taken, Tap
+from holdfast.connectors.sources import PullReader, Source, Taken
 from holdfast.engine.keys import KeyWords, key_words
 from holdfast.engine.operators.base import OperatorSnapshot
 from holdfast.engine.state import STANDBY, Field, StateTable
@@ -48,7 +48,7 @@ FORMATS = ("parquet", "csv", "json", "arrow")
 class Folder(Source):
     """Files that are added to a folder, one after another."""
 
-    fed = tapped = True
+    pushed = pulled = True
 
     def __init__(
         self,
@@ -76,11 +76,11 @@ class Folder(Source):
         made.known = frozenset(values)
         return made
 
-    def tap(self) -> Tap:
-        return FolderTap(self)
+    def pull_reader(self) -> PullReader:
+        return FolderReader(self)
 
 
-class FolderTap(Tap):
+class FolderReader(PullReader):
     """Files in the order in which they were last changed; of equals, by name.
 
     Which files the flow has is in a table, by name, with the size that each had: 60 bytes a file,
@@ -364,22 +364,22 @@ def _after(batches: Iterator[pa.RecordBatch], rows: int) -> Iterator[pa.RecordBa
 class Lines(Source):
     """JSON lines from a TCP server."""
 
-    fed = tapped = True
+    pushed = pulled = True
 
     def __init__(self, host: str, port: int, schema: pa.Schema) -> None:
         self.host, self.port, self.schema = host, port, schema
 
-    def tap(self) -> Tap:
-        return _LinesTap(self)
+    def pull_reader(self) -> PullReader:
+        return _LinesReader(self)
 
-    def aside(self) -> Source:
+    def dry_run(self) -> Source:
         raise FlowError(
             f"lines of {self.host}:{self.port} that are read here may be missing elsewhere",
             hint="try the flow with a server that gives them for this",
         )
 
 
-class _LinesTap(Tap):
+class _LinesReader(PullReader):
     """Nothing can be asked for again of a socket: there is no mark."""
 
     _CHUNK = 1 << 20

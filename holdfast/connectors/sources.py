@@ -50,7 +50,7 @@ Taken = tuple[list[pa.RecordBatch], str]
 """Rows, and a mark: how far reading has come with them; empty if there is nothing to say."""
 
 
-class Tap:
+class PullReader:
     """What the leading replica of an ingress reads, of a source that only one can. The other
     replicas have one, too, which is told how far that has come."""
 
@@ -68,7 +68,7 @@ class Tap:
 
     def save(self) -> str:
         """What `note` has said so far, in a few bytes. Whatever grows with the source is in tables
-        of the tap."""
+        of the pull reader."""
         return ""
 
     def restore(self, saved: str) -> None:
@@ -81,8 +81,8 @@ class Tap:
 Locate = Callable[[], list[tuple[str, int]]]
 
 
-class Feeder(Protocol):
-    """Pushes rows into a fed source from the controller's side; calls `failed` if that breaks."""
+class Pusher(Protocol):
+    """Pushes rows into a push source from the controller's side; calls `failed` if that breaks."""
 
     failed: Callable[[Exception], None]
 
@@ -98,16 +98,17 @@ class Source:
 
     schema: pa.Schema
     splits: int = 1
-    fed = False
+    pushed = False
     """Whether rows are pushed to the ingress (by Spark tasks) instead of read by it."""
-    tapped = False
-    """Of a fed source: whether the leading ingress feeds itself."""
+    pulled = False
+    """Of a push source: whether the leading ingress feeds itself."""
     resumable = True
-    """Of a fed source: whether another application can go on feeding it."""
+    """Of a push source: whether another application can go on feeding it."""
     through = False
-    """Of a fed source: whether rows are taken as they come in, or a whole batch at a time."""
-    flawed = False
-    """Whether readers add the column `FLAW`, because they may come across rows they cannot read."""
+    """Of a push source: whether rows are taken as they come in, or a whole batch at a time."""
+    has_decode_errors = False
+    """Whether readers add the column `DECODE_ERROR`, because they may come across rows they cannot
+    read."""
 
     def resolve(self, replicas: int, known: Sequence[str] = ()) -> Any:
         """What is not known before the flow starts and must be the same for all `replicas` (how
@@ -123,7 +124,7 @@ class Source:
         """This source, once it is known which column is the event time of its rows."""
         return self
 
-    def aside(self) -> Source:
+    def dry_run(self) -> Source:
         """This source for a flow that is only tried: whoever reads it leaves nothing behind by
         which another would go on elsewhere. Refused if the rows would be missing there."""
         return self
@@ -133,12 +134,12 @@ class Source:
         `position` is what a reader said when it was at that row or at one before it."""
         raise NotImplementedError
 
-    def tap(self) -> Tap:
-        """What the leading ingress reads; of a source that is tapped."""
+    def pull_reader(self) -> PullReader:
+        """What the leading ingress reads; of a source that is pulled."""
         raise NotImplementedError
 
-    def feeder(self) -> Feeder:
-        """What pushes the rows; of a source that is fed."""
+    def pusher(self) -> Pusher:
+        """What pushes the rows; of a push source."""
         raise NotImplementedError
 
 

@@ -86,12 +86,12 @@ class CheckpointStore:
                 span.last < restore_point.epochs or not self._is_mine(span, restore_point)
             ):
                 self.folder.remove(file)
-        portions = {file for files in restore_point.portions.values() for file in files}
-        for file in self.folder.list(layout.PORTIONS):
-            portion = layout.portion_name(file)
-            if portion is not None and file not in portions:
-                taken, _ = fed_up_to(restore_point, portion.source)
-                if portion.number <= taken or not self._is_mine(portion, restore_point):
+        push_batches = {file for files in restore_point.push_batches.values() for file in files}
+        for file in self.folder.list(layout.PUSH_BATCHES):
+            push_batch = layout.push_batch_name(file)
+            if push_batch is not None and file not in push_batches:
+                taken, _ = pushed_up_to(restore_point, push_batch.source)
+                if push_batch.number <= taken or not self._is_mine(push_batch, restore_point):
                     self.folder.remove(file)
         for kind in (layout.MANIFESTS, layout.GENERATIONS):
             for file in self.folder.list(kind):
@@ -100,7 +100,7 @@ class CheckpointStore:
                     self.folder.remove(file)
 
     def _is_mine(
-        self, name: layout.RecordsName | layout.PortionName, restore_point: RestorePoint
+        self, name: layout.RecordsName | layout.PushBatchName, restore_point: RestorePoint
     ) -> bool:
         return restore_point.lost and name.generation >= self.generation
 
@@ -197,8 +197,11 @@ def known(restore_point: RestorePoint, folder: Folder) -> RestorePoint:
     """With all that is known of the epochs after it."""
     if restore_point.kind is not Kind.RUNNING:
         return restore_point
-    records, portions = known_records(folder, restore_point), known_portions(folder, restore_point)
-    return msgspec.structs.replace(restore_point, records=records, portions=portions)
+    records, push_batches = (
+        known_records(folder, restore_point),
+        known_push_batches(folder, restore_point),
+    )
+    return msgspec.structs.replace(restore_point, records=records, push_batches=push_batches)
 
 
 def known_records(folder: Folder, restore_point: RestorePoint) -> list[EpochRecord]:
@@ -239,21 +242,21 @@ def read_records(folder: Folder, file: str) -> list[EpochRecord]:
     return records
 
 
-def known_portions(folder: Folder, restore_point: RestorePoint) -> dict[int, list[str]]:
-    """Where to find what has come in of fed sources after a checkpoint."""
-    listed = folder.list(f"{layout.PORTIONS}/{restore_point.generation:06d}")
-    earlier = [file for files in restore_point.portions.values() for file in files]
+def known_push_batches(folder: Folder, restore_point: RestorePoint) -> dict[int, list[str]]:
+    """Where to find what has come in of push sources after a checkpoint."""
+    listed = folder.list(f"{layout.PUSH_BATCHES}/{restore_point.generation:06d}")
+    earlier = [file for files in restore_point.push_batches.values() for file in files]
     found: dict[int, dict[tuple[int, int], dict[int, str]]] = {}
     bases: dict[int, dict[tuple[int, int], int]] = {}
     for file in dict.fromkeys([*earlier, *listed]):
-        name = layout.portion_name(file)
+        name = layout.push_batch_name(file)
         if name is not None:
             by_leader = found.setdefault(name.source, {})
             by_leader.setdefault((name.generation, name.rank), {})[name.number] = file
             bases.setdefault(name.source, {})[name.generation, name.rank] = name.base
-    portions: dict[int, list[str]] = {}
+    push_batches: dict[int, list[str]] = {}
     for stage, by_leader in found.items():
-        taken, rank = fed_up_to(restore_point, stage)
+        taken, rank = pushed_up_to(restore_point, stage)
         # A leader of old may have added some of the same numbers. Those that were known when the
         # generation began are valid, whoever led then.
         least = (0, 0) if restore_point.first else (restore_point.generation, rank)
@@ -264,18 +267,22 @@ def known_portions(folder: Folder, restore_point: RestorePoint) -> dict[int, lis
                 f"of what came in of source {restore_point.stages[stage]!r} after the last "
                 "checkpoint some "
                 "is missing",
-                hint=f"were files removed from {layout.PORTIONS!r} in {folder.place}?",
+                hint=f"were files removed from {layout.PUSH_BATCHES!r} in {folder.place}?",
             )
-        portions[stage] = [numbered[n] for n in sorted(numbered)]
-    return portions
+        push_batches[stage] = [numbered[n] for n in sorted(numbered)]
+    return push_batches
 
 
-def fed_up_to(restore_point: RestorePoint, source: int) -> tuple[int, int]:
-    """How many portions of a fed source the checkpoint has, and who had taken them."""
+def pushed_up_to(restore_point: RestorePoint, source: int) -> tuple[int, int]:
+    """How many push batches of a push source the checkpoint has, and who had taken them."""
     if source not in restore_point.sources:
         return 0, 0
     saved = msgspec.msgpack.decode(restore_point.sources[source], type=wire.IngressExtras)
-    return (saved["feeds"][0]["taken"], saved["feeds"][0]["rank"]) if saved["feeds"] else (0, 0)
+    return (
+        (saved["push_readers"][0]["taken"], saved["push_readers"][0]["rank"])
+        if saved["push_readers"]
+        else (0, 0)
+    )
 
 
 def not_void(found: Mapping[K, Mapping[int, V]], bases: Mapping[K, int]) -> dict[int, V]:

@@ -67,7 +67,7 @@ class Place:
 def refuse(plan: Plan, shaped: Shape, apps: int) -> None:
     """What cannot be protected as asked, by name."""
     for stage in plan.sources:
-        if stage.source is None or not stage.source.fed:
+        if stage.source is None or not stage.source.pushed:
             continue
         if shaped.stages[stage.id].guard.replicas > 2:
             raise errors.HostError(

@@ -26,8 +26,8 @@ from holdfast.api.graph import Flow
 from holdfast.api.options import Options
 from holdfast.api.protection import Protection
 from holdfast.control.bootstrap import resolved
+from holdfast.control.checkpoint_coordinator import common_restore_point
 from holdfast.control.checkpoint_store import CheckpointStore, first_manifest
-from holdfast.control.checkpoints import common_restore_point
 from holdfast.control.hosting import Host, Place, Route, direct
 from holdfast.control.savepoint import resumed, write_ended, write_stopped
 from holdfast.control.server import Control
@@ -211,7 +211,7 @@ def _refuse_to_store(flow: Flow, store: str | None, place: Place) -> None:
     if place.apps > 1:
         raise errors.FlowError("store_every_ms is for a flow in one application")
     for stage in plan(flow).stages:
-        if stage.source is not None and stage.source.fed and not stage.source.resumable:
+        if stage.source is not None and stage.source.pushed and not stage.source.resumable:
             raise errors.FlowError(
                 f"store_every_ms: without a checkpoint location the query that feeds source "
                 f"{stage.name!r} would begin again when the flow goes on",
@@ -354,7 +354,7 @@ class Run:
             "domains": {int(s): d for s, d in controller.domains.items()} if controller else {},
             **UNKNOWN,
             **self._described(),
-            "store": self._control.durable.figures() if self._control.durable else None,
+            "store": self._control.checkpoints.figures() if self._control.checkpoints else None,
             "error": str(self.error) if self.error else None,
         }
 

@@ -3,7 +3,7 @@
 When the last epoch is through, every task writes down where it is, in the folder that the flow was
 started with. Then whoever has stopped it adds a manifest, which makes a `RestorePoint` of it. Of
 one that was lost before it could be stopped there may be a checkpoint: see
-`holdfast.control.checkpoints`.
+`holdfast.control.checkpoint_coordinator`.
 """
 
 from __future__ import annotations

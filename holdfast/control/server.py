@@ -23,9 +23,9 @@ from holdfast import errors
 from holdfast.api.graph import Flow
 from holdfast.api.options import Options
 from holdfast.arbiter import Arbiter, Entry, arbiter
-from holdfast.connectors.sources import Feeder
+from holdfast.connectors.sources import Pusher
+from holdfast.control.checkpoint_coordinator import CheckpointCoordinator, common_restore_point
 from holdfast.control.checkpoint_store import CheckpointStore
-from holdfast.control.checkpoints import Durable, common_restore_point
 from holdfast.control.hosting import Host, Place, Route, apart, direct, refuse
 from holdfast.core.controller import Controller, State, first_id
 from holdfast.core.effects import (
@@ -148,8 +148,8 @@ class Control:
         """Sites whose connection broke; with a reason if their process is known to be gone."""
         self._started = False
         self._asked: StopRequested | None = None
-        self._feeders: list[Feeder] = []
-        self.durable: Durable | None = None
+        self._pushers: list[Pusher] = []
+        self.checkpoints: CheckpointCoordinator | None = None
         """Who sees to it that the flow can be gone on from if it is lost."""
         self.final: dict[TaskId, wire.TaskFiles] = {}
         """Of a flow that is being stopped: the tasks that are stored."""
@@ -159,10 +159,10 @@ class Control:
             self.store = CheckpointStore(options.store, options.generation)
         if self.store is not None and options.store_every_ms:
             common = common_restore_point(flow, plan, options, wire.incarnation(secret))
-            self.durable = Durable(self.store, common, flow.restore_point)
-            self.durable.view = lambda: self.controller.view if self.controller else None
-            self.durable.tell = self._send_all
-            self.durable.fail = lambda error: self._handle(FlowFailed(SiteId(-1), error))
+            self.checkpoints = CheckpointCoordinator(self.store, common, flow.restore_point)
+            self.checkpoints.view = lambda: self.controller.view if self.controller else None
+            self.checkpoints.tell = self._send_all
+            self.checkpoints.fail = lambda error: self._handle(FlowFailed(SiteId(-1), error))
 
     # --- life -----------------------------------------------------------------------------------
 
@@ -182,9 +182,9 @@ class Control:
                     connection.send(wire.Dismiss())
                     connection.close()
                 self._say_ended()
-            if self.durable is not None:
-                self.durable.close()
-            self._stop_feeders()
+            if self.checkpoints is not None:
+                self.checkpoints.close()
+            self._stop_pushers()
             self._server.close()
             await asyncio.sleep(0.05)
             await self._cancel_rest()
@@ -328,12 +328,12 @@ class Control:
         if self._suspects:
             self._inquire_soon()  # they were noticed before this one led
         if known.running:
-            self._start_feeders()
+            self._start_pushers()
             self.on_running()
 
     def _step_down(self, reason: str) -> None:
         log.warning("application %s no longer leads: %s", self.place.app, reason)
-        self._stop_feeders()
+        self._stop_pushers()
         self.controller = self._entry = self._uncommitted = None
         for connection in self._agents.values():
             connection.close()
@@ -400,8 +400,8 @@ class Control:
         self.records[record.epoch] = record.summary()
         while len(self.records) > RECORDS_MAX:
             del self.records[next(iter(self.records))]
-        if self.durable is not None:
-            self.durable.note(record)
+        if self.checkpoints is not None:
+            self.checkpoints.note(record)
 
     # --- launching sites ------------------------------------------------------------------------
 
@@ -500,8 +500,8 @@ class Control:
             case wire.TaskFiles() if message.final:
                 self.final[StageId(message.stage), GroupId(message.group)] = message
             case wire.TaskFiles() | wire.NotStored():
-                if self.durable is not None:
-                    self.durable.on_message(message)
+                if self.checkpoints is not None:
+                    self.checkpoints.on_message(message)
             case wire.Failed():
                 self._handle(FlowFailed(site, _rebuilt(message)))
             case wire.Finished():
@@ -543,8 +543,8 @@ class Control:
         if connection.role == "site" and self._connections.get(site) is connection:
             del self._connections[site]
             self._registered.pop(site, None)
-            if self.durable is not None:
-                self.durable.on_lost(site)
+            if self.checkpoints is not None:
+                self.checkpoints.on_lost(site)
             self._suspect(site, None)
 
     # --- who is dead ----------------------------------------------------------------------------
@@ -648,9 +648,9 @@ class Control:
                 self._started = True
                 for site in self._connections:
                     self._send(site, wire.Start())
-                self._start_feeders()
-                if self.durable is not None:
-                    self.durable.start()
+                self._start_pushers()
+                if self.checkpoints is not None:
+                    self.checkpoints.start()
                 self._commit_again()
                 self.on_running()
             case OrderCatchUp():
@@ -659,7 +659,7 @@ class Control:
             case OrderRetention():
                 self._send(effect.site, wire.Retain(effect.number))
             case DrainFlow():
-                self._stop_feeders()
+                self._stop_pushers()
                 self._send(effect.site, wire.Drain())
                 self._commit_again()
             case PauseFlow():
@@ -738,8 +738,8 @@ class Control:
         self._to_fence.clear()
         if effect is not None:
             log.info("%s", effect.view)
-            if self.durable is not None:
-                self.durable.on_view(effect.view)
+            if self.checkpoints is not None:
+                self.checkpoints.on_view(effect.view)
             for site in effect.view.members:
                 self._give_view(site)
 
@@ -776,8 +776,8 @@ class Control:
             others = [s for s in view.members if s in known]
             addresses = {int(s): self.route(site, s, known[s]) for s in others}
             self._send(site, wire.NewView(view, addresses))
-        if self.durable is not None:
-            self._send(site, wire.Recorded(self.durable.recorded))
+        if self.checkpoints is not None:
+            self._send(site, wire.Recorded(self.checkpoints.recorded))
         if self._started:
             self._send(site, wire.Start())
 
@@ -807,15 +807,15 @@ class Control:
 
     # --- feeding --------------------------------------------------------------------------------
 
-    def _start_feeders(self) -> None:
+    def _start_pushers(self) -> None:
         for stage in self.plan.sources:
             assert stage.source is not None
-            if stage.source.fed and not stage.source.tapped:
-                feeder = stage.source.feeder()
-                feeder.failed = self._on_feed_failed
+            if stage.source.pushed and not stage.source.pulled:
+                pusher = stage.source.pusher()
+                pusher.failed = self._on_push_failed
                 where = partial(self._locate, stage.id)
-                feeder.start(where, self.secret, stage.id, stage.name, self.flow.name)
-                self._feeders.append(feeder)
+                pusher.start(where, self.secret, stage.id, stage.name, self.flow.name)
+                self._pushers.append(pusher)
 
     def _locate(self, stage: int) -> list[tuple[str, int]]:
         """Where a stage with one partition group is: the leading replica first, then all who know
@@ -825,13 +825,13 @@ class Control:
         sites = dict.fromkeys([*view.groups[stage][0].replicas, *view.members])
         return [addresses[s] for s in sites if s in addresses]
 
-    def _on_feed_failed(self, error: Exception) -> None:
+    def _on_push_failed(self, error: Exception) -> None:
         self.post(FlowFailed(SiteId(-1), error))
 
-    def _stop_feeders(self) -> None:
-        feeders, self._feeders = self._feeders, []
-        for feeder in feeders:
-            feeder.stop()
+    def _stop_pushers(self) -> None:
+        pushers, self._pushers = self._pushers, []
+        for pusher in pushers:
+            pusher.stop()
 
 
 def _last_view_only(effects: list[ControllerEffect]) -> list[ControllerEffect]:

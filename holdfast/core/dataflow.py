@@ -290,16 +290,16 @@ class Dataflow:
             producer.on_lost(event.site)
         return [e for c in self.consumers.values() for e in c.on_lost(event.site, self.connected)]
 
-    def hurry(self) -> list[SiteEffect]:
+    def retry_stalled(self) -> list[SiteEffect]:
         """Tasks that have something to do and have not moved since the last call: take what they
         lack from another replica, in case the one they take from is slow."""
         effects: list[SiteEffect] = []
         for task in self.tasks.values():
-            stuck = task.works and not task.busy and task.finished == task.hurried
+            stuck = task.works and not task.busy and task.finished == task.finished_before
             if stuck and task.finished < self.recorded:
                 for consumer in task.inputs.values():
                     effects += consumer.turn(self.connected)
-            task.hurried = task.finished
+            task.finished_before = task.finished
         return effects
 
     # --- the flow of data -----------------------------------------------------------------------

@@ -65,7 +65,7 @@ class Replica:
     """To whom its state goes, once it has finished this epoch; to the `STORE` after no other."""
     handed: dict[SiteId, int] = field(default_factory=dict)
     """To whom its state has been given out, and since which view that replica joins."""
-    hurried: Epoch = NO_EPOCH
+    finished_before: Epoch = NO_EPOCH
     """What it had finished when it was last looked at."""
     needs: Needs | None = None
     """Of a task that is rebuilt if it is lost: from which input its state comes."""

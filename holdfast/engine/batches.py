@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from holdfast.engine.keys import _hash_column, mix, segment_sums
 
-FLAW = "__flaw"
+DECODE_ERROR = "__decode_error"
 """The column that says what is wrong with a row that could not be read: null, or an error and the
 row's text, as a JSON array. Such a row is null in all others, and is treated like one that a step
 raised on."""

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from holdfast.core.records import EpochRecord, Range
-from holdfast.engine.batches import FLAW, Track, row_values, take
+from holdfast.engine.batches import DECODE_ERROR, Track, row_values, take
 from holdfast.engine.state import Field
 from holdfast.errors import InputError
 
@@ -233,7 +233,10 @@ def _first_beyond(times: np.ndarray, limit: int) -> int | None:
 
 def source_times(batch: pa.RecordBatch, name: str, source: str) -> np.ndarray:
     """The event times of a source's rows; a row without one is the source's fault, and named."""
-    if FLAW in batch.schema.names and batch.column(FLAW).null_count < batch.num_rows:
+    if (
+        DECODE_ERROR in batch.schema.names
+        and batch.column(DECODE_ERROR).null_count < batch.num_rows
+    ):
         return _times_of_the_others(batch, name, source)
     array = batch.column(name)
     if array.null_count:
@@ -253,8 +256,8 @@ def source_times(batch: pa.RecordBatch, name: str, source: str) -> np.ndarray:
 
 def _times_of_the_others(batch: pa.RecordBatch, name: str, source: str) -> np.ndarray:
     """Rows that could not be read have no time, and do not move the watermark."""
-    fine = np.flatnonzero(batch.column(FLAW).is_null().to_numpy(zero_copy_only=False))
+    fine = np.flatnonzero(batch.column(DECODE_ERROR).is_null().to_numpy(zero_copy_only=False))
     times = np.full(batch.num_rows, Track.NEVER)
-    rest = batch.select([n for n in batch.schema.names if n != FLAW])
+    rest = batch.select([n for n in batch.schema.names if n != DECODE_ERROR])
     times[fine] = source_times(take(rest, fine), name, source)
     return times

@@ -25,7 +25,7 @@ WITH_BODY = (
     wire.HandOverState,
     wire.HandOverKept,
     wire.HandOverHeld,
-    wire.FeedPortion,
+    wire.PushBatch,
 )
 MARKS = {"committed", "total", "ended", "more", "everywhere"}
 
@@ -36,7 +36,7 @@ class Checks:
     def __init__(self, plan: Plan, shape: Shape, window: int) -> None:
         self._shape, self._room = shape, max(window, ROOM_BEHIND)
         self._splits = set(plan.splits)
-        self._fed = {s.id for s in plan.sources if s.source is not None and s.source.fed}
+        self._pushed = {s.id for s in plan.sources if s.source is not None and s.source.pushed}
         self._sinks = {s.id: s.sink for s in plan.sinks}
 
     def check(self, message: wire.Message, body: memoryview) -> None:
@@ -79,15 +79,17 @@ class Checks:
                 _require(bundle.exchange in stage.outputs, "a bundle of another stage")
                 _require(bundle.producer == message.group, "a bundle of another partition group")
                 self._bundle(bundle)
-            case wire.FeedPortion():
-                _require(message.source in self._fed, "the source is not fed")
-                _require(message.marks.keys() >= MARKS, "a portion without all marks")
-                _require(message.marks["everywhere"] < message.number, "a portion known to all")
-                _require(sum(message.sizes) == body.nbytes, "a portion of another size")
+            case wire.PushBatch():
+                _require(message.source in self._pushed, "the source is not fed")
+                _require(message.marks.keys() >= MARKS, "a push batch without all marks")
+                _require(message.marks["everywhere"] < message.number, "a push batch known to all")
+                _require(sum(message.sizes) == body.nbytes, "a push batch of another size")
                 part = bool(message.marks["more"])
-                _require(not (part and message.tap), "a part of a portion with a position")
-            case wire.FeedHas() | wire.FeedCounted():
-                _require(message.source in self._fed, "the source is not fed")
+                _require(
+                    not (part and message.pull_reader), "a part of a push batch with a position"
+                )
+            case wire.PushHas() | wire.PushCounted():
+                _require(message.source in self._pushed, "the source is not fed")
             case wire.Notes() | wire.NotesKept():
                 sink = self._sinks.get(message.sink)
                 read = sink is not None and sink.unread_bytes_max is not None

@@ -57,10 +57,10 @@ class Refused(HostError):
 
 
 class Client:
-    """One authenticated connection, to the ingress of a fed source or to the controller."""
+    """One authenticated connection, to the ingress of a push source or to the controller."""
 
     def __init__(
-        self, address: tuple[str, int], secret: bytes, identity: tuple[str, int] = ("feeder", 0)
+        self, address: tuple[str, int], secret: bytes, identity: tuple[str, int] = ("pusher", 0)
     ) -> None:
         try:
             self._socket = socket.create_connection(address, timeout=10)
@@ -125,7 +125,7 @@ class Client:
         return self._answer()
 
     def _answer(self) -> str:
-        taken = self._receive(wire.FeedTaken)
+        taken = self._receive(wire.PushTaken)
         self._unanswered -= 1
         if not taken.ok:
             refused = Refused(f"the ingress refused rows: {taken.reason}")
@@ -137,7 +137,7 @@ class Client:
         """Send rows; waits only when too many of those before have not been taken yet."""
         for piece in cut(batch, wire.PIECE_BYTES):
             body = to_ipc(piece)
-            self._socket.sendall(wire.encode(wire.FeedRows(), body.size))
+            self._socket.sendall(wire.encode(wire.PushRows(), body.size))
             self._socket.sendall(body)
             self._unanswered += 1
             if self._unanswered >= UNANSWERED_MAX:

@@ -234,7 +234,7 @@ class Store(Message, frozen=True):
 class TaskFiles(Message, frozen=True):
     """A task is stored as it was after `epoch`: in these files, in this order (table, name, whether
     it has what is gone), with this besides. Of a sink, `held` are the epochs of which rows are in
-    the last file, and how many; of a fed source, that file has the rows in no epoch. `after`: only
+    the last file, and how many; of a push source, that file has the rows in no epoch. `after`: only
     what has changed since that epoch. `infos`: what each of the files must be like. `final`: it is
     the flow's last epoch, and the flow is being stopped."""
 
@@ -423,8 +423,8 @@ class IngressExtras(TypedDict):
     positions: dict[str, dict[str, Number]]
     """Of splits whose readers need more than the offset."""
     mark: bytes
-    feeds: list[dict[str, EpochNumber]]
-    taps: list[str]
+    push_readers: list[dict[str, EpochNumber]]
+    pull_readers: list[str]
     queries: NotRequired[list[str]]
     """By whom each was fed; not in what was stored before queries were told apart."""
 
@@ -432,7 +432,7 @@ class IngressExtras(TypedDict):
 class EgressExtras(TypedDict):
     taken: EpochNumber
     durable: EpochNumber
-    recalled: Number
+    replayed_results: Number
     writer: dict[str, Any]
     incarnation: NotRequired[str]
     """By which the sink's store knows the flow."""
@@ -506,7 +506,7 @@ class HandOverEnd(Message, frozen=True):
 # --- from the tasks that feed a source ----------------------------------------------------------
 
 
-class FeedBegin(Message, frozen=True):
+class PushBegin(Message, frozen=True):
     """The driver: I am about to push micro-batch `batch` of the query with this id (of a batch
     DataFrame: all of it, once more). `push` is a name that nobody has used before. Rows of pushes
     that began earlier and were not committed are void. Answered with "taken" if the flow has the
@@ -518,7 +518,7 @@ class FeedBegin(Message, frozen=True):
     push: str
 
 
-class FeedOpen(Message, frozen=True):
+class PushOpen(Message, frozen=True):
     """A task begins to hand over one partition of a push. It need not if the answer is "taken"."""
 
     source: Number
@@ -527,15 +527,15 @@ class FeedOpen(Message, frozen=True):
     attempt: Number
 
 
-class FeedRows(Message, frozen=True):
+class PushRows(Message, frozen=True):
     """Rows (Arrow IPC stream in the body) of the partition opened before on this connection."""
 
 
-class FeedDone(Message, frozen=True):
+class PushDone(Message, frozen=True):
     """The partition is complete."""
 
 
-class FeedCommit(Message, frozen=True):
+class PushCommit(Message, frozen=True):
     """The driver: the micro-batch of this push is complete and consists of these partitions, each
     as this attempt at it has sent it; take it, once. Rows of other attempts are void."""
 
@@ -544,15 +544,15 @@ class FeedCommit(Message, frozen=True):
     partitions: tuple[tuple[Number, Number], ...]
 
 
-class FeedEnd(Message, frozen=True):
+class PushEnd(Message, frozen=True):
     """The driver: no batch will follow."""
 
     source: Number
     query: str
 
 
-class FeedTaken(Message, frozen=True):
-    """To a feeder: what it sent last is held, and there is room for more. If it is not, because
+class PushTaken(Message, frozen=True):
+    """To a pusher: what it sent last is held, and there is room for more. If it is not, because
     another site leads the ingress, `leader` is where that one listens."""
 
     ok: bool
@@ -560,30 +560,30 @@ class FeedTaken(Message, frozen=True):
     leader: tuple[str, int] | None = None
 
 
-class FeedPortion(Message, frozen=True):
+class PushBatch(Message, frozen=True):
     """The leading ingress to its other replicas: rows that are about to enter the flow (one Arrow
     IPC stream after another in the body), and where the feed stands after them. With the mark
-    `more` it is only a part: it enters with the first portion after it that has no such mark, or
+    `more` it is only a part: it enters with the first push batch after it that has no such mark, or
     not at all. `query` is whose micro-batches these are."""
 
     source: Number
     number: Number
     marks: dict[str, EpochNumber]
     sizes: list[Number]
-    tap: str = ""
+    pull_reader: str = ""
     query: str = ""
 
 
-class FeedCounted(Message, frozen=True):
-    """The leading ingress to a new replica: you have all portions that have entered, and none
+class PushCounted(Message, frozen=True):
+    """The leading ingress to a new replica: you have all push batches that have entered, and none
     enters any more that you do not have."""
 
     source: Number
 
 
-class FeedHas(Message, frozen=True):
-    """A replica of an ingress to the leading one: I have so many portions; `again`: what follows
-    may have been lost."""
+class PushHas(Message, frozen=True):
+    """A replica of an ingress to the leading one: I have so many push batches; `again`: what
+    follows may have been lost."""
 
     source: Number
     number: Number
@@ -654,7 +654,7 @@ _greetings = msgspec.msgpack.Decoder(type=Challenge | Hello | Welcome)
 _encoder = msgspec.msgpack.Encoder()
 
 _CONTROLLERS_ONLY = (NewView, Start, CatchUp, Retain, Drain, Pause, Dismiss, Recorded, Store)
-_FEEDERS_ONLY = (FeedBegin, FeedOpen, FeedRows, FeedDone, FeedCommit, FeedEnd)
+_FEEDERS_ONLY = (PushBegin, PushOpen, PushRows, PushDone, PushCommit, PushEnd)
 READER = "reader"
 PULSE = "pulse"
 """A thread of a site, which says that the site lives while that is at work."""
@@ -685,7 +685,7 @@ def check_speaker(role: str, message: Message) -> None:
     if isinstance(message, _CONTROLLERS_ONLY):
         expected = (SERVER,)
     elif isinstance(message, _FEEDERS_ONLY):
-        expected = ("feeder",)
+        expected = ("pusher",)
     elif isinstance(message, Ask):
         expected = (READER,)
     elif isinstance(message, Fenced):

@@ -177,7 +177,7 @@ def _is_follower(stage: Stage) -> bool:
     if stage.protection is None or not stage.protection.follower:
         return False
     if stage.source is not None:
-        return not stage.source.fed
+        return not stage.source.pushed
     return not (stage.sink is None or stage.sink.replicated or stage.sink.unread_bytes_max)
 
 

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from holdfast.api.graph import DEAD_LETTER
 from holdfast.engine.batches import (
-    FLAW,
+    DECODE_ERROR,
     Track,
     concat,
     empty,
@@ -56,7 +56,7 @@ class StageRunner:
     def run_source(self, batch: pa.RecordBatch, epoch: int) -> dict[int, pa.RecordBatch]:
         """Send a source's rows (with their order key) through the stage's steps."""
         with self._naming(epoch):
-            return self._finish({"out": self._without_flaws(batch, epoch)}, epoch)
+            return self._finish({"out": self._without_decode_errors(batch, epoch)}, epoch)
 
     def place(self, epoch: int) -> str:
         """Where in the flow this is, for errors."""
@@ -70,21 +70,21 @@ class StageRunner:
         operator = self.operator
         return state_size(operator.state_rows(), operator.state_bytes()) if operator else NO_STATE
 
-    def _without_flaws(self, batch: pa.RecordBatch, epoch: int) -> pa.RecordBatch:
+    def _without_decode_errors(self, batch: pa.RecordBatch, epoch: int) -> pa.RecordBatch:
         """Rows that the source could not read are like rows that a step raised on."""
-        if FLAW not in batch.schema.names:
+        if DECODE_ERROR not in batch.schema.names:
             return batch
-        flaws = batch.column(FLAW)
-        names = [n for n in batch.schema.names if n != FLAW]
+        decode_errors = batch.column(DECODE_ERROR)
+        names = [n for n in batch.schema.names if n != DECODE_ERROR]
         declared = self.stage.ports["out"].full_schema
         batch = pa.RecordBatch.from_arrays(
             [batch.column(n) for n in names], schema=pa.schema([declared.field(n) for n in names])
         )
-        fine = flaws.is_null().to_numpy(zero_copy_only=False)
+        fine = decode_errors.is_null().to_numpy(zero_copy_only=False)
         if fine.all():
             return batch
         for at in np.flatnonzero(~fine).tolist():
-            cause, row = json.loads(flaws[at].as_py())
+            cause, row = json.loads(decode_errors[at].as_py())
             self._set_aside("read", "in", batch.slice(at, 1), epoch, cause, row)
         return take(batch, np.flatnonzero(fine))
 

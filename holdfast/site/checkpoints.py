@@ -48,7 +48,7 @@ class CheckpointWriter:
         self.generation, self.site = generation, site
         self._tell, self._soon = tell, soon
         self._place, self._folder = place, Folder(place)
-        self._rows = ThreadPoolExecutor(1, thread_name_prefix="holdfast-portions")
+        self._rows = ThreadPoolExecutor(1, thread_name_prefix="holdfast-push-batches")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdfast-store")
         self._closed = False
         self._given = self._written = 0  # bytes; each is counted by one thread
@@ -167,7 +167,7 @@ class TaskFiles:
 
 
 def _keeps_rows(runner: TaskRunner) -> bool:
-    """Whether rows are left when the flow is stopped: of a fed source those in no epoch, of an
+    """Whether rows are left when the flow is stopped: of a push source those in no epoch, of an
     outlet those that were not read. All other sinks have made theirs durable by then."""
     return runner.egress is None or runner.egress.is_read
 
@@ -211,7 +211,7 @@ class Storing:
         if not self._checkpoint_writer.room:
             return 0
         if not self._begun:
-            if self._runner.fed is not None and not self._runner.fed.is_settled:
+            if self._runner.pushed is not None and not self._runner.pushed.is_settled:
                 return 0  # the last rows that were taken are still on their way to all replicas
             self._begin()
         part = self._snapshot.next(self._rows) if self._snapshot is not None else None

@@ -38,7 +38,7 @@ class Egress:
     ) -> None:
         assert stage.sink is not None
         self._restore_point, self._stage = restore_point, stage.id
-        self._recalled, self._stored = (
+        self._replayed, self._stored = (
             0,
             restore_point.epochs if restore_point and restore_point.results else 0,
         )
@@ -120,7 +120,7 @@ class Egress:
             whose = self._in_term(term)
             self.writer, self.durable = self._sink.resume(whose, self._schema, self.durable)
             self.let_go(self.durable)
-            self._recalled = self.durable + 1
+            self._replayed = self.durable + 1
             self._later = self.held
             self._hold([])
             self._go_on()
@@ -133,7 +133,7 @@ class Egress:
     @property
     def ready(self) -> bool:
         """Whether an epoch can be taken now."""
-        return self.is_recalled and self._has_room()
+        return self.is_replayed and self._has_room()
 
     @property
     def _writes(self) -> bool:
@@ -145,11 +145,11 @@ class Egress:
             return False
         return self.writer is None or not self.leads or self.writer.room()
 
-    def recall(self) -> None:
+    def replay_results(self) -> None:
         """Called again and again: take one more of the epochs that are stored, if there is room."""
-        if self._recalled < self._stored and self._writes and self._has_room():
+        if self._replayed < self._stored and self._writes and self._has_room():
             assert self._restore_point is not None
-            epoch, self._recalled = self._recalled, self._recalled + 1
+            epoch, self._replayed = self._replayed, self._replayed + 1
             batch = self._restore_point.result_of(self._stage, epoch, self._schema)
             batch = batch.select(self.columns).cast(self._schema)
             if self._sink.replicated:
@@ -161,12 +161,12 @@ class Egress:
 
     def _go_on(self) -> None:
         """Take again what waited for the epochs that are stored, if it did."""
-        if self._recalled >= self._stored:
+        if self._replayed >= self._stored:
             later, self._later = self._later, []
             for epoch, batch in later:
                 self.take(epoch, batch)
 
-    def tend(self) -> None:
+    def flush_notes(self) -> None:
         """Called every now and then: what was taken becomes durable also when nothing follows it,
         what goes wrong is heard of, and readers that are away for too long are dropped."""
         if self.writer is None or not self.leads:
@@ -180,7 +180,7 @@ class Egress:
     def _given(self) -> int:
         """Up to here the writer that leads has been given all rows. What was taken while another
         one led may wait for epochs that are stored."""
-        return self.taken if self._recalled >= self._stored else self._recalled - 1
+        return self.taken if self._replayed >= self._stored else self._replayed - 1
 
     def take(self, epoch: int, batch: pa.RecordBatch) -> None:
         self.taken = max(self.taken, epoch)
@@ -215,12 +215,12 @@ class Egress:
     @property
     def is_drained(self) -> bool:
         """Whether nobody is expected to read any more of it."""
-        return self.is_recalled and (not self.is_read or self.durable >= self.taken)
+        return self.is_replayed and (not self.is_read or self.durable >= self.taken)
 
     @property
-    def is_recalled(self) -> bool:
+    def is_replayed(self) -> bool:
         """Whether all that is stored has been taken."""
-        return not (self._writes and self._recalled < self._stored)
+        return not (self._writes and self._replayed < self._stored)
 
     @property
     def is_attended(self) -> bool:
@@ -254,7 +254,7 @@ class Egress:
         return {
             "taken": self.taken,
             "durable": self.durable,
-            "recalled": self._recalled,
+            "replayed_results": self._replayed,
             "writer": saved,
             "incarnation": self._whose.incarnation,
         }
@@ -265,7 +265,7 @@ class Egress:
                 f"sink {self._whose.sink!r}: rows of another schema were handed over"
             )
         self.taken, self.durable = saved["taken"], saved["durable"]
-        self._recalled = saved["recalled"]
+        self._replayed = saved["replayed_results"]
         self._hold(held)
         if self.writer is not None:
             self.writer.restore(saved["writer"])

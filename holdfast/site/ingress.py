@@ -11,14 +11,14 @@ import pyarrow as pa
 
 from holdfast.connectors.sources import Position, SplitReader
 from holdfast.core.records import Block, EpochRecord
-from holdfast.engine.batches import FLAW, UNMOVED, Track, concat, empty, with_order
+from holdfast.engine.batches import DECODE_ERROR, UNMOVED, Track, concat, empty, with_order
 from holdfast.engine.steps import conform
 from holdfast.engine.watermark import Boundaries, Watermark, block_steps, source_times
 from holdfast.errors import require
 from holdfast.net import wire
 from holdfast.net.bundles import rows_of
 from holdfast.plan.planner import Plan, Stage
-from holdfast.site.push import MEMORY_BYTES_MAX, FedReader
+from holdfast.site.push import MEMORY_BYTES_MAX, PushReader
 from holdfast.site.spill import Overflow
 from holdfast.storage.restore_point import RestorePoint
 
@@ -31,16 +31,16 @@ def _delivered(stage: Stage) -> pa.Schema:
     row that could not be read is null all over."""
     assert stage.source is not None
     schema = stage.ports["out"].schema
-    if not stage.source.flawed:
+    if not stage.source.has_decode_errors:
         return schema
-    flaw = pa.field(FLAW, pa.string())
-    return pa.schema([*(f.with_nullable(True) for f in schema), flaw])
+    decode_error = pa.field(DECODE_ERROR, pa.string())
+    return pa.schema([*(f.with_nullable(True) for f in schema), decode_error])
 
 
 def _columns(stage: Stage) -> list[str]:
     """Those that go on from here."""
     assert stage.source is not None
-    return [*stage.used["out"], *([FLAW] if stage.source.flawed else [])]
+    return [*stage.used["out"], *([DECODE_ERROR] if stage.source.has_decode_errors else [])]
 
 
 class Split:
@@ -125,7 +125,7 @@ class Split:
             return
         if not self._astray:
             self._hint = self.position
-        self._astray = not self.stage.source.fed
+        self._astray = not self.stage.source.pushed
         self._closed = True
         self.reader.close()
 
@@ -227,16 +227,16 @@ class Ingress:
         elif self._mark is not None and restore_point.mark:
             self._mark.restore(restore_point.mark)
         for split in self.splits.values():
-            if isinstance(split.reader, FedReader):
-                for header, bodies in restore_point.portions_of(self.stage.id):
-                    message = msgspec.msgpack.decode(header, type=wire.FeedPortion)
+            if isinstance(split.reader, PushReader):
+                for header, bodies in restore_point.push_batches_of(self.stage.id):
+                    message = msgspec.msgpack.decode(header, type=wire.PushBatch)
                     split.reader.recover(message, [rows_of(memoryview(b)) for b in bodies])
                 split.reader.drop_part()
 
     def _waiting(self, restore_point: RestorePoint) -> list[pa.RecordBatch]:
         """Rows that had come in and were in no epoch; there may be more than fit into memory."""
-        fed = [s.reader for s in self.splits.values() if isinstance(s.reader, FedReader)]
-        overflow = Overflow(fed[0].overflow.folder if fed else None, MEMORY_BYTES_MAX)
+        pushed = [s.reader for s in self.splits.values() if isinstance(s.reader, PushReader)]
+        overflow = Overflow(pushed[0].overflow.folder if pushed else None, MEMORY_BYTES_MAX)
         return [overflow.hold(rows).rows for rows in restore_point.waiting_of(self.stage.id)]
 
     def epoch(self, record: EpochRecord) -> tuple[pa.RecordBatch, Track]:
@@ -268,9 +268,9 @@ class Ingress:
         return all(self.splits[split].read_to(end, rows_max) for split, end in ends.items())
 
     def unsequenced(self) -> list[pa.RecordBatch]:
-        """Of a fed source: all rows that are in no epoch yet."""
+        """Of a push source: all rows that are in no epoch yet."""
         (split,) = self.splits.values()
-        assert isinstance(split.reader, FedReader)
+        assert isinstance(split.reader, PushReader)
         return [*split.held, *map(split.conformed, split.reader.unread())]
 
     def save(self) -> wire.IngressExtras:
@@ -281,14 +281,16 @@ class Ingress:
                 str(n): p for n, s in self.splits.items() if (p := s.position) is not None
             },
             "mark": self._mark.save() if self._mark else b"",
-            "feeds": [
-                s.reader.save() for s in self.splits.values() if isinstance(s.reader, FedReader)
+            "push_readers": [
+                s.reader.save() for s in self.splits.values() if isinstance(s.reader, PushReader)
             ],
-            "taps": [
-                s.reader.save_tap() for s in self.splits.values() if isinstance(s.reader, FedReader)
+            "pull_readers": [
+                s.reader.save_pull()
+                for s in self.splits.values()
+                if isinstance(s.reader, PushReader)
             ],
             "queries": [
-                s.reader.query for s in self.splits.values() if isinstance(s.reader, FedReader)
+                s.reader.query for s in self.splits.values() if isinstance(s.reader, PushReader)
             ],
         }
 
@@ -298,9 +300,9 @@ class Ingress:
         for number, split in self.splits.items():
             offset, reader = saved["offsets"][str(number)], split.reader
             position = saved["positions"].get(str(number))
-            if isinstance(reader, FedReader):
-                reader.restore(saved["feeds"][0], *saved.get("queries", []))
-                reader.restore_tap(saved["taps"][0])
+            if isinstance(reader, PushReader):
+                reader.restore(saved["push_readers"][0], *saved.get("queries", []))
+                reader.restore_pull(saved["pull_readers"][0])
             else:
                 split.close()
                 reader = self.stage.source.open(number, offset, position)

@@ -205,7 +205,7 @@ class Node:
         self.stages.on_view(view)  # tasks that it opened
         self.serving.on_view(view, self.site, self._sinks)
         self.sourcing.announce_again()
-        self.sourcing.ask_for_portions()
+        self.sourcing.ask_for_push_batches()
         self.sequencing.on_view(view)
         joins = self.site in view.group(FIRST).joining and self.dataflow.tasks[FIRST].installed
         if joins and known is not None and known.sequencers[-1:] != view.sequencers[-1:]:
@@ -213,15 +213,15 @@ class Node:
         self.sequencing.take_early()
         self.sequencing.join_chain(view)
 
-    def hurry(self) -> None:
+    def retry_stalled(self) -> None:
         """Called every now and then: a task that has not moved since takes from other replicas, and
         sinks are seen to."""
-        for effect in self.dataflow.hurry():
+        for effect in self.dataflow.retry_stalled():
             self._apply(effect)
         self.sourcing.tell_positions()
         if not self.finished:
-            self.stages.tend()
-            self.serving.tend()
+            self.stages.flush_notes()
+            self.serving.flush_notes()
             self._after_reading()
 
     def make_room(self) -> None:
@@ -244,7 +244,7 @@ class Node:
         if site == self.view.sequencers[-1]:
             self.sequencing.join_chain(self.view)
         self.serving.on_connected(site)
-        self.sourcing.ask_for_portions()
+        self.sourcing.ask_for_push_batches()
 
     def on_lost(self, site: SiteId) -> None:
         self._acks.pop(site, None)
@@ -348,12 +348,12 @@ class Node:
                     incoming.take(self.plan, message, body)
             case wire.HandOverEnd():
                 self._on_hand_over_end(site, message)
-            case wire.FeedPortion():
-                self.sourcing.on_feed_portion(site, message, body)
-            case wire.FeedHas():
-                self.sourcing.on_feed_has(site, message)
-            case wire.FeedCounted():
-                self._on_feed_counted(message.source)
+            case wire.PushBatch():
+                self.sourcing.on_push_batch(site, message, body)
+            case wire.PushHas():
+                self.sourcing.on_push_has(site, message)
+            case wire.PushCounted():
+                self._on_push_counted(message.source)
             case wire.Notes():
                 self.serving.on_notes(site, message)
                 self._after_reading()
@@ -389,14 +389,14 @@ class Node:
         for at, entry in enumerate(sorted(self.orders)):
             if self.stages.ready(entry[-1]):
                 self._pop(at, entry)
-                self.carry_out(entry[-1])
+                self.execute(entry[-1])
                 return entry[-1]
         return None
 
-    def carry_out(self, order: Order) -> None:
+    def execute(self, order: Order) -> None:
         if order.task in self.stages.tasks:
             begun = self._now()
-            processed = self.stages.carry_out(order)
+            processed = self.stages.execute(order)
             self._working = True
             self._handle(replace(processed, seconds=self._now() - begun))
             self._working = False
@@ -534,7 +534,7 @@ class Node:
         patient = not stores or self._now() - self._over_since < READERS_S
         # A reader that is not told that it has everything would ask again, and find nobody.
         read = [
-            egress.is_recalled
+            egress.is_replayed
             and (egress.is_drained or not patient or (stores and not egress.is_attended))
             for egress in egresses
         ]
@@ -704,7 +704,7 @@ class Node:
             del self.incoming[task]
             self._handle(installed)
             self.stages.on_view(self.view)
-            self.sourcing.ask_for_portions()
+            self.sourcing.ask_for_push_batches()
 
     def _empty(self, task: TaskId) -> None:
         """Whatever was put into it before is void."""
@@ -733,7 +733,7 @@ class Node:
         task, phase = effect.task, effect.phase
         if phase == "installed":
             self._failed_replicas.pop((task, self.site), None)
-        if phase == "installed" and task[0] in self.stages.fed():
+        if phase == "installed" and task[0] in self.stages.pushed():
             self._uncounted.add(task)
         if phase == "installed" and task == FIRST:
             assert self.view is not None
@@ -806,13 +806,13 @@ class Node:
     def read_ahead(self, only_leading: bool = False) -> None:
         """Called every now and then: read what the sources have, and take checkpoints."""
         if not self.finished:
-            self.stages.recall()
+            self.stages.replay_results()
             self.checkpoint()
             self.sourcing.read_ahead(only_leading)
             if self._over:
                 self._finish()
 
-    def _on_feed_counted(self, source: int) -> None:
+    def _on_push_counted(self, source: int) -> None:
         task = (StageId(source), GroupId(0))
         if task in self._uncounted:
             self._uncounted.discard(task)

@@ -1,6 +1,6 @@
 """Rows that Spark tasks push to an ingress, or that its leading replica reads by itself.
 
-A driver announces a *push* (`FeedBegin`), its tasks send the rows of its partitions, and then:
+A driver announces a *push* (`PushBegin`), its tasks send the rows of its partitions, and then:
 
 *Staged* (a streaming query's micro-batches): rows wait until the driver commits the push and says
 which attempt at each partition counts. Then they are taken in partition order, once. The ingress
@@ -13,13 +13,13 @@ Spark sorts again it cuts the partitions elsewhere, so a later push passes over 
 been taken, whatever partitions they are in.
 
 What is pushed cannot be read again, so the leading replica of the ingress gives whatever it takes,
-as numbered *portions* of bounded size, to the other replicas first. A micro-batch is a run of
-portions, of which all but the last carry the mark `more`. Only when all replicas have the last one
-do the rows of all of them enter the flow, and only then is the driver told that they were taken. A
-replica that comes to lead drops a run that it has only in part: nobody has entered any of it, and
-the driver pushes the micro-batch again.
+as numbered *push batches* of bounded size, to the other replicas first. A micro-batch is a run of
+push batches, of which all but the last carry the mark `more`. Only when all replicas have the last
+one do the rows of all of them enter the flow, and only then is the driver told that they were
+taken. A replica that comes to lead drops a run that it has only in part: nobody has entered any of
+it, and the driver pushes the micro-batch again.
 
-Of a flow that is stored while it runs the store is one more replica: it has a portion before
+Of a flow that is stored while it runs the store is one more replica: it has a push batch before
 anything comes of it.
 
 Nothing here is bounded by the size of a micro-batch: what does not fit into memory is on disk, and
@@ -35,7 +35,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from holdfast.connectors.sources import SplitReader, Tap
+from holdfast.connectors.sources import PullReader, SplitReader
 from holdfast.core.ids import STORE, SiteId
 from holdfast.engine.batches import cut, empty, to_ipc
 from holdfast.errors import ProtocolError
@@ -45,28 +45,28 @@ from holdfast.net.connection import Connection
 from holdfast.site.spill import Held, Overflow
 from holdfast.site.staging import GIVEN_UP, Push, Reply, Staged
 
-Keep = Callable[["Lead", wire.FeedPortion, list[Any]], None]
-"""Stores a portion of a leader; `FedReader.on_has` is to be called when it is there."""
+Keep = Callable[["Lead", wire.PushBatch, list[Any]], None]
+"""Stores a push batch of a leader; `PushReader.on_has` is to be called when it is there."""
 
-PORTION_BYTES = 4 << 20
-"""A portion has pieces of about so much in all; or one piece."""
+PUSH_BATCH_BYTES = 4 << 20
+"""A push batch has pieces of about so much in all; or one piece."""
 PIECES_MAX = 256
 WINDOW_BYTES = 16 << 20
 """So much may be on its way to another replica."""
 HELD_BYTES_MAX = 32 << 20
-"""Past so much that the flow has not read yet, feeders wait."""
+"""Past so much that the flow has not read yet, pushers wait."""
 MEMORY_BYTES_MAX = 64 << 20
 """Of all rows that a reader holds, staged ones included, so much is in memory."""
 PULLED_MAX = 16
-"""So many portions of a source that is tapped may be on their way to the other replicas."""
+"""So many push batches of a source that is pulled may be on their way to the other replicas."""
 ENDED = "the flow has ended and takes no more rows"
 
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """Who gives out portions: the rank of the view in which it came to lead, and how many portions
-    it had then. Up to there it gives out what leaders before it have given out, too; beyond that,
-    what they have given out is void."""
+    """Who gives out push batches: the rank of the view in which it came to lead, and how many push
+    batches it had then. Up to there it gives out what leaders before it have given out, too; beyond
+    that, what they have given out is void."""
 
     rank: int = 0
     base: int = 0
@@ -74,7 +74,7 @@ class Lead:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a feed is after some portion: all that tells rows it has taken from others."""
+    """Where a feed is after some push batch: all that tells rows it has taken from others."""
 
     query: str = ""
     committed: int = -1
@@ -84,7 +84,7 @@ class _Place:
     ended: bool = False
 
     @classmethod
-    def after(cls, message: wire.FeedPortion) -> _Place:
+    def after(cls, message: wire.PushBatch) -> _Place:
         return cls.restored(message.marks, message.query)
 
     @classmethod
@@ -96,13 +96,13 @@ class _Place:
 
 
 @dataclass(slots=True, eq=False)
-class _Portion:
+class _PushBatch:
     number: int
     rows: list[Held]
     more: bool
     """Whether it enters the flow only together with the next one."""
     place: _Place
-    tap: str = ""
+    pull_reader: str = ""
     """How far a source has been read that only the leading replica reads."""
     answers: list[tuple[Reply, str]] = field(default_factory=list)
 
@@ -118,17 +118,17 @@ class _Lane:
     has: int = 0
     sent: int = 0
     unconfirmed: deque[tuple[int, int]] = field(default_factory=deque)
-    """Numbers and sizes of portions that were sent."""
+    """Numbers and sizes of push batches that were sent."""
     unconfirmed_bytes: int = 0
     entered: int = 0
-    """How many portions had entered when it began to count."""
+    """How many push batches had entered when it began to count."""
     told: bool = True
     """Whether it knows that it counts."""
 
-    def send(self, portion: _Portion) -> None:
-        self.sent = portion.number
-        self.unconfirmed.append((portion.number, portion.nbytes))
-        self.unconfirmed_bytes += portion.nbytes
+    def send(self, push_batch: _PushBatch) -> None:
+        self.sent = push_batch.number
+        self.unconfirmed.append((push_batch.number, push_batch.nbytes))
+        self.unconfirmed_bytes += push_batch.nbytes
 
     def confirm(self, number: int) -> None:
         self.has = max(self.has, number)
@@ -136,14 +136,14 @@ class _Lane:
             self.unconfirmed_bytes -= self.unconfirmed.popleft()[1]
 
     def again_after(self, number: int) -> None:
-        """What was sent after this portion may have been lost."""
+        """What was sent after this push batch may have been lost."""
         self.confirm(number)
         self.sent, self.unconfirmed_bytes = self.has, 0
         self.unconfirmed.clear()
 
 
-class FedReader(SplitReader):
-    """One replica of the only split of a fed source. Replies to feeders when there is room for
+class PushReader(SplitReader):
+    """One replica of the only split of a push source. Replies to pushers when there is room for
     more.
 
     `send` gives a message to another site; `on_ready` is called when there are rows to read;
@@ -155,11 +155,11 @@ class FedReader(SplitReader):
         source: int,
         schema: pa.Schema,
         through: bool,
-        tap: Tap | None = None,
+        pull_reader: PullReader | None = None,
         folder: str | None = None,
     ) -> None:
         self.source = source
-        self.tap, self._tapped_all = tap, False
+        self.pull_reader, self._pulled_all = pull_reader, False
         self._empty = empty(schema)
         self.through = through
         self.leads = False
@@ -170,7 +170,7 @@ class FedReader(SplitReader):
         self.overflow = Overflow(folder, MEMORY_BYTES_MAX)
         self._lead = Lead()
         self._closed = False
-        # Rows that have entered, with the number of the last portion of their run.
+        # Rows that have entered, with the number of the last push batch of their run.
         self._ready: deque[tuple[int, Held]] = deque()
         self._ready_at = 0  # how many rows of the first were read
         self._ready_bytes = 0
@@ -183,12 +183,12 @@ class FedReader(SplitReader):
         self._passed = 0  # through: how many rows of this push are known from earlier ones
         self._waiting: list[tuple[Reply, str]] = []  # answers that wait for room
         # Portions that some replica may lack; and the last ones of runs that have not entered.
-        self._portions: deque[_Portion] = deque()
-        self._ends: deque[_Portion] = deque()
-        self._submitted = self._entered = 0  # how many portions there are, and have entered
+        self._push_batches: deque[_PushBatch] = deque()
+        self._ends: deque[_PushBatch] = deque()
+        self._submitted = self._entered = 0  # how many push batches there are, and have entered
         self._submitted_at = self._entered_at = _Place()
         self._lanes: dict[SiteId, _Lane] = {}
-        self._counted: set[SiteId] = set()  # those that must have a portion before it enters
+        self._counted: set[SiteId] = set()  # those that must have a push batch before it enters
 
     # --- the flow's side ------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class FedReader(SplitReader):
 
     def _is_readable(self, number: int) -> bool:
         """A replica that does not lead reads what is due and nothing else. One that has come to
-        lead may have portions that the store lacks: no epoch may have their rows yet."""
+        lead may have push batches that the store lacks: no epoch may have their rows yet."""
         stored = self._lanes.get(STORE)
         return self.leads and (stored is None or number <= stored.has)
 
@@ -227,7 +227,7 @@ class FedReader(SplitReader):
                 for held in held_back:
                     held(True, "")
 
-    # --- the feeders' side ----------------------------------------------------------------------
+    # --- the pushers' side ----------------------------------------------------------------------
 
     def begin(self, query: str, batch: int, push: str, reply: Reply) -> None:
         """The driver starts a push; those before it are void."""
@@ -251,7 +251,8 @@ class FedReader(SplitReader):
             return ""  # nothing was taken yet, so nothing can be missing or come twice
         if place.query and query != place.query:
             return (
-                f"the flow is fed by the streaming query with id {place.query}, and this is query "
+                f"the flow is fed by the streaming query with id {place.query}, and this is "
+                "query "
                 f"{query}: its checkpoint location is another one, and so are its micro-batches. "
                 "Start it with the checkpoint location that the flow was fed from "
                 "(spark_stream(df, checkpoint=...), the same in all applications); to begin with "
@@ -387,20 +388,20 @@ class FedReader(SplitReader):
     def pull(self) -> None:
         """Of a source that the leading replica reads itself: take what there is, if there is
         room."""
-        if self.tap is None or not self.leads or self._closed:
+        if self.pull_reader is None or not self.leads or self._closed:
             return
         while (
-            not self._tapped_all
+            not self._pulled_all
             and self._submitted - self._entered < PULLED_MAX
             and self._ready_bytes < HELD_BYTES_MAX
         ):
-            taken = self.tap.take()
-            self._tapped_all = taken is None
+            taken = self.pull_reader.take()
+            self._pulled_all = taken is None
             rows, mark = taken or ([], "")
-            if not rows and not mark and not self._tapped_all:
+            if not rows and not mark and not self._pulled_all:
                 return
             pieces = [self.overflow.hold(p) for batch in rows for p in cut(batch, wire.PIECE_BYTES)]
-            place = replace(self._submitted_at, ended=self._tapped_all)
+            place = replace(self._submitted_at, ended=self._pulled_all)
             self._submit(pieces, place, None, mark)
 
     # --- the replicas -----------------------------------------------------------------------------
@@ -420,20 +421,20 @@ class FedReader(SplitReader):
         self._submit(fresh, replace(self._submitted_at, total=total), reply)
 
     def _submit(
-        self, pieces: list[Held], place: _Place, reply: Reply | None, tap: str = ""
+        self, pieces: list[Held], place: _Place, reply: Reply | None, pull_reader: str = ""
     ) -> None:
-        """Give rows to all replicas, as a run of portions; they enter when all have the last
+        """Give rows to all replicas, as a run of push batches; they enter when all have the last
         one."""
         runs = list(_runs(pieces))
         for at, rows in enumerate(runs, 1):
             self._submitted += 1
             more = at < len(runs)
-            portion = _Portion(self._submitted, rows, more, place, "" if more else tap)
-            self._portions.append(portion)
+            push_batch = _PushBatch(self._submitted, rows, more, place, "" if more else pull_reader)
+            self._push_batches.append(push_batch)
         self._submitted_at = place
-        self._ends.append(portion)
+        self._ends.append(push_batch)
         if reply is not None:
-            portion.answers.append((reply, ""))
+            push_batch.answers.append((reply, ""))
         for site in self._lanes:
             self._send_on(site)
         self._enter()
@@ -441,29 +442,29 @@ class FedReader(SplitReader):
     def _send_on(self, site: SiteId) -> None:
         """Send another replica what it lacks, as long as not too much is unconfirmed."""
         lane = self._lanes[site]
-        while self._portions and lane.unconfirmed_bytes < WINDOW_BYTES:
-            first = self._portions[0].number
+        while self._push_batches and lane.unconfirmed_bytes < WINDOW_BYTES:
+            first = self._push_batches[0].number
             at = max(lane.sent + 1, first) - first
-            if at >= len(self._portions):
+            if at >= len(self._push_batches):
                 return
-            portion = self._portions[at]
-            lane.send(portion)
-            self._give(site, portion)
+            push_batch = self._push_batches[at]
+            lane.send(push_batch)
+            self._give(site, push_batch)
 
-    def _give(self, site: SiteId, portion: _Portion) -> None:
-        everywhere = min(self._everywhere(self._lanes), portion.number - 1)
-        marks = portion.place.marks() | {"more": int(portion.more), "everywhere": everywhere}
-        bodies = [to_ipc(held.rows) for held in portion.rows]
-        sizes, query = [b.size for b in bodies], portion.place.query
-        number = portion.number
-        message = wire.FeedPortion(self.source, number, marks, sizes, portion.tap, query)
+    def _give(self, site: SiteId, push_batch: _PushBatch) -> None:
+        everywhere = min(self._everywhere(self._lanes), push_batch.number - 1)
+        marks = push_batch.place.marks() | {"more": int(push_batch.more), "everywhere": everywhere}
+        bodies = [to_ipc(held.rows) for held in push_batch.rows]
+        sizes, query = [b.size for b in bodies], push_batch.place.query
+        number = push_batch.number
+        message = wire.PushBatch(self.source, number, marks, sizes, push_batch.pull_reader, query)
         if site != STORE:
             self.send(site, message, list(bodies))
         elif self.keep is not None:
             self.keep(self._lead, message, list(bodies))
 
     def _everywhere(self, sites: Iterable[SiteId]) -> int:
-        """How many portions all of these replicas have."""
+        """How many push batches all of these replicas have."""
         return min((self._lanes[s].has for s in sites if s in self._lanes), default=self._submitted)
 
     def _enter(self) -> None:
@@ -472,21 +473,21 @@ class FedReader(SplitReader):
         while self._ends and self._ends[0].number <= everywhere:
             last = self._ends.popleft()
             self._note(last)
-            first = self._portions[0].number
+            first = self._push_batches[0].number
             run = range(self._entered + 1 - first, last.number + 1 - first)
-            self._let_in([self._portions[at] for at in run])
+            self._let_in([self._push_batches[at] for at in run])
         self._forget_up_to(min(self._everywhere(self._lanes), self._entered))
         while self._unstored and self._is_readable(self._unstored[0][0]):
             self._unstored.popleft()[1](True, wire.TAKEN)
 
     def _forget_up_to(self, number: int) -> None:
-        while self._portions and self._portions[0].number <= number:
-            self.overflow.release(self._portions.popleft().rows)
+        while self._push_batches and self._push_batches[0].number <= number:
+            self.overflow.release(self._push_batches.popleft().rows)
 
-    def _let_in(self, run: list[_Portion]) -> None:
-        """The rows of these portions can be read."""
+    def _let_in(self, run: list[_PushBatch]) -> None:
+        """The rows of these push batches can be read."""
         last = run[-1]
-        for held in (held for portion in run for held in portion.rows if held.rows.num_rows):
+        for held in (held for push_batch in run for held in push_batch.rows if held.rows.num_rows):
             self._ready.append((last.number, held.share()))
             self._ready_bytes += held.nbytes
         self._entered, self._entered_at = last.number, last.place
@@ -507,8 +508,8 @@ class FedReader(SplitReader):
             self._lead = Lead(rank, self._entered)
             self.drop_part()
             self._submitted, self._submitted_at = self._entered, self._entered_at
-            if self.tap is not None:
-                self.tap.rewind()
+            if self.pull_reader is not None:
+                self.pull_reader.rewind()
         if not leads:
             self._give_up()
         self.leads = leads
@@ -522,7 +523,7 @@ class FedReader(SplitReader):
         self._lanes = {s: self._lanes.get(s) or _Lane() for s in others | joining}
         if comes_to_lead and self.keep is not None:
             # Of what this replica has been told that all have it, the store has everything.
-            has = self._portions[0].number - 1 if self._portions else self._entered
+            has = self._push_batches[0].number - 1 if self._push_batches else self._entered
             self._lanes[STORE] = _Lane(has, has)
         for site in self._lanes:
             self._send_on(site)
@@ -530,15 +531,15 @@ class FedReader(SplitReader):
         self.on_ready()
 
     def drop_part(self) -> None:
-        """Forget portions of a run that is not complete: its leader is gone, and nothing of it has
-        entered anywhere."""
-        while self._portions and self._portions[-1].number > self._entered:
-            self.overflow.release(self._portions.pop().rows)
+        """Forget push batches of a run that is not complete: its leader is gone, and nothing of it
+        has entered anywhere."""
+        while self._push_batches and self._push_batches[-1].number > self._entered:
+            self.overflow.release(self._push_batches.pop().rows)
         self._ends.clear()
         self._submitted = self._entered
 
-    def on_portion(self, message: wire.FeedPortion, body: memoryview) -> None:
-        """The leader has given this replica a portion."""
+    def on_push_batch(self, message: wire.PushBatch, body: memoryview) -> None:
+        """The leader has given this replica a push batch."""
         if message.number != self._submitted + 1:
             return  # it came before; or it left before the leader knew what this replica lacks
         rows, at = [], 0
@@ -549,35 +550,37 @@ class FedReader(SplitReader):
         # Kept in case this replica comes to lead while another one lacks it.
         self._forget_up_to(min(message.marks["everywhere"], self._entered))
 
-    def recover(self, message: wire.FeedPortion, rows: list[pa.RecordBatch]) -> None:
-        """Of a flow that was lost: all replicas have this portion, as it is stored. After the last
-        one comes `drop_part`."""
+    def recover(self, message: wire.PushBatch, rows: list[pa.RecordBatch]) -> None:
+        """Of a flow that was lost: all replicas have this push batch, as it is stored. After the
+        last one comes `drop_part`."""
         self._receive(message, rows)
         self._forget_up_to(self._entered)
 
-    def _receive(self, message: wire.FeedPortion, rows: list[pa.RecordBatch]) -> None:
+    def _receive(self, message: wire.PushBatch, rows: list[pa.RecordBatch]) -> None:
         more = bool(message.marks.get("more", 0))
-        portion = _Portion(message.number, [], more, _Place.after(message), message.tap)
+        push_batch = _PushBatch(
+            message.number, [], more, _Place.after(message), message.pull_reader
+        )
         if not more:
-            self._note(portion)  # which may find that it cannot be, before anything has changed
-        portion.rows = [self.overflow.hold(batch) for batch in rows]
-        self._portions.append(portion)
-        self._submitted = portion.number
+            self._note(push_batch)  # which may find that it cannot be, before anything has changed
+        push_batch.rows = [self.overflow.hold(batch) for batch in rows]
+        self._push_batches.append(push_batch)
+        self._submitted = push_batch.number
         if not more:
-            run = [p for p in self._portions if p.number > self._entered]
+            run = [p for p in self._push_batches if p.number > self._entered]
             self._let_in(run)
-            self._submitted_at = portion.place
+            self._submitted_at = push_batch.place
 
-    def _note(self, portion: _Portion) -> None:
-        if self.tap is not None and portion.tap:
+    def _note(self, push_batch: _PushBatch) -> None:
+        if self.pull_reader is not None and push_batch.pull_reader:
             try:
-                self.tap.note(portion.tap, self.epoch() + 1)
+                self.pull_reader.note(push_batch.pull_reader, self.epoch() + 1)
             except (ValueError, KeyError, TypeError) as error:
                 raise ProtocolError(f"a mark that is none: {error!r}") from error
 
     def on_has(self, site: SiteId, number: int, again: bool) -> bool:
-        """Another replica has so many portions; `again`: it wants those that follow sent again.
-        True if it is to be told that it has all that has entered, and that no portion enters any
+        """Another replica has so many push batches; `again`: it wants those that follow sent again.
+        True if it is to be told that it has all that has entered, and that no push batch enters any
         more that it does not have."""
         lane = self._lanes.get(site)
         if lane is None:
@@ -597,13 +600,13 @@ class FedReader(SplitReader):
 
     @property
     def has(self) -> int:
-        """How many portions this replica has."""
+        """How many push batches this replica has."""
         return self._submitted
 
     def caught_up(self) -> bool:
         """A batch that has not ended has more rows, and so has a stream that has not given any; and
         rows that are being pushed are on their way, however long their task takes."""
-        if self.tap is not None:
+        if self.pull_reader is not None:
             return self.is_settled
         return not self.through and self._push is None and self.is_settled and self._entered > 0
 
@@ -619,17 +622,18 @@ class FedReader(SplitReader):
 
     @property
     def query(self) -> str:
-        """By which streaming query it is fed; empty if it is not known, or nothing was taken."""
+        """By which streaming query it is fed; empty if it is not known, or nothing was
+        taken."""
         return self._entered_at.query
 
-    def save_tap(self) -> str:
+    def save_pull(self) -> str:
         """How far a source has been read that only the leading replica reads, as far as the rows
-        have entered; the tables of the tap are not part of it."""
-        return self.tap.save() if self.tap is not None else ""
+        have entered; the tables of the pull reader are not part of it."""
+        return self.pull_reader.save() if self.pull_reader is not None else ""
 
-    def restore_tap(self, saved: str) -> None:
-        if self.tap is not None and saved:
-            self.tap.restore(saved)
+    def restore_pull(self, saved: str) -> None:
+        if self.pull_reader is not None and saved:
+            self.pull_reader.restore(saved)
 
     def close(self) -> None:
         """No more rows are wanted. Whoever waits for an answer gets none: it was not said whether
@@ -638,10 +642,10 @@ class FedReader(SplitReader):
         self._give_up()
         self._waiting.clear()
         self._unstored.clear()
-        for portion in self._portions:
-            portion.answers.clear()
-        if self.tap is not None:
-            self.tap.close()
+        for push_batch in self._push_batches:
+            push_batch.answers.clear()
+        if self.pull_reader is not None:
+            self.pull_reader.close()
 
     def unread(self) -> list[pa.RecordBatch]:
         """The rows that have entered and were not read."""
@@ -654,18 +658,18 @@ class FedReader(SplitReader):
         self.overflow.release(held for _, held in self._ready)
         self._ready.clear()
         self._ready_at = self._ready_bytes = 0
-        while self._portions:
-            self.overflow.release(self._portions.popleft().rows)
+        while self._push_batches:
+            self.overflow.release(self._push_batches.popleft().rows)
         self._ends.clear()
         self._entered = self._submitted = saved["taken"]
 
 
 def _runs(pieces: list[Held]) -> Iterator[list[Held]]:
-    """Pieces for one portion after another; an empty one if there are none."""
+    """Pieces for one push batch after another; an empty one if there are none."""
     run: list[Held] = []
     nbytes = 0
     for piece in pieces:
-        if run and (nbytes + piece.nbytes > PORTION_BYTES or len(run) == PIECES_MAX):
+        if run and (nbytes + piece.nbytes > PUSH_BATCH_BYTES or len(run) == PIECES_MAX):
             yield run
             run, nbytes = [], 0
         run.append(piece)
@@ -673,16 +677,16 @@ def _runs(pieces: list[Held]) -> Iterator[list[Held]]:
     yield run
 
 
-class Feeds:
-    """The feeders' connections to one site: turns their messages into calls of the readers."""
+class PushReaders:
+    """The pushers' connections to one site: turns their messages into calls of the readers."""
 
     def __init__(
         self,
-        readers: Callable[[], dict[int, FedReader]],
+        readers: Callable[[], dict[int, PushReader]],
         leader: Callable[[int], tuple[str, int] | None],
     ) -> None:
         self._readers, self._leader = readers, leader
-        self._opened: dict[Connection, tuple[FedReader, Staged]] = {}
+        self._opened: dict[Connection, tuple[PushReader, Staged]] = {}
 
     def forget(self, connection: Connection) -> None:
         """The connection is gone; what it had not completed waits for another attempt."""
@@ -692,36 +696,36 @@ class Feeds:
 
     def take(self, connection: Connection, message: wire.Message, body: memoryview) -> None:
         def reply(ok: bool, reason: str) -> None:
-            connection.send(wire.FeedTaken(ok, reason))
+            connection.send(wire.PushTaken(ok, reason))
 
         match message:
-            case wire.FeedRows() | wire.FeedDone():
+            case wire.PushRows() | wire.PushDone():
                 self._go_on(connection, message, body, reply)
                 return
-            case wire.FeedBegin() | wire.FeedOpen() | wire.FeedCommit() | wire.FeedEnd():
+            case wire.PushBegin() | wire.PushOpen() | wire.PushCommit() | wire.PushEnd():
                 reader = self._readers().get(message.source)
             case _:
-                raise ProtocolError(f"{type(message).__name__} is not for a feeder to say")
+                raise ProtocolError(f"{type(message).__name__} is not for a pusher to say")
         if reader is None or not reader.leads:
-            connection.send(wire.FeedTaken(False, wire.NOT_HERE, self._leader(message.source)))
+            connection.send(wire.PushTaken(False, wire.NOT_HERE, self._leader(message.source)))
             return
         match message:
-            case wire.FeedBegin():
+            case wire.PushBegin():
                 reader.begin(message.query, message.batch, message.push, reply)
-            case wire.FeedOpen():
+            case wire.PushOpen():
                 self.forget(connection)
                 staged = reader.open(message.push, message.partition, message.attempt, reply)
                 if staged is not None:
                     self._opened[connection] = reader, staged
-            case wire.FeedCommit():
+            case wire.PushCommit():
                 reader.commit(message.push, message.partitions, reply)
-            case wire.FeedEnd():
+            case wire.PushEnd():
                 reader.end(message.query, reply)
 
     def _go_on(
         self,
         connection: Connection,
-        message: wire.FeedRows | wire.FeedDone,
+        message: wire.PushRows | wire.PushDone,
         body: memoryview,
         reply: Reply,
     ) -> None:
@@ -731,7 +735,7 @@ class Feeds:
         reader, staged = opened
         if self._readers().get(reader.source) is not reader or not reader.leads:
             reply(False, GIVEN_UP)
-        elif isinstance(message, wire.FeedRows):
+        elif isinstance(message, wire.PushRows):
             reader.rows(staged, rows_of(body), reply)
         else:
             reader.done(staged, reply)

@@ -44,7 +44,7 @@ from holdfast.net.connection import Connection, dial, listen
 from holdfast.plan.planner import plan
 from holdfast.site.checkpoints import CheckpointWriter
 from holdfast.site.node import Node
-from holdfast.site.push import Feeds
+from holdfast.site.push import PushReaders
 from holdfast.site.spill import Spill
 
 log = logging.getLogger("holdfast.site")
@@ -130,8 +130,8 @@ class Site:
         self._dials: dict[SiteId, asyncio.Task[None]] = {}
         self._addresses: dict[SiteId, tuple[str, int]] = {}
         self._dead: set[SiteId] = set()
-        self._feeds = Feeds(self.node.stages.fed, self._leader_of)
-        self.node.stages.on_fed = self._on_fed
+        self._push_readers = PushReaders(self.node.stages.pushed, self._leader_of)
+        self.node.stages.on_pushed = self._on_pushed
         self._limit = limit_bytes()
         self._started = False
         self._reserve: bytes | None = bytes(RESERVE_BYTES)
@@ -139,7 +139,7 @@ class Site:
         """What this site has failed with; it works no more."""
         self._part_at = 0.0
         """When the next part of what is handed over is due."""
-        self._kicked = self._handing_over = self._fed = self._flushing = False
+        self._kicked = self._handing_over = self._pushed = self._flushing = False
         self._unseen = False
         self._ingested, self._ingested_at, self._epoch_s = NO_EPOCH, 0.0, 0.0
         self._stall_ms = 0.0
@@ -167,7 +167,7 @@ class Site:
             self._keep_dialling(),
             self._keep_in_touch(),
             self._keep_reporting(),
-            self._hurry(),
+            self._retry_stalled(),
             self._make_room(),
         )
         tasks = [loop.create_task(duty) for duty in duties]
@@ -354,7 +354,7 @@ class Site:
     def _on_peer_lost(self, connection: Connection, error: Exception | None) -> None:
         if error is not None and is_out_of_memory(error):
             self._fail(error)
-        self._feeds.forget(connection)
+        self._push_readers.forget(connection)
         site = SiteId(connection.id)
         if connection.role == "site" and self._peers.get(site) is connection:
             del self._peers[site]
@@ -467,14 +467,14 @@ class Site:
             case wire.Dismiss() | wire.Fenced():
                 self._leave()
             case (
-                wire.FeedBegin()
-                | wire.FeedOpen()
-                | wire.FeedRows()
-                | wire.FeedDone()
-                | wire.FeedCommit()
-                | wire.FeedEnd()
+                wire.PushBegin()
+                | wire.PushOpen()
+                | wire.PushRows()
+                | wire.PushDone()
+                | wire.PushCommit()
+                | wire.PushEnd()
             ):
-                self._feeds.take(connection, message, body)
+                self._push_readers.take(connection, message, body)
             case wire.Ask():
                 leader = self._leader_of(message.sink)
                 self.node.ask(message, connection.send, leader)
@@ -490,7 +490,7 @@ class Site:
         self._kick()
 
     def _leader_of(self, source: int) -> tuple[str, int] | None:
-        """Where the site listens that leads a fed source's ingress."""
+        """Where the site listens that leads a push source's ingress."""
         view = self.node.view
         if view is None or not 0 <= source < len(view.groups):
             return None
@@ -519,7 +519,7 @@ class Site:
                 asyncio.get_running_loop().call_soon(self._hand_over)
             if isinstance(order, IngestEpochs):
                 self._time_epochs(order.epoch)
-            if isinstance(order, IngestEpochs) or self._fed:
+            if isinstance(order, IngestEpochs) or self._pushed:
                 self._read_ahead()
         except Exception as error:
             self._fail(error)
@@ -580,12 +580,12 @@ class Site:
 
     def _read_ahead(self, only_leading: bool = False) -> None:
         """Not at every turn: of a source with a set rate that would only get crumbs."""
-        self._fed = False
+        self._pushed = False
         if self._started:
             self.node.read_ahead(only_leading)
 
-    def _on_fed(self) -> None:
-        self._fed = True
+    def _on_pushed(self) -> None:
+        self._pushed = True
         self._kick()
 
     # --- being watched --------------------------------------------------------------------------
@@ -624,11 +624,11 @@ class Site:
             log.error("site %s was declared dead in a call that does not end; it exits", self.id)
             os._exit(HUNG_STATUS)
 
-    async def _hurry(self) -> None:
+    async def _retry_stalled(self) -> None:
         """Have tasks that wait for a slow replica take from another one."""
         while True:
             await asyncio.sleep(HURRY_S)
-            self._guarded(self.node.hurry)
+            self._guarded(self.node.retry_stalled)
 
     async def _make_room(self) -> None:
         while True:

@@ -100,7 +100,7 @@ class Serving:
         self._give()
         return True
 
-    def tend(self) -> None:
+    def flush_notes(self) -> None:
         """Called every now and then: the other replicas hear of readers that were dropped. Until
         then one that leads in place of this one holds more than it must."""
         for sink in self._others:

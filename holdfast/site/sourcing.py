@@ -67,7 +67,7 @@ class Sourcing:
         """Read what the sources have, up to the limit; the leading replica offers it."""
         if self._dataflow.last is not None:
             return  # what comes now is in no epoch any more
-        for reader in self._stages.fed().values():
+        for reader in self._stages.pushed().values():
             reader.pull()
         for task, split in self._stages.splits():
             held = self._dataflow.tasks[task]
@@ -128,28 +128,28 @@ class Sourcing:
 
     # --- rows that were pushed ------------------------------------------------------------------
 
-    def on_feed_portion(self, site: SiteId, message: wire.FeedPortion, body: memoryview) -> None:
+    def on_push_batch(self, site: SiteId, message: wire.PushBatch, body: memoryview) -> None:
         held = self._dataflow.tasks.get((StageId(message.source), GroupId(0)))
         if held is None or not held.installed:
             return  # when it is installed it asks for what it lacks
-        reader = self._stages.fed()[message.source]
+        reader = self._stages.pushed()[message.source]
         if reader.leads:
             return  # from one that led before and does not know yet that it does not any more
-        reader.on_portion(message, body)
-        self._send(site, wire.FeedHas(message.source, reader.has, False))
+        reader.on_push_batch(message, body)
+        self._send(site, wire.PushHas(message.source, reader.has, False))
 
-    def on_feed_has(self, site: SiteId, message: wire.FeedHas) -> None:
-        reader = self._stages.fed().get(message.source)
+    def on_push_has(self, site: SiteId, message: wire.PushHas) -> None:
+        reader = self._stages.pushed().get(message.source)
         if reader is None or not reader.leads:
             return
         if reader.on_has(site, message.number, message.again):
-            self._send(site, wire.FeedCounted(message.source))
+            self._send(site, wire.PushCounted(message.source))
 
-    def ask_for_portions(self) -> None:
-        """Tell the leading ingress of each fed source what this replica has, and get the rest."""
+    def ask_for_push_batches(self) -> None:
+        """Tell the leading ingress of each push source what this replica has, and get the rest."""
         view = self._dataflow.view
-        for source, reader in self._stages.fed().items():
+        for source, reader in self._stages.pushed().items():
             task = (StageId(source), GroupId(0))
             if view is not None and not reader.leads and self._dataflow.tasks[task].installed:
                 leader = view.group(task).replicas[0]
-                self._send(leader, wire.FeedHas(source, reader.has, True))
+                self._send(leader, wire.PushHas(source, reader.has, True))

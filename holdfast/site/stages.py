@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from holdfast.api.options import Options
-from holdfast.connectors.pull import FolderTap
+from holdfast.connectors.pull import FolderReader
 from holdfast.connectors.sources import SplitReader
 from holdfast.connectors.table import ViewWriter
 from holdfast.core.effects import IngestEpochs, ProcessBundles
@@ -32,8 +32,8 @@ from holdfast.plan.planner import Plan, Stage, shape
 from holdfast.plan.stage_runner import StageRunner
 from holdfast.site.egress import Egress
 from holdfast.site.ingress import Ingress, Split
-from holdfast.site.push import FedReader, Lead
-from holdfast.storage.layout import portion_file
+from holdfast.site.push import Lead, PushReader
+from holdfast.storage.layout import push_batch_file
 from holdfast.storage.restore_point import RestorePoint
 
 KEPT = "store"
@@ -113,8 +113,8 @@ class TaskRunner:
             numbers = range(group.first, group.end)
             readers = {n: _reader(stage, n, options.spill) for n in numbers}
             self.ingress = Ingress(plan, stage, readers)
-            if self.fed is not None:
-                self.fed.epoch = lambda: self.epoch
+            if self.pushed is not None:
+                self.pushed.epoch = lambda: self.epoch
         if stage.sink is not None:
             self.egress = Egress(plan.flow, stage, incarnation, plan.restore_point)
 
@@ -174,8 +174,8 @@ class TaskRunner:
         what the leading ingress reads."""
         if self.egress is not None and isinstance(self.egress.writer, ViewWriter):
             return self.egress.writer
-        if self.fed is not None and isinstance(self.fed.tap, FolderTap):
-            return self.fed.tap
+        if self.pushed is not None and isinstance(self.pushed.pull_reader, FolderReader):
+            return self.pushed.pull_reader
         return self.operator
 
     def run(self, order: IngestEpochs | ProcessBundles) -> list[Outputs]:
@@ -268,19 +268,19 @@ class TaskRunner:
         return split
 
     @property
-    def fed(self) -> FedReader | None:
+    def pushed(self) -> PushReader | None:
         """The reader of a source that Spark feeds."""
         if self.ingress is None:
             return None
         readers = [s.reader for s in self.ingress.splits.values()]
-        return readers[0] if isinstance(readers[0], FedReader) else None
+        return readers[0] if isinstance(readers[0], PushReader) else None
 
     def held(self) -> list[tuple[int, pa.RecordBatch]]:
         """Rows that only replicas of this task have: of a sink, those that are not durable; of a
-        fed source, those in no epoch yet."""
+        push source, those in no epoch yet."""
         if self.egress is not None:
             return self.egress.held
-        if self.ingress is not None and self.fed is not None:
+        if self.ingress is not None and self.pushed is not None:
             return list(enumerate(self.ingress.unsequenced()))
         return []
 
@@ -368,7 +368,7 @@ class SiteStages:
         self.call: tuple[str, int] | None = None
         """The name of the stage whose code runs just now, and the epoch, or -1: for threads that
         want to know what this one is at."""
-        self.on_fed: Callable[[], None] = lambda: None
+        self.on_pushed: Callable[[], None] = lambda: None
         self.send: Callable[[SiteId, wire.Message, list[Any]], None] = lambda *_: None
 
     def open(self, task: TaskId, view: View, *, begins: bool) -> None:
@@ -389,30 +389,30 @@ class SiteStages:
             runner.begin(self.plan.restore_point)
         if runner.egress is not None and group.replicas[0] == self.site:
             runner.egress.begin(view.rank)
-        for reader in self.fed().values():
-            reader.on_ready, reader.send = self.on_fed, self.send
+        for reader in self.pushed().values():
+            reader.on_ready, reader.send = self.on_pushed, self.send
             if self.checkpoint_writer is not None:
                 reader.keep = partial(self._keep, self.checkpoint_writer, reader)
 
     @staticmethod
     def _keep(
         checkpoint_writer: StateWriter,
-        reader: FedReader,
+        reader: PushReader,
         lead: Lead,
-        portion: wire.FeedPortion,
+        push_batch: wire.PushBatch,
         rows: list[Any],
     ) -> None:
-        number = portion.number
-        name = portion_file(
-            checkpoint_writer.generation, portion.source, number, lead.rank, lead.base
+        number = push_batch.number
+        name = push_batch_file(
+            checkpoint_writer.generation, push_batch.source, number, lead.rank, lead.base
         )
-        data = [msgspec.msgpack.encode(portion), *(memoryview(b).tobytes() for b in rows)]
+        data = [msgspec.msgpack.encode(push_batch), *(memoryview(b).tobytes() for b in rows)]
         batches = [pa.record_batch({"data": [d]}) for d in data]
         checkpoint_writer.write(name, batches, partial(reader.on_has, STORE, number, False))
 
     def on_view(self, view: View) -> None:
-        """Lead where a leader is gone; know the other replicas of a fed source; follow of the state
-        what protection takes."""
+        """Lead where a leader is gone; know the other replicas of a push source; follow of the
+        state what protection takes."""
         for task, runner in self.tasks.items():
             if task not in view.tasks_at(self.site):
                 continue
@@ -423,7 +423,7 @@ class SiteStages:
             leads = group.led_by(self.site)
             if runner.egress is not None and leads:
                 runner.egress.lead(view.rank)
-            reader = runner.fed
+            reader = runner.pushed
             if reader is not None:
                 others = [s for s in group.replicas if s != self.site]
                 reader.on_replicas(leads, others, group.joining, view.rank)
@@ -446,9 +446,9 @@ class SiteStages:
             for split in runner.ingress.splits.values():
                 split.close()
 
-    def fed(self) -> dict[int, FedReader]:
-        """The readers of fed sources, by stage."""
-        return {u[0]: r.fed for u, r in self.tasks.items() if r.fed is not None}
+    def pushed(self) -> dict[int, PushReader]:
+        """The readers of push sources, by stage."""
+        return {u[0]: r.pushed for u, r in self.tasks.items() if r.pushed is not None}
 
     def splits(self) -> list[tuple[TaskId, Split]]:
         return [
@@ -479,7 +479,7 @@ class SiteStages:
         finally:
             self.call = None
 
-    def carry_out(self, order: IngestEpochs | ProcessBundles) -> TaskProcessed:
+    def execute(self, order: IngestEpochs | ProcessBundles) -> TaskProcessed:
         """Ingest or process; the answer has the output split by consumer partition group."""
         last = order.last if isinstance(order, ProcessBundles) else True
         task = self.tasks[order.task]
@@ -492,19 +492,19 @@ class SiteStages:
         runner = self.tasks.get((sink, GroupId(0)))
         return runner.egress if runner else None
 
-    def recall(self) -> None:
+    def replay_results(self) -> None:
         """Called again and again: give the sinks what the flow begins with."""
         for runner in self.tasks.values():
             if runner.egress is not None:
                 with self.calling(runner):
-                    runner.egress.recall()
+                    runner.egress.replay_results()
 
-    def tend(self) -> None:
+    def flush_notes(self) -> None:
         """Called every now and then: see to the sinks that are led here."""
         for runner in self.tasks.values():
             if runner.egress is not None:
                 with self.calling(runner):
-                    runner.egress.tend()
+                    runner.egress.flush_notes()
 
     def figures(self) -> list[dict[str, Any]]:
         """One row for each task held here."""
@@ -532,7 +532,7 @@ class SiteStages:
 
 def _reader(stage: Stage, number: int, folder: str | None) -> SplitReader:
     assert stage.source is not None
-    if stage.source.fed:
-        tap = stage.source.tap() if stage.source.tapped else None
-        return FedReader(stage.id, stage.source.schema, stage.source.through, tap, folder)
+    if stage.source.pushed:
+        pull_reader = stage.source.pull_reader() if stage.source.pulled else None
+        return PushReader(stage.id, stage.source.schema, stage.source.through, pull_reader, folder)
     return stage.source.open(number)

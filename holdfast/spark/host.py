@@ -67,7 +67,7 @@ class SparkHost:
         self._ending = threading.Event()
         self._refuse_unfit()
         sources = [s.source for s in plan.sources if s.source is not None]
-        self._count_slots(sites, sum(s.fed and not s.tapped for s in sources))
+        self._count_slots(sites, sum(s.pushed and not s.pulled for s in sources))
 
     def _driver_host(self) -> str:
         return str(self._context.getConf().get("spark.driver.host"))
@@ -78,14 +78,15 @@ class SparkHost:
             if str(conf.get(key, "false")).lower() == "true":
                 raise HostError(f"{key} is on: {reason}", hint=f"set {key}=false")
 
-    def _count_slots(self, sites: int, feeds: int) -> None:
+    def _count_slots(self, sites: int, push_readers: int) -> None:
         """Refuse if not all sites, and a task for each source that Spark feeds, can run at once."""
         deadline = time.monotonic() + (0 if self._local_threads() else EXECUTORS_S_MAX)
-        while (slots := self._slots()) < sites + feeds and time.monotonic() < deadline:
+        while (slots := self._slots()) < sites + push_readers and time.monotonic() < deadline:
             time.sleep(0.2)  # executors register one by one after the session has started
-        if slots < sites + feeds:
+        if slots < sites + push_readers:
             raise HostError(
-                f"the flow needs {sites + feeds} task slots ({sites} sites, {feeds} for the "
+                f"the flow needs {sites + push_readers} task slots ({sites} sites, {push_readers} "
+                "for the "
                 f"queries that feed it) and Spark has {slots} (master {self._context.master})",
                 hint="give Spark more cores, such as local[8], or start fewer sites",
             )

@@ -27,7 +27,7 @@ from holdfast.spark.session import cause, use_this_python
 class SparkSource(Source):
     """Base of both kinds: one split, fed by Spark tasks, in an order that can be given."""
 
-    fed = True
+    pushed = True
 
     def __init__(self, df: DataFrame, order_by: Sequence[str]) -> None:
         for name in order_by:
@@ -63,8 +63,8 @@ class SparkBatch(SparkSource):
 
     through = True
 
-    def feeder(self) -> _BatchFeeder:
-        return _BatchFeeder(self)
+    def pusher(self) -> _BatchPusher:
+        return _BatchPusher(self)
 
 
 class SparkStream(SparkSource):
@@ -81,14 +81,14 @@ class SparkStream(SparkSource):
         self.checkpoint, self.trigger = checkpoint, trigger
         self.resumable = checkpoint is not None
 
-    def aside(self) -> SparkStream:
+    def dry_run(self) -> SparkStream:
         made = copy.copy(self)
         # Copied as a site would get it, without its DataFrame, which belongs to this process.
         made.df, made.checkpoint, made.resumable = self.df, None, False
         return made
 
-    def feeder(self) -> _StreamFeeder:
-        return _StreamFeeder(self)
+    def pusher(self) -> _StreamPusher:
+        return _StreamPusher(self)
 
 
 def spark_batch(df: DataFrame, *, order_by: str | Sequence[str] = ()) -> Source:
@@ -131,14 +131,14 @@ def _hand_over(
         context = TaskContext.get()
         assert context is not None
         partition, attempt = context.partitionId(), context.taskAttemptId()
-        opening = wire.FeedOpen(source, push, partition, attempt)
+        opening = wire.PushOpen(source, push, partition, attempt)
         client, remark = to_leader(addresses, secret, opening)
         with closing(client):
             if remark != wire.TAKEN:
                 for rows in batches:
                     if rows.num_rows:
                         client.send_rows(rows)
-                client.ask(wire.FeedDone())
+                client.ask(wire.PushDone())
         yield pa.record_batch({"partition": pa.array([partition]), "attempt": pa.array([attempt])})
 
     task.__name__ = "hand over to the flow"
@@ -151,7 +151,7 @@ MOVED_S_MAX = 3.0
 SourceT = TypeVar("SourceT", bound=SparkSource)
 
 
-class _Feeder(Generic[SourceT]):
+class _Pusher(Generic[SourceT]):
     """Runs on the driver; `failed` is called with the error if feeding breaks down."""
 
     def __init__(self, source: SourceT) -> None:
@@ -204,7 +204,7 @@ class _Feeder(Generic[SourceT]):
                 self.failed(FlowError(f"feeding source {self._name!r} failed: {said}"))
 
     def _end(self, query: str) -> None:
-        self._say(wire.FeedEnd(self._source, query))
+        self._say(wire.PushEnd(self._source, query))
 
     def _feed(self) -> None:
         raise NotImplementedError
@@ -213,7 +213,7 @@ class _Feeder(Generic[SourceT]):
         self._stopped = True
 
 
-class _BatchFeeder(_Feeder[SparkBatch]):
+class _BatchPusher(_Pusher[SparkBatch]):
     def _feed(self) -> None:
         df = self._spark_source.df
         assert df is not None
@@ -226,7 +226,7 @@ class _BatchFeeder(_Feeder[SparkBatch]):
 
         def push(addresses: list[tuple[str, int]]) -> None:
             name = uuid.uuid4().hex
-            if self._say(wire.FeedBegin(self._source, "", 0, name)) != wire.TAKEN:
+            if self._say(wire.PushBegin(self._source, "", 0, name)) != wire.TAKEN:
                 task = _hand_over(addresses, self._secret, self._source, name)
                 ordered.mapInArrow(task, _HANDED).collect()
 
@@ -240,7 +240,7 @@ class _BatchFeeder(_Feeder[SparkBatch]):
             df.sparkSession.sparkContext.cancelJobGroup(self._group)
 
 
-class _StreamFeeder(_Feeder[SparkStream]):
+class _StreamPusher(_Pusher[SparkStream]):
     _query: Any = None
 
     def __init__(self, source: SparkStream) -> None:
@@ -285,12 +285,12 @@ class _StreamFeeder(_Feeder[SparkStream]):
 
         def push(addresses: list[tuple[str, int]]) -> None:
             name = uuid.uuid4().hex
-            if self._say(wire.FeedBegin(self._source, self._id, batch, name)) == wire.TAKEN:
+            if self._say(wire.PushBegin(self._source, self._id, batch, name)) == wire.TAKEN:
                 return
             task = _hand_over(addresses, self._secret, self._source, name)
             handed = df.mapInArrow(task, _HANDED).collect()
             partitions = tuple(sorted((row["partition"], row["attempt"]) for row in handed))
-            self._say(wire.FeedCommit(self._source, name, partitions))
+            self._say(wire.PushCommit(self._source, name, partitions))
 
         self._again_if_moved(push)
 

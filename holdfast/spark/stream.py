@@ -173,10 +173,10 @@ class _TimedJob(_Job):
 
     @classmethod
     def stateful(cls, planned: Plan, stage: Stage) -> int:
-        fed = stage.kind == "keyed" and any(
+        pushed = stage.kind == "keyed" and any(
             planned.stages[e.producer].kind == "source" for e in stage.inputs
         )
-        return super().stateful(planned, stage) + fed
+        return super().stateful(planned, stage) + pushed
 
     def _sent_to(self, stage: Stage) -> list[DataFrame]:
         producers = blocks.by_producer(self.plan, stage)

@@ -5,7 +5,7 @@
     checkpoints/000002-000000000815/...         state after an epoch, by task, site and table
     checkpoints/000002-000000000990-stop/...    the same, of a flow that was stopped after it
     records/000002/000000000816-...             which rows the epochs after a checkpoint have
-    portions/000002/3/...                       rows of source 3 that nobody else keeps
+    push batches/000002/3/...                       rows of source 3 that nobody else keeps
 
 All but `generations` carry the number of the generation that has written them, so that no two
 processes ever write a file of the same name. A history (`holdfast.spark.history`) has `state` and
@@ -20,14 +20,14 @@ from typing import NamedTuple
 
 STATE, RESULTS = "state", "results"
 GENERATIONS, MANIFESTS = "generations", "manifests"
-CHECKPOINTS, RECORDS, PORTIONS = "checkpoints", "records", "portions"
+CHECKPOINTS, RECORDS, PUSH_BATCHES = "checkpoints", "records", "push_batches"
 FIRST_FORMAT = "manifest.arrow"
 """Where the manifest was before files had checksums."""
 
 _GENERATION = re.compile(rf"({GENERATIONS}|{MANIFESTS})/(\d{{6,}})(-[0-9a-f-]+)?\.arrow")
 _CHECKPOINT = re.compile(rf"{CHECKPOINTS}/(\d{{6,}})-(\d{{12,}})(-stop)?")
 _RECORDS = re.compile(rf"{RECORDS}/(\d{{6,}})/(\d{{12,}})-(\d{{12,}})\.arrow")
-_PORTION = re.compile(rf"{PORTIONS}/(\d{{6,}})/(\d+)/(\d{{12,}})-(\d+)-(\d+)\.arrow")
+_PORTION = re.compile(rf"{PUSH_BATCHES}/(\d{{6,}})/(\d+)/(\d{{12,}})-(\d+)-(\d+)\.arrow")
 
 
 def generation_file(generation: int, bid: str = "") -> str:
@@ -94,26 +94,26 @@ def records_name(name: str) -> RecordsName | None:
     return RecordsName(*map(int, found.groups())) if found else None
 
 
-class PortionName(NamedTuple):
+class PushBatchName(NamedTuple):
     generation: int
     source: int
     number: int
     rank: int
     base: int
-    """How many portions the replica had that came to lead with this rank."""
+    """How many push batches the replica had that came to lead with this rank."""
 
 
-def portion_file(generation: int, source: int, number: int, rank: int, base: int) -> str:
-    return f"{PORTIONS}/{generation:06d}/{source}/{number:012d}-{rank}-{base}.arrow"
+def push_batch_file(generation: int, source: int, number: int, rank: int, base: int) -> str:
+    return f"{PUSH_BATCHES}/{generation:06d}/{source}/{number:012d}-{rank}-{base}.arrow"
 
 
-def portion_name(name: str) -> PortionName | None:
+def push_batch_name(name: str) -> PushBatchName | None:
     """
-    >>> portion_name(portion_file(2, 0, 7, 1, 4))
+    >>> push_batch_name(push_batch_file(2, 0, 7, 1, 4))
     PortionName(generation=2, source=0, number=7, rank=1, base=4)
     """
     found = _PORTION.fullmatch(name)
-    return PortionName(*map(int, found.groups())) if found else None
+    return PushBatchName(*map(int, found.groups())) if found else None
 
 
 def is_known(name: str) -> bool:
@@ -126,7 +126,7 @@ def is_known(name: str) -> bool:
     return (
         generation_of(name) is not None
         or records_name(name) is not None
-        or portion_name(name) is not None
+        or push_batch_name(name) is not None
         or (_CHECKPOINT.fullmatch(folder) is not None and file.endswith(".arrow"))
         or (name.startswith((f"{STATE}/", f"{RESULTS}/")) and ".." not in name.split("/"))
     )

@@ -88,7 +88,7 @@ class RestorePoint(msgspec.Struct, frozen=True):
     sinks: dict[int, Stored] = {}
     records: list[EpochRecord] = []
     """Of the epochs after these, as far as any are known."""
-    portions: dict[int, list[str]] = {}
+    push_batches: dict[int, list[str]] = {}
     """Of every source that was fed: what has come in since, in files, in order."""
     resolved: dict[str, Any] = {}
     """What was found out about the sources before the flow was started first."""
@@ -102,8 +102,8 @@ class RestorePoint(msgspec.Struct, frozen=True):
     fresh: bool = False
     """Whether the flow had not begun when it was written first."""
     first: bool = False
-    """Whether it is the first manifest of its generation. Then it has the records and portions that
-    were known when that began."""
+    """Whether it is the first manifest of its generation. Then it has the records and push batches
+    that were known when that began."""
     elsewhere: bool = False
     """Whether its files are at `place`, and not beside the manifest."""
     kind: Kind = Kind.HISTORY
@@ -111,7 +111,7 @@ class RestorePoint(msgspec.Struct, frozen=True):
     """What every file of state, results and rows must be like. Of a history nothing is known but
     what the files say of themselves."""
     home: str = ""
-    """Where the manifest is, and the portions are."""
+    """Where the manifest is, and the push batches are."""
 
     @property
     def stopped(self) -> bool:
@@ -129,14 +129,14 @@ class RestorePoint(msgspec.Struct, frozen=True):
         return self.fresh and not self.records
 
     def waiting_of(self, source: int) -> Iterator[pa.RecordBatch]:
-        """The rows of a fed source that are in no epoch."""
+        """The rows of a push source that are in no epoch."""
         for file in self.waiting.get(source, []):
             yield from self._read(file)
 
-    def portions_of(self, source: int) -> Iterator[tuple[bytes, list[bytes]]]:
-        """What came in of a fed source since the checkpoint: a header, and rows as Arrow IPC."""
+    def push_batches_of(self, source: int) -> Iterator[tuple[bytes, list[bytes]]]:
+        """What came in of a push source since the checkpoint: a header, and rows as Arrow IPC."""
         folder = Folder(self.home or self.place)
-        for file in self.portions.get(source, []):
+        for file in self.push_batches.get(source, []):
             header, *bodies = folder.read_data(file)
             yield header, bodies
 
@@ -169,7 +169,7 @@ class RestorePoint(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(restore_point, place=where, home=place)
 
     def named(self) -> list[str]:
-        """All files that it consists of, but for portions."""
+        """All files that it consists of, but for push batches."""
         named = [delta.file for deltas in self.deltas.values() for delta in deltas]
         named += [file for stage in self.state.values() for _, _, file in stage]
         named += [file for files in self.waiting.values() for file in files]

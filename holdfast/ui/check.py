@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from holdfast.control.checkpoint_store import fed_up_to, known, read_records
+from holdfast.control.checkpoint_store import known, pushed_up_to, read_records
 from holdfast.errors import HoldfastError
 from holdfast.storage import generations, layout
 from holdfast.storage.files import Folder, located
@@ -72,11 +72,11 @@ def _check_files(report: Report, restore_point: RestorePoint) -> None:
     folder, home = Folder(restore_point.place), Folder(restore_point.home)
     for name in restore_point.named():
         _note(report, name, partial(folder.read, name, restore_point.files.get(name)))
-    earlier = [file for files in restore_point.portions.values() for file in files]
-    portions = dict.fromkeys(
-        [*earlier, *home.list(f"{layout.PORTIONS}/{restore_point.generation:06d}")]
+    earlier = [file for files in restore_point.push_batches.values() for file in files]
+    push_batches = dict.fromkeys(
+        [*earlier, *home.list(f"{layout.PUSH_BATCHES}/{restore_point.generation:06d}")]
     )
-    for name in portions:
+    for name in push_batches:
         _note(report, name, partial(home.read_data, name))
     for name in home.list(f"{layout.RECORDS}/{restore_point.generation:06d}"):
         _note(report, name, partial(read_records, home, name))
@@ -160,21 +160,23 @@ def _elsewhere(restore_point: RestorePoint) -> str:
 
 def _since(restore_point: RestorePoint) -> str:
     found = known(restore_point, Folder(restore_point.home))
-    portions = sum(len(files) for files in found.portions.values())
-    taken = sum(fed_up_to(restore_point, source)[0] for source in found.portions)
+    push_batches = sum(len(files) for files in found.push_batches.values())
+    taken = sum(pushed_up_to(restore_point, source)[0] for source in found.push_batches)
     said = f"since then the records of {len(found.records)} epochs"
-    return f"{said}, and {portions} portions of rows after {taken}" if portions else said
+    return (
+        f"{said}, and {push_batches} push batches of rows after {taken}" if push_batches else said
+    )
 
 
 def _left_over(restore_point: RestorePoint) -> int:
     folder = Folder(restore_point.home)
     needed = {
         *restore_point.named(),
-        *(f for files in restore_point.portions.values() for f in files),
+        *(f for files in restore_point.push_batches.values() for f in files),
     }
     current = (
         f"{layout.RECORDS}/{restore_point.generation:06d}/",
-        f"{layout.PORTIONS}/{restore_point.generation:06d}/",
+        f"{layout.PUSH_BATCHES}/{restore_point.generation:06d}/",
     )
     last = generations.last_generation(folder)
     found = [

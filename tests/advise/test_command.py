@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 
 from holdfast import Flow, FlowError, callback, discard, lines, pairs, parquet, rows
-from holdfast.advise.measure import aside, measure
+from holdfast.advise.measure import dry_run, measure
 from holdfast.api.graph import KeyedNode, SinkNode
 from holdfast.ui.cli import load_flow, main
 
@@ -90,7 +90,7 @@ def test_the_flow_is_as_it_was(flow_file: Path) -> None:
     keyed = next(n for n in flow.nodes if isinstance(n, KeyedNode))
     keyed.protection = pairs(replicas=3)
     before = flow.protection, [dict(n.__dict__) for n in flow.nodes]
-    with aside(flow):
+    with dry_run(flow):
         assert flow.protection.name == "none" and keyed.protection is None
         assert all(type(n.sink) is type(discard()) for n in flow.nodes if isinstance(n, SinkNode))
     assert (flow.protection, [dict(n.__dict__) for n in flow.nodes]) == before

@@ -40,7 +40,7 @@ def test_every_kind_has_its_share() -> None:
     deck = sum(k.weight for k in KINDS)
     dealt = Counter(f.kind for f in islice(faults(1, KINDS), 3 * deck))
     assert dealt == {k: 3 * k.weight for k in KINDS}
-    assert any(f.hurried for f in islice(faults(1, KINDS), 50))
+    assert any(f.finished_before for f in islice(faults(1, KINDS), 50))
 
 
 def test_victims_are_chosen_by_rank_among_the_living() -> None:

@@ -1,7 +1,7 @@
 """Whatever comes in from a socket: nothing but a refusal may come of what is malformed.
 
-Three levels. A connection that is fed mutated bytes, whole nodes that get mutated messages from
-peers that know the secret, and real processes whose ports get garbage while a flow runs.
+Three levels. A connection that is fed mutated bytes, whole nodes that get mutated messages
+from peers that know the secret, and real processes whose ports get garbage while a flow runs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from holdfast.net.checks import Checks
 from holdfast.net.client import Client
 from holdfast.net.connection import CHUNK_BYTES, LARGE_BYTES, Connection
 from holdfast.plan.planner import plan, shape
-from holdfast.site.push import FedReader
+from holdfast.site.push import PushReader
 from holdfast.storage.files import FileInfo
 from tests.sim.test_world import Ordered, events, result
 
@@ -145,14 +145,14 @@ MESSAGES: list[tuple[wire.Message, bytes]] = [
                 1, 0, 3, 99, EXTRAS, None, [wire.Gap(0, 0, 2, -1, -1, 0, ((2, 0, 1),))]
             ),
             wire.HandOverEnd(1, 0),
-            wire.FeedBegin(0, "query", 0, "push"),
-            wire.FeedOpen(0, "push", 0, 0),
-            wire.FeedDone(),
-            wire.FeedCommit(0, "push", ((0, 1), (1, 2))),
-            wire.FeedEnd(0, "query"),
-            wire.FeedTaken(False, "not here", ("h", 1)),
-            wire.FeedCounted(0),
-            wire.FeedHas(0, 3, True),
+            wire.PushBegin(0, "query", 0, "push"),
+            wire.PushOpen(0, "push", 0, 0),
+            wire.PushDone(),
+            wire.PushCommit(0, "push", ((0, 1), (1, 2))),
+            wire.PushEnd(0, "query"),
+            wire.PushTaken(False, "not here", ("h", 1)),
+            wire.PushCounted(0),
+            wire.PushHas(0, 3, True),
             wire.Where("out"),
             wire.There("", 3, b"schema", [("h", 1)]),
             wire.Ask(3, {"do": "read", "after": -1, "upto": 4}),
@@ -163,8 +163,8 @@ MESSAGES: list[tuple[wire.Message, bytes]] = [
     (wire.HandOverState(1, 0, "state"), IPC),
     (wire.HandOverKept(1, 0, BUNDLE), b"".join(bytes(b) for b in BUNDLE_BODY)),
     (wire.HandOverHeld(1, 0, 3), IPC),
-    (wire.FeedRows(), IPC),
-    (wire.FeedPortion(0, 1, MARKS, [len(IPC)]), IPC),
+    (wire.PushRows(), IPC),
+    (wire.PushBatch(0, 1, MARKS, [len(IPC)]), IPC),
     (wire.Answer(True, "", None, {"epoch": 3}, [len(IPC)]), IPC),
 ]
 
@@ -346,8 +346,8 @@ def test_large_messages_arrive_whole(nbytes: int) -> None:
 
     async def main() -> None:
         server, _ = await connected()
-        server.feed(encoded(wire.FeedRows(), body) + encoded(wire.Beat()), [100_000, 9, 1 << 18])
-        assert server.messages == [(wire.FeedRows(), body), (wire.Beat(), b"")]
+        server.feed(encoded(wire.PushRows(), body) + encoded(wire.Beat()), [100_000, 9, 1 << 18])
+        assert server.messages == [(wire.PushRows(), body), (wire.Beat(), b"")]
 
     both(main)
 
@@ -360,7 +360,7 @@ def test_a_body_that_is_only_announced_takes_no_memory() -> None:
         server, _ = await connected()
         tracemalloc.start()
         try:
-            server.feed(wire.encode(wire.FeedRows(), announced), [64])
+            server.feed(wire.encode(wire.PushRows(), announced), [64])
             server.feed(bytes(CHUNK_BYTES), [1 << 16])
             assert not server.refused
             assert tracemalloc.get_traced_memory()[1] < 2 * LARGE_BYTES
@@ -376,7 +376,7 @@ def test_a_body_that_is_only_announced_takes_no_memory() -> None:
     both(main)
 
 
-@pytest.mark.parametrize("role", ["", "site", "feeder", "reader", "server", "pulse", "agent"])
+@pytest.mark.parametrize("role", ["", "site", "pusher", "reader", "server", "pulse", "agent"])
 def test_everybody_may_only_say_what_is_theirs_to_say(role: str) -> None:
     said = set()
     for message, _ in MESSAGES:
@@ -387,11 +387,11 @@ def test_everybody_may_only_say_what_is_theirs_to_say(role: str) -> None:
             pass
     control = {wire.NewView, wire.Start, wire.Dismiss, wire.Drain, wire.Pause, wire.CatchUp}
     control |= {wire.Recorded, wire.Store, wire.Retain}
-    feed = {wire.FeedBegin, wire.FeedOpen, wire.FeedRows, wire.FeedDone}
-    feed |= {wire.FeedCommit, wire.FeedEnd}
+    feed = {wire.PushBegin, wire.PushOpen, wire.PushRows, wire.PushDone}
+    feed |= {wire.PushCommit, wire.PushEnd}
     assert (wire.Fenced in said) == (role in ("site", "server"))
     assert bool(said & control) == (role == "server")
-    assert bool(said & feed) == (role == "feeder")
+    assert bool(said & feed) == (role == "pusher")
     assert (wire.Ask in said) == (role == "reader")
     assert (wire.Bundle in said) == (role == "site")
 
@@ -701,8 +701,8 @@ IMPOSSIBLE: list[wire.Message] = [
     wire.Delivered(0, 0, 0, 0),
     wire.Delivered(4, NEVER, 0, 0),
     wire.Delivered(3, 2, 1, 0),
-    wire.FeedPortion(0, 1, MARKS, []),
-    wire.FeedHas(0, 1, True),
+    wire.PushBatch(0, 1, MARKS, []),
+    wire.PushHas(0, 1, True),
     wire.Blocks(99, 0, (), False),
     wire.Blocks(0, 0, (Block(9, 9, 1),), True),
     wire.Blocks(0, 0, (Block(-9, 9, 1),), True),
@@ -845,32 +845,32 @@ def test_what_came_too_early_is_not_the_fault_of_a_view() -> None:
 class Pushed(Source):
     """A source that would be fed."""
 
-    fed, splits, schema = True, 1, ROWS.schema.remove(3)
+    pushed, splits, schema = True, 1, ROWS.schema.remove(3)
 
 
 def test_a_portion_that_does_not_fit_is_refused_and_changes_nothing() -> None:
-    flow = Flow("fed")
+    flow = Flow("pushed")
     source = flow.source("pushed", Pushed())
     source.key_by("k").agg(n=count()).sink("out", discard())
     shaped = plan(flow)
     checks = Checks(shaped, shape(shaped, 4), 2)
-    reader = FedReader(0, ROWS.schema, False)
+    reader = PushReader(0, ROWS.schema, False)
     reader.on_replicas(False, [SiteId(1)], [])
     rng = random.Random(0)
-    portion = wire.FeedPortion(0, 1, MARKS, [len(IPC)])
+    push_batch = wire.PushBatch(0, 1, MARKS, [len(IPC)])
     before = reader.save()
     for _ in range(300):
-        header, body = nonsense(portion, rng), damaged(IPC, rng)
+        header, body = nonsense(push_batch, rng), damaged(IPC, rng)
         with contextlib.suppress(ProtocolError):
             message = wire.decode(header)
             checks.check(message, memoryview(body))
-            reader.on_portion(message, memoryview(body))
+            reader.on_push_batch(message, memoryview(body))
             before = reader.save()
         assert reader.save() == before
-    reader = FedReader(0, ROWS.schema, False)
+    reader = PushReader(0, ROWS.schema, False)
     with pytest.raises(ProtocolError):
-        reader.on_portion(portion, memoryview(IPC[:-40]))
-    reader.on_portion(portion, memoryview(IPC))
+        reader.on_push_batch(push_batch, memoryview(IPC[:-40]))
+    reader.on_push_batch(push_batch, memoryview(IPC))
     assert reader.has == 1 and reader.unread()[0].num_rows == 4
 
 
@@ -904,7 +904,7 @@ class Nuisance(threading.Thread):
                 for _ in range(self.rng.randrange(1, 4))
             ]
             if self.rng.random() < 0.6:
-                role = self.rng.choice([("site", 77), ("feeder", 0), ("nobody", 3), ("server", 0)])
+                role = self.rng.choice([("site", 77), ("pusher", 0), ("nobody", 3), ("server", 0)])
                 client = Client(address, self.secret, role)
                 stack.callback(client.close)
                 sockets.append(client._socket)

@@ -72,10 +72,10 @@ def test_a_replica_that_does_not_lead_never_waits(sink: Slow, egress: Egress) ->
 def test_rows_become_durable_though_none_follow(sink: Slow, egress: Egress) -> None:
     egress.begin()
     egress.take(0, ROWS)
-    egress.tend()
+    egress.flush_notes()
     assert (egress.durable, len(egress.held)) == (-1, 1)
     sink.reached = 0
-    egress.tend()
+    egress.flush_notes()
     assert (egress.durable, egress.held) == (0, [])
 
 
@@ -110,7 +110,7 @@ def test_what_goes_wrong_is_heard_of_though_no_row_follows(sink: Slow, egress: E
     egress.take(0, ROWS)
     sink.error = SinkError("the disk is full")
     with pytest.raises(SinkError, match="full"):
-        egress.tend()
+        egress.flush_notes()
 
 
 def test_a_sink_is_left_alone_by_whoever_leaves(sink: Slow, egress: Egress) -> None:
@@ -247,12 +247,12 @@ def test_what_is_stored_comes_first_and_no_faster_than_there_is_room(tmp_path: P
     egress.begin()
     for epoch in range(4):
         assert not egress.ready and not egress.is_drained
-        egress.recall()
-        egress.recall()
+        egress.replay_results()
+        egress.replay_results()
         assert log.rows == STORED[: epoch + 1], "one at a time"
         log.reached = epoch
     assert egress.ready and egress.is_drained
-    egress.recall()
+    egress.replay_results()
     egress.take(4, ROWS)
     assert log.rows == [*STORED, (4, [1, 2])]
 
@@ -262,20 +262,20 @@ def test_whoever_leads_next_goes_on_with_what_is_stored(tmp_path: Path) -> None:
     log = Log()
     egress = with_restore_point(log, tmp_path)
     assert egress.ready and egress.is_drained, "another one leads"
-    egress.recall()
+    egress.replay_results()
     egress.take(4, ROWS)
     assert log.rows == []
     log.reached = log.taken = 1
     egress.lead(1)
     assert log.rows == [] and not egress.ready
     assert [e for e, _ in egress.held] == [4], "a new replica would get it"
-    egress.recall()
+    egress.replay_results()
     log.reached = 2
     assert log.rows == STORED[2:3]
-    egress.recall()
+    egress.replay_results()
     assert log.rows == [*STORED[2:], (4, [1, 2])]
     log.reached = 4
-    egress.tend()
+    egress.flush_notes()
     assert egress.held == [] and egress.durable == 4
 
 
@@ -293,11 +293,11 @@ def test_what_is_stored_is_not_said_to_be_written_before_it_is(tmp_path: Path) -
     egress = with_restore_point(log, tmp_path)
     egress.take(4, ROWS)
     egress.lead(1)
-    egress.tend()
+    egress.flush_notes()
     assert log.reached == -1 and egress.durable == -1
     while not egress.ready:
-        egress.recall()
-        egress.tend()
+        egress.replay_results()
+        egress.flush_notes()
     assert log.rows == [*STORED, (4, [1, 2])] and egress.durable == 4
 
 
@@ -315,31 +315,31 @@ def test_an_egress_is_not_finished_before_its_sink_is(sink: Slow, egress: Egress
     assert egress.finish() and egress.held == []
 
 
-def test_a_replica_that_was_made_of_a_leader_recalls_nothing_twice(tmp_path: Path) -> None:
+def test_a_replica_that_was_made_of_a_leader_replays_nothing_twice(tmp_path: Path) -> None:
     one, other = Log(), Log()
     old, new = with_restore_point(one, tmp_path), with_restore_point(other, tmp_path)
     old.begin()
     for _ in range(4):
-        old.recall()
+        old.replay_results()
         one.taken = -1  # there is room, but nothing becomes durable
     old.take(4, ROWS)
     new.restore(old.save(), old.held)
     new.lead(1)
     while not new.ready:
-        new.recall()
+        new.replay_results()
         other.taken = -1
     assert other.rows == [*STORED, (4, [1, 2])]
 
 
-def test_every_replica_of_a_replicated_sink_recalls(tmp_path: Path) -> None:
+def test_every_replica_of_a_replicated_sink_replays(tmp_path: Path) -> None:
     one, other = Log(replicated=True), Log(replicated=True)
     old, new = with_restore_point(one, tmp_path), with_restore_point(other, tmp_path)
     one.reached = other.reached = 9
-    old.recall()
+    old.replay_results()
     assert one.rows == STORED[:1] and not old.ready
     new.restore(old.save(), old.held)
     for _ in range(5):
-        new.recall()
+        new.replay_results()
     assert other.rows == STORED[1:] and new.ready
 
 
@@ -348,4 +348,4 @@ def test_a_past_that_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "results" / "0.arrow").unlink()
     egress.begin()
     with pytest.raises(FlowError, match=r"not at .* \(results/0.arrow is missing\)"):
-        egress.recall()
+        egress.replay_results()

@@ -404,12 +404,12 @@ def test_other_replicas_hear_of_readers_that_were_dropped() -> None:
     serving = reading(egress)
     egress.take(0, batch(1))
     egress.answer({"do": "begin", "reader": "a", "latest": 0})
-    serving.tend()
+    serving.flush_notes()
     assert [m.readers for _, m in SENT] == [{"a": (-1, "life", "reading")}]
-    serving.tend()
-    egress.tend()
+    serving.flush_notes()
+    egress.flush_notes()
     assert egress.durable == 0 and egress.held == []
-    serving.tend()
+    serving.flush_notes()
     _, notes = SENT[-1]
     assert len(SENT) == 2 and notes.readers == {"a": (-1, "life", "behind")}
     other = egress_of(outlet(reader_bytes_max=1))

@@ -53,7 +53,7 @@ def state(epoch: int) -> pa.RecordBatch:
 
 
 def held(epoch: int) -> pa.RecordBatch:
-    """Rows of the fed source that are in no epoch."""
+    """Rows of the push source that are in no epoch."""
     return pa.record_batch({"x": [epoch, epoch + 1]})
 
 
@@ -66,7 +66,7 @@ class Writer:
             restore_point.generation if restore_point else generations.claim(Folder(place), "f")
         )
         self.store = CheckpointStore(place, self.generation)
-        names = {"stages": ["keyed", "fed"], "partitions": 4, "flow": "f", "every_ms": 100}
+        names = {"stages": ["keyed", "pushed"], "partitions": 4, "flow": "f", "every_ms": 100}
         self.common = RestorePoint(place, 0, 0, b"", {}, {}, home=place, kind=Kind.RUNNING, **names)
         self.common = msgspec.structs.replace(self.common, generation=self.generation)
         self.before: RestorePoint | None = None
@@ -78,7 +78,13 @@ class Writer:
         taken = {"taken": epoch, "rank": 0, "committed": 0, "head": 0, "head_taken": 0}
         taken |= {"attempt": 0, "total": 0, "passed": 0, "ended": 0}
         offsets = {"0": (epoch + 1) * ROWS}
-        ingress = {"offsets": offsets, "positions": {}, "mark": b"", "feeds": [taken], "taps": [""]}
+        ingress = {
+            "offsets": offsets,
+            "positions": {},
+            "mark": b"",
+            "push_readers": [taken],
+            "pull_readers": [""],
+        }
         for task, what in ((KEYED, "groups"), (FED, "held")):
             file = layout.task_file(self.generation, epoch, task, 0, what, stop=stop)
             out = TaskFiles()
@@ -95,10 +101,10 @@ class Writer:
     def records(self, *epochs: int) -> None:
         self.store.append([record(e) for e in epochs])
 
-    def portion(self, number: int) -> None:
+    def push_batch(self, number: int) -> None:
         if self.base is None:
             self.base = number - 1
-        name = layout.portion_file(self.generation, 1, number, 0, self.base)
+        name = layout.push_batch_file(self.generation, 1, number, 0, self.base)
         rows = pa.record_batch({"data": pa.array([b"header", f"rows {number}".encode()])})
         Folder(self.place).write(name, [rows], sync=True)
 
@@ -123,7 +129,7 @@ def content(restore_point: RestorePoint) -> dict[str, object]:
         "state": rows,
         "waiting": [batch.to_pylist() for batch in restore_point.waiting_of(1)],
         "records": restore_point.records,
-        "portions": list(restore_point.portions_of(1)),
+        "push_batches": list(restore_point.push_batches_of(1)),
         "sources": restore_point.sources,
     }
 
@@ -142,7 +148,7 @@ class Promised:
         self.begun = False
         self.stored = self.recorded = -1
         self.stopped: int | None = None
-        self.portions = 0
+        self.push_batches = 0
 
 
 def life_of_a_flow(place: str, promised: Promised) -> None:
@@ -151,20 +157,20 @@ def life_of_a_flow(place: str, promised: Promised) -> None:
     promised.begun = True
     writer.records(0, 1)
     promised.recorded = 1
-    writer.portion(1)
-    promised.portions = 1
+    writer.push_batch(1)
+    promised.push_batches = 1
     for epoch in (2, 4):
         writer.records(epoch, epoch + 1)
         promised.recorded = epoch + 1
-        for number in range(promised.portions + 1, epoch + 2):
-            writer.portion(number)
-            promised.portions = number
+        for number in range(promised.push_batches + 1, epoch + 2):
+            writer.push_batch(number)
+            promised.push_batches = number
         writer.checkpoint(epoch)
         promised.stored = epoch
     writer.records(6)
     promised.recorded = 6
     writer.stop(7)
-    promised.stopped = promised.stored = promised.recorded = promised.portions = 7
+    promised.stopped = promised.stored = promised.recorded = promised.push_batches = 7
     restore_point = resume(place)
     promised.stopped = None
     writer = Writer(place, restore_point)
@@ -201,10 +207,10 @@ def check_kept(place: str, promised: Promised) -> None:
         range(epoch + 1, epoch + 1 + len(restore_point.records))
     )
     if restore_point.kind is Kind.RUNNING:
-        rows = [data[0] for _, data in restore_point.portions_of(1)]
+        rows = [data[0] for _, data in restore_point.push_batches_of(1)]
         taken = max(0, epoch)
         assert rows == [f"rows {n}".encode() for n in range(taken + 1, taken + 1 + len(rows))]
-        assert taken + len(rows) >= promised.portions
+        assert taken + len(rows) >= promised.push_batches
     # And it can be gone on from.
     Writer(place, restore_point).checkpoint(max(epoch, promised.recorded) + 1)
     assert resume(place).epochs > restore_point.epochs
@@ -259,11 +265,11 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer.records(0, 1, 2)
     writer.checkpoint(2)
     for number in (3, 4):
-        writer.portion(number)
+        writer.push_batch(number)
     writer.records(3)
     writer = Writer(place, resume(place))
     writer.records(4, 5)
-    writer.portion(5)
+    writer.push_batch(5)
     return Path(place)
 
 
@@ -280,12 +286,12 @@ def as_found(place: Path) -> RestorePoint:
 
 def test_there_are_files_of_all_kinds(stored: Path) -> None:
     kinds = {f.relative_to(stored).parts[0] for f in parts(stored)}
-    assert kinds == {"generations", "manifests", "checkpoints", "records", "portions"}
+    assert kinds == {"generations", "manifests", "checkpoints", "records", "push_batches"}
     names = [str(f.relative_to(stored)) for f in parts(stored)]
     assert all(layout.is_known(name) for name in names)
     restore_point = as_found(stored)
     assert (restore_point.epochs, len(restore_point.records)) == (3, 3)
-    assert [data for _, data in restore_point.portions_of(1)] == [
+    assert [data for _, data in restore_point.push_batches_of(1)] == [
         [f"rows {n}".encode()] for n in (3, 4, 5)
     ]
 

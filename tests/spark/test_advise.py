@@ -15,7 +15,7 @@ def test_a_stream_is_measured_without_its_checkpoint(spark: Any, tmp_path: Path)
     df = spark.readStream.format("rate").option("rowsPerSecond", 2_000).load()
     checkpoint = tmp_path / "checkpoint"
     source = spark_stream(df, checkpoint=str(checkpoint))
-    flow = Flow("fed")
+    flow = Flow("pushed")
     flow.source("rate", source).key_by("value").agg(n=count()).sink("out", discard())
     facts = measure(flow, sites=2, partitions=4, seconds=8.0)
     assert facts.rows_in > 0 and facts.stages[1].keys > 0

@@ -92,13 +92,13 @@ def test_all_that_spark_is_made_to_do_is_described(sites_spark, tmp_path) -> Non
     stream_df = stream.parquet(str(tmp_path / "in"))
     before = descriptions(sites_spark)
     sites_spark.sparkContext.setJobDescription("the user's own")
-    batch_fed = dmz_flow(spark_batch(df, order_by="ts"), discard(), name="one")
-    assert batch_fed.start(sites_spark, sites=2).wait(60)
+    batch_pushed = dmz_flow(spark_batch(df, order_by="ts"), discard(), name="one")
+    assert batch_pushed.start(sites_spark, sites=2).wait(60)
     once = {"availableNow": True}
-    stream_fed = dmz_flow(spark_stream(stream_df, order_by="ts", trigger=once), discard(), "two")
-    assert stream_fed.start(sites_spark, sites=1).wait(60)
-    result = batch_fed.batch(sites_spark, {"packets": df})
-    batch_fed.stream(sites_spark, {"packets": stream_df})
+    stream_pushed = dmz_flow(spark_stream(stream_df, order_by="ts", trigger=once), discard(), "two")
+    assert stream_pushed.start(sites_spark, sites=1).wait(60)
+    result = batch_pushed.batch(sites_spark, {"packets": df})
+    batch_pushed.stream(sites_spark, {"packets": stream_df})
     said = [text for job, text in descriptions(sites_spark).items() if job not in before]
     assert {re.sub(r"\d+", "N", str(text)) for text in said} == {
         "Holdfast flow 'one': site N",
@@ -234,7 +234,7 @@ def test_too_few_slots_are_refused_with_the_numbers(sites_spark) -> None:
     with pytest.raises(HostError, match=r"needs 50 task slots \(50 sites, 0 .*and Spark has 6"):
         endless("big").start(sites_spark, sites=50)
     df = sites_spark.range(5)
-    flow = Flow("fed")
+    flow = Flow("pushed")
     flow.source("ids", spark_batch(df)).sink("out", discard())
     with pytest.raises(HostError, match=r"needs 7 task slots \(6 sites, 1 for the queries"):
         flow.start(sites_spark, sites=6)

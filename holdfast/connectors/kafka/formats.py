@@ -23,7 +23,7 @@ class Format:
     """Base of the formats."""
 
     name: str
-    flawed = True
+    has_decode_errors = True
     """Whether a value can be wrong."""
     rows_per_value: int | None = 1
     """None if a value may hold any number of rows."""
@@ -147,7 +147,7 @@ class Bytes(Format):
     """The value as it is, in the only column."""
 
     name = "bytes"
-    flawed = False
+    has_decode_errors = False
 
     def decode(self, values: Values) -> tuple[pa.RecordBatch, np.ndarray | None]:
         array = pa.array(values, self.schema.field(0).type)

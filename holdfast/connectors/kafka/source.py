@@ -23,7 +23,7 @@ import pyarrow as pa
 from holdfast.connectors.kafka.client import Options, check, settings
 from holdfast.connectors.kafka.formats import Format, reading
 from holdfast.connectors.sources import Position, Source, SplitReader
-from holdfast.engine.batches import FLAW, concat, empty
+from holdfast.engine.batches import DECODE_ERROR, concat, empty
 from holdfast.errors import FlowError, InputError
 
 log = logging.getLogger("holdfast.kafka")
@@ -104,7 +104,7 @@ class KafkaSource(Source):
         self.servers, self.topic, self.format, self.extras = servers, topic, format, extras
         self.start, self.bounded, self.options = start, bounded, options
         self.schema = pa.schema([*format.schema, *extras.fields])
-        self.flawed = format.flawed
+        self.has_decode_errors = format.has_decode_errors
         self.begins: list[int] | None = None
         self.ends: list[int] | None = None
 
@@ -154,9 +154,11 @@ class KafkaReader(SplitReader):
         self._skip = offset - begin["row"]
         self._end = source.ends[split] if source.ends is not None else None
         self._over = self._end is not None and begin["offset"] >= self._end
-        delivered = [f.with_nullable(True) for f in source.schema] if source.flawed else None
-        flaw = pa.field(FLAW, pa.string())
-        self._schema = pa.schema([*delivered, flaw]) if delivered else source.schema
+        delivered = (
+            [f.with_nullable(True) for f in source.schema] if source.has_decode_errors else None
+        )
+        decode_error = pa.field(DECODE_ERROR, pa.string())
+        self._schema = pa.schema([*delivered, decode_error]) if delivered else source.schema
         self._rest = empty(self._schema)
         self._caught_up = False
         self._consumer: Any = None
@@ -285,7 +287,7 @@ class KafkaReader(SplitReader):
             raise  # no record is to blame
         except (pa.ArrowException, ValueError, KeyError) as error:
             if len(messages) == 1:
-                return self._flaw(messages[0], error)
+                return self._decode_error(messages[0], error)
             half = len(messages) // 2
             return concat([self._rows(messages[:half]), self._rows(messages[half:])])
         extras = self._source.extras.of(messages)
@@ -293,17 +295,17 @@ class KafkaReader(SplitReader):
             rows = pa.array(np.repeat(np.arange(len(messages)), counts))
             extras = [e.take(rows) for e in extras]
         columns = [*batch.columns, *extras]
-        if self._source.flawed:
+        if self._source.has_decode_errors:
             columns.append(pa.nulls(batch.num_rows, pa.string()))
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
-    def _flaw(self, message: Any, error: Exception) -> pa.RecordBatch:
+    def _decode_error(self, message: Any, error: Exception) -> pa.RecordBatch:
         """A row that says what is wrong with a record."""
         cause = f"{self._where}, offset {message.offset()}: {_first_line(error)}"
         text = (message.value() or b"")[:TEXT_MAX].decode(errors="replace")
         nulls = [pa.nulls(1, f.type) for f in self._source.schema]
-        flaw = pa.array([json.dumps([cause, text])])
-        return pa.RecordBatch.from_arrays([*nulls, flaw], schema=self._schema)
+        decode_error = pa.array([json.dumps([cause, text])])
+        return pa.RecordBatch.from_arrays([*nulls, decode_error], schema=self._schema)
 
 
 def _is_end(message: Any) -> bool:

@@ -120,7 +120,7 @@ class Chaos:
             for fault in chosen:
                 if time.monotonic() > until:
                     break
-                if not fault.hurried:
+                if not fault.finished_before:
                     self._until(self._mended, f"all is mended before fault {fault}")
                 self._pass(fault.pause_s)
                 self._do(fault)

@@ -79,11 +79,11 @@ class Fault:
     """How long nothing happens before it."""
     lasts: float
     """In leases."""
-    hurried: bool
+    finished_before: bool
     """It does not wait until the last one is mended."""
 
     def __str__(self) -> str:
-        how = " in a hurry" if self.hurried else ""
+        how = " in a hurry" if self.finished_before else ""
         return f"{self.number}: {self.kind.name}{how}, rank {self.rank}"
 
 
@@ -112,7 +112,7 @@ def in_turn(seed: int, kinds: Sequence[Kind], first: int = 0) -> Iterator[Fault]
     take long, and are few."""
     random_ = random.Random(seed)
     for number, kind in enumerate(itertools.cycle(kinds), first):
-        yield replace(_drawn(random_, number, kind), hurried=False)
+        yield replace(_drawn(random_, number, kind), finished_before=False)
 
 
 def _drawn(random_: random.Random, number: int, kind: Kind) -> Fault:

@@ -229,7 +229,7 @@ class Run:
             poll=interval,
             part=0.0,
             acks=interval,
-            hurry=NEVER_S,
+            retry_stalled=NEVER_S,
             relaunch=NEVER_S,
         )
         options = Options(

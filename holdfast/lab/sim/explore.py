@@ -75,7 +75,7 @@ class Case:
     """None: those that the seed gives."""
 
     @property
-    def hurried(self) -> bool:
+    def finished_before(self) -> bool:
         """Whether the end comes right after the first fault, and not after all is mended."""
         return self.seed % 4 == 3
 
@@ -175,7 +175,7 @@ def run(case: Case, *, trace: bool = False) -> Outcome:
             if not world.step():
                 raise Violation(f"nothing is left to happen: {world.describe()}")
             checks.step()
-            _open_gate(world, injector, case.hurried)
+            _open_gate(world, injector, case.finished_before)
             if world.steps > STEPS_MAX or world.time > injector.last_at + 2 * PROTECTED_S_MAX:
                 raise Violation(f"it does not come to an end: {world.describe()}")
         checks.all()
@@ -195,12 +195,12 @@ def run(case: Case, *, trace: bool = False) -> Outcome:
     )
 
 
-def _open_gate(world: TimedWorld, injector: Injector, hurried: bool) -> None:
+def _open_gate(world: TimedWorld, injector: Injector, finished_before: bool) -> None:
     """Let the flow end once it has recovered; that it does not is a violation, too. One that is
     hurried may end while it recovers."""
     if world.gate_is_open or world.steps % GLANCE or world.time < injector.last_at:
         return
-    if hurried and injector.done:
+    if finished_before and injector.done:
         world.gate_is_open = True
     if any(fault.phase != "ending" for fault in injector.waiting):
         return

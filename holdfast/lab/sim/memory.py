@@ -59,7 +59,7 @@ class Memory:
         self._known: dict[Hashable, Any] = {}
         self.asked = self.missed = 0
 
-    def recall(self, key: Hashable) -> Any:
+    def replay_results(self, key: Hashable) -> Any:
         self.asked += 1
         return self._known.get(key)
 
@@ -119,12 +119,12 @@ class _Remembering(TaskRunner):
     ) -> list[Outputs]:
         rows = tuple((track.to_bytes(), content_of(batch)) for batch, track in made)
         key = (self._who, rows, tuple(bases))
-        known = self.memory.recall(key)
+        known = self.memory.replay_results(key)
         return known or self.memory.keep(key, super().ingest(made, bases, epoch))
 
     def merge(self, order: ProcessBundles) -> list[pa.RecordBatch]:
         key = (self._who, _frames(order))
-        known = self.memory.recall(key)
+        known = self.memory.replay_results(key)
         return known or self.memory.keep(key, super().merge(order))
 
     def process(self, order: ProcessBundles) -> list[Outputs]:
@@ -134,7 +134,7 @@ class _Remembering(TaskRunner):
             assert self.operator is not None
             self._state = _State.of(self.operator)
         key = (self._who, self._state.name, order.epoch, _frames(order))
-        known = self.memory.recall(key)
+        known = self.memory.replay_results(key)
         if known is None:
             known = self.memory.keep(key, self._compute(order))
         else:

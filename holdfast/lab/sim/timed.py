@@ -53,7 +53,7 @@ class Pace:
     poll: float = 0.002
     part: float = 0.0005
     acks: float = 0.01
-    hurry: float = 0.06
+    retry_stalled: float = 0.06
     status: float = 0.03
     relaunch: float = 0.02
     notice: float = 0.001
@@ -187,9 +187,9 @@ class TimedWorld(World):
             case "work":
                 self._pending.discard((kind, what))
                 self._work_at(what)
-            case "poll" | "hand" | "hurry" | "status" | "acks":
+            case "poll" | "hand" | "retry_stalled" | "status" | "acks":
                 self._pending.discard((kind, what))
-                self._tend(kind, what)
+                self._flush_notes(kind, what)
             case "timer":
                 self._timer(what)
             case "watch":
@@ -287,7 +287,7 @@ class TimedWorld(World):
 
     def _launch(self, site: SiteId) -> None:
         super()._launch(site)
-        for kind, every in (("poll", self.pace.poll), ("hurry", self.pace.hurry)):
+        for kind, every in (("poll", self.pace.poll), ("retry_stalled", self.pace.retry_stalled)):
             self._once(every * self.random.random(), kind, site)
         self._once(self.pace.status, "status", site)
 
@@ -329,7 +329,7 @@ class TimedWorld(World):
             took = self.pace.work * self._speed.get(site, 1.0) / 2
             self.trace.append((self.time - took, "work", site, text, None, self.time))
 
-    def _tend(self, kind: str, site: SiteId) -> None:
+    def _flush_notes(self, kind: str, site: SiteId) -> None:
         node = self.nodes.get(site)
         if node is None or self._asleep(kind, site):
             return
@@ -342,9 +342,9 @@ class TimedWorld(World):
             case "hand":
                 self.guarded(node, node.hand_over)
                 again = self.pace.part * self.random.random() * 2 if node.outgoing else None
-            case "hurry":
-                self.guarded(node, node.hurry)
-                again = self.pace.hurry
+            case "retry_stalled":
+                self.guarded(node, node.retry_stalled)
+                again = self.pace.retry_stalled
             case "acks":
                 self.guarded(node, node.flush)
                 again = None

@@ -453,7 +453,7 @@ class World:
     def _work(self, site: SiteId, entry: Any) -> None:
         node = self.nodes[site]
         node.orders.remove(entry)
-        self.guarded(node, lambda: node.carry_out(entry[-1]))
+        self.guarded(node, lambda: node.execute(entry[-1]))
 
     def guarded(self, node: Node, act: Callable[[], object]) -> None:
         """As a site does it: an error is told to the controller."""

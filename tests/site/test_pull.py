@@ -12,16 +12,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from holdfast import Flow, FlowError, count, discard, follow, lines, pairs, rows, sum_
-from holdfast.connectors import pull as taps
-from holdfast.connectors.pull import FolderTap
-from holdfast.connectors.sources import Source, Tap
+from holdfast.connectors import pull as pull_readers
+from holdfast.connectors.pull import FolderReader
+from holdfast.connectors.sources import PullReader, Source
 from holdfast.control.run import Run
 from holdfast.core.effects import HandOver
 from holdfast.core.ids import Epoch, GroupId, SiteId, StageId
 from holdfast.net import wire
 from holdfast.plan.planner import Plan, plan
 from holdfast.site.handover import Incoming, Outgoing
-from holdfast.site.push import FedReader
+from holdfast.site.push import PushReader
 from holdfast.site.stages import TaskRunner
 from holdfast.storage.files import Folder
 from holdfast.storage.restore_point import RestorePoint, store_state, stored_state
@@ -41,23 +41,23 @@ def add(folder: Path, number: int, when: int | None = None) -> None:
     hidden.rename(folder / f"{number:04d}.parquet")
 
 
-def taken(tap: Tap, schema: pa.Schema = SCHEMA) -> pa.Table:
+def taken(pull_reader: PullReader, schema: pa.Schema = SCHEMA) -> pa.Table:
     """What it gives until it has no more, and that it has entered the flow."""
     found: list[pa.RecordBatch] = []
-    while (got := tap.take()) is not None and got != ([], ""):
+    while (got := pull_reader.take()) is not None and got != ([], ""):
         found += got[0]
-        tap.note(got[1], 0)
+        pull_reader.note(got[1], 0)
     return pa.Table.from_batches(found, schema)
 
 
-def copied(tap: FolderTap, source: Source) -> FolderTap:
+def copied(pull_reader: FolderReader, source: Source) -> FolderReader:
     """Another one, as it is made of what is handed over, or stored."""
-    made = source.tap()
-    assert isinstance(made, FolderTap)
-    snapshot = tap.snapshot()
+    made = source.pull_reader()
+    assert isinstance(made, FolderReader)
+    snapshot = pull_reader.snapshot()
     while (part := snapshot.next(7)) is not None:
         made.install({part[0]: part[1]})
-    made.restore(tap.save())
+    made.restore(pull_reader.save())
     return made
 
 
@@ -69,23 +69,23 @@ def test_files_come_in_the_order_of_their_times(tmp_path: Path) -> None:
     for number, when in ((0, 5), (2, 7), (1, 6)):
         add(tmp_path, number, when)
     (tmp_path / "_ignored.parquet").write_bytes(b"nothing")
-    tap = follow(tmp_path, SCHEMA, every_s=0).tap()
-    assert taken(tap).equals(whole(3))
-    assert tap.take() == ([], "")
+    pull_reader = follow(tmp_path, SCHEMA, every_s=0).pull_reader()
+    assert taken(pull_reader).equals(whole(3))
+    assert pull_reader.take() == ([], "")
     add(tmp_path, 3)
-    assert taken(tap).slice(0).equals(whole(4).slice(3 * PER_FILE))
+    assert taken(pull_reader).slice(0).equals(whole(4).slice(3 * PER_FILE))
 
 
 def test_another_goes_on_in_the_middle_of_a_file(tmp_path: Path) -> None:
     for number in range(2):
         add(tmp_path, number, number)
     source = follow(tmp_path, SCHEMA, every_s=0, until="_END")
-    one, told = source.tap(), source.tap()
+    one, told = source.pull_reader(), source.pull_reader()
     first, second = one.take(), one.take()
     assert first is not None and 0 < first[0][0].num_rows <= PER_FILE
     assert second is not None and second[1], "which nobody else has got"
-    for tap in (one, told):
-        tap.note(first[1], 0)
+    for pull_reader in (one, told):
+        pull_reader.note(first[1], 0)
     handed = copied(one, source)
     told.rewind()
     for other in (told, handed):
@@ -99,7 +99,7 @@ def test_another_goes_on_in_the_middle_of_a_file(tmp_path: Path) -> None:
 def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "bad.parquet").write_bytes(b"not parquet at all")
     with pytest.raises(FlowError, match=r"cannot read .*bad\.parquet as parquet"):
-        taken(follow(tmp_path, SCHEMA).tap())
+        taken(follow(tmp_path, SCHEMA).pull_reader())
     with pytest.raises(FlowError, match="format 'xml'"):
         follow(tmp_path, SCHEMA, format="xml")
 
@@ -109,8 +109,8 @@ def test_other_formats(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("k,v\n1,1.5\n2,2.5\n")
     (tmp_path / "b.json").write_text('{"k": 1, "v": 1.5}\n{"k": 2, "v": 2.5}\n')
     for format in ("csv", "json"):
-        tap = follow(tmp_path, schema, format=format, pattern=f"*.{format}").tap()
-        assert taken(tap, schema).to_pylist() == [{"k": 1, "v": 1.5}, {"k": 2, "v": 2.5}]
+        pull_reader = follow(tmp_path, schema, format=format, pattern=f"*.{format}").pull_reader()
+        assert taken(pull_reader, schema).to_pylist() == [{"k": 1, "v": 1.5}, {"k": 2, "v": 2.5}]
 
 
 # --- each file once -----------------------------------------------------------------------------
@@ -121,14 +121,14 @@ def test_a_file_that_a_listing_lacks_is_not_read_again(tmp_path: Path) -> None:
     for path in (folder, elsewhere):
         path.mkdir()
     source = follow(folder, SCHEMA, every_s=0)
-    tap = source.tap()
-    assert isinstance(tap, FolderTap)
+    pull_reader = source.pull_reader()
+    assert isinstance(pull_reader, FolderReader)
     for number in range(3):
         add(folder, number, number)
-    assert taken(tap).equals(whole(3))
+    assert taken(pull_reader).equals(whole(3))
     (folder / "0001.parquet").rename(elsewhere / "0001.parquet")
-    assert taken(tap).num_rows == 0
-    others = [tap, copied(tap, source), copied(tap, source)]
+    assert taken(pull_reader).num_rows == 0
+    others = [pull_reader, copied(pull_reader, source), copied(pull_reader, source)]
     add(folder, 3)
     (elsewhere / "0001.parquet").rename(folder / "0001.parquet")
     for other in others:
@@ -138,38 +138,38 @@ def test_a_file_that_a_listing_lacks_is_not_read_again(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_for_a_while(tmp_path: Path, monkeypatch) -> None:
     """What is not mounted looks like an empty folder, or like none."""
     now = [1e9]
-    monkeypatch.setattr(taps.time, "time", lambda: now[0])
-    folder, tap = tmp_path / "in", follow(tmp_path / "in", SCHEMA, every_s=0).tap()
+    monkeypatch.setattr(pull_readers.time, "time", lambda: now[0])
+    folder, pull_reader = tmp_path / "in", follow(tmp_path / "in", SCHEMA, every_s=0).pull_reader()
     folder.mkdir()
     add(folder, 0)
-    assert taken(tap).equals(whole(1))
+    assert taken(pull_reader).equals(whole(1))
     folder.rename(tmp_path / "away")
     for _ in range(3):
-        assert taken(tap).num_rows == 0
-        now[0] += taps.FORGET_S
+        assert taken(pull_reader).num_rows == 0
+        now[0] += pull_readers.FORGET_S
     folder.mkdir()
     for _ in range(3):
-        assert taken(tap).num_rows == 0
-        now[0] += taps.FORGET_S
+        assert taken(pull_reader).num_rows == 0
+        now[0] += pull_readers.FORGET_S
     folder.rmdir()
     (tmp_path / "away").rename(folder)
-    assert taken(tap).num_rows == 0
+    assert taken(pull_reader).num_rows == 0
 
 
 def test_files_that_were_removed_are_forgotten_in_the_end(tmp_path: Path, monkeypatch) -> None:
     """A folder to which files are added for months must not fill the memory with their names. All
     replicas forget the same ones."""
     now = [1e9]
-    monkeypatch.setattr(taps.time, "time", lambda: now[0])
-    monkeypatch.setattr(taps, "KEYS_MAX", 4)
+    monkeypatch.setattr(pull_readers.time, "time", lambda: now[0])
+    monkeypatch.setattr(pull_readers, "KEYS_MAX", 4)
     source = follow(tmp_path, SCHEMA, every_s=0)
-    tap, other = source.tap(), source.tap()
-    assert isinstance(tap, FolderTap) and isinstance(other, FolderTap)
+    pull_reader, other = source.pull_reader(), source.pull_reader()
+    assert isinstance(pull_reader, FolderReader) and isinstance(other, FolderReader)
 
     def listed() -> None:
-        while (got := tap.take()) != ([], ""):
+        while (got := pull_reader.take()) != ([], ""):
             assert got is not None
-            for replica in (tap, other):
+            for replica in (pull_reader, other):
                 replica.note(got[1], 0)
 
     sizes = []
@@ -183,7 +183,7 @@ def test_files_that_were_removed_are_forgotten_in_the_end(tmp_path: Path, monkey
             (tmp_path / f"{3 * day - 1:04d}.parquet").unlink()
         listed()
         now[0] += 86_400
-        sizes.append((tap.tables()["files"].size, other.tables()["files"].size))
+        sizes.append((pull_reader.tables()["files"].size, other.tables()["files"].size))
     assert all(mine == theirs <= 3 * 10 for mine, theirs in sizes) and sizes[-1][0] > 3 * 7
     other.rewind()
     assert taken(other).num_rows == 0
@@ -195,46 +195,46 @@ def test_files_that_were_removed_are_forgotten_in_the_end(tmp_path: Path, monkey
 def test_a_file_that_was_not_whole_when_it_appeared_is_named(tmp_path: Path, when: str) -> None:
     schema = pa.schema([("k", pa.int64())])
     source = follow(tmp_path, schema, format="csv", every_s=0)
-    file, tap = tmp_path / "a.csv", source.tap()
-    assert isinstance(tap, FolderTap)
+    file, pull_reader = tmp_path / "a.csv", source.pull_reader()
+    assert isinstance(pull_reader, FolderReader)
     file.write_text("k\n1\n2\n")
     if when == "while":
-        first = tap.take()
+        first = pull_reader.take()
         assert first is not None and first[0][0].num_rows == 2
-        tap.note(first[1], 0)
+        pull_reader.note(first[1], 0)
     else:
-        assert taken(tap, schema).num_rows == 2
+        assert taken(pull_reader, schema).num_rows == 2
     if when == "elsewhere":
-        tap = copied(tap, source)
+        pull_reader = copied(pull_reader, source)
     with file.open("a") as more:
         more.write("3\n")
     with pytest.raises(FlowError, match=r"a\.csv had 6 bytes when it was read, and has 8 now"):
-        taken(tap, schema)
+        taken(pull_reader, schema)
 
 
-def ingress(source: Source) -> tuple[Plan, TaskRunner, FedReader, FolderTap]:
+def ingress(source: Source) -> tuple[Plan, TaskRunner, PushReader, FolderReader]:
     """The task of a followed folder, as it is on a site that leads."""
     planned = plan(totals(source))
     made = runner(planned, 0, 1)
-    assert made.fed is not None and isinstance(made.fed.tap, FolderTap)
-    made.fed.on_replicas(True, [], [])
-    return planned, made, made.fed, made.fed.tap
+    assert made.pushed is not None and isinstance(made.pushed.pull_reader, FolderReader)
+    made.pushed.on_replicas(True, [], [])
+    return planned, made, made.pushed, made.pushed.pull_reader
 
 
 def test_the_position_in_a_folder_of_any_size_is_handed_over(tmp_path: Path) -> None:
     """60,000 names are more than a message may have in its header."""
     names = [f"part-{n:05d}-{'f' * 60}.parquet" for n in range(60_000)]
     source = follow(tmp_path, SCHEMA, every_s=0)
-    planned, donor, reader, tap = ingress(source)
+    planned, donor, reader, pull_reader = ingress(source)
     for number in range(2):
         add(tmp_path, number, number)
     reader.pull()
-    tap._add(names, 7, 0)
+    pull_reader._add(names, 7, 0)
     order = HandOver((StageId(0), GroupId(0)), SiteId(2), Epoch(-1), {}, {})
     outgoing = Outgoing(order, donor)
     add(tmp_path, 2, 2)  # what comes later is no part of it
     reader.pull()
-    _, joiner, other, its_tap = ingress(source)
+    _, joiner, other, its_reader = ingress(source)
     begin = outgoing.next()
     assert begin is not None and isinstance(begin[0], wire.HandOverBegin)
     assert len(wire.encode(begin[0])) < 1_000
@@ -244,7 +244,7 @@ def test_the_position_in_a_folder_of_any_size_is_handed_over(tmp_path: Path) -> 
         assert len(wire.encode(part[0], len(body))) + len(body) < 1 << 20
         incoming.take(planned, part[0], memoryview(body))
     incoming.install((StageId(0), GroupId(0)))
-    assert its_tap.tables()["files"].size == 60_002
+    assert its_reader.tables()["files"].size == 60_002
     other.on_replicas(True, [], [])
     other.pull()
     found = [*(b for _, b in joiner.held())]
@@ -288,47 +288,47 @@ def wire_extras(task: TaskRunner) -> bytes:
 def test_a_position_that_was_stored_before_there_was_a_table(tmp_path: Path) -> None:
     for number in range(4):
         add(tmp_path, number, number)
-    tap = follow(tmp_path, SCHEMA, every_s=0).tap()
+    pull_reader = follow(tmp_path, SCHEMA, every_s=0).pull_reader()
     done = ["0000.parquet", "0001.parquet"]
-    tap.restore(json.dumps({"done": done, "file": "0002.parquet", "rows": 1_500}))
-    assert taken(tap).equals(whole(4).slice(2 * PER_FILE + 1_500))
+    pull_reader.restore(json.dumps({"done": done, "file": "0002.parquet", "rows": 1_500}))
+    assert taken(pull_reader).equals(whole(4).slice(2 * PER_FILE + 1_500))
 
 
 def test_a_large_folder_is_listed_a_part_at_a_time(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(taps, "LISTED_MAX", 3)
-    tap = follow(tmp_path, SCHEMA, every_s=0, until="_END").tap()
+    monkeypatch.setattr(pull_readers, "LISTED_MAX", 3)
+    pull_reader = follow(tmp_path, SCHEMA, every_s=0, until="_END").pull_reader()
     for number in range(10):
         add(tmp_path, number, number)
     nothing = 0
-    while (got := tap.take()) == ([], ""):
+    while (got := pull_reader.take()) == ([], ""):
         nothing += 1
     assert nothing >= 3 and got is not None
-    tap.note(got[1], 0)
-    rest = taken(tap)
+    pull_reader.note(got[1], 0)
+    rest = taken(pull_reader)
     assert pa.concat_tables([pa.Table.from_batches(got[0]), rest]).equals(whole(10))
     (tmp_path / "_END").touch()
     add(tmp_path, 10)
     found = 0
-    while (got := tap.take()) is not None:
+    while (got := pull_reader.take()) is not None:
         found += sum(batch.num_rows for batch in got[0])
         if got[1]:
-            tap.note(got[1], 0)
+            pull_reader.note(got[1], 0)
     assert found == PER_FILE, "it was there when the end was seen"
 
 
 def test_a_mark_that_is_none_changes_nothing(tmp_path: Path) -> None:
-    tap = follow(tmp_path, SCHEMA, every_s=0).tap()
+    pull_reader = follow(tmp_path, SCHEMA, every_s=0).pull_reader()
     for mark in ("{", "[]", '{"file": 3}', '{"keys": [[1, 99999999999999999999]]}', '{"rows": -1}'):
         with pytest.raises(ValueError):
-            tap.note(mark, 0)
-    assert tap.save() == "{}"
+            pull_reader.note(mark, 0)
+    assert pull_reader.save() == "{}"
 
 
 def test_rows_enter_when_the_other_replica_has_them(tmp_path: Path) -> None:
     for number in range(3):
         add(tmp_path, number, number)
     source = follow(tmp_path, SCHEMA, every_s=0)
-    leader, other = (FedReader(0, SCHEMA, False, source.tap()) for _ in range(2))
+    leader, other = (PushReader(0, SCHEMA, False, source.pull_reader()) for _ in range(2))
     sent = []
     leader.send = lambda site, message, body: sent.append((message, body))
     leader.on_replicas(True, [SiteId(2)], [])
@@ -336,7 +336,7 @@ def test_rows_enter_when_the_other_replica_has_them(tmp_path: Path) -> None:
     leader.pull()
     assert leader.read(9_999) is not None and leader.read(9_999).num_rows == 0  # type: ignore[union-attr]
     message, body = sent[0]
-    other.on_portion(message, memoryview(b"".join(bytes(memoryview(b)) for b in body)))
+    other.on_push_batch(message, memoryview(b"".join(bytes(memoryview(b)) for b in body)))
     leader.on_has(SiteId(2), 1, False)
     first = leader.read(9_999)
     assert first is not None and first.num_rows > 0
@@ -354,7 +354,7 @@ def test_rows_enter_when_the_other_replica_has_them(tmp_path: Path) -> None:
 
 
 def totals(source: Source) -> Flow:
-    flow = Flow("tapped", protect=pairs(apart="process"))
+    flow = Flow("pulled", protect=pairs(apart="process"))
     keyed = flow.source("numbers", source).key_by("k")
     keyed.agg(t=sum_("v"), n=count()).sink("out", discard())
     return flow

@@ -44,7 +44,7 @@ from holdfast.net import wire
 from holdfast.plan.planner import Plan
 from holdfast.storage.restore_point import Kind, RestorePoint
 
-log = logging.getLogger("holdfast.durable")
+log = logging.getLogger("holdfast.checkpoints")
 
 AHEAD_S = 0.1
 """About so long it takes until all sites have heard which epoch is to be stored."""
@@ -84,7 +84,7 @@ def common_restore_point(
     )
 
 
-class Durable:
+class CheckpointCoordinator:
     """The part of a flow's control that sees to it. All methods but `close` are called in its event
     loop; files are written in threads."""
 

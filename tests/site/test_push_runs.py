@@ -50,25 +50,25 @@ class Query:
             while not self._push(batch, first, size):
                 pass
             first += size
-        self._say(wire.FeedEnd(self._source, "query"))
+        self._say(wire.PushEnd(self._source, "query"))
 
     def _push(self, batch: int, first: int, size: int) -> bool:
         """Whether the micro-batch is taken. It is cut into partitions otherwise each time."""
         self.pushes += 1
         push, attempts = uuid.uuid4().hex, []
         try:
-            if self._say(wire.FeedBegin(self._source, "query", batch, push)) == "taken":
+            if self._say(wire.PushBegin(self._source, "query", batch, push)) == "taken":
                 return True
             ends = [size * (p + 1) // PARTITIONS - self.pushes for p in range(PARTITIONS - 1)]
             for partition, (at, end) in enumerate(zip([0, *ends], [*ends, size], strict=True)):
-                opening = wire.FeedOpen(self._source, push, partition, self.pushes)
+                opening = wire.PushOpen(self._source, push, partition, self.pushes)
                 client, _ = to_leader(self._locate(), self._secret, opening)
                 with closing(client):
                     client.send_rows(numbers(0, first + at, end - at))
-                    client.ask(wire.FeedDone())
+                    client.ask(wire.PushDone())
                 attempts.append((partition, self.pushes))
             self._before_commit(batch)
-            self._say(wire.FeedCommit(self._source, push, tuple(attempts)))
+            self._say(wire.PushCommit(self._source, push, tuple(attempts)))
         except (HostError, OSError):
             return False
         return True
@@ -77,7 +77,7 @@ class Query:
 
 
 class Pushed(Source):
-    fed, schema = True, SCHEMA
+    pushed, schema = True, SCHEMA
 
     def __init__(self, query: Query) -> None:
         self.query: Query | None = query
@@ -85,13 +85,13 @@ class Pushed(Source):
     def __getstate__(self) -> dict[str, object]:
         return {"query": None}
 
-    def feeder(self) -> Query:
+    def pusher(self) -> Query:
         assert self.query is not None
         return self.query
 
 
 def totals(source: Source, protect: Protection | None) -> Flow:
-    flow = Flow("fed", protect=protect)
+    flow = Flow("pushed", protect=protect)
     keyed = flow.source("numbers", source).key_by("k")
     keyed.agg(t=sum_("v"), n=count()).sink("out", discard())
     return flow

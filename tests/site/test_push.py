@@ -11,18 +11,18 @@ import msgspec
 import pyarrow as pa
 import pytest
 
-from holdfast.control.checkpoint_store import known_portions, not_void
+from holdfast.control.checkpoint_store import known_push_batches, not_void
 from holdfast.core.ids import STORE, SiteId
 from holdfast.engine.batches import cut
 from holdfast.errors import FlowError
 from holdfast.net import wire
 from holdfast.net.bundles import rows_of
-from holdfast.site import push as feed
-from holdfast.site.push import FedReader, Lead
+from holdfast.site import push
+from holdfast.site.push import Lead, PushReader
 from holdfast.site.spill import Held, Overflow
 from holdfast.site.staging import GIVEN_UP, Push, Staged
 from holdfast.storage.files import Folder
-from holdfast.storage.layout import portion_file, portion_name
+from holdfast.storage.layout import push_batch_file, push_batch_name
 from holdfast.storage.restore_point import RestorePoint
 
 SCHEMA = pa.schema([("x", pa.int64())])
@@ -38,7 +38,7 @@ def batch(*values: int) -> pa.RecordBatch:
     return pa.record_batch({"x": pa.array(values, pa.int64())})
 
 
-def drained(reader: FedReader, due: bool = False) -> list[int]:
+def drained(reader: PushReader, due: bool = False) -> list[int]:
     taken = []
     while (rows := reader.read(1_000, due=due)) is not None and rows.num_rows:
         taken += rows.column("x").to_pylist()
@@ -46,7 +46,7 @@ def drained(reader: FedReader, due: bool = False) -> list[int]:
 
 
 def hand_over(
-    reader: FedReader, push: str, partition: int, attempt: int, *values: int
+    reader: PushReader, push: str, partition: int, attempt: int, *values: int
 ) -> tuple[Staged | None, Replies]:
     """What a task does that has all of its rows in one batch."""
     replies = Replies()
@@ -57,14 +57,14 @@ def hand_over(
     return staged, replies
 
 
-def begun(reader: FedReader, number: int, push: str, query: str = "query") -> tuple[bool, str]:
+def begun(reader: PushReader, number: int, push: str, query: str = "query") -> tuple[bool, str]:
     replies = Replies()
     reader.begin(query, number, push, replies)
     ((ok, reason),) = replies
     return ok, reason
 
 
-def fed(reader: FedReader, number: int, *values: int, query: str = "query") -> Replies:
+def pushed(reader: PushReader, number: int, *values: int, query: str = "query") -> Replies:
     """A micro-batch of one partition, from the beginning to the commit."""
     push, replies = f"push {number}", Replies()
     ok, reason = begun(reader, number, push, query)
@@ -76,9 +76,9 @@ def fed(reader: FedReader, number: int, *values: int, query: str = "query") -> R
     return replies
 
 
-def alone(through: bool = False, **more: Any) -> FedReader:
+def alone(through: bool = False, **more: Any) -> PushReader:
     """The only replica, which leads."""
-    reader = FedReader(0, SCHEMA, through, **more)
+    reader = PushReader(0, SCHEMA, through, **more)
     reader.on_replicas(True, [], [])
     return reader
 
@@ -87,10 +87,10 @@ def alone(through: bool = False, **more: Any) -> FedReader:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is large."""
     monkeypatch.setattr(wire, "PIECE_BYTES", 64)
-    monkeypatch.setattr(feed, "PORTION_BYTES", 160)
-    monkeypatch.setattr(feed, "WINDOW_BYTES", 400)
-    monkeypatch.setattr(feed, "HELD_BYTES_MAX", 800)
-    monkeypatch.setattr(feed, "MEMORY_BYTES_MAX", 1_000)
+    monkeypatch.setattr(push, "PUSH_BATCH_BYTES", 160)
+    monkeypatch.setattr(push, "WINDOW_BYTES", 400)
+    monkeypatch.setattr(push, "HELD_BYTES_MAX", 800)
+    monkeypatch.setattr(push, "MEMORY_BYTES_MAX", 1_000)
 
 
 # --- micro-batches ------------------------------------------------------------------------------
@@ -202,17 +202,17 @@ def test_micro_batches_of_another_query_are_refused_by_name() -> None:
     others."""
     reader = alone()
     for number in range(3):
-        assert fed(reader, number, number) == [(True, "")]
+        assert pushed(reader, number, number) == [(True, "")]
     for number in (0, 2, 3):
-        ((ok, reason),) = fed(reader, number, 77, query="other")
+        ((ok, reason),) = pushed(reader, number, 77, query="other")
         assert not ok
         assert "fed by the streaming query with id query, and this is query other" in reason
         assert "spark_stream(df, checkpoint=...)" in reason
     ended = Replies()
     reader.end("other", ended)
     assert not ended[0][0]
-    assert fed(reader, 2, 2) == [(True, "taken")], "started again from the same place"
-    assert fed(reader, 3, 3) == [(True, "")]
+    assert pushed(reader, 2, 2) == [(True, "taken")], "started again from the same place"
+    assert pushed(reader, 3, 3) == [(True, "")]
     assert drained(reader) == [0, 1, 2, 3]
 
 
@@ -221,44 +221,44 @@ def test_micro_batches_out_of_turn_are_refused(number: int, why: str) -> None:
     """The checkpoint location was restored from a backup, or fed another flow meanwhile."""
     reader = alone()
     for taken in range(3):
-        fed(reader, taken, taken)
-    ((ok, reason),) = fed(reader, number, 77)
+        pushed(reader, taken, taken)
+    ((ok, reason),) = pushed(reader, number, 77)
     assert not ok and why in reason and f"micro-batch {number} of query query" in reason
 
 
 def test_a_flow_that_begins_takes_whatever_micro_batch_comes_first() -> None:
     reader = alone()
-    assert fed(reader, 17, 1) == fed(reader, 18, 2) == [(True, "")]
+    assert pushed(reader, 17, 1) == pushed(reader, 18, 2) == [(True, "")]
     assert drained(reader) == [1, 2]
 
 
 def test_whoever_goes_on_knows_the_query() -> None:
     """A new replica, a flow that was stopped, and one that was lost."""
     pair = Pair(through=False)
-    fed(pair.leader, 0, 1)
+    pushed(pair.leader, 0, 1)
     pair.deliver()
-    second = FedReader(0, SCHEMA, False)
+    second = PushReader(0, SCHEMA, False)
     second.restore(pair.leader.save(), pair.leader.query)
-    stored = wire.FeedPortion(0, 1, {"committed": 0, "total": 0, "ended": 0}, [], "", "query")
-    lost = FedReader(0, SCHEMA, False)
+    stored = wire.PushBatch(0, 1, {"committed": 0, "total": 0, "ended": 0}, [], "", "query")
+    lost = PushReader(0, SCHEMA, False)
     lost.recover(msgspec.msgpack.decode(msgspec.msgpack.encode(stored), type=type(stored)), [])
     for reader in (pair.other, second, lost):
         reader.on_replicas(True, [], [])
-        assert not fed(reader, 0, 1, query="other")[0][0]
-        assert fed(reader, 0, 1) == [(True, "taken")]
+        assert not pushed(reader, 0, 1, query="other")[0][0]
+        assert pushed(reader, 0, 1) == [(True, "taken")]
 
 
 def test_what_was_stored_before_queries_were_told_apart() -> None:
     old = {"committed": 4, "head": 0, "head_taken": 0, "attempt": 0, "total": 0, "passed": 0}
-    reader = FedReader(0, SCHEMA, False)
+    reader = PushReader(0, SCHEMA, False)
     reader.restore(old | {"ended": 0, "taken": 5, "rank": 3})
     marks = old | {"committed": 5, "ended": 0, "everywhere": 0}
-    reader.recover(wire.FeedPortion(0, 6, marks, []), [batch(1)])
+    reader.recover(wire.PushBatch(0, 6, marks, []), [batch(1)])
     reader.on_replicas(True, [], [])
-    assert "does not follow on 5" in fed(reader, 0, 77)[0][1], "a fresh one begins with 0"
-    assert fed(reader, 5, 1, query="first") == [(True, "taken")]
-    assert fed(reader, 6, 2, query="first") == [(True, "")]
-    assert not fed(reader, 7, 3, query="second")[0][0]
+    assert "does not follow on 5" in pushed(reader, 0, 77)[0][1], "a fresh one begins with 0"
+    assert pushed(reader, 5, 1, query="first") == [(True, "taken")]
+    assert pushed(reader, 6, 2, query="first") == [(True, "")]
+    assert not pushed(reader, 7, 3, query="second")[0][0]
 
 
 # --- a batch DataFrame --------------------------------------------------------------------------
@@ -290,8 +290,8 @@ def test_through_skips_what_an_earlier_attempt_had_handed_over() -> None:
     assert hand_over(reader, "a", 0, 3, 1, 2, 3)[1] == [(True, "taken")]
 
 
-def test_feeders_wait_while_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed, "HELD_BYTES_MAX", 100)
+def test_pushers_wait_while_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(push, "HELD_BYTES_MAX", 100)
     reader, replies = alone(through=True), Replies()
     begun(reader, 0, "a")
     staged = reader.open("a", 0, 1, replies)
@@ -305,7 +305,7 @@ def test_feeders_wait_while_there_is_no_room(monkeypatch: pytest.MonkeyPatch) ->
 def test_later_partitions_wait_when_all_of_them_have_too_much(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(feed, "HELD_BYTES_MAX", 100)
+    monkeypatch.setattr(push, "HELD_BYTES_MAX", 100)
     reader, said = alone(through=True), {n: Replies() for n in range(1, 9)}
     begun(reader, 0, "a")
     for number, replies in said.items():
@@ -339,7 +339,7 @@ def test_another_driver_begins_with_the_whole() -> None:
     begun(reader, 0, "a")
     hand_over(reader, "a", 0, 1, 1, 2, 3)
     hand_over(reader, "a", 1, 2, 4)
-    again = FedReader(0, SCHEMA, True)
+    again = PushReader(0, SCHEMA, True)
     again.restore(reader.save())
     again.on_replicas(True, [], [])
     assert hand_over(again, "a", 1, 3, 4, 5)[1] == [(False, GIVEN_UP)]
@@ -356,8 +356,8 @@ class Pair:
     """A leading replica and another one; what goes between them waits until it is delivered."""
 
     def __init__(self, through: bool) -> None:
-        self.leader, self.other = (FedReader(0, SCHEMA, through) for _ in range(2))
-        self.sent: deque[tuple[wire.FeedPortion, bytes]] = deque()
+        self.leader, self.other = (PushReader(0, SCHEMA, through) for _ in range(2))
+        self.sent: deque[tuple[wire.PushBatch, bytes]] = deque()
         self.leader.send = lambda site, message, body: self.sent.append(
             (message, b"".join(bytes(b) for b in body))  # type: ignore[arg-type]
         )
@@ -368,14 +368,14 @@ class Pair:
         while self.sent and most:
             most -= 1
             message, body = self.sent.popleft()
-            self.other.on_portion(message, memoryview(body))
+            self.other.on_push_batch(message, memoryview(body))
             if confirmed:
                 self.leader.on_has(OTHER, self.other.has, False)
 
 
 def test_rows_enter_and_are_confirmed_when_all_replicas_have_them() -> None:
     pair = Pair(through=False)
-    replies = fed(pair.leader, 0, 1, 2)
+    replies = pushed(pair.leader, 0, 1, 2)
     assert drained(pair.leader) == [] and replies == []
     pair.deliver(confirmed=False)
     assert replies == [], "it may not have arrived, for all that is known"
@@ -386,17 +386,17 @@ def test_rows_enter_and_are_confirmed_when_all_replicas_have_them() -> None:
 
 def test_a_new_leader_knows_which_batches_were_taken() -> None:
     pair = Pair(through=False)
-    fed(pair.leader, 0, 1, 2)
+    pushed(pair.leader, 0, 1, 2)
     pair.deliver(confirmed=False)  # the leader dies before it hears, and has not answered
     pair.other.on_replicas(True, [], [])
-    assert fed(pair.other, 0, 1, 2) == [(True, "taken")]
-    assert fed(pair.other, 1, 3) == [(True, "")]
+    assert pushed(pair.other, 0, 1, 2) == [(True, "taken")]
+    assert pushed(pair.other, 1, 3) == [(True, "")]
     assert drained(pair.other) == [1, 2, 3]
 
 
 def test_a_driver_that_asks_again_hears_when_the_batch_has_entered() -> None:
     pair = Pair(through=False)
-    replies = fed(pair.leader, 0, 1, 2)
+    replies = pushed(pair.leader, 0, 1, 2)
     pair.leader.begin("query", 0, "again", replies)
     pair.leader.commit("push 0", [(0, 1)], replies)
     assert replies == []
@@ -410,7 +410,7 @@ def test_a_new_replica_is_waited_for_once_it_counts() -> None:
     pair = Pair(through=False)
     pair.leader.on_replicas(True, [], [OTHER])
     pair.leader.on_has(OTHER, 0, True)
-    replies = fed(pair.leader, 0, 1)
+    replies = pushed(pair.leader, 0, 1)
     assert replies == []
     pair.deliver()
     assert replies == [(True, "")]
@@ -419,7 +419,7 @@ def test_a_new_replica_is_waited_for_once_it_counts() -> None:
 def test_what_left_before_the_leader_knew_what_a_replica_lacks_is_sent_again() -> None:
     pair = Pair(through=False)
     for number in range(3):
-        fed(pair.leader, number, number)
+        pushed(pair.leader, number, number)
     pair.sent.popleft()
     pair.sent.popleft()
     pair.deliver()
@@ -451,22 +451,22 @@ def test_a_later_attempt_passes_over_what_was_taken_however_it_is_cut() -> None:
 def test_what_is_on_its_way_is_no_part_of_what_is_stored() -> None:
     """A flow that is stopped then must not say that it has what nobody gets from it."""
     pair = Pair(through=False)
-    fed(pair.leader, 0, 1)
+    pushed(pair.leader, 0, 1)
     pair.deliver()
-    replies = fed(pair.leader, 1, 2)
+    replies = pushed(pair.leader, 1, 2)
     saved, unread = pair.leader.save(), pair.leader.unread()
     pair.leader.close()
     pair.deliver()
     assert saved["committed"] == 0 and [b["x"].to_pylist() for b in unread] == [[1]]
     assert replies == [], "the query would go on behind it"
-    assert fed(pair.leader, 2, 3) == [(False, feed.ENDED)]
+    assert pushed(pair.leader, 2, 3) == [(False, push.ENDED)]
 
 
 def test_no_epoch_has_rows_that_the_store_lacks(small: None) -> None:
     """The other replica has them when the leader dies, and the store has not."""
     pair, stored = Pair(through=False), []
     pair.other.keep = lambda lead, message, bodies: stored.append((message.number, lead.rank))
-    fed(pair.leader, 0, 1, 2)
+    pushed(pair.leader, 0, 1, 2)
     pair.deliver(confirmed=False)
     assert drained(pair.other) == [], "whoever does not lead reads what is due"
     pair.other.on_replicas(True, [], [], rank=7)
@@ -488,7 +488,7 @@ def test_a_new_replica_counts_when_it_has_what_entered_without_it(small: None) -
     told = [pair.leader.on_has(OTHER, 0, True)]
     while pair.sent:
         message, body = pair.sent.popleft()
-        pair.other.on_portion(message, memoryview(body))
+        pair.other.on_push_batch(message, memoryview(body))
         told.append(pair.leader.on_has(OTHER, pair.other.has, False))
     assert told == [False] * (len(told) - 1) + [True], "before that it must not be the only one"
     assert drained(pair.other, due=True) == values
@@ -497,15 +497,15 @@ def test_a_new_replica_counts_when_it_has_what_entered_without_it(small: None) -
 def test_a_leader_that_stores_portions_once_more_voids_none_of_them(tmp_path) -> None:
     """It is lost in the midst of that. What it did not have is void all the same."""
     folder = Folder(str(tmp_path))
-    restore_point = RestorePoint(str(tmp_path), 0, 0, b"", {}, {}, stages=["fed"], life=1)
+    restore_point = RestorePoint(str(tmp_path), 0, 0, b"", {}, {}, stages=["pushed"], generation=1)
 
     def add(*names: tuple[int, int, int]) -> None:
         for number, rank, base in names:
-            file = portion_file(1, 0, number, rank, base)
+            file = push_batch_file(1, 0, number, rank, base)
             folder.write(file, [pa.record_batch({"data": [b""]})])
 
     def known() -> list[tuple[int, int]]:
-        names = [portion_name(file) for file in known_portions(folder, restore_point)[0]]
+        names = [push_batch_name(file) for file in known_push_batches(folder, restore_point)[0]]
         return [(name.number, name.rank) for name in names if name is not None]
 
     add((1, 3, 0), (2, 3, 0), (3, 3, 0), (4, 3, 0))
@@ -518,7 +518,7 @@ def test_a_leader_that_stores_portions_once_more_voids_none_of_them(tmp_path) ->
 # --- micro-batches of any size ------------------------------------------------------------------
 
 
-def large(reader: FedReader, number: int, rows: int = 2_000) -> tuple[list[int], Replies]:
+def large(reader: PushReader, number: int, rows: int = 2_000) -> tuple[list[int], Replies]:
     """A micro-batch that is many times as large as everything that is bounded."""
     begun(reader, number, f"push {number}")
     values = list(range(number * rows, number * rows + rows))
@@ -539,7 +539,7 @@ def large(reader: FedReader, number: int, rows: int = 2_000) -> tuple[list[int],
 def test_what_is_staged_does_not_grow_in_memory(small: None, tmp_path) -> None:
     reader = alone(folder=str(tmp_path))
     values, replies = large(reader, 0)
-    assert reader.overflow.memory_bytes <= feed.MEMORY_BYTES_MAX
+    assert reader.overflow.memory_bytes <= push.MEMORY_BYTES_MAX
     assert not os.listdir(tmp_path), "files without names are gone with the process"
     assert replies == [], "there is no room for the next one"
     assert drained(reader) == values
@@ -559,16 +559,16 @@ def test_a_large_micro_batch_is_sent_in_bounded_portions(small: None) -> None:
         pair.deliver(most=1)
     assert most <= 4 and parts == [1] * (len(parts) - 1) + [0] and len(parts) > 99
     for reader in (pair.leader, pair.other):
-        assert reader.overflow.memory_bytes <= feed.MEMORY_BYTES_MAX
+        assert reader.overflow.memory_bytes <= push.MEMORY_BYTES_MAX
         assert drained(reader, due=True) == values
     assert replies == [(True, "")]
 
 
 @pytest.mark.parametrize("arrived", [0, 1, 17, 119, 1_000])
 def test_half_a_micro_batch_is_none(small: None, arrived: int) -> None:
-    """The leader dies when the other replica has some portions of it."""
+    """The leader dies when the other replica has some push batches of it."""
     pair = Pair(through=False)
-    fed(pair.leader, 0, -1)
+    pushed(pair.leader, 0, -1)
     pair.deliver()
     values, _ = large(pair.leader, 1)
     pair.deliver(most=arrived)
@@ -580,7 +580,7 @@ def test_half_a_micro_batch_is_none(small: None, arrived: int) -> None:
         pair.other.commit("again", [(0, 1)], Replies())
         values.reverse()
     assert drained(pair.other) == [-1, *values]
-    assert fed(pair.other, 2, -2) == [(True, "")]
+    assert pushed(pair.other, 2, -2) == [(True, "")]
 
 
 def test_the_other_replica_dies_in_the_middle_of_a_micro_batch(small: None) -> None:
@@ -593,7 +593,7 @@ def test_the_other_replica_dies_in_the_middle_of_a_micro_batch(small: None) -> N
 
 
 def test_another_replica_comes_in_the_middle_of_a_micro_batch(small: None) -> None:
-    """It gets the portions that are on their way to the store, and no more of them at once."""
+    """It gets the push batches that are on their way to the store, and no more of them at once."""
     pair, stored = Pair(through=False), []
     pair.leader.keep = lambda lead, message, bodies: stored.append(message.number)
     pair.leader.on_replicas(True, [], [])
@@ -627,10 +627,10 @@ def test_rows_that_cannot_be_staged_are_refused(small: None, tmp_path) -> None:
 
 
 def test_a_message_that_nobody_would_take_is_not_sent() -> None:
-    with pytest.raises(FlowError, match=r"FeedRows has \d+ \+ 1073741825 bytes"):
-        wire.encode(wire.FeedRows(), wire.BODY_BYTES_MAX + 1)
-    with pytest.raises(FlowError, match="FeedEnd has"):
-        wire.encode(wire.FeedEnd(0, "q" * wire.HEADER_BYTES_MAX))
+    with pytest.raises(FlowError, match=r"PushRows has \d+ \+ 1073741825 bytes"):
+        wire.encode(wire.PushRows(), wire.BODY_BYTES_MAX + 1)
+    with pytest.raises(FlowError, match="PushEnd has"):
+        wire.encode(wire.PushEnd(0, "q" * wire.HEADER_BYTES_MAX))
 
 
 def test_rows_are_cut_to_size_whatever_they_are() -> None:
@@ -685,18 +685,18 @@ class Story:
         self.batch, self.push = 0, ""
         self.tasks: list[Task] = []
         self.asked: Replies | None = None
-        self.sent: deque[tuple[FedReader, wire.FeedPortion, bytes]] = deque()
-        self.heard: deque[tuple[FedReader, int, bool]] = deque()
-        self.kept: deque[tuple[FedReader, tuple[int, int], int, tuple[bytes, list[bytes]]]] = (
+        self.sent: deque[tuple[PushReader, wire.PushBatch, bytes]] = deque()
+        self.heard: deque[tuple[PushReader, int, bool]] = deque()
+        self.kept: deque[tuple[PushReader, tuple[int, int], int, tuple[bytes, list[bytes]]]] = (
             deque()
         )
-        self.leader, self.other = self.copy(), None
+        self.leader, self.other = self.replica(), None
         self.lead()
 
-    def replica(self) -> FedReader:
-        reader = FedReader(0, SCHEMA, through=False)
+    def replica(self) -> PushReader:
+        reader = PushReader(0, SCHEMA, through=False)
         if self.store is not None:
-            reader.keep = lambda *portion: self.keep(reader, *portion)
+            reader.keep = lambda *push_batch: self.keep(reader, *push_batch)
         return reader
 
     def lead(self) -> None:
@@ -705,12 +705,12 @@ class Story:
         self.push, self.asked = "", None
 
     def send(self, site: SiteId, message: wire.Message, bodies: list[Any]) -> None:
-        assert isinstance(message, wire.FeedPortion)
+        assert isinstance(message, wire.PushBatch)
         assert sum(len(bytes(b)) for b in bodies) < 20_000
         if self.other is not None:
             self.sent.append((self.other, message, b"".join(bytes(b) for b in bodies)))
 
-    def keep(self, reader: FedReader, lead: Lead, message: Any, bodies: Any) -> None:
+    def keep(self, reader: PushReader, lead: Lead, message: Any, bodies: Any) -> None:
         data = msgspec.msgpack.encode(message), [bytes(b) for b in bodies]
         self.kept.append((reader, (self.life, lead.rank), message.number, data))
         self.bases[self.life, lead.rank] = lead.base
@@ -795,7 +795,7 @@ class Story:
     def deliver(self) -> None:
         if self.sent:
             reader, message, body = self.sent.popleft()
-            reader.on_portion(message, memoryview(body))
+            reader.on_push_batch(message, memoryview(body))
             self.heard.append((reader, reader.has, False))
 
     def hear(self) -> None:
@@ -820,7 +820,7 @@ class Story:
             if self.other is not None and self.rng.random() < 0.5:
                 self.follow(self.other)
 
-    def follow(self, reader: FedReader) -> None:
+    def follow(self, reader: PushReader) -> None:
         """Make the epochs that another replica has made, as far as their rows are there."""
         while lacks := len(self.flow) - self.followed:
             read = reader.read(lacks, due=True)
@@ -855,7 +855,7 @@ class Story:
 
     def join(self) -> None:
         if self.other is None:
-            self.other, self.is_protected = self.copy(), False
+            self.other, self.is_protected = self.replica(), False
             self.other.on_replicas(False, [SiteId(1)], [])
             self.leader.on_replicas(True, [], [OTHER], next(self.rank))
             self.other.restore(self.leader.save(), self.leader.query)
@@ -869,12 +869,12 @@ class Story:
         if self.store is None:
             return
         self.life += 1
-        self.leader, self.other = self.copy(), None
+        self.leader, self.other = self.replica(), None
         self.sent.clear()
         self.heard.clear()
         self.kept.clear()
         for _, (header, bodies) in sorted(not_void(self.store, self.bases).items()):
-            message = msgspec.msgpack.decode(header, type=wire.FeedPortion)
+            message = msgspec.msgpack.decode(header, type=wire.PushBatch)
             self.leader.recover(message, [rows_of(memoryview(b)) for b in bodies])
         self.leader.drop_part()
         self.lead()
@@ -901,7 +901,7 @@ class Story:
 
 
 class Task:
-    def __init__(self, reader: FedReader, push: str, staged: Staged, rows: list[int]) -> None:
+    def __init__(self, reader: PushReader, push: str, staged: Staged, rows: list[int]) -> None:
         self.reader, self.push, self.staged, self.rows = reader, push, staged, rows
 
 
@@ -912,10 +912,10 @@ def _chunks(rows: list[int], size: int) -> Iterable[list[int]]:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(wire, "PIECE_BYTES", 48)
-    monkeypatch.setattr(feed, "PORTION_BYTES", 100)
-    monkeypatch.setattr(feed, "WINDOW_BYTES", 250)
-    monkeypatch.setattr(feed, "HELD_BYTES_MAX", 300)
-    monkeypatch.setattr(feed, "MEMORY_BYTES_MAX", 350)
+    monkeypatch.setattr(push, "PUSH_BATCH_BYTES", 100)
+    monkeypatch.setattr(push, "WINDOW_BYTES", 250)
+    monkeypatch.setattr(push, "HELD_BYTES_MAX", 300)
+    monkeypatch.setattr(push, "MEMORY_BYTES_MAX", 350)
     yield
 
 
@@ -937,7 +937,9 @@ def test_every_row_is_taken_once_whatever_happens(tiny: None, stored: bool) -> N
         told(seed, stored)
 
 
-def _enters_in_parts(self: FedReader, pieces: list[Held], place: Any, reply: Any, tap: str) -> None:
+def _enters_in_parts(
+    self: PushReader, pieces: list[Held], place: Any, reply: Any, pull_reader: str
+) -> None:
     for piece in pieces[:-1]:
         _submit(self, [piece], place, None)
     _submit(self, pieces[-1:], place, reply)
@@ -948,20 +950,20 @@ def _takes_any_attempt(self: Push, partition: int, attempt: int = 0) -> Staged |
     return found[-1] if found else None
 
 
-_submit = FedReader._submit
+_submit = PushReader._submit
 BUGS: dict[str, tuple[Any, str, Any]] = {
     "a micro-batch enters in parts": (
-        FedReader,
+        PushReader,
         "_submit",
-        lambda self, pieces, place, reply, tap="": _enters_in_parts(
-            self, pieces, place, reply, tap
+        lambda self, pieces, place, reply, pull_reader="": _enters_in_parts(
+            self, pieces, place, reply, pull_reader
         ),
     ),
     "the last attempt counts": (Push, "find", _takes_any_attempt),
     "a new replica counts at once": (
-        FedReader,
+        PushReader,
         "on_has",
-        lambda self, site, number, again, on_has=FedReader.on_has: (
+        lambda self, site, number, again, on_has=PushReader.on_has: (
             on_has(self, site, number, again) or again
         ),
     ),
