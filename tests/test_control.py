@@ -217,7 +217,9 @@ def test_replicas_and_who_stands_by_are_in_different_applications(protection: An
     flow = Flow("f", protect=protection)
     source = flow.source("s", generator(lambda *_: None, SCHEMA))
     source.key_by("k").agg(n=count()).sink("out", discard())
-    assert {s.guard.apart for s in apart(shape(plan(flow), 8), 2).stages} == {"application"}
+    assert {s.guard.failure_domain for s in apart(shape(plan(flow), 8), 2).stages} == {
+        "application"
+    }
 
 
 def test_a_lease_must_be_positive() -> None:

@@ -13,7 +13,8 @@ from holdfast.advise.measure import measure
 from holdfast.advise.model import Choice, Constants, Prediction, overall
 from holdfast.advise.propose import Advice, Bounds, in_bytes, in_percent, in_time, propose
 from holdfast.api.graph import Flow, KeyedNode
-from holdfast.api.protection import Protection, none, pairs, passive, upstream
+from holdfast.api.protection import none, pairs, passive, upstream
+from holdfast.core.protection import ProtectionSpec
 from holdfast.errors import FlowError
 from holdfast.plan.planner import nodes_by_stage, plan
 from holdfast.ui.report import number, show, write_json
@@ -104,7 +105,7 @@ def check(flow: Flow, advice: Advice) -> None:
             node.protection = kept[1][name]
 
 
-def protection_of(choice: Choice) -> Protection:
+def protection_of(choice: Choice) -> ProtectionSpec:
     match choice.name:
         case "none":
             return none()

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 
-from holdfast.api.protection import Protection, none
+from holdfast.api.protection import none
 from holdfast.connectors.sinks import Sink
 from holdfast.connectors.sources import Source
+from holdfast.core.protection import ProtectionSpec
 from holdfast.engine.expressions import Aggregate, Col, Expr, at_start, col, computed
 from holdfast.engine.operators.base import KeyedOperator, Port, require_columns
 from holdfast.engine.operators.custom import CustomOperator, KeyedFunction
@@ -67,7 +68,7 @@ class UnionNode(Node):
 class KeyedNode(Node):
     operator: KeyedOperator = None  # type: ignore[assignment]
     merge: Merge = "ordered"
-    protection: Protection | None = None
+    protection: ProtectionSpec | None = None
 
 
 @dataclass(eq=False)
@@ -100,7 +101,7 @@ class Flow:
         name: str,
         *,
         on_error: Literal["stop", "dead-letter"] = "stop",
-        protect: Protection | None = None,
+        protect: ProtectionSpec | None = None,
     ) -> None:
         if on_error not in ("stop", "dead-letter"):
             raise FlowError(f"flow {name!r}: on_error is 'stop' or 'dead-letter', not {on_error!r}")
@@ -308,9 +309,9 @@ class KeyedStream:
 
     def __init__(self, stream: Stream, keys: list[str], name: str | None, merge: Merge) -> None:
         self.stream, self.keys, self._name, self._merge = stream, keys, name, merge
-        self._protection: Protection | None = None
+        self._protection: ProtectionSpec | None = None
 
-    def protect(self, protection: Protection) -> KeyedStream:
+    def protect(self, protection: ProtectionSpec) -> KeyedStream:
         """How the stage that follows is protected; by default as the flow is."""
         self._protection = protection
         return self

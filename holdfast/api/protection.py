@@ -1,73 +1,28 @@
-"""How a stage is protected. A protection is a description; `holdfast.core` has what it does."""
+"""The protections a user can choose from. Each is a `ProtectionSpec`; `holdfast.core` has what it
+does."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-from holdfast.core.layout import DOMAINS, GRANULARITIES
+from holdfast.core.protection import DOMAINS, GRANULARITIES, ProtectionSpec
 from holdfast.errors import FlowError
 
 
-@dataclass(frozen=True, slots=True)
-class Protection:
-    """A name that the core knows, how many replicas of each partition it wants, and what no two of
-    them may share."""
-
-    name: str
-    replicas: int = 1
-    apart: str = "process"
-    granularity: str = "partition"
-    standbys: int = 0
-    """How many more replicas have checkpoints, and compute nothing."""
-    every_ms: int = 0
-    """How often they get one."""
-    every_epochs: int = 0
-    """Or after how many epochs."""
-    recovery_ms: int = 0
-    """Or within which time they shall be able to go on."""
-    deterministic: bool = True
-    """Whether replicas make the same frames, row by row, and are held to it."""
-    rebuild_level: int = 0
-    """If not 0, partitions are rebuilt from their input; so many of them in a row at most."""
-    follower: bool = False
-    """Whether of sources and sinks only the first replica works, as long as it is there."""
-    base_ms: int = 0
-    """If not 0, where that input would be all there ever was, a standby gets the state so often."""
-
-    def of_unbounded(self) -> Protection | None:
-        """What it means for a stage whose state comes from all rows that a key ever had; None if
-        such a stage cannot be protected so."""
-        if not self.rebuild_level:
-            return self
-        if not self.base_ms:
-            return None
-        return replace(self, rebuild_level=0, standbys=1, every_ms=self.base_ms)
-
-    @property
-    def at_the_ends(self) -> Protection:
-        """What it means for sources and sinks, which cannot be rebuilt from what flows."""
-        alone = bool(self.rebuild_level or self.standbys)
-        if not alone and self.deterministic:
-            return self
-        return Protection("pairs", 2, self.apart, follower=alone)
-
-
-def none() -> Protection:
+def none() -> ProtectionSpec:
     """A plain exchange: one replica of every partition; the loss of a site stops the flow."""
-    return Protection("none")
+    return ProtectionSpec("none")
 
 
 ALL = 1 << 16
 
 
-def active(*, apart: str = "executor") -> Protection:
+def active(*, apart: str = "executor") -> ProtectionSpec:
     """Active standby: every partition has two replicas that compute, of which the second withholds
     what it makes until the first is gone. Unlike `pairs` they need not make the same rows in the
     same order, only the same set of them in an epoch; and nobody compares them. Sources and
     sinks are pairs. No two replicas share what `apart` says.
     """
     _check_apart("active", apart)
-    return Protection("active", 2, apart, deterministic=False)
+    return ProtectionSpec("active", 2, apart, deterministic=False)
 
 
 def passive(
@@ -76,7 +31,7 @@ def passive(
     every_epochs: int | None = None,
     recovery_ms: int | None = None,
     apart: str = "executor",
-) -> Protection:
+) -> ProtectionSpec:
     """Passive standby: every partition has one replica that computes, and another that gets what
     has changed every so many milliseconds (500) or epochs. When the first dies the other goes on
     from there; those that it gets its input from keep what came since. Of sources and sinks there
@@ -94,7 +49,7 @@ def passive(
         if value < 1:
             raise FlowError(f"passive(): {name} must be at least 1, not {value}")
     _check_apart("passive", apart)
-    return Protection(
+    return ProtectionSpec(
         "passive",
         1,
         apart,
@@ -107,7 +62,7 @@ def passive(
 
 def upstream(
     *, k: int | None = None, base_ms: int | None = None, apart: str = "executor"
-) -> Protection:
+) -> ProtectionSpec:
     """Upstream backup: every partition has one replica, and those that it gets its input from keep
     it for as long as the partition's state comes from it. When it dies it is rebuilt from that,
     on any site that lives. Sources and sinks have two replicas, which do not share what `apart`
@@ -128,12 +83,12 @@ def upstream(
         raise FlowError(f"upstream(): k must be at least 1, not {k}", hint="none() bears no loss")
     _check_apart("upstream", apart)
     base = _base_ms("upstream", base_ms)
-    return Protection("upstream", 1, apart, rebuild_level=k or ALL, base_ms=base)
+    return ProtectionSpec("upstream", 1, apart, rebuild_level=k or ALL, base_ms=base)
 
 
 def rollback(
     *, h: int | None = None, base_ms: int | None = None, apart: str = "executor"
-) -> Protection:
+) -> ProtectionSpec:
     """Rollback with checkpoint markers: what a partition gets is logged by those it comes from,
     until a marker behind it has come `h` stages further on, and has been returned. A partition
     that is lost is rebuilt from the logs. Only for flows that are uniform: all ways from one
@@ -148,12 +103,12 @@ def rollback(
         raise FlowError(f"rollback(): h must be at least 2, not {h}")
     _check_apart("rollback", apart)
     base = _base_ms("rollback", base_ms)
-    return Protection("rollback", 1, apart, rebuild_level=h - 1 if h else ALL, base_ms=base)
+    return ProtectionSpec("rollback", 1, apart, rebuild_level=h - 1 if h else ALL, base_ms=base)
 
 
 def pairs(
     *, replicas: int = 2, apart: str = "executor", granularity: str = "partition"
-) -> Protection:
+) -> ProtectionSpec:
     """Partition pairs: every partition has two replicas (or more) that compute. When one dies the
     other goes on at once, and a new replica is made while the stream flows.
 
@@ -175,7 +130,7 @@ def pairs(
         )
     if granularity != "partition" and replicas != 2:
         raise FlowError(f"pairs(): {granularity} pairs have 2 replicas, not {replicas}")
-    return Protection("pairs", replicas, apart, granularity)
+    return ProtectionSpec("pairs", replicas, apart, granularity=granularity)
 
 
 def _base_ms(who: str, base_ms: int | None) -> int:

@@ -86,12 +86,20 @@ def common_restore_point(
 
 class CheckpointCoordinator:
     """The part of a flow's control that sees to it. All methods but `close` are called in its event
-    loop; files are written in threads."""
+    loop; files are written in threads. `tell` reaches all sites, `fail` ends the flow."""
 
     def __init__(
-        self, store: CheckpointStore, common: RestorePoint, restore_point: RestorePoint | None
+        self,
+        store: CheckpointStore,
+        common: RestorePoint,
+        restore_point: RestorePoint | None,
+        tell: Callable[[wire.Message], None],
+        fail: Callable[[Exception], None],
     ) -> None:
         self._store, self._common = store, common
+        self._tell, self._fail = tell, fail
+        self._view: View | None = None
+        """The last view that was committed."""
         self._place = store.place
         begun = (
             restore_point.epochs - 1 + len(restore_point.records)
@@ -114,10 +122,6 @@ class CheckpointCoordinator:
         self._tasks: list[asyncio.Task[None]] = []
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="holdfast-records")
         self._keeper = ThreadPoolExecutor(1, thread_name_prefix="holdfast-manifest")
-        self.view: Callable[[], View | None] = lambda: None
-        self.tell: Callable[[wire.Message], None] = lambda message: None
-        """To all sites."""
-        self.fail: Callable[[Exception], None] = lambda error: None
 
     def start(self) -> None:
         """The flow runs."""
@@ -133,7 +137,7 @@ class CheckpointCoordinator:
         """Without them sinks would wait for ever."""
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception):
-            self.fail(error)
+            self._fail(error)
 
     def close(self) -> None:
         """The flow is over: when this returns nothing more is written."""
@@ -176,7 +180,7 @@ class CheckpointCoordinator:
                 if not await self._write_records(records):
                     return
                 self.recorded = records[-1].epoch
-                self.tell(wire.Recorded(self.recorded))
+                self._tell(wire.Recorded(self.recorded))
 
     def _next_records(self) -> list[EpochRecord]:
         found: list[EpochRecord] = []
@@ -191,12 +195,12 @@ class CheckpointCoordinator:
                 await loop.run_in_executor(self._writer, self._store.append, records)
                 return True
             except FlowError as error:
-                self.fail(error)
+                self._fail(error)
                 return False
             except (OSError, pa.ArrowException) as error:
                 log.warning("records cannot be written to %s: %s", self._place, error)
                 if pause is None:
-                    self.fail(self._unwritten(error))
+                    self._fail(self._unwritten(error))
                     return False
                 await asyncio.sleep(pause)
         return False
@@ -214,7 +218,7 @@ class CheckpointCoordinator:
         every_s = self._common.every_ms / 1e3
         while True:
             await asyncio.sleep(max(0.01, min(every_s, self._due_at - time.monotonic())))
-            view = self.view()
+            view = self._view
             if view is None or self._machine.epoch is not None:
                 self._due_at = max(self._due_at, time.monotonic() + 0.05)
             elif time.monotonic() >= self._due_at:
@@ -227,6 +231,7 @@ class CheckpointCoordinator:
         return 1 + int(AHEAD_S * sum(at > since for at in self._arrivals))
 
     def on_view(self, view: View) -> None:
+        self._view = view
         self._handle(ViewCommitted(view))
 
     def on_lost(self, site: SiteId) -> None:
@@ -250,12 +255,12 @@ class CheckpointCoordinator:
     def _apply(self, effect: StoreEffect) -> None:
         match effect:
             case OrderStore():
-                self.tell(wire.Store(effect.epoch, effect.after))
+                self._tell(wire.Store(effect.epoch, effect.after))
             case WriteManifest():
                 self._writing = asyncio.get_running_loop().create_task(self._complete(effect))
 
     async def _complete(self, effect: WriteManifest) -> None:
-        view, error = self.view(), ""
+        view, error = self._view, ""
         loop = asyncio.get_running_loop()
         try:
             if view is None or effect.epoch not in self._records:

@@ -92,7 +92,9 @@ def apart(shaped: Shape, apps: int) -> Shape:
     if apps == 1:
         return shaped
     stages = tuple(
-        replace(s, guard=replace(s.guard, apart="application")) if 1 < s.guard.wanted <= apps else s
+        replace(s, guard=replace(s.guard, failure_domain="application"))
+        if 1 < s.guard.wanted <= apps
+        else s
         for s in shaped.stages
     )
     return replace(shaped, stages=stages)

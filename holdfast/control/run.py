@@ -24,7 +24,6 @@ import pyarrow as pa
 from holdfast import errors
 from holdfast.api.graph import Flow
 from holdfast.api.options import Options
-from holdfast.api.protection import Protection
 from holdfast.control.bootstrap import resolved
 from holdfast.control.checkpoint_coordinator import common_restore_point
 from holdfast.control.checkpoint_store import CheckpointStore, first_manifest
@@ -32,6 +31,7 @@ from holdfast.control.hosting import Host, Place, Route, direct
 from holdfast.control.savepoint import resumed, write_ended, write_stopped
 from holdfast.control.server import Control
 from holdfast.core.controller import Controller
+from holdfast.core.protection import ProtectionSpec
 from holdfast.core.records import EpochRecord
 from holdfast.hosts.processes import ProcessHost
 from holdfast.net import wire
@@ -295,7 +295,7 @@ class Run:
         lacks rows that have gone, its query fails and says which."""
         forget_reader(self.url, sink, name)
 
-    def protect(self, stage: str, protection: Protection) -> None:
+    def protect(self, stage: str, protection: ProtectionSpec) -> None:
         """Protect a keyed stage otherwise from now on, while the flow runs. Until the new
         protection holds the old one does, as far as both can be had at once: `protected` says when
         that is so. Raises `FlowError` if the stage cannot be protected so, and `HostError` if there

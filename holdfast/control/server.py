@@ -59,7 +59,8 @@ from holdfast.core.events import (
 )
 from holdfast.core.failure_detector import FailureDetector
 from holdfast.core.ids import GroupId, SiteId, StageId, TaskId
-from holdfast.core.layout import Domain, Guard, View, place
+from holdfast.core.layout import Domain, View, place
+from holdfast.core.protection import ProtectionSpec
 from holdfast.core.records import EpochRecord
 from holdfast.engine.batches import user_names
 from holdfast.errors import ArbiterAway, Superseded
@@ -159,10 +160,13 @@ class Control:
             self.store = CheckpointStore(options.store, options.generation)
         if self.store is not None and options.store_every_ms:
             common = common_restore_point(flow, plan, options, wire.incarnation(secret))
-            self.checkpoints = CheckpointCoordinator(self.store, common, flow.restore_point)
-            self.checkpoints.view = lambda: self.controller.view if self.controller else None
-            self.checkpoints.tell = self._send_all
-            self.checkpoints.fail = lambda error: self._handle(FlowFailed(SiteId(-1), error))
+            self.checkpoints = CheckpointCoordinator(
+                self.store,
+                common,
+                flow.restore_point,
+                tell=self._send_all,
+                fail=lambda error: self._handle(FlowFailed(SiteId(-1), error)),
+            )
 
     # --- life -----------------------------------------------------------------------------------
 
@@ -222,7 +226,7 @@ class Control:
         self._asked = StopRequested(drain)
         self.post(self._asked)
 
-    def protect(self, guards: Sequence[Guard]) -> None:
+    def protect(self, guards: Sequence[ProtectionSpec]) -> None:
         """Protect stages so from now on; to be called in the controller's thread."""
         controller = self.controller
         if controller is None:
@@ -670,7 +674,7 @@ class Control:
             case FenceSite():
                 self._to_fence.append(effect.site)  # nobody acts on a death before it is committed
             case Wait():
-                self.loop.call_later(effect.ms / 1e3, self._handle, WaitOver(effect.what))
+                self.loop.call_later(effect.ms / 1e3, self._handle, WaitOver(effect.timer))
             case EndFlow():
                 self._end(effect.error)
             case _:

@@ -29,8 +29,11 @@ from holdfast.core.effects import (
 )
 from holdfast.core.events import (
     ControllerEvent,
+    DoubtTimer,
     FlowFailed,
+    PatienceTimer,
     ProtectionWanted,
+    RejoinTimer,
     ReplicaBehind,
     ReplicaReported,
     SiteFinished,
@@ -303,7 +306,7 @@ class Controller:
         if bare and all(view.group(u).joining for u in bare):
             self._doubts += 1
             self._in_doubt[self._doubts] = event
-            return [Wait(f"doubt {self._doubts}", DOUBT_MS)]
+            return [Wait(DoubtTimer(self._doubts), DOUBT_MS)]
         if bare:
             return self._end(State.FAILED, self._lost(gone, bare, event.reason))
         effects = self._remove(gone, event.reason)
@@ -423,7 +426,7 @@ class Controller:
             effects += self._commit(self.view.changed(changes, added))
         elif self.launched and self._missing() and self._asked_for != self._patience:
             self._asked_for = self._patience
-            effects.append(Wait(f"patience {self._patience}", RELAUNCH_MS))
+            effects.append(Wait(PatienceTimer(self._patience), RELAUNCH_MS))
         return effects
 
     def _given_up(self, task: TaskId) -> list[ControllerEffect]:
@@ -474,7 +477,7 @@ class Controller:
         fit = [s for s in load if may_join(stage, replicas, s, self.domains)]
         if not fit:
             if not self.launched:
-                apart = stage.guard.apart
+                apart = stage.guard.failure_domain
                 self.unrecovered[task] = f"no site is in another {apart} than its replicas"
             return None
         wanted = sum(self.shape.stages[u[0]].guard.wanted for u in self.view.tasks())
@@ -546,7 +549,7 @@ class Controller:
 
     def _on_protection_wanted(self, event: ProtectionWanted) -> list[ControllerEffect]:
         """At first, what was kept and who was there is still kept and there, until the new
-        protection holds: see `Guard.towards`."""
+        protection holds: see `ProtectionSpec.towards`."""
         if self.view is None or self.state is not State.RUNNING:
             return []
         before, aims = self.shape.guards, event.guards
@@ -617,7 +620,7 @@ class Controller:
             self.unrecovered[task] = f"{JOINS_MAX} attempts failed, the last because {reason}"
             return []
         self._paused.add(task)
-        return [Wait(f"join {task[0]} {task[1]}", _backoff_ms(count - 1))]
+        return [Wait(RejoinTimer(task), _backoff_ms(count - 1))]
 
     def _on_replica_behind(self, event: ReplicaBehind) -> list[ControllerEffect]:
         """A slow replica must not govern the flow: let it go, if the flow can do without it."""
@@ -691,20 +694,25 @@ class Controller:
         return []
 
     def _on_wait_over(self, event: WaitOver) -> list[ControllerEffect]:
-        what, *rest = event.what.split()
-        if what == "doubt":
-            if int(rest[0]) not in self._in_doubt or not self.running:
-                return []
-            doubts = self._resolved()
-            assert self.view is not None
-            gone = [s for d in doubts for s in d.sites]
-            bare = self._lost_with(self._without(gone))
-            return self._end(State.FAILED, self._lost(gone, bare, doubts[0].reason))
-        if what == "join":
-            self._paused = {u for u in self._paused if u != (int(rest[0]), int(rest[1]))}
-        if what == "patience":
-            self._patience_over = int(rest[0]) == self._patience
+        match event.timer:
+            case DoubtTimer():
+                return self._on_doubt_over(event.timer)
+            case RejoinTimer():
+                self._paused.discard(event.timer.task)
+            case PatienceTimer():
+                self._patience_over = event.timer.number == self._patience
+            case _:
+                assert_never(event.timer)
         return self._recover()
+
+    def _on_doubt_over(self, timer: DoubtTimer) -> list[ControllerEffect]:
+        if timer.number not in self._in_doubt or not self.running:
+            return []
+        doubts = self._resolved()
+        assert self.view is not None
+        gone = [s for d in doubts for s in d.sites]
+        bare = self._lost_with(self._without(gone))
+        return self._end(State.FAILED, self._lost(gone, bare, doubts[0].reason))
 
     def orders_for(self, site: SiteId) -> list[ControllerEffect]:
         """What a site was told last, in case that was lost with its connection."""

@@ -1,20 +1,23 @@
-"""The dataflow of one site: when each of its tasks may process which epoch.
+"""The dataflow of one site: its replicas under a view, and when each may process which epoch.
 
-The machine joins the ends of all exchanges that touch the site. It gives one order per task at a
-time, so a task's epochs are processed strictly one after another; which of several tasks goes
-first is for the runtime to choose.
+The machine joins the ends of all exchanges that touch the site. It gives one order per replica at a
+time, so a task's epochs are processed strictly one after another; which of several replicas goes
+first is for the runtime to choose. What a replica is at any time, and what may happen to it then,
+is in `holdfast.core.replica`.
 
-A task that is joining has no state yet and does nothing. The task it is copied from (its donor)
-hands over at an epoch boundary that everything its producers have let go of lies before: they keep
-the rest, because they count the new replica since the view in which it appeared. One that joins
-where there is no replica is rebuilt from its input (see `holdfast.core.upstream`).
+A replica that joins has no state and does nothing. The one it is copied from (its donor) hands over
+at an epoch boundary that everything its producers have dropped lies before: they keep the rest,
+because they count the new replica since the view in which it appeared. One that joins where no
+replica is left is rebuilt from its input (see `holdfast.core.upstream`).
+
+What arrives too late, twice, or for a replica that is no more is discarded, and counted by its
+reason in `stale`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
-from typing import Any, assert_never
+from collections import Counter
+from typing import assert_never
 
 from holdfast.core.effects import (
     AbandonHandOver,
@@ -25,6 +28,7 @@ from holdfast.core.effects import (
     OpenTask,
     ReportDelivered,
     ReportFinished,
+    ReportJoinFailed,
     ReportMissed,
     ReportReplica,
     SiteEffect,
@@ -35,6 +39,7 @@ from holdfast.core.events import (
     BundleArrived,
     CatchUpOrdered,
     CheckpointDue,
+    HandOverBegun,
     LogAsked,
     LogTold,
     PeerConnected,
@@ -44,20 +49,21 @@ from holdfast.core.events import (
     RetentionOrdered,
     SinkDurable,
     SiteEvent,
+    Stale,
     StoreOrdered,
     TaskProcessed,
     ViewCommitted,
 )
 from holdfast.core.exchange import Consumer, Producer
 from holdfast.core.ids import NO_EPOCH, STORE, Epoch, ExchangeId, GroupId, SiteId, TaskId
-from holdfast.core.layout import Shape, View
+from holdfast.core.layout import Shape, View, meant_behind, producing, senders
 from holdfast.core.records import EpochRecord
-from holdfast.core.replica import Replica
-from holdfast.core.upstream import Gap, Log, Needs, Search, Source
+from holdfast.core.replica import Replica, State, assigned
+from holdfast.core.upstream import Log
 from holdfast.errors import ProtocolError, require
 
 HISTORY = 512
-"""So many records are kept for replicas that are made later."""
+"""Records kept for replicas that join later."""
 
 
 class Dataflow:
@@ -69,6 +75,7 @@ class Dataflow:
         self.site, self.shape, self.window, self.begun = site, shape, window, begun
         self.view: View | None = None
         self.tasks: dict[TaskId, Replica] = {}
+        """The replicas that this site holds."""
         self.producers: dict[tuple[ExchangeId, GroupId], Producer] = {}
         self.consumers: dict[tuple[ExchangeId, GroupId], Consumer] = {}
         self.records: dict[Epoch, EpochRecord] = {}
@@ -85,6 +92,8 @@ class Dataflow:
         self._reported = False
         self._stored: Epoch | None = None
         """The epoch of the last checkpoint that counts, as far as it is known here."""
+        self.stale: Counter[Stale] = Counter()
+        """How many events were discarded, by reason."""
 
     def handle(self, event: SiteEvent) -> list[SiteEffect]:
         match event:
@@ -116,52 +125,63 @@ class Dataflow:
                 return self._on_catch_up_ordered(event)
             case RetentionOrdered():
                 return self._on_retention_ordered(event)
+            case HandOverBegun():
+                return self._on_hand_over_begun(event)
             case ReplicaInstalled():
                 return self._on_replica_installed(event)
         assert_never(event)
+
+    def _discard(self, reason: Stale) -> list[SiteEffect]:
+        self.stale[reason] += 1
+        return []
 
     # --- who is where ---------------------------------------------------------------------------
 
     def _on_view_committed(self, event: ViewCommitted) -> list[SiteEffect]:
         view = event.view
         if not view.replaces(self.view):
-            return []
+            return self._discard(Stale.VIEW)
         self.view, self.shape = view, self.shape.under(view)
         self._reported = False  # it is said for each view
-        effects: list[SiteEffect] = []
-        held = view.tasks_at(self.site)
-        for key, task in list(self.tasks.items()):
-            if key not in held or view.group(key).joined_view_of(self.site) != task.joined_view:
-                effects += self._close(key)
-        for key in held:
-            if key not in self.tasks:
-                group = view.group(key)
-                effects += self._open(key, installed=self.site in group.replicas + group.standbys)
-        for task in self.tasks.values():
-            task.shape, task.retain_upto = self.shape.stages[task.key[0]], None
-            self._update_standby(task)
-            if task.installed:
-                self._guard(task)
-            group = view.group(task.key)
-            gone = task.keep_handovers(group, group.led_by(self.site))
-            effects += [AbandonHandOver(task.key, site) for site in gone]
+        effects = self._reassign(view)
         for producer in self.producers.values():
             self._count_takers(producer)
         effects += self._take_early()
-        for consumer in self.consumers.values():
-            effects += self._follow_producers(consumer)
-        for task in self.tasks.values():
-            effects += self._search(task)
+        for replica in self.tasks.values():
+            effects += self._follow_producers(replica)
+        for replica in self.tasks.values():
+            effects += self._search(replica)
         effects += self.delivered()
-        for task in self.tasks.values():
-            effects += [*self._next(task), *task.caught_up(self.window)]
+        for replica in self.tasks.values():
+            effects += [*self._next(replica), *replica.caught_up()]
         if view.number:  # the last one, too, must reach sites that have no source
             effects.append(AskRecords(self.lacks_records()))
         return effects + self._finish_site()
 
+    def _reassign(self, view: View) -> list[SiteEffect]:
+        """Retire replicas that the view no longer has, begin new ones, and
+        tell the others what they are now."""
+        effects: list[SiteEffect] = []
+        held = view.tasks_at(self.site)
+        for key, replica in list(self.tasks.items()):
+            if key not in held or view.group(key).joined_view_of(self.site) != replica.joined_view:
+                effects += self._retire(replica)
+        for key in held:
+            if key not in self.tasks:
+                effects += self._open(key, view)
+        for key, replica in self.tasks.items():
+            group, shape = view.group(key), self.shape.stages[key[0]]
+            says = assigned(group, self.site, shape)
+            effects += replica.on_view(says, shape, view.members, self.recorded)
+            if replica.has_state:
+                replica.protect(self.shape)
+            gone = replica.donor.on_view(group, group.led_by(self.site))
+            effects += [AbandonHandOver(key, site) for site in gone]
+        return effects
+
     def lacks_records(self) -> Epoch | None:
         """After which epoch records may be of use here; None: only the latest."""
-        sources = [u for u in self.tasks.values() if u.shape.kind == "source" and u.installed]
+        sources = [u for u in self.tasks.values() if u.shape.kind == "source" and u.has_state]
         return min((u.finished for u in sources), default=None)
 
     def records_after(self, epoch: Epoch | None) -> list[EpochRecord]:
@@ -170,70 +190,33 @@ class Dataflow:
             return [self.records[max(self.records)]] if self.records else []
         return [self.records[e] for e in sorted(self.records) if e > epoch]
 
-    def _update_standby(self, task: Replica) -> None:
-        """Compute from now on, or do not."""
-        assert self.view is not None
-        group = self.view.group(task.key)
-        stood = task.standby
-        task.standby = self.site in group.standbys or (stood and self.site in group.joining)
-        if stood and not task.standby:
-            task.needs = None
-            task.replay(max(self.recorded, task.finished), self.window)
-        task.follower = task.shape.guard.follower and not group.led_by(self.site)
-        for consumer in task.inputs.values():
-            consumer.standby = task.standby or task.follower
-
-    def _guard(self, task: Replica) -> None:
-        """Keep, and say, what the protection of the task and of its neighbours takes."""
-        if not task.shape.guard.level:
-            task.needs = None
-        elif task.needs is None:  # what its state comes from was not followed
-            task.needs = Needs(task.finished, NO_EPOCH)
-        for exchange, producer in task.outputs.items():
-            guard = self.shape.stages[self.shape.consumer_of[exchange]].guard
-            producer.level, producer.complete = guard.level, guard.rebuild_level
-            producer.deterministic = task.shape.guard.comparable
-        for exchange, consumer in task.inputs.items():
-            guard = self.shape.stages[self.shape.producer_of[exchange]].guard
-            consumer.deterministic = guard.deterministic
-            consumer.levels = partial(task.levels, self.shape.levels)
-            consumer.lines = partial(task.lines, self.shape.levels)
-
-    def _open(self, key: TaskId, installed: bool) -> list[SiteEffect]:
-        assert self.view is not None
-        joined_view = self.view.group(key).joined_view_of(self.site)
-        finished = self.begun if installed else NO_EPOCH
-        self.tasks[key] = Replica(key, self.shape.stages[key[0]], installed, joined_view, finished)
-        self.tasks[key].standby = self.site in self.view.group(key).standbys
-        if installed:
-            self._add_ends(self.tasks[key], finished, finished)
-            group = self.view.group(key)
+    def _open(self, key: TaskId, view: View) -> list[SiteEffect]:
+        group, shape = view.group(key), self.shape.stages[key[0]]
+        joined_view = group.joined_view_of(self.site)
+        says = assigned(group, self.site, shape)
+        replica = Replica(key, shape, joined_view, says, self.begun, self.window)
+        self.tasks[key] = replica
+        if replica.has_state:
+            self._add_ends(replica, replica.finished)
             alike = [s for s in group.standbys if group.joined_view_of(s) == joined_view]
-            self.tasks[key].given = dict.fromkeys(alike, finished)
-        return [OpenTask(key, self.view)]
+            replica.donor.begin(alike, replica.finished)
+        return [OpenTask(key, view)]
 
-    def _close(self, key: TaskId) -> list[SiteEffect]:
-        task = self.tasks.pop(key)
-        for exchange in task.outputs:
-            del self.producers[exchange, key[1]]
-        for exchange in task.inputs:
-            del self.consumers[exchange, key[1]]
-        return [CloseTask(key)]
+    def _retire(self, replica: Replica) -> list[SiteEffect]:
+        replica.retire()
+        del self.tasks[replica.key]
+        for exchange in replica.outputs:
+            del self.producers[exchange, replica.key[1]]
+        for exchange in replica.inputs:
+            del self.consumers[exchange, replica.key[1]]
+        return [CloseTask(replica.key)]
 
-    def _add_ends(
-        self, task: Replica, finished: Epoch, needs: Epoch, log: Log | None = None
-    ) -> None:
-        group = task.key[1]
-        task.needs = Needs(finished, needs)
-        for exchange in task.shape.outputs:
-            level = self.shape.stages[self.shape.consumer_of[exchange]].guard.level
-            producer = Producer(exchange, group, level, finished, log)
-            task.outputs[exchange] = self.producers[exchange, group] = producer
-        for exchange in task.shape.inputs:
-            consumer = Consumer(exchange, group, self.window, finished, task.joined_view)
-            consumer.standby = task.standby or task.follower
-            task.inputs[exchange] = self.consumers[exchange, group] = consumer
-        self._guard(task)
+    def _add_ends(self, replica: Replica, needs: Epoch, log: Log | None = None) -> None:
+        replica.add_ends(self.shape, needs, log)
+        for exchange, producer in replica.outputs.items():
+            self.producers[exchange, replica.key[1]] = producer
+        for exchange, consumer in replica.inputs.items():
+            self.consumers[exchange, replica.key[1]] = consumer
 
     def _count_takers(self, producer: Producer) -> None:
         assert self.view is not None
@@ -242,64 +225,84 @@ class Dataflow:
             {GroupId(j): {s: c.joined_view_of(s) for s in c.all} for j, c in enumerate(groups)}
         )
 
-    def _follow_producers(self, consumer: Consumer) -> list[SiteEffect]:
+    def _follow_producers(self, replica: Replica) -> list[SiteEffect]:
+        """Say to all replicas of its producers where it is, and take from some, if it computes."""
         assert self.view is not None
-        stage = self.shape.producer_of[consumer.exchange]
-        groups = self.view.groups[stage]
-        prefer = {
-            GroupId(i): self.site
-            for i in range(len(groups))
-            if self._is_current((stage, GroupId(i)), consumer)
-        }
-        working = 1 if self.shape.stages[stage].guard.follower else None
-        return list(
-            consumer.on_view(
-                {GroupId(i): c.replicas[:working] for i, c in enumerate(groups)},
-                {
-                    GroupId(i): (c.replicas[working:] if working else ()) + c.joining
-                    for i, c in enumerate(groups)
-                },
+        effects: list[SiteEffect] = []
+        needed = replica.needed
+        for exchange, consumer in replica.inputs.items():
+            stage = self.shape.producer_of[exchange]
+            groups = self.view.groups[stage]
+            prefer = {
+                GroupId(i): self.site
+                for i in range(len(groups))
+                if self._is_current((stage, GroupId(i)), consumer)
+            }
+            takes, alike = replica.computes, self.shape.stages[stage].guard.deterministic
+            effects += consumer.on_view(
+                *senders(self.view, self.shape, exchange),
                 prefer,
                 self.connected,
+                needed,
+                takes=takes,
+                deterministic=alike,
             )
-        )
+        return effects
 
     def _is_current(self, key: TaskId, consumer: Consumer) -> bool:
         """Whether this site has a replica of the producer that is not behind the one we take
         from."""
-        task = self.tasks.get(key)
-        if task is None or not task.installed or task.standby:
+        replica = self.tasks.get(key)
+        if replica is None or not (replica.computes or replica.follows):
             return False
-        return task.finished >= consumer.received.get(key[1], consumer.finished)
+        return replica.finished >= consumer.received.get(key[1], consumer.finished)
 
     def _on_peer_connected(self, event: PeerConnected) -> list[SiteEffect]:
         self.connected.add(event.site)
-        effects: list[SiteEffect] = [
-            e for c in self.consumers.values() for e in c.on_connected(event.site, self.connected)
-        ]
-        for task in self.tasks.values():
-            effects += self._search(task)
+        effects: list[SiteEffect] = []
+        for replica in self.tasks.values():
+            needed = replica.needed
+            for consumer in replica.inputs.values():
+                effects += consumer.on_connected(event.site, self.connected, needed)
+        for replica in self.tasks.values():
+            effects += self._search(replica)
         return effects
 
     def _on_peer_lost(self, event: PeerLost) -> list[SiteEffect]:
-        self.connected.discard(event.site)
-        self._early = {key: ack for key, ack in self._early.items() if key[3] != event.site}
-        for task in self.tasks.values():  # some of it may not have arrived
-            task.given.pop(event.site, None)
+        """Of what was on its way some may not have arrived. That a hand-over failed is reported by
+        both ends, since the other one may be dead."""
+        site = event.site
+        self.connected.discard(site)
+        self._early = {key: ack for key, ack in self._early.items() if key[3] != site}
+        effects: list[SiteEffect] = []
+        for key, replica in self.tasks.items():
+            if replica.donor.on_lost(site):
+                effects += self._hand_over_failed(key, site)
+            if replica.source_site == site:
+                effects += replica.on_sender_lost(f"its connection to site {site} broke")
         for producer in self.producers.values():
-            producer.on_lost(event.site)
-        return [e for c in self.consumers.values() for e in c.on_lost(event.site, self.connected)]
+            producer.on_lost(site)
+        for replica in self.tasks.values():
+            needed = replica.needed
+            for consumer in replica.inputs.values():
+                effects += consumer.on_lost(site, self.connected, needed)
+        return effects
+
+    def _hand_over_failed(self, key: TaskId, joiner: SiteId) -> list[SiteEffect]:
+        assert self.view is not None
+        if joiner not in self.view.group(key).joining:
+            return [AbandonHandOver(key, joiner)]
+        reason = f"its connection to site {self.site} broke"
+        return [AbandonHandOver(key, joiner), ReportJoinFailed(key, joiner, reason)]
 
     def retry_stalled(self) -> list[SiteEffect]:
-        """Tasks that have something to do and have not moved since the last call: take what they
-        lack from another replica, in case the one they take from is slow."""
+        """Replicas that have something to do and have not moved since the last call: take what
+        they lack from another replica, in case the one they take from is slow."""
         effects: list[SiteEffect] = []
-        for task in self.tasks.values():
-            stuck = task.works and not task.busy and task.finished == task.finished_before
-            if stuck and task.finished < self.recorded:
-                for consumer in task.inputs.values():
-                    effects += consumer.turn(self.connected)
-            task.finished_before = task.finished
+        for replica in self.tasks.values():
+            if replica.is_stuck(self.recorded):
+                for consumer in replica.inputs.values():
+                    effects += consumer.turn(self.connected, replica.needed)
         return effects
 
     # --- the flow of data -----------------------------------------------------------------------
@@ -316,7 +319,7 @@ class Dataflow:
         if record.last:
             self.last, self.ended = record.epoch, record.ended
         sources = [u for u in self.tasks.values() if u.shape.kind == "source"]
-        effects = [e for u in sources for e in self._next(u)]
+        effects = [e for replica in sources for e in self._next(replica)]
         self._trim_records()
         return effects + self._finish_site()
 
@@ -327,7 +330,10 @@ class Dataflow:
             or consumer.joined_view != event.joined_view
             or not consumer.on_bundle(event)
         ):
-            return []  # for a replica that is no more, or it came twice
+            if consumer is None:
+                return self._discard(Stale.NOT_HELD)
+            other = consumer.joined_view != event.joined_view
+            return self._discard(Stale.OTHER_INCARNATION if other else Stale.REPEATED)
         return self._next(self.tasks[self.shape.consumer_of[event.exchange], event.consumer])
 
     def _on_ack_arrived(self, event: AckArrived) -> list[SiteEffect]:
@@ -340,11 +346,11 @@ class Dataflow:
             self._early[key] = event
             return []
         if counted > event.joined_view:
-            return []  # from a replica that was there before
+            return self._discard(Stale.OTHER_INCARNATION)
         effects: list[SiteEffect] = list(producer.on_ack(event))
-        task = self.tasks[self.shape.producer_of[event.exchange], event.producer]
-        if task.follower:
-            effects += self._next(task)
+        replica = self.tasks[self.shape.producer_of[event.exchange], event.producer]
+        if replica.follows:
+            effects += self._next(replica)
         return effects + self._finish_site()
 
     def _take_early(self) -> list[SiteEffect]:
@@ -355,56 +361,50 @@ class Dataflow:
         return effects + [e for question in asked.values() for e in self._on_log_asked(question)]
 
     def _on_task_processed(self, event: TaskProcessed) -> list[SiteEffect]:
-        task = self.tasks.get(event.task)
-        if task is None:
-            return []  # closed while it was at work
-        first = Epoch(event.epoch - len(event.earlier))
-        asked = task.busy == len(event.earlier) + 1
-        require(asked, f"stage {task.shape.name!r} was not asked to process epoch {event.epoch}")
-        task.worked(event.seconds)
-        effects: list[SiteEffect] = []
-        for epoch, outputs in enumerate((*event.earlier, event.outputs), first):
-            for exchange, bundles in outputs.items():
-                effects += task.outputs[exchange].offer(Epoch(epoch), event.last, bundles)
+        replica = self.tasks.get(event.task)
+        if replica is None:
+            return self._discard(Stale.NOT_HELD)  # retired while it was at work
+        effects = replica.on_processed(event, self.connected)
         if event.last:
-            require(first == task.finished + 1, f"epoch {first} was skipped")
-            task.finished = event.epoch
-            if task.needs is not None:
-                task.needs.processed(event.epoch, event.needs)
-            for consumer in task.inputs.values():
-                effects += consumer.finish(event.epoch, self.connected)
-            effects += self._delivered(task)
-            effects += self._handovers(task)
-            effects += task.caught_up(self.window)
-            effects += task.retained(self.shape.levels)
+            effects += self._delivered(replica)
+            effects += self._handovers(replica)
+            effects += replica.caught_up()
+            effects += replica.retained()
         self._trim_records()
-        return effects + self._next(task) + self._finish_site()
+        return effects + self._next(replica) + self._finish_site()
 
     def delivered(self) -> list[SiteEffect]:
         """How far the sinks are that this site leads, for a sequencer that may not know."""
-        return [e for task in self.tasks.values() for e in self._delivered(task)]
+        return [e for replica in self.tasks.values() for e in self._delivered(replica)]
 
-    def _delivered(self, task: Replica) -> list[SiteEffect]:
+    def _delivered(self, replica: Replica) -> list[SiteEffect]:
         assert self.view is not None
-        leads = self.view.group(task.key).led_by(self.site)
-        if task.shape.kind != "sink" or not leads or task.finished == NO_EPOCH:
+        leads = self.view.group(replica.key).led_by(self.site)
+        if replica.shape.kind != "sink" or not leads or replica.finished == NO_EPOCH:
             return []
-        return [ReportDelivered(task.key[0], task.finished)]
+        return [ReportDelivered(replica.key[0], replica.finished)]
 
-    def _next(self, task: Replica) -> list[SiteEffect]:
-        """What the task can do now, if anything."""
-        if task.busy or not task.installed or task.standby:
+    def _next(self, replica: Replica) -> list[SiteEffect]:
+        """What the replica can do now, if anything."""
+        if replica.work.busy:
             return []
-        if task.follower:
-            return [*task.follow(self.records), *self._handovers(task)]
-        order = task.next_epochs(self.records, self.recorded)
-        return [order] if order is not None else []
+        if replica.computes:
+            order = replica.next_order(self.records, self.recorded)
+            return [order] if order is not None else []
+        if replica.follows:
+            return [*replica.follow(self.records), *self._handovers(replica)]
+        return []
 
     def _on_sink_durable(self, event: SinkDurable) -> list[SiteEffect]:
-        task = self.tasks.get(event.task)
-        if task is None or not task.installed or not task.follower or event.epoch <= task.finished:
-            return []
-        return [*task.adopt_checkpoint(event.epoch, self.connected), *self._handovers(task)]
+        replica = self.tasks.get(event.task)
+        if replica is None:
+            return self._discard(Stale.NOT_HELD)
+        if not replica.follows:
+            return self._discard(Stale.NOT_FOLLOWING)
+        if event.epoch <= replica.finished:
+            return self._discard(Stale.REPEATED)
+        adopted = replica.adopt_checkpoint(event.epoch, self.connected)
+        return [*adopted, *self._handovers(replica)]
 
     def _trim_records(self) -> None:
         sources = [u.finished for u in self.tasks.values() if u.shape.kind == "source"]
@@ -417,8 +417,8 @@ class Dataflow:
         """Once in a view, when nothing is left to do here."""
         if self._reported or self.last is None or self.view is None:
             return []
-        working = [u for u in self.tasks.values() if not u.standby]
-        if any(not u.installed or (u.finished < self.last and not u.follower) for u in working):
+        working = [u for u in self.tasks.values() if not u.stands_by]
+        if any(not u.has_state or (u.finished < self.last and not u.follows) for u in working):
             return []
         sending = [producer for u in working for producer in u.outputs.values()]
         if any(self._is_owed(p, self.last) for p in sending):
@@ -430,7 +430,7 @@ class Dataflow:
         """Whether some replica of a consumer that takes it does not have everything yet."""
         assert self.view is not None
         stage = self.shape.consumer_of[producer.exchange]
-        taking = 1 if self.shape.stages[stage].guard.follower else None
+        taking = 1 if self.shape.stages[stage].guard.followers else None
         return any(
             producer.received(GroupId(j), site) < last
             for j, group in enumerate(self.view.groups[stage])
@@ -440,19 +440,29 @@ class Dataflow:
     # --- making a new replica ---------------------------------------------------------------------
 
     def _on_catch_up_ordered(self, event: CatchUpOrdered) -> list[SiteEffect]:
-        task = self.tasks.get(event.task)
-        if task is None or not task.installed or event.joiner in task.handed:
-            return []
+        replica = self.tasks.get(event.task)
+        if replica is None:
+            return self._discard(Stale.NOT_HELD)
+        if not (replica.computes or replica.follows):
+            return self._discard(Stale.NO_STATE)
+        if event.joiner in replica.donor.handed:
+            return self._discard(Stale.HANDED_OVER)
         assert self.view is not None
         if event.joiner not in self.view.group(event.task).joining:
-            return []  # it was given up meanwhile
-        # What the producers let go of before they counted the new replica, this one has received.
-        task.handovers[event.joiner] = task.received
-        return self._handovers(task) if not task.busy else []
+            return self._discard(Stale.NOT_JOINING)
+        # What the producers dropped before they counted the new replica, this one has received.
+        replica.donor.order(event.joiner, replica.received)
+        return self._handovers(replica) if not replica.work.busy else []
 
-    def _handovers(self, task: Replica) -> list[SiteEffect]:
+    def _handovers(self, replica: Replica) -> list[SiteEffect]:
+        if not replica.donor.due:
+            return []
         assert self.view is not None
-        return list(task.hand_over(self.view.group(task.key), self._stored))
+        group = self.view.group(replica.key)
+        over = replica.donor.hand_over(
+            replica.finished, group, replica.outputs, self.connected, self._stored
+        )
+        return list(over)
 
     def _on_store_ordered(self, event: StoreOrdered) -> list[SiteEffect]:
         """Every task as it is after this epoch and no other: what some have of later epochs others
@@ -460,15 +470,16 @@ class Dataflow:
         assert self.view is not None
         self._stored = event.after
         effects: list[SiteEffect] = []
-        for task in self.tasks.values():
-            if not self.view.group(task.key).led_by(self.site):
+        for replica in self.tasks.values():
+            if not self.view.group(replica.key).led_by(self.site):
                 continue
-            task.handovers[STORE] = event.epoch
-            if task.finished + task.busy > event.epoch:
-                del task.handovers[STORE]
-                effects.append(ReportMissed(task.key, event.epoch))
-            elif not task.busy:
-                effects += self._handovers(task)
+            if replica.finished + replica.work.busy > event.epoch:
+                replica.donor.cancel(STORE)
+                effects.append(ReportMissed(replica.key, event.epoch))
+                continue
+            replica.donor.order(STORE, event.epoch)
+            if not replica.work.busy:
+                effects += self._handovers(replica)
         return effects
 
     def is_covered(self, key: TaskId, epoch: int) -> bool:
@@ -481,79 +492,72 @@ class Dataflow:
         )
 
     def _on_checkpoint_due(self, event: CheckpointDue) -> list[SiteEffect]:
-        task = self.tasks.get(event.task)
-        if task is None or not task.installed or task.standby:
-            return []
+        replica = self.tasks.get(event.task)
+        if replica is None:
+            return self._discard(Stale.NOT_HELD)
+        if not replica.computes:
+            return self._discard(Stale.NOT_COMPUTING)
         assert self.view is not None
-        task.checkpoint(self.view.group(task.key).standbys)
-        return self._handovers(task) if not task.busy else []
+        standbys, busy = self.view.group(replica.key).standbys, replica.work.busy
+        replica.donor.order_checkpoints(standbys, replica.finished, bool(busy))
+        return self._handovers(replica) if not busy else []
+
+    def _on_hand_over_begun(self, event: HandOverBegun) -> list[SiteEffect]:
+        replica = self.tasks.get(event.task)
+        if replica is None:
+            return self._discard(Stale.NOT_HELD)
+        if replica.joined_view != event.joined_view:
+            # Producers may have dropped since then what that state lacks.
+            return self._discard(Stale.OTHER_INCARNATION)
+        return replica.on_offered(event.sender, event.offer) or self._discard(Stale.NOT_AWAITED)
 
     def _on_replica_installed(self, event: ReplicaInstalled) -> list[SiteEffect]:
-        task = self.tasks.get(event.task)
-        if task is None or (task.installed and not task.standby):
-            return []
-        if not task.installed:
-            return self._install(task, event.epoch, event.needs, event.kept, event.gaps)
-        task.install_outputs(event.epoch, event.kept, event.gaps, event.whole)
-        return list(task.adopt_checkpoint(event.epoch, self.connected))
-
-    def _install(
-        self,
-        task: Replica,
-        epoch: Epoch,
-        needs: Epoch,
-        kept: Mapping[ExchangeId, Mapping[GroupId, list[Any]]],
-        gaps: Mapping[ExchangeId, Mapping[GroupId, Gap]],
-        log: Log | None = None,
-    ) -> list[SiteEffect]:
-        """The task's state is that after `epoch`: from now on it is a replica like any other."""
+        replica = self.tasks.get(event.task)
+        if replica is None:
+            return self._discard(Stale.NOT_HELD)
         assert self.view is not None
-        task.installed, task.finished = True, epoch
-        enough = len(self.view.group(task.key).replicas) >= task.shape.guard.replicas
-        task.standby = enough and task.shape.guard.standbys > 0
-        task.follower = task.shape.guard.follower
-        self._add_ends(task, epoch, needs, log)
-        upto = epoch if task.follower else max(self.recorded, epoch)
-        task.replay(None if task.standby else upto, self.window)
-        task.install_outputs(epoch, kept, gaps)
-        for producer in task.outputs.values():
+        had_state = replica.has_state
+        enough = len(self.view.group(replica.key).replicas) >= replica.shape.guard.replicas
+        if not replica.installs(enough):
+            return self._discard(Stale.NOT_AWAITED)
+        if had_state:
+            replica.install_outputs(event.epoch, event.kept, event.gaps, event.whole)
+            return list(replica.adopt_checkpoint(event.epoch, self.connected))
+        self._begin(replica, event.epoch, event.needs)
+        replica.install_outputs(event.epoch, event.kept, event.gaps)
+        return self._take_part(replica)
+
+    def _begin(self, replica: Replica, epoch: Epoch, needs: Epoch, log: Log | None = None) -> None:
+        """The replica has the state after `epoch` from now on."""
+        replica.begins_at(epoch, self.recorded)
+        self._add_ends(replica, needs, log)
+
+    def _take_part(self, replica: Replica) -> list[SiteEffect]:
+        """From now on it is a replica like any other."""
+        for producer in replica.outputs.values():
             self._count_takers(producer)
-        effects = self._take_early()
-        for consumer in task.inputs.values():
-            effects += self._follow_producers(consumer)
-        if task.shape.kind == "source":
-            effects.append(AskRecords(epoch))
-        effects.append(ReportReplica(task.key, "installed"))
-        effects += [*self._next(task), *task.caught_up(self.window)]
+        effects = [*self._take_early(), *self._follow_producers(replica)]
+        if replica.shape.kind == "source":
+            effects.append(AskRecords(replica.finished))
+        effects.append(ReportReplica(replica.key, "installed"))
+        effects += [*self._next(replica), *replica.caught_up()]
+        if replica.follows:  # it waits for nothing
+            effects.append(ReportReplica(replica.key, "caught_up"))
         return effects + self._finish_site()
 
-    # --- rebuilding a task ---------------------------------------------------------------------
+    # --- rebuilding a replica -------------------------------------------------------------------
 
-    def _search(self, task: Replica) -> list[SiteEffect]:
-        """Ask all replicas of the producers of a task that is to be rebuilt what they have."""
-        assert self.view is not None
-        group = self.view.group(task.key)
-        if task.installed or group.replicas or self.site not in group.joining:
-            task.search = None
+    def _search(self, replica: Replica) -> list[SiteEffect]:
+        """Ask all replicas of the producers what they have, if that is what it waits for."""
+        if replica.state is not State.SEARCHING:
             return []
-        task.search = task.search or Search()
-        asked = [
-            AskLog(site, exchange, producer, task.key[1], task.joined_view)
-            for exchange, producer, site in self._sources(task)
-            if (exchange, producer, site) not in task.search.told and site in self.connected
-        ]
-        return [*asked, *self._rebuild(task)]
-
-    def _sources(self, task: Replica) -> dict[Source, None]:
-        """All replicas of its producers; none while one of them has no replica itself."""
         assert self.view is not None
-        found: dict[Source, None] = {}
-        for exchange in task.shape.inputs:
-            for i, group in enumerate(self.view.groups[self.shape.producer_of[exchange]]):
-                if not group.replicas:
-                    return {}
-                found |= {(exchange, GroupId(i), site): None for site in group.replicas}
-        return found
+        asked = [
+            AskLog(site, exchange, producer, replica.key[1], replica.joined_view)
+            for exchange, producer, site in producing(self.view, self.shape, replica.key[0])
+            if (exchange, producer, site) not in replica.search.told and site in self.connected
+        ]
+        return [*asked, *self._rebuild(replica)]
 
     def _on_log_asked(self, event: LogAsked) -> list[SiteEffect]:
         producer = self.producers.get((event.exchange, event.producer))
@@ -562,64 +566,56 @@ class Dataflow:
             self._asked[event.exchange, event.producer, event.consumer, event.site] = event
             return []
         if counted > event.joined_view:
-            return []
+            return self._discard(Stale.OTHER_INCARNATION)
         asked = (event.exchange, event.producer, event.consumer, event.joined_view)
         return [TellLog(event.site, *asked, producer.log(event.consumer))]
 
     def _on_log_told(self, event: LogTold) -> list[SiteEffect]:
         key = (self.shape.consumer_of[event.exchange], event.consumer)
-        task = self.tasks.get(key)
-        if task is None or task.search is None or task.joined_view != event.joined_view:
-            return []
-        source = (event.exchange, event.producer, event.site)
-        task.search.told[source] = event.log
-        return self._rebuild(task)
+        replica = self.tasks.get(key)
+        if replica is None:
+            return self._discard(Stale.NOT_HELD)
+        if replica.joined_view != event.joined_view:
+            return self._discard(Stale.OTHER_INCARNATION)
+        if replica.state is not State.SEARCHING:
+            return self._discard(Stale.NOT_SEARCHING)
+        replica.on_told((event.exchange, event.producer, event.site), event.log)
+        return self._rebuild(replica)
 
-    def _rebuild(self, task: Replica) -> list[SiteEffect]:
+    def _rebuild(self, replica: Replica) -> list[SiteEffect]:
         """Begin, if it is known from where on."""
-        log = task.search.begins(self._sources(task)) if task.search is not None else None
+        assert self.view is not None
+        log = replica.rebuild_point(producing(self.view, self.shape, replica.key[0]))
         if log is None:
             return []
-        task.search = None
-        if log.credit < 1:
-            return [ReportReplica(task.key, "impossible")]
+        if replica.state is State.SEARCHING:
+            return [ReportReplica(replica.key, "impossible")]
         self.recorded = max(self.recorded, log.upto)
-        right = max(log.after, log.line.get(task.key, NO_EPOCH))
+        right = max(log.after, log.line.get(replica.key, NO_EPOCH))
         makes = Log(right, log.upto, log.credit - 1, log.line)
-        nothing: dict[ExchangeId, dict[GroupId, Any]] = {x: {} for x in task.shape.outputs}
-        effects = self._install(task, log.after, log.after, nothing, nothing, makes)
-        return [BeginTask(task.key, log.after == self.begun), *effects]
+        self._begin(replica, log.after, log.after, makes)
+        begun = BeginTask(replica.key, log.after == self.begun)
+        return [begun, *self._take_part(replica)]
 
     def _on_retention_ordered(self, event: RetentionOrdered) -> list[SiteEffect]:
-        """Producers have let go of nothing that a task had not received by now."""
+        """Every member keeps from now on what it shall keep."""
         assert self.view is not None
-        effects: list[SiteEffect] = []
-        for task in self.tasks.values() if event.number == self.view.number else ():
-            if task.installed and task.shape.guard.rebuild_level < task.shape.guard.level:
-                task.retain_upto = task.received
-                effects += task.retained(self.shape.levels)
-        return effects
+        if event.number != self.view.number:
+            return self._discard(Stale.VIEW)
+        return [e for replica in self.tasks.values() for e in replica.retain()]
 
     def slowest(self) -> tuple[SiteId, int] | None:
         """The replica elsewhere that most is kept for here, and how many bytes."""
-        found = [p.slowest(self._standbys_of(p)) for p in self.producers.values()]
+        if (view := self.view) is None:
+            return None
+        producers = self.producers.values()
+        found = [p.slowest(meant_behind(view, self.shape, p.exchange)) for p in producers]
         return max((f for f in found if f is not None), key=lambda f: f[1], default=None)
-
-    def _standbys_of(self, producer: Producer) -> dict[GroupId, tuple[SiteId, ...]]:
-        """Those that are meant to be behind. If a task is rebuilt from what is kept, it is behind
-        at first, and letting it go would not let go any of that."""
-        assert self.view is not None
-        stage = self.shape.consumer_of[producer.exchange]
-        guard = self.shape.stages[stage].guard
-        return {
-            GroupId(j): c.all
-            if guard.rebuild_level
-            else c.standbys + (c.replicas[1:] if guard.follower else ())
-            for j, c in enumerate(self.view.groups[stage])
-        }
 
     def check_invariants(self) -> None:
         for producer in self.producers.values():
             producer.check_invariants()
         for consumer in self.consumers.values():
             consumer.check_invariants()
+        for replica in self.tasks.values():
+            replica.check_invariants()

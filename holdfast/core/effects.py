@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from holdfast.core.events import Timer
 from holdfast.core.ids import Epoch, ExchangeId, GroupId, SiteId, StageId, TaskId
 from holdfast.core.layout import View
 from holdfast.core.records import EpochRecord
@@ -163,6 +164,8 @@ class HandOver:
     """What is not kept any more."""
     after: Epoch | None = None
     """Only what has changed after this epoch; the rest is there already."""
+    joined_view: int = 0
+    """Of the replica at `joiner` that it is for."""
 
 
 @value
@@ -182,6 +185,34 @@ class ReportMissed:
 
     task: TaskId
     epoch: Epoch
+
+
+@value
+class ReceiveState:
+    """Put in what `sender` hands over: into the task, emptied before, or as a checkpoint that
+    replaces the task's state when it is complete. Answer `ReplicaInstalled`. Whatever came in
+    before is void."""
+
+    task: TaskId
+    sender: SiteId
+    offer: Any
+    checkpoint: bool
+
+
+@value
+class DiscardState:
+    """The rest of what was being handed over to the task will not come, or is not wanted."""
+
+    task: TaskId
+
+
+@value
+class ReportJoinFailed:
+    """Tell the controller that the task could not be handed over to `joiner`, and why."""
+
+    task: TaskId
+    joiner: SiteId
+    reason: str
 
 
 @value
@@ -206,6 +237,7 @@ class ReportReplica:
 
     task: TaskId
     phase: str
+    reason: str = ""
 
 
 @value
@@ -229,6 +261,9 @@ SiteEffect = (
     | StoreState
     | ReportMissed
     | AbandonHandOver
+    | ReceiveState
+    | DiscardState
+    | ReportJoinFailed
     | ReportDelivered
     | ReportReplica
     | ReportFinished
@@ -334,9 +369,9 @@ class FenceSite:
 
 @value
 class Wait:
-    """Answer `WaitOver(what)` after so many milliseconds."""
+    """Answer `WaitOver(timer)` after so many milliseconds."""
 
-    what: str
+    timer: Timer
     ms: int
 
 

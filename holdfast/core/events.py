@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
 from holdfast.core.ids import NO_EPOCH, Epoch, ExchangeId, GroupId, SiteId, StageId, TaskId
-from holdfast.core.layout import Domain, Guard, View
+from holdfast.core.layout import Domain, View
+from holdfast.core.protection import ProtectionSpec
 from holdfast.core.records import Block, EpochRecord
 from holdfast.core.upstream import Gap, Line, Log
 from holdfast.core.values import value
@@ -169,6 +171,17 @@ class RetentionOrdered:
 
 
 @value
+class HandOverBegun:
+    """The site `sender` begins to hand a task over to the replica that joined in this view; `offer`
+    is what it says of it."""
+
+    task: TaskId
+    sender: SiteId
+    offer: Any
+    joined_view: int = 0
+
+
+@value
 class ReplicaInstalled:
     """The state that another replica had after `epoch` is in place here, and these are the bundles
     that it still kept: all of them, or those of later epochs than it had given before."""
@@ -182,6 +195,22 @@ class ReplicaInstalled:
     """These are all, and not only those since the last time."""
     needs: Epoch = NO_EPOCH
     """After which epoch the input came that the state comes from, if that is known."""
+
+
+class Stale(Enum):
+    """Why a site's dataflow discarded an event."""
+
+    VIEW = "the view is not the one that is acted on, or not a later one"
+    NOT_HELD = "the task is not held here"
+    OTHER_INCARNATION = "it is for, or from, a replica that was there before"
+    REPEATED = "it came before"
+    NO_STATE = "the replica has no state that it could hand over"
+    NOT_COMPUTING = "the replica does not compute"
+    NOT_JOINING = "the joiner was given up meanwhile"
+    HANDED_OVER = "the state has gone to that joiner"
+    NOT_AWAITED = "the replica waits for no hand-over"
+    NOT_SEARCHING = "the replica is not being rebuilt"
+    NOT_FOLLOWING = "the replica knows by itself what is durable"
 
 
 SiteEvent = (
@@ -199,6 +228,7 @@ SiteEvent = (
     | StoreOrdered
     | CatchUpOrdered
     | RetentionOrdered
+    | HandOverBegun
     | ReplicaInstalled
 )
 
@@ -400,17 +430,42 @@ class SiteFinished:
 
 
 @value
+class DoubtTimer:
+    """How long to wait for word from a new replica whose donor died; the n-th time."""
+
+    number: int
+
+
+@value
+class PatienceTimer:
+    """How long a missing replica waits for the n-th site that was launched."""
+
+    number: int
+
+
+@value
+class RejoinTimer:
+    """The pause before a replica that could not be made is tried again."""
+
+    task: TaskId
+
+
+Timer = DoubtTimer | PatienceTimer | RejoinTimer
+"""What the controller waits for."""
+
+
+@value
 class WaitOver:
     """The time asked for with `Wait` has passed."""
 
-    what: str
+    timer: Timer
 
 
 @value
 class ProtectionWanted:
     """The user wants stages to be protected so."""
 
-    guards: tuple[Guard, ...]
+    guards: tuple[ProtectionSpec, ...]
     """By stage."""
 
 

@@ -17,15 +17,18 @@ wire. So the oldest epoch of the flow can always be moved on, whoever is slow an
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from holdfast.core.effects import SendAck, SendBundle
 from holdfast.core.events import AckArrived, BundleArrived
 from holdfast.core.ids import NO_EPOCH, Epoch, ExchangeId, GroupId, SiteId
-from holdfast.core.upstream import Gap, Line, Log, merged
+from holdfast.core.upstream import Gap, Line, Log, Needed, merged
 from holdfast.errors import DivergenceError, ProtocolError, require
+
+NOTHING = Needed()
+"""There are no levels: what is received is not needed any more."""
 
 
 class Kept(NamedTuple):
@@ -105,9 +108,14 @@ class Producer:
         """At which level what is kept is complete."""
         self.lanes: dict[GroupId, _Lane] = {}
         self.made = made
-        self.deterministic = deterministic
+        self._deterministic = deterministic
         self._log = log or Log(made, made, level, {})
         self._part = 0
+
+    def protect(self, level: int, complete: int, deterministic: bool) -> None:
+        """The consumers let go at this `level`, and what is kept is complete at that one; what
+        another replica has sent is compared, if they are `deterministic`."""
+        self.level, self.complete, self._deterministic = level, complete, deterministic
 
     def on_view(self, replicas: Mapping[GroupId, Mapping[SiteId, int]]) -> None:
         """Count these replicas of the consumers, and no others; each with the view it is from."""
@@ -254,7 +262,7 @@ class Producer:
 
     def _verify(self, lane: _Lane, ack: AckArrived) -> None:
         """Two replicas must make the same frames: compare what the other one sent with ours."""
-        if ack.take or ack.finished == NO_EPOCH or not self.deterministic:
+        if ack.take or ack.finished == NO_EPOCH or not self._deterministic:
             return
         if ack.finished > self.made:
             lane.claims[ack.finished] = ack.checksum
@@ -367,14 +375,10 @@ class Consumer:
         self.finished, self.joined_view = finished, joined_view
         self._promised = NO_EPOCH
         """Up to which epoch producers may send, as they were told; there may be less room now."""
-        self.standby = False
-        """It takes nothing yet, and is counted."""
-        self.deterministic = True
+        self._takes = True
+        """If not, it takes nothing yet, and is counted."""
+        self._deterministic = True
         """Whether it does not matter from which replica of a producer it takes its frames."""
-        self.levels: Callable[[Epoch], tuple[Epoch, ...]] = lambda received: ()
-        """What is not needed any more, by level, given what was received."""
-        self.lines: Callable[[], tuple[Line, ...]] = lambda: ()
-        """What goes with it."""
         self.received: dict[GroupId, Epoch] = {}
         self.source: dict[GroupId, SiteId | None] = {}
         self._replicas: dict[GroupId, tuple[SiteId, ...]] = {}
@@ -390,36 +394,46 @@ class Consumer:
         joining: Mapping[GroupId, tuple[SiteId, ...]],
         prefer: Mapping[GroupId, SiteId],
         connected: set[SiteId],
+        needed: Needed = NOTHING,
+        *,
+        takes: bool = True,
+        deterministic: bool = True,
     ) -> list[SendAck]:
         """Take from these replicas of the producers; tell them, and those that join, where we are.
 
-        `prefer` names the replicas that are on this site and not behind.
+        `prefer` names the replicas that are on this site and not behind. One that does not compute
+        takes nothing. If the producer's replicas are not `deterministic`, it takes from the first.
         """
+        self._takes, self._deterministic = takes, deterministic
         for producer, sites in replicas.items():
             self.received.setdefault(producer, self.finished)
             self._replicas[producer] = sites
             self._counted[producer] = sites + joining[producer]
             self._choose(producer, connected, prefer.get(producer))
-        return self.acks(connected)
+        return self.acks(connected, needed)
 
-    def on_connected(self, site: SiteId, connected: set[SiteId]) -> list[SendAck]:
+    def on_connected(
+        self, site: SiteId, connected: set[SiteId], needed: Needed = NOTHING
+    ) -> list[SendAck]:
         for producer in self.received:
             if self.source.get(producer) is None:
                 self._choose(producer, connected, None)
-        return [a for a in self.acks(connected) if a.site == site]
+        return [a for a in self.acks(connected, needed) if a.site == site]
 
-    def on_lost(self, site: SiteId, connected: set[SiteId]) -> list[SendAck]:
+    def on_lost(
+        self, site: SiteId, connected: set[SiteId], needed: Needed = NOTHING
+    ) -> list[SendAck]:
         """Ask another replica at once for what this one was sending. It may come twice."""
         effects = []
         for producer, source in self.source.items():
             if source == site:
                 self._choose(producer, connected, None)
-                effects += [a for a in self.acks(connected) if a.producer == producer]
+                effects += [a for a in self.acks(connected, needed) if a.producer == producer]
         return effects
 
     def _choose(self, producer: GroupId, connected: set[SiteId], prefer: SiteId | None) -> None:
-        alive = [s for s in self._replicas[producer] if s in connected and not self.standby]
-        if not self.deterministic:
+        alive = [s for s in self._replicas[producer] if s in connected and self._takes]
+        if not self._deterministic:
             self.source[producer] = alive[0] if alive else None
         elif prefer is not None and prefer in alive:
             self.source[producer] = prefer
@@ -427,15 +441,15 @@ class Consumer:
             turn = (producer + self.group) % len(alive) if alive else 0
             self.source[producer] = alive[turn] if alive else None
 
-    def turn(self, connected: set[SiteId]) -> list[SendAck]:
+    def turn(self, connected: set[SiteId], needed: Needed = NOTHING) -> list[SendAck]:
         """Take what is lacking of the next epoch from the next replica."""
         effects = []
-        for producer, received in self.received.items() if self.deterministic else ():
+        for producer, received in self.received.items() if self._deterministic else ():
             alive = [s for s in self._replicas[producer] if s in connected]
             source = self.source.get(producer)
             if received == self.finished and source in alive and len(alive) > 1:
                 self.source[producer] = alive[(alive.index(source) + 1) % len(alive)]
-                effects += [a for a in self.acks(connected) if a.producer == producer]
+                effects += [a for a in self.acks(connected, needed) if a.producer == producer]
         return effects
 
     @property
@@ -495,29 +509,33 @@ class Consumer:
         """The epochs of which something is here, oldest first."""
         return sorted(self._arrived)
 
-    def finish(self, epoch: Epoch, connected: set[SiteId]) -> list[SendAck]:
+    def finish(
+        self, epoch: Epoch, connected: set[SiteId], needed: Needed = NOTHING
+    ) -> list[SendAck]:
         """The stage has processed everything up to `epoch`: tell all producers."""
         self.finished = epoch
         self._checksum = self._taken
-        return self.acks(connected)
+        return self.acks(connected, needed)
 
-    def adopt_checkpoint(self, epoch: Epoch, connected: set[SiteId]) -> list[SendAck]:
+    def adopt_checkpoint(
+        self, epoch: Epoch, connected: set[SiteId], needed: Needed = NOTHING
+    ) -> list[SendAck]:
         """The state is that after `epoch` now: nothing before is needed any more."""
         self.finished = epoch
         self.received = dict.fromkeys(self.received, epoch)
-        return self.acks(connected)
+        return self.acks(connected, needed)
 
-    def acks(self, connected: set[SiteId]) -> list[SendAck]:
-        lines = self.lines()
+    def acks(self, connected: set[SiteId], needed: Needed = NOTHING) -> list[SendAck]:
         return [
-            self.ack(producer, site, lines)
+            self.ack(producer, site, needed)
             for producer, sites in self._counted.items()
             for site in sites
             if site in connected
         ]
 
-    def ack(self, producer: GroupId, site: SiteId, lines: tuple[Line, ...]) -> SendAck:
+    def ack(self, producer: GroupId, site: SiteId, needed: Needed) -> SendAck:
         known = producer in self._checksum
+        received, levels = self.received[producer], needed.levels
         self._promised = max(self._promised, Epoch(self.finished + self.window))
         return SendAck(
             site,
@@ -525,13 +543,13 @@ class Consumer:
             producer,
             self.group,
             self.joined_view,
-            self.received[producer],
+            received,
             self._promised,
             self.source[producer] == site,
             self.finished if known else NO_EPOCH,
             self._checksum.get(producer, 0),
-            self.levels(self.received[producer]),
-            lines,
+            (received,) * needed.depth if levels is None else levels,
+            needed.lines,
         )
 
     def check_invariants(self) -> None:

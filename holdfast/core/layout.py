@@ -10,57 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.core.ids import ExchangeId, GroupId, SiteId, StageId, TaskId
+from holdfast.core.protection import DOMAINS, NO_PROTECTION, ProtectionSpec
 from holdfast.errors import HostError
-
-
-@dataclass(frozen=True, slots=True)
-class Guard:
-    """How the tasks of a stage are protected."""
-
-    replicas: int = 1
-    apart: str = "process"
-    """The failure domain that no two replicas may share."""
-    standbys: int = 0
-    """How many more replicas stand by: they get checkpoints, and compute nothing."""
-    every_ms: int = 0
-    """How often they get one."""
-    every_epochs: int = 0
-    """Or after how many epochs."""
-    recovery_ms: int = 0
-    """Or within which time they shall be able to go on in place of one that is lost."""
-    deterministic: bool = True
-    """Whether its replicas make the same frames, row by row. If not, consumers take them from the
-    first replica, and the others withhold theirs."""
-    follower: bool = False
-    """Of sources and sinks: whether replicas other than the first only follow it: they know which
-    epochs nobody needs from them any more, and do the others when they come to lead."""
-    level: int = 0
-    """If not 0, the input is kept at this level: see `holdfast.core.upstream`."""
-    rebuild_level: int = 0
-    """If not 0, tasks that are lost are rebuilt from what is kept, which is complete at this
-    level. While protection changes it may be below the other one."""
-
-    @property
-    def comparable(self) -> bool:
-        """Whether what a replica makes is to be the same as what another one has made. A task that
-        is rebuilt makes some of it wrong that nobody needs."""
-        return self.deterministic and not self.rebuild_level
-
-    @property
-    def wanted(self) -> int:
-        """How many sites shall have something of each partition."""
-        return self.replicas + self.standbys
-
-    @property
-    def counts(self) -> tuple[int, int]:
-        return self.replicas, self.standbys
-
-    def towards(self, aim: Guard) -> Guard:
-        """What comes before `aim`. What is kept now is kept until all that is wanted is in place;
-        and who is there now stays until enough is kept."""
-        if aim.level > self.level:
-            return replace(self, level=aim.level)
-        return replace(aim, level=self.level, rebuild_level=self.rebuild_level)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +25,7 @@ class StageShape:
     inputs: tuple[ExchangeId, ...] = ()
     outputs: tuple[ExchangeId, ...] = ()
     ordered: bool = True
-    guard: Guard = Guard()
+    guard: ProtectionSpec = NO_PROTECTION
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +44,7 @@ class Shape:
         return max(s.guard.level for s in self.stages)
 
     @property
-    def guards(self) -> tuple[Guard, ...]:
+    def guards(self) -> tuple[ProtectionSpec, ...]:
         """By stage."""
         return tuple(s.guard for s in self.stages)
 
@@ -101,16 +52,9 @@ class Shape:
         """With the protection that the view says."""
         return self if view.guards in ((), self.guards) else self.guarded(view.guards)
 
-    def guarded(self, guards: tuple[Guard, ...]) -> Shape:
+    def guarded(self, guards: tuple[ProtectionSpec, ...]) -> Shape:
         both = zip(self.stages, guards, strict=True)
         return replace(self, stages=tuple(replace(s, guard=g) for s, g in both))
-
-
-GRANULARITIES = ("partition", "dataflow", "cluster")
-
-
-DOMAINS = ("process", "executor", "host", "application")
-"""What can fail at once, from the narrowest to the widest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +127,7 @@ class PartitionGroup:
             joined_view=tuple(pair for pair in self.joined_view if pair[0] in left),
         )
 
-    def fitted(self, guard: Guard, number: int) -> PartitionGroup:
+    def fitted(self, guard: ProtectionSpec, number: int) -> PartitionGroup:
         """With as many replicas as a stage shall have from the view with this number on, and as
         many that are standbys, as far as they are there. One that has computed and shall stand by
         gets its state again: it is ahead of what it would be given."""
@@ -216,9 +160,9 @@ class View:
     members: tuple[SiteId, ...]
     groups: tuple[tuple[PartitionGroup, ...], ...]
     """By stage."""
-    guards: tuple[Guard, ...] = ()
+    guards: tuple[ProtectionSpec, ...] = ()
     """How each is protected, if not as planned."""
-    aims: tuple[Guard, ...] = ()
+    aims: tuple[ProtectionSpec, ...] = ()
     """How each shall be, if that is not how it is."""
 
     def __str__(self) -> str:
@@ -281,7 +225,10 @@ class View:
         return replace(self, number=self.number + 1, members=members, groups=placed)
 
     def guarded(
-        self, before: tuple[Guard, ...], guards: tuple[Guard, ...], aims: tuple[Guard, ...] = ()
+        self,
+        before: tuple[ProtectionSpec, ...],
+        guards: tuple[ProtectionSpec, ...],
+        aims: tuple[ProtectionSpec, ...] = (),
     ) -> View:
         """The next view, in which stages are protected otherwise than before."""
         number = self.number + 1
@@ -296,6 +243,48 @@ def _sites(group: PartitionGroup) -> str:
     joining = "".join(f"+{s}" for s in group.joining)
     standbys = "".join(f"~{s}" for s in group.standbys)
     return ",".join(str(s) for s in group.replicas) + joining + standbys
+
+
+def producing(
+    view: View, shape: Shape, stage: StageId
+) -> dict[tuple[ExchangeId, GroupId, SiteId], None]:
+    """All replicas of a stage's producers; none while a producer has no replica itself."""
+    found: dict[tuple[ExchangeId, GroupId, SiteId], None] = {}
+    for exchange in shape.stages[stage].inputs:
+        for i, group in enumerate(view.groups[shape.producer_of[exchange]]):
+            if not group.replicas:
+                return {}
+            found |= {(exchange, GroupId(i), site): None for site in group.replicas}
+    return found
+
+
+BySender = dict[GroupId, tuple[SiteId, ...]]
+
+
+def senders(view: View, shape: Shape, exchange: ExchangeId) -> tuple[BySender, BySender]:
+    """By producer of an exchange: the replicas that its frames can be taken from, and others that
+    must be told what was received. A follower has nothing to send before it leads."""
+    stage = shape.producer_of[exchange]
+    groups = {GroupId(i): c for i, c in enumerate(view.groups[stage])}
+    if shape.stages[stage].guard.followers:
+        others = {i: c.replicas[1:] + c.joining for i, c in groups.items()}
+        return {i: c.replicas[:1] for i, c in groups.items()}, others
+    return {i: c.replicas for i, c in groups.items()}, {i: c.joining for i, c in groups.items()}
+
+
+def meant_behind(
+    view: View, shape: Shape, exchange: ExchangeId
+) -> dict[GroupId, tuple[SiteId, ...]]:
+    """Of an exchange's consumers, the replicas that may be far behind. One that is rebuilt from
+    what is kept is behind at first, and removing it would not free any of that."""
+    stage = shape.consumer_of[exchange]
+    guard = shape.stages[stage].guard
+
+    def some(group: PartitionGroup) -> tuple[SiteId, ...]:
+        followers = group.replicas[1:] if guard.followers else ()
+        return group.all if guard.rebuild_level else group.standbys + followers
+
+    return {GroupId(j): some(c) for j, c in enumerate(view.groups[stage])}
 
 
 def partitions_of(view: View, tasks: Iterable[TaskId], shape: Shape) -> str:
@@ -384,9 +373,9 @@ def may_join(
     stage: StageShape, replicas: Iterable[SiteId], site: SiteId, domains: Mapping[SiteId, Domain]
 ) -> bool:
     """Whether a replica at `site` is apart from these, as the stage wants it."""
+    apart = stage.guard.failure_domain
     return all(
-        site != other
-        and getattr(domains[site], stage.guard.apart) != getattr(domains[other], stage.guard.apart)
+        site != other and getattr(domains[site], apart) != getattr(domains[other], apart)
         for other in replicas
     )
 
@@ -407,7 +396,7 @@ def _next_replica(
 ) -> SiteId:
     fit = [s for s in candidates if may_join(stage, replicas, s, domains)]
     if not fit:
-        apart = stage.guard.apart
+        apart = stage.guard.failure_domain
         found = {getattr(domains[s], apart) for s in [*replicas, *candidates]}
         raise HostError(
             f"stage {stage.name!r} wants {stage.guard.wanted} replicas of each partition, no two "

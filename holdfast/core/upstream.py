@@ -66,6 +66,15 @@ class Gap(NamedTuple):
     line: Line
 
 
+class Needed(NamedTuple):
+    """What a consumer tells its producers of its needs, at each of so many levels."""
+
+    depth: int = 0
+    levels: tuple[Epoch, ...] | None = None
+    """Up to which epochs it does not need its input any more; None: nothing that it has."""
+    lines: tuple[Line, ...] = ()
+
+
 class Needs:
     """Which input the state of a task comes from, epoch by epoch."""
 

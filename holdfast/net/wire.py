@@ -471,6 +471,8 @@ class HandOverBegin(Message, frozen=True):
     after: EpochNumber | None
     """Only what has changed after this epoch."""
     gaps: list[Gap]
+    joined_view: Number = 0
+    """Of the replica that it is for, and not for one before it at the same site."""
 
 
 class HandOverState(Message, frozen=True):

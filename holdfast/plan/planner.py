@@ -27,11 +27,12 @@ from holdfast.api.graph import (
     UnionNode,
     topological,
 )
-from holdfast.api.protection import Protection, none
+from holdfast.api.protection import none
 from holdfast.connectors.sinks import Sink
 from holdfast.connectors.sources import Source
 from holdfast.core.ids import ExchangeId, StageId
-from holdfast.core.layout import Guard, Shape, StageShape
+from holdfast.core.layout import Shape, StageShape
+from holdfast.core.protection import ProtectionSpec
 from holdfast.engine.batches import with_order
 from holdfast.engine.operators.base import KeyedOperator, Port
 from holdfast.engine.steps import Branch, Step
@@ -79,7 +80,7 @@ class Stage:
     operator: KeyedOperator | None = None
     sink: Sink | None = None
     merge: Merge = "ordered"
-    protection: Protection | None = None
+    protection: ProtectionSpec | None = None
     steps: list[PlannedStep] = field(default_factory=list)
     inputs: list[Exchange] = field(default_factory=list)
     outputs: list[Exchange] = field(default_factory=list)
@@ -143,18 +144,7 @@ def shape(plan: Plan, partitions: int) -> Shape:
                 tuple(ExchangeId(e.id) for e in stage.inputs),
                 tuple(ExchangeId(e.id) for e in stage.outputs),
                 stage.merge == "ordered",
-                Guard(
-                    protection.replicas,
-                    protection.apart,
-                    protection.standbys,
-                    protection.every_ms,
-                    protection.every_epochs,
-                    protection.recovery_ms,
-                    protection.deterministic and not _is_follower(stage),
-                    _is_follower(stage),
-                    levels[stage.id],
-                    levels[stage.id],
-                ),
+                protection.resolved(levels[stage.id], _has_followers(stage)),
             )
         )
     wanted = {(s.protection or none()).granularity for s in plan.stages}
@@ -171,10 +161,10 @@ def shape(plan: Plan, partitions: int) -> Shape:
     )
 
 
-def _is_follower(stage: Stage) -> bool:
+def _has_followers(stage: Stage) -> bool:
     """Whether a replica can follow the one that leads without doing what it does: a source that can
     be read again, or a sink that knows by itself what it has."""
-    if stage.protection is None or not stage.protection.follower:
+    if stage.protection is None or not stage.protection.followers:
         return False
     if stage.source is not None:
         return not stage.source.pushed
@@ -182,8 +172,8 @@ def _is_follower(stage: Stage) -> bool:
 
 
 def protected_otherwise(
-    flow: Flow, stage: str, protection: Protection, partitions: int
-) -> tuple[KeyedNode, tuple[Guard, ...]]:
+    flow: Flow, stage: str, protection: ProtectionSpec, partitions: int
+) -> tuple[KeyedNode, tuple[ProtectionSpec, ...]]:
     """The node behind a stage of `flow`; and how all stages are protected if this one is so."""
     planner = _Planner(flow)
     planned = planner.plan()
@@ -375,7 +365,7 @@ class _Planner:
         for position, stream in enumerate(node.inputs):
             self._connect(stream, stage, position, node.operator.keys)
 
-    def _protection_of(self, node: KeyedNode, stage: Stage) -> Protection:
+    def _protection_of(self, node: KeyedNode, stage: Stage) -> ProtectionSpec:
         wanted = node.protection or self.flow.protection
         found = wanted if node.operator.bounded else wanted.of_unbounded()
         if found is None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from holdfast.core.ids import TaskId
-from holdfast.core.layout import Guard
+from holdfast.core.protection import ProtectionSpec
 
 AGAIN = 0.5
 """Of the time that a recovery may take, what is for doing again what the lost site had done since
@@ -38,7 +38,7 @@ class CheckpointSchedule:
         self._last: dict[TaskId, Progress] = {}
 
     def is_due(
-        self, task: TaskId, guard: Guard, now: Progress, is_covered: Callable[[int], bool]
+        self, task: TaskId, guard: ProtectionSpec, now: Progress, is_covered: Callable[[int], bool]
     ) -> bool:
         """Whether a task takes a checkpoint now. `is_covered` says whether all who take its output
         have had theirs after an epoch."""
@@ -55,7 +55,7 @@ class CheckpointSchedule:
         return due
 
 
-def _schedule(guard: Guard, progress: Progress) -> float:
+def _schedule(guard: ProtectionSpec, progress: Progress) -> float:
     """How many of them there have been."""
     if guard.every_epochs:
         return progress.epoch / guard.every_epochs

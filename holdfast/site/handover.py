@@ -51,7 +51,13 @@ class Outgoing:
             for c, gap in lanes.items()
         ]
         begin = wire.HandOverBegin(
-            *order.task, order.epoch, self.nbytes, runner.extras(), order.after, gaps
+            *order.task,
+            order.epoch,
+            self.nbytes,
+            runner.extras(),
+            order.after,
+            gaps,
+            order.joined_view,
         )
         self._parts = self._all(begin, order, held)
 

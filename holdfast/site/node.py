@@ -28,13 +28,16 @@ from holdfast.core.effects import (
     AskRecords,
     BeginTask,
     CloseTask,
+    DiscardState,
     FollowEpoch,
     HandOver,
     IngestEpochs,
     OpenTask,
     ProcessBundles,
+    ReceiveState,
     ReportDelivered,
     ReportFinished,
+    ReportJoinFailed,
     ReportMissed,
     ReportReplica,
     SendAck,
@@ -51,6 +54,7 @@ from holdfast.core.events import (
     ChainJoined,
     CheckpointDue,
     DrainRequested,
+    HandOverBegun,
     LogAsked,
     LogTold,
     PauseRequested,
@@ -69,6 +73,7 @@ from holdfast.core.events import (
 from holdfast.core.ids import FIRST, NO_EPOCH, Epoch, ExchangeId, GroupId, SiteId, StageId, TaskId
 from holdfast.core.layout import View
 from holdfast.core.records import EpochRecord
+from holdfast.core.replica import State
 from holdfast.core.sequencer import Sequencer
 from holdfast.core.upstream import Log
 from holdfast.errors import ProtocolError
@@ -194,20 +199,14 @@ class Node:
         }
         if known is None and self.site in view.sequencers:
             self.sequencing.open()
-        for task, incoming in list(self.incoming.items()):
-            if incoming.donor not in view.members:
-                del self.incoming[task]
-                if not self.dataflow.tasks[task].installed:
-                    self._fail_replica(task, self.site, f"site {incoming.donor} died")
         self.stages.on_view(view)
         self._handle(ViewCommitted(view))
-        self.incoming = {u: i for u, i in self.incoming.items() if self._is_awaited(u)}
         self.stages.on_view(view)  # tasks that it opened
         self.serving.on_view(view, self.site, self._sinks)
         self.sourcing.announce_again()
         self.sourcing.ask_for_push_batches()
         self.sequencing.on_view(view)
-        joins = self.site in view.group(FIRST).joining and self.dataflow.tasks[FIRST].installed
+        joins = self.site in view.group(FIRST).joining and self.dataflow.tasks[FIRST].has_state
         if joins and known is not None and known.sequencers[-1:] != view.sequencers[-1:]:
             self.sequencing.waits_for_chain = True  # the replica it was chained to is gone
         self.sequencing.take_early()
@@ -248,16 +247,6 @@ class Node:
 
     def on_lost(self, site: SiteId) -> None:
         self._acks.pop(site, None)
-        for task, held in self.dataflow.tasks.items():
-            if site in held.handed:  # some of it may not have arrived
-                self._abandon(task, site)
-                if self.view is not None and site in self.view.group(task).joining:
-                    self._fail_replica(task, site, f"its connection to site {self.site} broke")
-        for task, incoming in list(self.incoming.items()):
-            if incoming.donor == site:
-                del self.incoming[task]
-                if not self.dataflow.tasks[task].installed:
-                    self._fail_replica(task, self.site, f"its connection to site {site} broke")
         self._handle(PeerLost(site))
 
     def report_again(self) -> None:
@@ -341,7 +330,8 @@ class Node:
             case wire.Retain():
                 self._handle(RetentionOrdered(message.number))
             case wire.HandOverBegin():
-                self._on_hand_over_begin(site, message)
+                task = (StageId(message.stage), GroupId(message.group))
+                self._handle(HandOverBegun(task, site, message, message.joined_view))
             case wire.HandOverState() | wire.HandOverKept() | wire.HandOverHeld():
                 incoming = self.incoming.get((StageId(message.stage), GroupId(message.group)))
                 if incoming is not None and incoming.donor == site:
@@ -483,6 +473,12 @@ class Node:
                 self._transport.tell(missed)
             case AbandonHandOver():
                 self._abandon(effect.task, effect.joiner)
+            case ReceiveState():
+                self._receive_state(effect)
+            case DiscardState():
+                self._discard_state(effect.task)
+            case ReportJoinFailed():
+                self._fail_replica(effect.task, effect.joiner, effect.reason)
             case ReportDelivered():
                 self._report_delivered(effect)
             case ReportReplica():
@@ -625,15 +621,10 @@ class Node:
             self._handle(CatchUpOrdered(task, joiner))
 
     def _begin_hand_over(self, effect: HandOver) -> None:
-        task, joiner = effect.task, effect.joiner
-        if joiner in self.dataflow.connected:
-            begun = self._now()
-            self.outgoing[task, joiner] = Outgoing(effect, self.stages.tasks[task])
-            self.freeze_ms = max(self.freeze_ms, (self._now() - begun) * 1e3)
-        elif self.view is not None and joiner in self.view.group(task).joining:
-            self._fail_replica(task, joiner, f"it has no connection to site {self.site}")
-        else:
-            self.dataflow.tasks[task].given.pop(joiner, None)
+        begun = self._now()
+        outgoing = Outgoing(effect, self.stages.tasks[effect.task])
+        self.outgoing[effect.task, effect.joiner] = outgoing
+        self.freeze_ms = max(self.freeze_ms, (self._now() - begun) * 1e3)
 
     def checkpoint(self) -> None:
         """Called every now and then: have tasks whose time has come give their state to those that
@@ -642,7 +633,7 @@ class Node:
         for task, runner in self.stages.tasks.items():
             standbys = self.view.group(task).standbys if self.view is not None else ()
             held = self.dataflow.tasks[task]
-            if not standbys or held.standby or not held.installed:
+            if not standbys or not held.computes:
                 continue
             if any((task, site) in self.outgoing for site in standbys):
                 continue
@@ -676,21 +667,18 @@ class Node:
         if outgoing is not None:
             outgoing.close()
 
-    def _is_awaited(self, task: TaskId) -> bool:
-        """Whether the task's state may come from elsewhere: it joins, or is a standby."""
-        held = self.dataflow.tasks.get(task)
-        return held is not None and (held.standby or not held.installed)
-
-    def _on_hand_over_begin(self, site: SiteId, message: wire.HandOverBegin) -> None:
-        task = (StageId(message.stage), GroupId(message.group))
-        if self.view is None or not self._is_awaited(task):
-            return
-        if self.dataflow.tasks[task].installed:
-            self.incoming[task] = Checkpoint(message, site, self.stages.tasks[task])
+    def _receive_state(self, effect: ReceiveState) -> None:
+        task = effect.task
+        if effect.checkpoint:
+            runner = self.stages.tasks[task]
+            self.incoming[task] = Checkpoint(effect.offer, effect.sender, runner)
             return
         self._failed_replicas.pop((task, self.site), None)
         self._empty(task)
-        self.incoming[task] = Incoming(message, site, self.stages.tasks[task])
+        self.incoming[task] = Incoming(effect.offer, effect.sender, self.stages.tasks[task])
+
+    def _discard_state(self, task: TaskId) -> None:
+        self.incoming.pop(task, None)
 
     def _on_hand_over_end(self, site: SiteId, message: wire.HandOverEnd) -> None:
         task = (StageId(message.stage), GroupId(message.group))
@@ -731,6 +719,9 @@ class Node:
 
     def _report_replica(self, effect: ReportReplica) -> None:
         task, phase = effect.task, effect.phase
+        if phase == "failed":
+            self._fail_replica(task, self.site, effect.reason)
+            return
         if phase == "installed":
             self._failed_replicas.pop((task, self.site), None)
         if phase == "installed" and task[0] in self.stages.pushed():
@@ -751,9 +742,9 @@ class Node:
 
     def _tell_if_whole(self, task: TaskId) -> None:
         held = self.dataflow.tasks.get(task)
-        if held is not None and held.installed and self._is_whole(task):
+        if held is not None and held.has_state and self._is_whole(task):
             self._tell_replica(task, self.site, "installed")
-            if held.replaying_to is None:
+            if held.state is not State.REPLAYING:
                 self._tell_replica(task, self.site, "caught_up")
 
     def _on_sequencer_state(self, message: wire.SequencerState) -> None:
@@ -835,7 +826,7 @@ class Node:
                 for (task, joiner), o in self.outgoing.items()
             ],
             "finished_epochs": [
-                [*task, u.finished, u.installed] for task, u in self.dataflow.tasks.items()
+                [*task, u.finished, u.has_state] for task, u in self.dataflow.tasks.items()
             ],
         }
 

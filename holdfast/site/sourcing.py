@@ -45,7 +45,7 @@ class Sourcing:
         """The sequencer may be another, or this site may lead where it did not."""
         led: set[tuple[int, int]] = set()
         for task, split in self._stages.splits():
-            if self._leads(task) and self._dataflow.tasks[task].installed:
+            if self._leads(task) and self._dataflow.tasks[task].has_state:
                 led.add((task[0], split.number))
                 self._to_sequencer(wire.Blocks(task[0], split.number, (), True))
                 self._announce(task, split, split.blocks())
@@ -72,7 +72,7 @@ class Sourcing:
         for task, split in self._stages.splits():
             held = self._dataflow.tasks[task]
             wanted = self._leads(task) or not only_leading
-            if wanted and held.installed and not held.follower:
+            if wanted and held.computes:
                 self.read_split(task, split, self._options.block_rows)
 
     def read_split(self, task: TaskId, split: Split, block_rows: int) -> None:
@@ -113,7 +113,7 @@ class Sourcing:
         """Tell replicas that only follow where the rows are that come next."""
         for task, split in self._stages.splits():
             position = split.position if self._leads(task) else None
-            if position is None or not self._stages.tasks[task].guard.follower:
+            if position is None or not self._stages.tasks[task].guard.followers:
                 continue
             assert self._dataflow.view is not None
             for site in self._dataflow.view.group(task).replicas[1:]:
@@ -123,14 +123,14 @@ class Sourcing:
     def on_split_at(self, message: wire.SplitAt) -> None:
         for task, split in self._stages.splits():
             meant = (task[0], split.number) == (message.source, message.split)
-            if meant and self._dataflow.tasks[task].follower:
+            if meant and self._dataflow.tasks[task].follows:
                 split.note(message.row, message.position)
 
     # --- rows that were pushed ------------------------------------------------------------------
 
     def on_push_batch(self, site: SiteId, message: wire.PushBatch, body: memoryview) -> None:
         held = self._dataflow.tasks.get((StageId(message.source), GroupId(0)))
-        if held is None or not held.installed:
+        if held is None or not held.has_state:
             return  # when it is installed it asks for what it lacks
         reader = self._stages.pushed()[message.source]
         if reader.leads:
@@ -150,6 +150,6 @@ class Sourcing:
         view = self._dataflow.view
         for source, reader in self._stages.pushed().items():
             task = (StageId(source), GroupId(0))
-            if view is not None and not reader.leads and self._dataflow.tasks[task].installed:
+            if view is not None and not reader.leads and self._dataflow.tasks[task].has_state:
                 leader = view.group(task).replicas[0]
                 self._send(leader, wire.PushHas(source, reader.has, True))

@@ -19,7 +19,8 @@ from holdfast.connectors.table import ViewWriter
 from holdfast.core.effects import IngestEpochs, ProcessBundles
 from holdfast.core.events import TaskProcessed
 from holdfast.core.ids import NO_EPOCH, STORE, Epoch, ExchangeId, GroupId, SiteId, StageId, TaskId
-from holdfast.core.layout import Guard, PartitionGroup, View
+from holdfast.core.layout import PartitionGroup, View
+from holdfast.core.protection import ProtectionSpec
 from holdfast.core.records import EpochRecord
 from holdfast.engine.batches import Track, concat, order_of
 from holdfast.engine.memory import NO_STATE, naming, state_size
@@ -97,7 +98,7 @@ class TaskRunner:
         self.spill = options.spill
         """The folder for what does not fit into memory."""
         self.runner = StageRunner(plan, stage, options.partitions)
-        self.guard = Guard()
+        self.guard = ProtectionSpec()
         self.followers: tuple[str, ...] = ()
         """Who gets what has changed of its state, from here."""
         self.routers = routers
@@ -146,7 +147,7 @@ class TaskRunner:
                     hint="its operator must be the one that has left it there",
                 ) from error
 
-    def protect(self, guard: Guard, followers: tuple[str, ...] = ()) -> None:
+    def protect(self, guard: ProtectionSpec, followers: tuple[str, ...] = ()) -> None:
         """Follow from now on what this protection, and these followers, have to know of the state.
         What is removed is noted for each until it asks, so all of them must."""
         self.guard, self.followers = guard, followers
@@ -428,7 +429,7 @@ class SiteStages:
                 others = [s for s in group.replicas if s != self.site]
                 reader.on_replicas(leads, others, group.joining, view.rank)
 
-    def _protection(self, task: TaskId, view: View) -> tuple[Guard, tuple[str, ...]]:
+    def _protection(self, task: TaskId, view: View) -> tuple[ProtectionSpec, tuple[str, ...]]:
         """Of the task; and to whom this replica gives what has changed. Who begins to do so gives
         everything at first."""
         guard, group = self._shape.under(view).stages[task[0]].guard, view.group(task)

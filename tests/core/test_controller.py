@@ -26,8 +26,11 @@ from holdfast.core.effects import (
 )
 from holdfast.core.events import (
     Call,
+    DoubtTimer,
     FlowFailed,
+    PatienceTimer,
     ProtectionWanted,
+    RejoinTimer,
     ReplicaBehind,
     ReplicaReported,
     SiteFinished,
@@ -36,11 +39,13 @@ from holdfast.core.events import (
     SitesHung,
     SitesPartitioned,
     StopRequested,
+    Timer,
     ViewSeen,
     WaitOver,
 )
 from holdfast.core.ids import GroupId, SiteId, StageId
-from holdfast.core.layout import Domain, Guard, Shape, StageShape, place, spans
+from holdfast.core.layout import Domain, Shape, StageShape, place, spans
+from holdfast.core.protection import ProtectionSpec
 from holdfast.errors import HostError, HungError, InvariantError, SiteLostError
 
 SHAPE = Shape(
@@ -70,7 +75,10 @@ def reported(
 
 
 def protected(replicas: int = 2, apart: str = "process") -> Shape:
-    stages = tuple(replace(s, guard=Guard(replicas, apart)) for s in SHAPE.stages)
+    stages = tuple(
+        replace(s, guard=ProtectionSpec(replicas=replicas, failure_domain=apart))
+        for s in SHAPE.stages
+    )
     return replace(SHAPE, stages=stages)
 
 
@@ -111,8 +119,8 @@ def views(effects: list[ControllerEffect]) -> list[str]:
     return [str(e.view) for e in effects if isinstance(e, CommitView)]
 
 
-def waits(effects: list[ControllerEffect]) -> list[str]:
-    return [e.what for e in effects if isinstance(e, Wait)]
+def waits(effects: list[ControllerEffect]) -> list[Timer]:
+    return [e.timer for e in effects if isinstance(e, Wait)]
 
 
 def replicas(controller: Controller) -> str:
@@ -242,7 +250,7 @@ def test_a_death_is_a_view_without_the_site_and_another_one_is_launched() -> Non
         FenceSite(1),
         LaunchSite(4, 0),
         CommitView(controller.view, addresses(0, 2, 3)),
-        Wait("patience 1", RELAUNCH_MS),
+        Wait(PatienceTimer(1), RELAUNCH_MS),
     ]
     assert str(controller.view) == "view 0.1 of 0 2 3: 0 2 | 2,3 3,0 0 2 | 2,3"
     assert controller.dead == {1: "killed"} and controller.replaced == {1: 4}
@@ -411,7 +419,7 @@ def test_a_standby_takes_over_at_once() -> None:
 def test_if_no_site_comes_the_others_get_the_replicas() -> None:
     controller = running(PAIRS, 4, 0)
     controller.handle(SitesFailed((1,), "killed"))
-    effects = controller.handle(WaitOver("patience 1"))
+    effects = controller.handle(WaitOver(PatienceTimer(1)))
     assert views(effects) == ["view 0.2 of 0 2 3: 0+3 2 | 2,3 3,0 0+2 2 | 2,3"]
     assert seen(controller) == [OrderCatchUp(0, (0, 0), 3), OrderCatchUp(0, (1, 2), 2)]
 
@@ -420,9 +428,9 @@ def test_patience_ends_though_more_has_failed_since() -> None:
     controller = running(PAIRS, 4, 0)
     first = waits(controller.handle(SitesFailed((1,), "killed")))
     again = waits(controller.handle(SitesFailed((4,), "it never came up")))
-    assert (first, again) == (["patience 1"], ["patience 2"])
-    assert controller.handle(WaitOver("patience 1")) == [], "5 is expected since then"
-    effects = controller.handle(WaitOver("patience 2"))
+    assert (first, again) == ([PatienceTimer(1)], [PatienceTimer(2)])
+    assert controller.handle(WaitOver(PatienceTimer(1))) == [], "5 is expected since then"
+    effects = controller.handle(WaitOver(PatienceTimer(2)))
     assert views(effects) == ["view 0.2 of 0 2 3: 0+3 2 | 2,3 3,0 0+2 2 | 2,3"]
     seen(controller)
     effects = controller.handle(reported(controller, 3, (0, 0), "installed"))
@@ -433,13 +441,13 @@ def test_patience_ends_though_more_has_failed_since() -> None:
 def test_one_wait_for_a_site_is_enough() -> None:
     controller = running(PAIRS, 4, 0)
     controller.handle(SitesFailed((1,), "killed"))
-    assert controller.handle(WaitOver("join 0 0")) == []
+    assert controller.handle(WaitOver(RejoinTimer((0, 0)))) == []
 
 
 def test_a_joiner_that_dies_before_its_replica_was_ordered() -> None:
     controller = lost_one()
     effects = controller.handle(SitesFailed((4,), "killed"))
-    assert Wait("join 0 0", 0) in effects and Wait("join 1 2", 0) in effects
+    assert Wait(RejoinTimer((0, 0)), 0) in effects and Wait(RejoinTimer((1, 2)), 0) in effects
     assert LaunchSite(5, 0) in effects
     assert replicas(controller) == "0 2 | 2,3 3,0 0 2 | 2,3"
     assert views(controller.handle(registered(5))) == [
@@ -453,8 +461,8 @@ def test_a_joiner_that_dies_while_it_is_copied_to() -> None:
     seen(controller)
     controller.handle(SitesFailed((4,), "killed"))
     assert controller.handle(reported(controller, 4, (1, 2), "installed")) == [], "too late"
-    controller.handle(WaitOver("join 0 0"))
-    controller.handle(WaitOver("join 1 2"))
+    controller.handle(WaitOver(RejoinTimer((0, 0))))
+    controller.handle(WaitOver(RejoinTimer((1, 2))))
     assert views(controller.handle(registered(5))) == [
         "view 0.4 of 0 2 3 5: 0+5 2 | 2,3 3,0 0+5 2 | 2,3"
     ]
@@ -469,8 +477,8 @@ def test_a_joiner_that_dies_when_its_replica_is_in_place() -> None:
     controller.handle(SitesFailed((4,), "killed"))
     assert replicas(controller) == "0 2 | 2,3 3,0 0 2 | 2,3"
     assert controller.phase((1, 2)) == "taken over"
-    controller.handle(WaitOver("join 0 0"))
-    controller.handle(WaitOver("join 1 3"))
+    controller.handle(WaitOver(RejoinTimer((0, 0))))
+    controller.handle(WaitOver(RejoinTimer((1, 3))))
     controller.handle(registered(5))
     assert replicas(controller) == "0+5 2 | 2,3 3,0 0+5 2 | 2,3"
 
@@ -482,12 +490,12 @@ def test_a_replica_that_failed_is_tried_again_after_a_pause_and_not_for_ever() -
         seen(controller)
         failed = reported(controller, 4, (1, 2), "failed", "its connection broke")
         effects = controller.handle(failed)
-        waits += [e.ms for e in effects if isinstance(e, Wait) and e.what == "join 1 2"]
+        waits += [e.ms for e in effects if isinstance(e, Wait) and e.timer == RejoinTimer((1, 2))]
         assert controller.view.group((1, 2)).joining == ()
         assert len(views(effects)) == 1
         if attempt < JOINS_MAX - 1:
             assert (1, 2) not in controller.unrecovered
-            (again,) = views(controller.handle(WaitOver("join 1 2")))
+            (again,) = views(controller.handle(WaitOver(RejoinTimer((1, 2)))))
             assert controller.view.group((1, 2)).joining == (4,), again
     assert waits == sorted(waits) and len(waits) == JOINS_MAX - 1
     assert (
@@ -525,18 +533,22 @@ def test_word_of_a_replica_in_time_saves_the_flow_when_its_donor_dies() -> None:
     seen(controller)
     controller.handle(reported(controller, 2, (0, 0), "installed"))
     controller.handle(reported(controller, 2, (2, 0), "installed"))
-    assert controller.handle(SitesFailed((0,), "killed too")) == [Wait("doubt 1", DOUBT_MS)]
+    assert controller.handle(SitesFailed((0,), "killed too")) == [Wait(DoubtTimer(1), DOUBT_MS)]
     effects = controller.handle(reported(controller, 2, (1, 0), "installed"))
     assert replicas(controller) == "2 | 2 | 2"
     assert controller.running and controller.dead == {1: "killed", 0: "killed too"}
     assert FenceSite(0) in effects
     last = views(effects)[-1]
     assert last == str(controller.view), "and all of them hear of it"
-    assert controller.handle(WaitOver("doubt 1")) == []
+    assert controller.handle(WaitOver(DoubtTimer(1))) == []
 
 
 def test_a_task_that_cannot_be_rebuilt_ends_the_flow_and_says_why() -> None:
-    guards = {"source": Guard(2), "keyed": Guard(level=1, rebuild_level=1), "sink": Guard(2)}
+    guards = {
+        "source": ProtectionSpec(replicas=2),
+        "keyed": ProtectionSpec(level=1, rebuild_level=1),
+        "sink": ProtectionSpec(replicas=2),
+    }
     anew = replace(LINE, stages=tuple(replace(s, guard=guards[s.kind]) for s in LINE.stages))
     controller = running(anew, 3, 1)
     assert controller.view is not None
@@ -547,7 +559,7 @@ def test_a_task_that_cannot_be_rebuilt_ends_the_flow_and_says_why() -> None:
         seen(controller)
         (site,) = controller.view.group(KEYED).joining
         effects = controller.handle(reported(controller, site, KEYED, "failed", "no room"))
-        controller.handle(WaitOver("join 1 0"))
+        controller.handle(WaitOver(RejoinTimer((1, 0))))
     (end,) = (e for e in effects if isinstance(e, EndFlow))
     text = str(end.error)
     assert text.startswith(f"{JOINS_MAX} attempts failed, the last because no room; ")
@@ -558,8 +570,8 @@ def test_no_word_of_the_replica_ends_the_flow() -> None:
     controller.handle(SitesFailed((1,), "killed"))
     seen(controller)
     controller.handle(reported(controller, 2, (0, 0), "installed"))
-    assert controller.handle(SitesFailed((0,), "killed too")) == [Wait("doubt 1", DOUBT_MS)]
-    (end,) = controller.handle(WaitOver("doubt 1"))
+    assert controller.handle(SitesFailed((0,), "killed too")) == [Wait(DoubtTimer(1), DOUBT_MS)]
+    (end,) = controller.handle(WaitOver(DoubtTimer(1)))
     assert isinstance(end.error, SiteLostError)
     text = str(end.error)
     assert "site 0 died (killed too); no replica is left of 'sessions': 0; 'alerts': 0" in text
@@ -571,7 +583,7 @@ def test_a_replica_that_says_it_failed_does_not_save_the_flow() -> None:
     seen(controller)
     controller.handle(SitesFailed((0,), "killed too"))
     controller.handle(reported(controller, 2, (1, 0), "failed", "site 0 died"))
-    effects = controller.handle(WaitOver("doubt 1"))
+    effects = controller.handle(WaitOver(DoubtTimer(1)))
     assert [type(e) for e in effects] == [EndFlow] and isinstance(effects[0].error, SiteLostError)
 
 
@@ -582,7 +594,7 @@ def test_a_site_that_gets_a_replica_after_it_had_finished_is_not_finished() -> N
     assert replicas(controller) == "0,1 | 1,2 | 2,3"
     controller.handle(finished(controller, 0))
     controller.handle(SitesFailed((3,), "killed"))
-    controller.handle(WaitOver("patience 1"))
+    controller.handle(WaitOver(PatienceTimer(1)))
     assert replicas(controller) == "0,1 | 1,2 | 2+0"
     seen(controller)
     controller.handle(reported(controller, 0, (2, 0), "installed"))
@@ -686,10 +698,10 @@ def test_spans() -> None:
 # --- changing protection ------------------------------------------------------------------------
 
 
-ANEW = Guard(level=1, rebuild_level=1)
+ANEW = ProtectionSpec(level=1, rebuild_level=1)
 
 
-def keyed_as(guard: Guard) -> Shape:
+def keyed_as(guard: ProtectionSpec) -> Shape:
     """Pairs at the ends."""
     stages = tuple(replace(s, guard=guard) if s.kind == "keyed" else s for s in PAIRS.stages)
     return replace(PAIRS, stages=stages)
@@ -699,7 +711,7 @@ def test_a_replica_that_is_made_for_another_reason_now_is_ordered_again() -> Non
     """Pairs shall be passive, and pairs again before the standby has its state: the donor has
     forgotten the first order with the replica that it was for."""
     controller = running(PAIRS, sites=2, spares=0)
-    for guard in (Guard(standbys=1, every_ms=100), Guard(2)):
+    for guard in (ProtectionSpec(standbys=1, every_ms=100), ProtectionSpec(replicas=2)):
         controller.handle(ProtectionWanted(keyed_as(guard).guards))
         assert controller.view is not None
         (joiner,) = controller.view.group(KEYED).joining

@@ -24,6 +24,7 @@ from holdfast.core.events import (
     AckArrived,
     BundleArrived,
     CatchUpOrdered,
+    HandOverBegun,
     PeerConnected,
     PeerLost,
     RecordArrived,
@@ -33,16 +34,18 @@ from holdfast.core.events import (
     ViewCommitted,
 )
 from holdfast.core.ids import NO_EPOCH
-from holdfast.core.layout import Guard, PartitionGroup, Shape, StageShape, View
+from holdfast.core.layout import PartitionGroup, Shape, StageShape, View
+from holdfast.core.protection import ProtectionSpec
 from holdfast.core.records import EpochRecord, Range
-from holdfast.core.replica import AT_ONCE_ROWS, AT_ONCE_S, REPLAYED, ROOM_BEHIND
+from holdfast.core.replica import ROOM_BEHIND, State
 from holdfast.core.upstream import Gap
+from holdfast.core.work import AT_ONCE_ROWS, AT_ONCE_S, REPLAYED
 
 SHAPE = Shape(
     (
-        StageShape(0, "packets", "source", 1, (), (0,), guard=Guard(replicas=2)),
-        StageShape(1, "sessions", "keyed", 1, (0,), (1,), guard=Guard(replicas=2)),
-        StageShape(2, "alerts", "sink", 1, (1,), (), guard=Guard(replicas=2)),
+        StageShape(0, "packets", "source", 1, (), (0,), guard=ProtectionSpec(replicas=2)),
+        StageShape(1, "sessions", "keyed", 1, (0,), (1,), guard=ProtectionSpec(replicas=2)),
+        StageShape(2, "alerts", "sink", 1, (1,), (), guard=ProtectionSpec(replicas=2)),
     ),
     producer_of=(0, 1),
     consumer_of=(1, 2),
@@ -96,6 +99,12 @@ def ack(exchange: int, from_: int, received: int, take: bool = True) -> AckArriv
 def processed(task: tuple[int, int], epoch: int, **outputs: str) -> TaskProcessed:
     made = {int(x[1:]): {0: Frames(name)} for x, name in outputs.items()}
     return TaskProcessed(task, epoch, True, made)
+
+
+def install(machine: Dataflow, done: ReplicaInstalled, donor: int = 0) -> list[SiteEffect]:
+    """All of a task's state comes in."""
+    machine.handle(HandOverBegun(done.task, donor, None))
+    return machine.handle(done)
 
 
 def of(kind: type, effects: list[SiteEffect]) -> list:
@@ -237,7 +246,7 @@ def test_a_replica_that_comes_after_the_end_was_said_is_seen_through_and_said() 
     """It may be the only one by then: nobody else would say it."""
     machine = finished_source()
     machine.handle(view(1, "0,1", "1", "1+0"))
-    effects = machine.handle(ReplicaInstalled(SINK, NO_EPOCH, {}, {}))
+    effects = install(machine, ReplicaInstalled(SINK, NO_EPOCH, {}, {}))
     assert of(ReportFinished, effects) == []
     machine.handle(view(2, "0,1", "1", "1,0"))
     machine.handle(bundle(1, 0))
@@ -305,7 +314,9 @@ def test_a_new_replica_goes_on_from_where_its_state_was_taken() -> None:
     machine.handle(record(7))  # the others are at 7
     machine.handle(ack(1, 1, 2))  # early: the sink's replica counts us already
     kept = {1: {0: [(3, True, Frames("o3")), (4, True, Frames("o4")), (5, True, Frames("o5"))]}}
-    effects = machine.handle(ReplicaInstalled(KEYED, 5, kept, {1: {0: gap(kept[1][0][0][0] - 1)}}))
+    effects = install(
+        machine, ReplicaInstalled(KEYED, 5, kept, {1: {0: gap(kept[1][0][0][0] - 1)}})
+    )
     assert ReportReplica(KEYED, "installed") in effects
     assert ReportReplica(KEYED, "caught_up") not in effects
     sent = of(SendBundle, effects)
@@ -323,7 +334,7 @@ def test_a_new_replica_goes_on_from_where_its_state_was_taken() -> None:
 
 def test_a_new_source_asks_for_the_records_it_lacks() -> None:
     machine = site(2, "0+2", "1", "1", connected=(0, 1))
-    effects = machine.handle(ReplicaInstalled(SOURCE, 4, {0: {0: []}}, {0: {0: gap(4)}}))
+    effects = install(machine, ReplicaInstalled(SOURCE, 4, {0: {0: []}}, {0: {0: gap(4)}}))
     assert AskRecords(4) in effects
     assert [e.epoch for e in of(IngestEpochs, machine.handle(record(5)))] == [5]
 
@@ -350,7 +361,7 @@ def test_a_stage_that_takes_anothers_place_takes_epochs_together_until_it_has_ca
     machine = site(2, "0", "1+2", "1", connected=(0, 1))
     for epoch in range(12):
         machine.handle(record(epoch))
-    told = of(SendAck, machine.handle(ReplicaInstalled(KEYED, 5, {1: {0: []}}, {1: {0: gap(5)}})))
+    told = of(SendAck, install(machine, ReplicaInstalled(KEYED, 5, {1: {0: []}}, {1: {0: gap(5)}})))
     assert [(a.site, a.credit) for a in told] == [(0, 5 + ROOM_BEHIND)]
     assert of(ProcessBundles, machine.handle(bundle(0, 6)))[0].earlier == ()
     for epoch in range(7, 14):
@@ -388,7 +399,7 @@ def test_a_source_stops_where_its_state_is_wanted() -> None:
 def test_state_that_comes_too_late_is_dropped() -> None:
     machine = site(2, "1", "0+2", "1", connected=(0, 1))
     machine.handle(view(1, "1", "0", "1"))
-    assert machine.handle(ReplicaInstalled(KEYED, 5, {1: {0: []}}, {1: {0: gap(5)}})) == []
+    assert install(machine, ReplicaInstalled(KEYED, 5, {1: {0: []}}, {1: {0: gap(5)}})) == []
 
 
 def test_a_consumer_does_not_turn_to_a_replica_beside_it_that_is_behind() -> None:
@@ -397,7 +408,7 @@ def test_a_consumer_does_not_turn_to_a_replica_beside_it_that_is_behind() -> Non
     machine = site(2, "1", "0+2", "2", connected=(0, 1))
     for epoch in range(3):
         machine.handle(bundle(1, epoch))
-    machine.handle(ReplicaInstalled(KEYED, 1, {1: {0: []}}, {1: {0: gap(1)}}))
+    install(machine, ReplicaInstalled(KEYED, 1, {1: {0: []}}, {1: {0: gap(1)}}))
     machine.handle(view(1, "1", "0,2", "2"))
     assert machine.consumers[1, 0].source[0] == 0
     machine.handle(bundle(0, 2))
@@ -414,7 +425,11 @@ def test_a_site_without_a_view_has_nothing_to_finish() -> None:
 
 def test_who_stood_by_and_lacks_nothing_has_caught_up_when_it_computes() -> None:
     """If nothing comes for a while, nobody else would say so."""
-    guards = (Guard(replicas=2), Guard(standbys=1, every_ms=100), Guard(replicas=2))
+    guards = (
+        ProtectionSpec(replicas=2),
+        ProtectionSpec(standbys=1, every_ms=100),
+        ProtectionSpec(replicas=2),
+    )
     machine = Dataflow(2, SHAPE.guarded(guards), window=3)
     machine.handle(PeerConnected(0))
     standby = View(
@@ -425,9 +440,9 @@ def test_who_stood_by_and_lacks_nothing_has_caught_up_when_it_computes() -> None
     )
     standby = replace(standby, groups=(*standby.groups, (PartitionGroup(0, 1, (0,)),)))
     machine.handle(ViewCommitted(standby))
-    assert machine.tasks[KEYED].standby
+    assert machine.tasks[KEYED].state is State.STANDBY
     effects = machine.handle(ViewCommitted(standby.without([1])))
-    assert not machine.tasks[KEYED].standby
+    assert machine.tasks[KEYED].state is State.ACTIVE
     assert ReportReplica(KEYED, "caught_up") in effects
 
 
@@ -437,7 +452,7 @@ def joined_after(seconds: float) -> list[int]:
     machine = site(2, "0", "1+2", "1", connected=(0, 1))
     for epoch in range(40):
         machine.handle(record(epoch))
-    machine.handle(ReplicaInstalled(KEYED, 5, {1: {0: []}}, {1: {0: gap(5)}}))
+    install(machine, ReplicaInstalled(KEYED, 5, {1: {0: []}}, {1: {0: gap(5)}}))
     orders = of(ProcessBundles, [e for n in range(6, 40) for e in machine.handle(bundle(0, n))])
     calls: list[int] = []
     while orders:

@@ -2,15 +2,18 @@
 
 from holdfast.core.effects import FollowEpoch, IngestEpochs, ProcessBundles, SendAck
 from holdfast.core.events import AckArrived, SinkDurable
-from holdfast.core.layout import Guard, Shape, StageShape
+from holdfast.core.layout import Shape, StageShape
+from holdfast.core.protection import ProtectionSpec
 
 from .test_dataflow import KEYED, SINK, SOURCE, Dataflow, PeerConnected, record, view
 
-LAZY = Guard(replicas=2, deterministic=False, follower=True)
+LAZY = ProtectionSpec(replicas=2, deterministic=False, followers=True)
 SHAPE = Shape(
     (
         StageShape(0, "packets", "source", 1, (), (0,), guard=LAZY),
-        StageShape(1, "windows", "keyed", 1, (0,), (1,), guard=Guard(level=1, rebuild_level=1)),
+        StageShape(
+            1, "windows", "keyed", 1, (0,), (1,), guard=ProtectionSpec(level=1, rebuild_level=1)
+        ),
         StageShape(2, "alerts", "sink", 1, (1,), (), guard=LAZY),
     ),
     producer_of=(0, 1),

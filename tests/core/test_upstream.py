@@ -6,12 +6,21 @@ from holdfast.core.effects import (
     ReportReplica,
     SendAck,
     SendBundle,
+    SiteEffect,
     TellLog,
 )
-from holdfast.core.events import AckArrived, LogAsked, LogTold, TaskProcessed, ViewCommitted
+from holdfast.core.events import (
+    AckArrived,
+    BundleArrived,
+    LogAsked,
+    LogTold,
+    TaskProcessed,
+    ViewCommitted,
+)
 from holdfast.core.exchange import Producer
 from holdfast.core.ids import NO_EPOCH
-from holdfast.core.layout import Guard, Shape, StageShape
+from holdfast.core.layout import Shape, StageShape
+from holdfast.core.protection import ProtectionSpec
 from holdfast.core.replica import ROOM_BEHIND
 from holdfast.core.upstream import Gap, Log, Needs, Search, merged
 
@@ -19,15 +28,19 @@ from .test_dataflow import Dataflow, Frames, PeerConnected, view
 
 SHAPE = Shape(
     (
-        StageShape(0, "source", "source", 1, (), (0,), guard=Guard(replicas=2)),
-        StageShape(1, "first", "keyed", 1, (0,), (1,), guard=Guard(level=2, rebuild_level=2)),
-        StageShape(2, "second", "keyed", 1, (1,), (2,), guard=Guard(level=1, rebuild_level=1)),
-        StageShape(3, "sink", "sink", 1, (2,), (), guard=Guard(replicas=2)),
+        StageShape(0, "source", "source", 1, (), (0,), guard=ProtectionSpec(replicas=2)),
+        StageShape(
+            1, "first", "keyed", 1, (0,), (1,), guard=ProtectionSpec(level=2, rebuild_level=2)
+        ),
+        StageShape(
+            2, "second", "keyed", 1, (1,), (2,), guard=ProtectionSpec(level=1, rebuild_level=1)
+        ),
+        StageShape(3, "sink", "sink", 1, (2,), (), guard=ProtectionSpec(replicas=2)),
     ),
     producer_of=(0, 1, 2),
     consumer_of=(1, 2, 3),
 )
-FIRST, SECOND = (1, 0), (2, 0)
+FIRST, SECOND, SINK = (1, 0), (2, 0), (3, 0)
 
 
 def site(number: int, *replicas: str, connected: tuple[int, ...] = ()) -> Dataflow:
@@ -36,6 +49,12 @@ def site(number: int, *replicas: str, connected: tuple[int, ...] = ()) -> Datafl
         machine.handle(PeerConnected(other))
     machine.handle(view(0, *replicas))
     return machine
+
+
+def process(machine: Dataflow, done: TaskProcessed) -> list[SiteEffect]:
+    """The first stage gets its input of an epoch, and processes it."""
+    machine.handle(BundleArrived(0, done.epoch, 0, 0, 0, True, Frames("i")))
+    return machine.handle(done)
 
 
 def ack(producer: Producer, received: int, *levels: int, site: int = 9) -> None:
@@ -106,8 +125,7 @@ def test_a_task_says_what_it_needs_at_every_level() -> None:
     assert machine.tasks[FIRST].needs is not None
     assert machine.tasks[FIRST].levels(2, 2) == (-1, -1)
     for epoch, after in ((0, 0), (1, 0), (2, 1)):
-        machine.tasks[FIRST].busy = True
-        machine.handle(TaskProcessed(FIRST, epoch, True, {1: {0: Frames("x")}}, after))
+        process(machine, TaskProcessed(FIRST, epoch, True, {1: {0: Frames("x")}}, after))
     machine.handle(AckArrived(1, 0, 0, 2, 0, 1, 4, True, -1, 0, (0, 0)))
     assert machine.tasks[FIRST].levels(2, 2) == (0, 0)
     machine.handle(AckArrived(1, 0, 0, 2, 0, 2, 5, True, -1, 0, (1, 1)))
@@ -116,10 +134,10 @@ def test_a_task_says_what_it_needs_at_every_level() -> None:
 
 def test_a_task_that_has_replicas_needs_nothing_that_it_has() -> None:
     machine = site(2, "0", "1", "1", "2", connected=(0, 1))
-    (sent,) = machine.consumers[2, 0].acks(machine.connected)
+    (sent,) = machine.consumers[2, 0].acks(machine.connected, machine.tasks[SINK].needed)
     assert isinstance(sent, SendAck) and sent.levels == (-1, -1)
     machine.consumers[2, 0].received[0] = 5
-    (sent,) = machine.consumers[2, 0].acks(machine.connected)
+    (sent,) = machine.consumers[2, 0].acks(machine.connected, machine.tasks[SINK].needed)
     assert sent.levels == (5, 5)
 
 
@@ -134,9 +152,9 @@ def test_a_lost_task_is_rebuilt_from_where_its_producers_have_its_input() -> Non
     }
     joined_view = asked[0].joined_view
     assert machine.handle(LogTold(0, 0, 0, 0, joined_view, Log(3, 8, 2, {}))) == []
-    assert not machine.tasks[FIRST].installed
+    assert not machine.tasks[FIRST].has_state
     effects = machine.handle(LogTold(0, 0, 0, 4, joined_view, Log(5, 9, 2, {})))
-    assert machine.tasks[FIRST].installed and machine.tasks[FIRST].finished == 5
+    assert machine.tasks[FIRST].has_state and machine.tasks[FIRST].finished == 5
     assert ReportReplica(FIRST, "installed") in effects
     assert ReportReplica(FIRST, "caught_up") not in effects, "others have got to 9"
     takes = [e for e in effects if isinstance(e, SendAck) and e.exchange == 0 and e.take]
@@ -178,9 +196,8 @@ def test_nothing_is_sent_again_that_the_consumer_has() -> None:
     machine.handle(AckArrived(1, 0, 0, 2, 0, 5, 8, True, -1, 0, (3, 3)))
     sent = []
     for epoch in (4, 5, 6):
-        machine.tasks[FIRST].busy = True
         done = TaskProcessed(FIRST, epoch, True, {1: {0: Frames(str(epoch))}}, epoch)
-        sent += [e.epoch for e in machine.handle(done) if isinstance(e, SendBundle)]
+        sent += [e.epoch for e in process(machine, done) if isinstance(e, SendBundle)]
     assert sent == [6]
     assert not [
         e for e in machine.handle(view(2, "0", "3", "2", "2")) if isinstance(e, ProcessBundles)
@@ -201,12 +218,11 @@ def rebuilt(log: Log, second: str = "2") -> Dataflow:
 def test_a_task_says_from_where_on_it_and_those_behind_it_would_be_right() -> None:
     machine = site(1, "0", "1", "2", "2", connected=(0, 2))
     for epoch in (0, 1, 2):
-        machine.tasks[FIRST].busy = 1
-        machine.handle(TaskProcessed(FIRST, epoch, True, {1: {0: Frames("x")}}, epoch))
+        process(machine, TaskProcessed(FIRST, epoch, True, {1: {0: Frames("x")}}, epoch))
     lines = ({SECOND: 1}, {SECOND: 0})
     machine.handle(AckArrived(1, 0, 0, 2, 0, 2, 5, True, -1, 0, (1, 0), lines))
     assert machine.tasks[FIRST].lines(2) == ({FIRST: 2}, {FIRST: 1, SECOND: 1})
-    (sent,) = machine.consumers[0, 0].acks(machine.connected)
+    (sent,) = machine.consumers[0, 0].acks(machine.connected, machine.tasks[FIRST].needed)
     assert sent.levels == (2, 1) and sent.lines == machine.tasks[FIRST].lines(2)
 
 
@@ -225,8 +241,7 @@ def test_what_is_not_right_yet_is_not_offered_to_consumers_that_are_rebuilt_too(
     """The first stage begins after epoch 3, with windows that it knows in part until epoch 5."""
     machine = rebuilt(Log(3, 6, 2, {FIRST: 5, SECOND: 9}))
     for epoch in (4, 5, 6):
-        machine.tasks[FIRST].busy = 1
-        machine.handle(TaskProcessed(FIRST, epoch, True, {1: {0: Frames(str(epoch))}}, epoch))
+        process(machine, TaskProcessed(FIRST, epoch, True, {1: {0: Frames(str(epoch))}}, epoch))
     producer = machine.producers[1, 0]
     assert [k.epoch for k in producer.lanes[0].kept] == [6]
     assert producer.log(0) == (5, 6, 1, {FIRST: 5, SECOND: 9})

@@ -17,9 +17,9 @@ import pytest
 from holdfast import active, count, none, pairs, passive, rollback, rows, upstream
 from holdfast.api.graph import Flow
 from holdfast.api.options import Options
-from holdfast.api.protection import Protection
 from holdfast.connectors.sources import Position, Rows, SplitReader
 from holdfast.core import sequencer
+from holdfast.core.protection import ProtectionSpec
 from holdfast.core.sequencer import Budget
 from holdfast.engine.batches import empty
 from holdfast.errors import FlowError
@@ -30,7 +30,7 @@ from .reference import check, ordered
 from .test_live import BUILD, STRICT, How, _rows, build
 
 STEPS_MAX = 60_000
-PROTECTIONS: list[Protection] = [
+PROTECTIONS: list[ProtectionSpec] = [
     none(),
     pairs(apart="process"),
     pairs(replicas=3, apart="process"),

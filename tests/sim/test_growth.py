@@ -9,9 +9,10 @@ import pytest
 from holdfast import col, count, discard, pairs, parquet
 from holdfast.api.graph import Flow
 from holdfast.api.options import Options
-from holdfast.api.protection import Protection, passive, upstream
+from holdfast.api.protection import passive, upstream
 from holdfast.connectors.sinks import Sink
 from holdfast.connectors.sources import rows
+from holdfast.core.protection import ProtectionSpec
 from holdfast.lab.sim import flows
 from holdfast.lab.sim.explore import OPTIONS
 from holdfast.lab.sim.timed import TimedWorld
@@ -31,7 +32,7 @@ def most(world: TimedWorld, measured: Callable[[Node], int]) -> int:
 
 
 def counts(
-    protection: Protection,
+    protection: ProtectionSpec,
     sink: Sink,
     least: int = 0,
     sites: int = 4,
@@ -53,7 +54,7 @@ def kept(node: Node) -> int:
 
 
 @pytest.mark.parametrize("protection", [UPSTREAM, PASSIVE], ids=["upstream", "passive"])
-def test_a_sink_without_rows_keeps_nothing_back(protection: Protection, tmp_path: Path) -> None:
+def test_a_sink_without_rows_keeps_nothing_back(protection: ProtectionSpec, tmp_path: Path) -> None:
     busy, quiet = (
         most(counts(protection, parquet(tmp_path / str(least), roll_s=0), least), kept)
         for least in (0, 1_000)

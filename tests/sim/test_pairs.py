@@ -18,11 +18,11 @@ import pytest
 
 from holdfast import Flow, col, count, max_, pairs, rows, sum_
 from holdfast.api.options import Options
-from holdfast.api.protection import Protection
 from holdfast.connectors.sources import Position, Source, SplitReader
 from holdfast.core.controller import State
 from holdfast.core.effects import ProcessBundles
 from holdfast.core.ids import SiteId
+from holdfast.core.protection import ProtectionSpec
 from holdfast.core.sequencer import Budget
 from holdfast.errors import DivergenceError, SiteLostError
 from holdfast.lab.sim.world import CONTROLLER, World
@@ -44,7 +44,7 @@ PAIRS = pairs(apart="process")
 ROOMY = replace(TINY.budget, epochs_in_flight_max=50, small_in_flight_max=50)
 
 
-def line(batches: list[pa.RecordBatch], protect: Protection | None = None) -> Flow:
+def line(batches: list[pa.RecordBatch], protect: ProtectionSpec | None = None) -> Flow:
     """A source, two keyed stages in a row and a window beside them, each with a sink."""
     flow = Flow("line") if protect is None else Flow("line", protect=protect)
     source = flow.source("events", rows(*batches), event_time="ts")
@@ -507,7 +507,7 @@ def test_a_death_in_each_phase_of_making_a_replica(phase: str, who: str) -> None
         "handing over": lambda: task in world.nodes[joiner].incoming,
         "installed": lambda: (
             task in world.nodes[joiner].dataflow.tasks
-            and world.nodes[joiner].dataflow.tasks[task].installed
+            and world.nodes[joiner].dataflow.tasks[task].has_state
         ),
         "promoted": lambda: joiner in world.controller.view.group(task).replicas,  # type: ignore[union-attr]
     }

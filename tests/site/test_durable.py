@@ -31,10 +31,10 @@ from holdfast import (
     sum_,
     view,
 )
-from holdfast.api.protection import Protection
 from holdfast.connectors.sources import Source, generator
 from holdfast.control.run import Run
 from holdfast.control.server import checkpoints as durable_module
+from holdfast.core.protection import ProtectionSpec
 from holdfast.storage.restore_point import RestorePoint
 from tests.site.test_pairs import PATIENCE_S, kill, replicas, until, until_protected, until_rows
 from tests.site.test_protections import events
@@ -44,7 +44,7 @@ RATE = 20_000
 SCHEMA = events(0, 0, 0).schema
 
 
-def mixed(source: Source, out: Path, protect: Protection | None = None) -> Flow:
+def mixed(source: Source, out: Path, protect: ProtectionSpec | None = None) -> Flow:
     """Windows, windows over them, running aggregates, a join, a view, and three sinks of files."""
     flow = Flow("mixed", protect=protect)
     made = flow.source("events", source, event_time="ts")
@@ -402,7 +402,7 @@ def test_rows_that_come_once_are_stored_before_anything_comes_of_them(
         os.utime(folder / ".new", ns=(1, age))
         (folder / ".new").rename(folder / f"{number:03d}.parquet")
 
-    def flow(protect: Protection | None = None) -> Flow:
+    def flow(protect: ProtectionSpec | None = None) -> Flow:
         flow = Flow("files", protect=protect)
         source = follow(folder, SCHEMA, until="_END", every_s=0.02)
         totals = flow.source("events", source).key_by("k").agg(t=sum_("v"), n=count())

@@ -32,7 +32,8 @@ from holdfast.core.effects import HandOver, IngestEpochs, ProcessBundles
 from holdfast.core.events import ReplicaInstalled
 from holdfast.core.exchange import Kept
 from holdfast.core.ids import ExchangeId, GroupId, SiteId
-from holdfast.core.layout import Guard, PartitionGroup, View
+from holdfast.core.layout import PartitionGroup, View
+from holdfast.core.protection import ProtectionSpec
 from holdfast.core.records import EpochRecord, Range
 from holdfast.core.upstream import Gap
 from holdfast.engine.batches import Track
@@ -226,7 +227,7 @@ def test_a_stage_that_is_behind_gives_what_each_epoch_gives(kind: str, at_once: 
     made = ingested(planned)
     one_by_one, together = runner(planned, 1, 4), runner(planned, 1, 4)
     for task in (one_by_one, together):
-        task.protect(Guard(level=1, rebuild_level=1))
+        task.protect(ProtectionSpec(level=1, rebuild_level=1))
     inputs = [{e.id: [frames[e.id]] for e in one_by_one.stage.inputs} for frames in made]
     expected, found, came_from = [], [], []
     for epoch, taken in enumerate(inputs):
@@ -602,8 +603,12 @@ def test_a_joiner_reports_a_failed_replica_until_it_is_handed_over_again() -> No
     node = Node(one_keyed_stage(), SiteId(1), OPTIONS, told)
     node.on_view(joining(0, 2, since=2))
     node.on_connected(SiteId(0))
-    begin = wire.HandOverBegin(1, 0, 5, 0, {}, None, [])
+    begin = wire.HandOverBegin(1, 0, 5, 0, {}, None, [], joined_view=2)
+    earlier = wire.HandOverBegin(1, 0, 5, 0, {}, None, [], joined_view=1)
+    node.receive(SiteId(0), earlier, memoryview(b""))
+    assert not node.incoming, "for a replica that was here before"
     node.receive(SiteId(0), begin, memoryview(b""))
+    assert (1, 0) in node.incoming
     node.on_lost(SiteId(0))
     assert told.taken() == [(1, 2, "failed")]
     node.report_again()

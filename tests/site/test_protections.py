@@ -27,9 +27,10 @@ from holdfast import (
     upstream,
 )
 from holdfast.api.graph import KeyedNode
-from holdfast.api.protection import Protection, none
+from holdfast.api.protection import none
 from holdfast.connectors.sources import Source
 from holdfast.control.run import Run
+from holdfast.core.protection import ProtectionSpec
 from holdfast.lab.workloads.paced import Paced
 from holdfast.plan.planner import plan
 from tests.site.test_pairs import PATIENCE_S, pids, replicas, until, until_protected, until_rows
@@ -56,7 +57,7 @@ def paced(folder: Path, rows: int | None = None) -> Paced:
 
 
 def windows(
-    source: Source, flow: Protection | None = None, stage: Protection | None = None
+    source: Source, flow: ProtectionSpec | None = None, stage: ProtectionSpec | None = None
 ) -> Flow:
     """Windows of about 20,000 rows each, and windows over them."""
     made = Flow("windows", protect=flow)
@@ -69,7 +70,7 @@ def windows(
     return made
 
 
-def sessions(source: Source, flow: Protection | None = None) -> Flow:
+def sessions(source: Source, flow: ProtectionSpec | None = None) -> Flow:
     """Sessions of which most end and some time out, and windows over both."""
     made = Flow("sessions", protect=flow)
     ended = (
@@ -88,7 +89,7 @@ def sessions(source: Source, flow: Protection | None = None) -> Flow:
     return made
 
 
-def totals(source: Source, flow: Protection | None = None) -> Flow:
+def totals(source: Source, flow: ProtectionSpec | None = None) -> Flow:
     """Windows, and what each of their keys has had from the beginning."""
     made = Flow("totals", protect=flow)
     keyed = made.source("events", source, event_time="ts").key_by("k")

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from contextlib import closing
 
 from holdfast import Flow, count, discard, generator, pairs, sum_
-from holdfast.api.protection import Protection
 from holdfast.connectors.sources import Locate, Source
 from holdfast.control.run import Run
+from holdfast.core.protection import ProtectionSpec
 from holdfast.errors import HostError
 from holdfast.net import wire
 from holdfast.net.client import to_leader
@@ -90,7 +90,7 @@ class Pushed(Source):
         return self.query
 
 
-def totals(source: Source, protect: Protection | None) -> Flow:
+def totals(source: Source, protect: ProtectionSpec | None) -> Flow:
     flow = Flow("pushed", protect=protect)
     keyed = flow.source("numbers", source).key_by("k")
     keyed.agg(t=sum_("v"), n=count()).sink("out", discard())

@@ -27,9 +27,9 @@ from holdfast import (
     upstream,
     view,
 )
-from holdfast.api.protection import Protection
 from holdfast.connectors.sources import Source, generator
 from holdfast.control.run import Run
+from holdfast.core.protection import ProtectionSpec
 from holdfast.errors import HostError
 from holdfast.storage.files import Folder
 from holdfast.storage.restore_point import Kind, RestorePoint
@@ -40,7 +40,7 @@ from tests.site.test_protections import events
 ROWS = 120_000
 
 
-def mixed(source: Source, out: Path, protect: Protection | None = None) -> Flow:
+def mixed(source: Source, out: Path, protect: ProtectionSpec | None = None) -> Flow:
     """State of several kinds, and two sinks."""
     flow = Flow("mixed", protect=protect)
     keyed = flow.source("events", source, event_time="ts").key_by("k")
@@ -109,7 +109,7 @@ def test_what_it_goes_on_with_is_not_forgotten_when_a_task_is_rebuilt(
 ) -> None:
     """Windows that were open when the flow was stopped are longer than all that comes after."""
 
-    def windows(source: Source, out: Path, protect: Protection | None = None) -> Flow:
+    def windows(source: Source, out: Path, protect: ProtectionSpec | None = None) -> Flow:
         flow = Flow("long", protect=protect)
         keyed = flow.source("events", source, event_time="ts").key_by("k")
         keyed.window(time=100_000).agg(t=sum_("v"), n=count()).sink("out", parquet(out))

@@ -24,9 +24,9 @@ from holdfast import (
     sum_,
     view,
 )
-from holdfast.api.protection import Protection
 from holdfast.connectors.sinks import Sink
 from holdfast.connectors.sources import Source
+from holdfast.core.protection import ProtectionSpec
 from holdfast.net.reader import SinkReader
 from holdfast.spark import history
 
@@ -51,7 +51,7 @@ def events(count: int = ROWS) -> pa.Table:
 
 
 def four_kinds(
-    source: Source, sink: Callable[[str], Sink], protect: Protection | None = None
+    source: Source, sink: Callable[[str], Sink], protect: ProtectionSpec | None = None
 ) -> Flow:
     """State of every kind: row windows, event-time windows, sessions, running aggregates."""
     flow = Flow("four kinds", protect=protect)

@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from holdfast import Flow, active, col, count, max_, parquet, passive, rollback, sum_, upstream
-from holdfast.api.protection import Protection
+from holdfast.core.protection import ProtectionSpec
 from holdfast.spark.sources import spark_batch
 from tests.spark.test_pairs import same, until
 
@@ -24,7 +24,7 @@ PROTECTIONS = {
 }
 
 
-def windows(df: DataFrame, out: Path, protection: Protection | None = None) -> Flow:
+def windows(df: DataFrame, out: Path, protection: ProtectionSpec | None = None) -> Flow:
     """Windows of about 20,000 rows each, and windows over them."""
     flow = Flow("windows on Spark", protect=protection)
     source = spark_batch(df, order_by="id")

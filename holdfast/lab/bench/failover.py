@@ -49,9 +49,10 @@ import pyarrow as pa
 from rich.console import Console
 
 from holdfast.api.graph import Flow
-from holdfast.api.protection import Protection, none, pairs
+from holdfast.api.protection import none, pairs
 from holdfast.connectors.sinks import discard
 from holdfast.control.applications import Apps
+from holdfast.core.protection import ProtectionSpec
 from holdfast.engine.expressions import last
 from holdfast.errors import HostError, InvariantError
 from holdfast.lab.bench.processes import cpu_s, tree
@@ -173,7 +174,7 @@ def _speeds(rows: int, repeats: int, console: Console) -> dict[str, list[Speed]]
     return speeds
 
 
-def _speed(spark: Any, protection: Protection, rows: int) -> Speed:
+def _speed(spark: Any, protection: ProtectionSpec, rows: int) -> Speed:
     make = dmz.DmzRows(splits=SITES, staggered=True)
     flow = dmz.dmz_flow(make.source(rows=rows), discard())
     flow.protection = protection

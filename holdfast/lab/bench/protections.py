@@ -46,8 +46,9 @@ from rich.console import Console
 
 from holdfast.advise.measure import STATUS_MS, watched
 from holdfast.api.options import Options
-from holdfast.api.protection import Protection, active, none, pairs, passive, rollback, upstream
+from holdfast.api.protection import active, none, pairs, passive, rollback, upstream
 from holdfast.control.run import Run
+from holdfast.core.protection import ProtectionSpec
 from holdfast.errors import FlowError, InvariantError
 from holdfast.lab.bench.failover import settle, until
 from holdfast.lab.bench.tradeoff import picture as picture
@@ -70,7 +71,7 @@ BEFORE_S = 0.05
 WITHOUT_END = 1 << 40
 FACTS_S = 5.0
 """How long a flow is looked at, to know what it does."""
-PROTECTIONS: dict[str, Protection] = {
+PROTECTIONS: dict[str, ProtectionSpec] = {
     "none": none(),
     "pairs": pairs(apart="process"),
     "active": active(apart="process"),
@@ -150,7 +151,7 @@ def facts(work: str, name: str) -> dict[str, Any]:
     return found
 
 
-def _is_possible(name: str, protection: Protection) -> bool:
+def _is_possible(name: str, protection: ProtectionSpec) -> bool:
     try:
         plan(made(name, "", 1.0, protection))
     except FlowError:
@@ -158,7 +159,9 @@ def _is_possible(name: str, protection: Protection) -> bool:
     return True
 
 
-def _run_at_full_speed(work: str, name: str, protection: Protection, rows: int, cost: Cost) -> None:
+def _run_at_full_speed(
+    work: str, name: str, protection: ProtectionSpec, rows: int, cost: Cost
+) -> None:
     folder = tempfile.mkdtemp(dir=work)
     source(folder, 1.0, head=rows).end(0.0)
     with made(name, folder, 1.0, protection, head=rows).start(

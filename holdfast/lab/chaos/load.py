@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.api.graph import Flow
-from holdfast.api.protection import Protection, active, pairs, passive, rollback, upstream
+from holdfast.api.protection import active, pairs, passive, rollback, upstream
+from holdfast.core.protection import ProtectionSpec
 from holdfast.lab.chaos import windows
 from holdfast.lab.workloads import dmz
 from holdfast.lab.workloads.paced import Delivery, EpochLog, Paced
@@ -28,7 +29,7 @@ SITES = 4
 KEYS = 20_000
 RATE = 20_000.0
 FLOWS = ("dmz", "windows")
-PROTECTIONS: dict[str, Protection] = {
+PROTECTIONS: dict[str, ProtectionSpec] = {
     "pairs": pairs(apart="process"),
     "active": active(apart="process"),
     "passive": passive(every_ms=200, apart="process"),

@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from holdfast.api.graph import Flow, KeyedNode
 from holdfast.api.options import Options
-from holdfast.api.protection import Protection, active, none, pairs, passive, rollback, upstream
+from holdfast.api.protection import active, none, pairs, passive, rollback, upstream
 from holdfast.connectors.sinks import Authority, Sink, SinkWriter, discard
 from holdfast.connectors.sources import Position, Source, SplitReader
 from holdfast.core.controller import Controller
@@ -32,6 +32,7 @@ from holdfast.core.effects import ControllerEffect
 from holdfast.core.events import SitesFailed
 from holdfast.core.ids import GroupId, SiteId, StageId
 from holdfast.core.layout import View
+from holdfast.core.protection import ProtectionSpec
 from holdfast.core.sequencer import Budget
 from holdfast.engine.batches import empty
 from holdfast.engine.expressions import col, max_
@@ -58,7 +59,7 @@ SCHEMA = pa.schema(
 """Fifty bytes."""
 
 
-def protection(name: str, interval_s: float) -> Protection:
+def protection(name: str, interval_s: float) -> ProtectionSpec:
     every_ms = max(
         1, round(interval_s * 1e3) - 1
     )  # the clock that it is asked by has that interval

@@ -15,6 +15,7 @@ from typing import Any
 
 from holdfast.core.controller import Controller
 from holdfast.core.dataflow import Dataflow
+from holdfast.core.donor import Donor
 from holdfast.core.effects import PublishRecord
 from holdfast.core.exchange import Consumer, Producer
 from holdfast.core.ids import NO_EPOCH, Epoch, GroupId
@@ -81,8 +82,8 @@ class Bug:
 
 
 def _no_acks_to_followers(right: Any) -> Any:
-    def acks(self: Consumer, connected: Any) -> Any:
-        return [a for a in right(self, connected) if a.take]
+    def acks(self: Consumer, *args: Any) -> Any:
+        return [a for a in right(self, *args) if a.take]
 
     return acks
 
@@ -115,8 +116,8 @@ def _not_committed(right: Any) -> Any:
 def _within_an_epoch(right: Any) -> Any:
     def ordered(self: Dataflow, event: Any) -> Any:
         task = self.tasks.get(event.task)
-        if task is not None and task.installed:
-            task.handovers[event.joiner] = task.finished
+        if task is not None and task.has_state:
+            task.donor.order(event.joiner, task.finished)
             return self._handovers(task)
         return right(self, event)
 
@@ -152,9 +153,9 @@ def _twice(right: Any) -> Any:
 
 
 def _credit_leaks(right: Any) -> Any:
-    def on_view(self: Consumer, *args: Any) -> Any:
+    def on_view(self: Consumer, *args: Any, **settings: Any) -> Any:
         self.window = max(0, self.window - 1)
-        return right(self, *args)
+        return right(self, *args, **settings)
 
     return on_view
 
@@ -370,7 +371,7 @@ def _standbys_are_not_counted(right: Any) -> Any:
 
 
 def _before_it_is_in_place(right: Any) -> Any:
-    def hand_over(self: Replica, *args: Any) -> Any:
+    def hand_over(self: Donor, *args: Any) -> Any:
         effects = right(self, *args)
         for site in self.given:
             self.given[site] = Epoch(self.given[site] + 1)
@@ -387,10 +388,9 @@ def _retention_not_awaited(_: Any) -> Any:
 
 
 def _whatever_comes_is_taken(_: Any) -> Any:
-    def is_awaited(self: Node, task: Any) -> bool:
-        return task in self.dataflow.tasks
+    def discard_state(self: Node, task: Any) -> None: ...
 
-    return is_awaited
+    return discard_state
 
 
 def _failure_is_said_once(_: Any) -> Any:
@@ -477,7 +477,7 @@ BUGS = [
     _passive("standby not counted", "producers do not keep what came since the last checkpoint",
         Dataflow, "_count_takers", _standbys_are_not_counted),
     _passive("changes left out", "a checkpoint lacks what changed right after the one before",
-        Replica, "hand_over", _before_it_is_in_place),
+        Donor, "hand_over", _before_it_is_in_place),
     _upstream("state not counted", "input is let go although state comes from it",
         TaskRunner, "came_from", _as_if_stateless),
     _upstream("one of many", "what was done together all goes into the last of its epochs",
@@ -495,5 +495,5 @@ BUGS = [
     _changes("stock not awaited", "replicas go before all is kept that a task is rebuilt from",
         Controller, "_lacks_retention", _retention_not_awaited, protocol="pairs", then="upstream"),
     _changes("late checkpoint", "who stood by and computes now still takes checkpoints",
-        Node, "_is_awaited", _whatever_comes_is_taken, protocol="passive", then="pairs"),
+        Node, "_discard_state", _whatever_comes_is_taken, protocol="passive", then="pairs"),
 ]  # fmt: skip

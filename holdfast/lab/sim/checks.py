@@ -108,7 +108,9 @@ class Checks:
             replicas = [s for s in view.group(task).all if s in domains]
             pairs = [(replicas[:n], s) for n, s in enumerate(replicas)]
             if not all(may_join(stage, others, site, domains) for others, site in pairs):
-                raise Violation(f"task {task}: two replicas in one {stage.guard.apart}: {view}")
+                raise Violation(
+                    f"task {task}: two replicas in one {stage.guard.failure_domain}: {view}"
+                )
 
     def _nothing_lost(self, view: View) -> None:
         """Whatever a living replica lacks, a living replica of its producer holds, or will make."""

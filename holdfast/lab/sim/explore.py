@@ -7,9 +7,9 @@ from functools import cache, partial
 
 from holdfast.api.graph import Flow, KeyedNode
 from holdfast.api.options import Options
-from holdfast.api.protection import Protection, active, pairs, passive, rollback, upstream
+from holdfast.api.protection import active, pairs, passive, rollback, upstream
 from holdfast.core.controller import State
-from holdfast.core.layout import Guard
+from holdfast.core.protection import ProtectionSpec
 from holdfast.core.sequencer import Budget
 from holdfast.errors import HoldfastError
 from holdfast.lab.sim import flows
@@ -43,7 +43,7 @@ OPTIONS = Options(
 SCARCE_BYTES = 12_000
 """Buffers that are soon full: whoever is slow is let go."""
 
-PROTOCOLS: dict[str, Protection] = {
+PROTOCOLS: dict[str, ProtectionSpec] = {
     "pairs": pairs(apart="process"),
     "triples": pairs(replicas=3, apart="process"),
     "active": active(apart="process"),
@@ -91,7 +91,7 @@ class Case:
         return flow
 
     @property
-    def guards(self) -> tuple[Guard, ...]:
+    def guards(self) -> tuple[ProtectionSpec, ...]:
         """How stages are protected later on."""
         return shape(plan(self._flow(self.then)), self._options().partitions).guards
 
@@ -127,7 +127,7 @@ class Case:
         return world
 
 
-def _change(world: TimedWorld, guards: tuple[Guard, ...]) -> None:
+def _change(world: TimedWorld, guards: tuple[ProtectionSpec, ...]) -> None:
     """Protect otherwise, as soon as that can be."""
     if world.controller.state is State.RUNNING and not world.leaderless:
         world.want(guards)
@@ -159,7 +159,7 @@ class Outcome:
     seconds: float = 0.0
     log: list[str] = field(default_factory=list)
     trace: list[tuple[object, ...]] = field(default_factory=list)
-    guards: tuple[Guard, ...] = ()
+    guards: tuple[ProtectionSpec, ...] = ()
     """How the stages were protected in the end."""
 
 

@@ -14,9 +14,10 @@ import numpy as np
 import pyarrow as pa
 
 from holdfast.api.graph import Flow, Stream
-from holdfast.api.protection import Protection, none
+from holdfast.api.protection import none
 from holdfast.connectors.sinks import discard
 from holdfast.connectors.sources import rows
+from holdfast.core.protection import ProtectionSpec
 from holdfast.engine.expressions import at_start, col, count, lit, max_, mean, sum_
 from holdfast.lab.sim.world import World
 
@@ -151,7 +152,7 @@ FLOWS: dict[str, Callable[[int], Flow]] = {
 }
 
 
-def make(name: str, protection: Protection, rows_in: int = ROWS) -> Flow:
+def make(name: str, protection: ProtectionSpec, rows_in: int = ROWS) -> Flow:
     flow = FLOWS[name](rows_in)
     flow.protection = protection
     return flow

@@ -49,7 +49,8 @@ from holdfast.core.events import (
     WaitOver,
 )
 from holdfast.core.ids import GroupId, SiteId, StageId
-from holdfast.core.layout import Domain, Guard, View
+from holdfast.core.layout import Domain, View
+from holdfast.core.protection import ProtectionSpec
 from holdfast.core.records import EpochRecord
 from holdfast.errors import HoldfastError, InvariantError, ProtocolError
 from holdfast.lab.sim.memory import Memory
@@ -327,7 +328,7 @@ class World:
                 for task, split in node.stages.splits():
                     room = split.rows_held < self.options.read_ahead_rows
                     held = node.dataflow.tasks[task]
-                    if room and not split.ended and held.installed and not held.follower:
+                    if room and not split.ended and held.computes:
                         moves.append(lambda s=site, u=task, p=split: self._read(s, u, p))  # type: ignore[misc]
             if node.outgoing:
                 moves.append(lambda s=site: self.hand_over(s))  # type: ignore[misc]
@@ -344,7 +345,7 @@ class World:
         lines = [f"view {self.controller.view}"]
         for site, node in self.nodes.items():
             done = {
-                f"{u.shape.name}/{u.key[1]}": (u.finished, u.installed, u.busy)
+                f"{u.shape.name}/{u.key[1]}": (u.finished, u.state.value, u.work.busy)
                 for u in node.dataflow.tasks.values()
             }
             lines.append(f"site {site}: {done}, orders {len(node.orders)}")
@@ -374,9 +375,8 @@ class World:
         if view is None:
             return False
         living = set(self.nodes) - set(victims)
-        kept = [
-            u for u in view.tasks() if not self.controller.shape.stages[u[0]].guard.rebuild_level
-        ]
+        stages = self.controller.shape.stages
+        kept = [u for u in view.tasks() if not stages[u[0]].guard.rebuild_level]
         groups = [view.group(u) for u in kept]
         return all(living.intersection(c.replicas + c.standbys) for c in groups)
 
@@ -567,7 +567,7 @@ class World:
             case wire.Finished():
                 self._control(SiteFinished(site, message.number))
 
-    def want(self, guards: tuple[Guard, ...]) -> None:
+    def want(self, guards: tuple[ProtectionSpec, ...]) -> None:
         """The user wants stages to be protected so."""
         self._control(ProtectionWanted(guards))
 
@@ -600,7 +600,7 @@ class World:
             case FenceSite():
                 self._send(effect.site, wire.Fenced())
             case Wait():
-                self.later(effect.ms / 1e3, WaitOver(effect.what))
+                self.later(effect.ms / 1e3, WaitOver(effect.timer))
             case EndFlow():
                 self.error = effect.error
 

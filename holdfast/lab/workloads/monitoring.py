@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pyarrow as pa
 
 from holdfast.api.graph import Flow
-from holdfast.api.protection import Protection
+from holdfast.core.protection import ProtectionSpec
 from holdfast.engine.expressions import at_start, col, max_, mean
 from holdfast.lab.workloads import dmz
 from holdfast.lab.workloads.paced import EpochLog, Paced
@@ -66,7 +66,7 @@ FLOWS: dict[str, Callable[[Paced, EpochLog], Flow]] = {
 }
 
 
-def made(name: str, folder: str, rate: float, protection: Protection, head: int = 0) -> Flow:
+def made(name: str, folder: str, rate: float, protection: ProtectionSpec, head: int = 0) -> Flow:
     """Source and sink meet in `folder`."""
     flow = FLOWS[name](source(folder, rate, head), EpochLog(f"{folder}/epochs"))
     flow.protection = protection
