@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pyarrow as pa
 
-from holdfast import Flow, KeyedFunction, Rows, discard, generator
+from holdfast import Flow, KeyedFunction, Rows, sinks, sources
 
 CALLS = pa.schema([("customer", pa.string()), ("seconds", pa.float64())])
 
@@ -49,5 +49,5 @@ class Outliers(KeyedFunction):
 
 
 flow = Flow("calls")
-calls = flow.source("calls", generator(make_calls, CALLS, rate=20_000))
-calls.key_by("customer").apply(Outliers()).sink("outliers", discard())
+calls = flow.source("calls", sources.generator(make_calls, CALLS, rate=20_000))
+calls.key_by("customer").apply(Outliers()).sink("outliers", sinks.discard())

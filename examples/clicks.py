@@ -6,7 +6,8 @@ holdfast run examples/clicks.py --host process --seconds 10
 import numpy as np
 import pyarrow as pa
 
-from holdfast import Flow, col, count, discard, generator, last, sum_
+from holdfast import Flow, col, sinks, sources
+from holdfast import functions as F
 
 CLICKS = pa.schema([("user", pa.int32()), ("page", pa.int32()), ("ts", pa.int64())])
 ORDERS = pa.schema([("user", pa.int32()), ("cents", pa.int64()), ("ts", pa.int64())])
@@ -27,13 +28,15 @@ def make_orders(split: int, offset: int, n: int) -> pa.RecordBatch:
 
 
 flow = Flow("clicks")
-clicks = flow.source("clicks", generator(make_clicks, CLICKS, rate=50_000), event_time="ts")
-orders = flow.source("orders", generator(make_orders, ORDERS, rate=500), event_time="ts")
+clicks = flow.source("clicks", sources.generator(make_clicks, CLICKS, rate=50_000), event_time="ts")
+orders = flow.source("orders", sources.generator(make_orders, ORDERS, rate=500), event_time="ts")
 
-per_minute = clicks.key_by("page").window(time=60_000, lateness=1_000).agg(visits=count())
-per_minute.sink("visits per minute", discard())
+per_minute = clicks.key_by("page").window(time=60_000, lateness=1_000).agg(visits=F.count())
+per_minute.sink("visits per minute", sinks.discard())
 
 bought = clicks.key_by("user").join(orders.key_by("user"), within=2_000)
 revenue = bought.select("page", "cents").key_by("page")
-revenue.agg(orders=count(), cents=sum_("cents"), latest=last("cents")).sink("revenue", discard())
-orders.filter(col("cents") > 9_000).sink("large orders", discard())
+revenue.agg(orders=F.count(), cents=F.sum("cents"), latest=F.last("cents")).sink(
+    "revenue", sinks.discard()
+)
+orders.filter(col("cents") > 9_000).sink("large orders", sinks.discard())

@@ -4,18 +4,21 @@ holdfast run examples/dmz.py --sites 2 --seconds 10
 spark-submit --master 'local[4]' examples/dmz.py
 """
 
-from holdfast import Flow, at_start, col, discard, generator, max_, mean
+from holdfast import Flow, col, sinks, sources
+from holdfast import functions as F
 from holdfast.lab.workloads.dmz import SCHEMA, DmzRows
 
 flow = Flow("dmz")
-packets = flow.source("packets", generator(DmzRows(splits=2), SCHEMA, rate=100_000, splits=2))
-sessions = packets.key_by("src", "dst").sessions(
+packets = flow.source(
+    "packets", sources.generator(DmzRows(splits=2), SCHEMA, rate=100_000, splits=2)
+)
+sessions = packets.key_by("src", "dst").spans(
     start=col("kind") == 0,
     end=col("kind") == 1,
-    emit={"app": col("dst") % 10, "src": col("src"), "dur": col("ts") - at_start("ts")},
+    emit={"app": col("dst") % 10, "src": col("src"), "dur": col("ts") - F.at_start("ts")},
 )
 stats = sessions.key_by("app", "src", name="stats").window(rows=100, every=10)
-stats.agg(worst=max_("dur"), typical=mean("dur")).sink("alerts", discard())
+stats.agg(worst=F.max("dur"), typical=F.mean("dur")).sink("alerts", sinks.discard())
 
 if __name__ == "__main__":
     from pyspark.sql import SparkSession

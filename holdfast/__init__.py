@@ -1,27 +1,20 @@
-"""Continuous dataflows on a Spark cluster that keep running."""
+"""Continuous dataflows on a Spark cluster that keep running.
 
-from holdfast.api.graph import Flow, KeyedStream, Stream
-from holdfast.api.protection import active, none, pairs, passive, rollback, upstream
-from holdfast.connectors.kafka import kafka_sink, kafka_source
-from holdfast.connectors.outlet import outlet
-from holdfast.connectors.parquet import parquet
-from holdfast.connectors.postgres.sink import postgres
-from holdfast.connectors.pull import follow, lines
-from holdfast.connectors.sinks import callback, console, discard
-from holdfast.connectors.sources import generator, rows
-from holdfast.connectors.table import view
-from holdfast.engine.expressions import (
-    at_start,
-    col,
-    count,
-    first,
-    last,
-    lit,
-    max_,
-    mean,
-    min_,
-    sum_,
-)
+A flow file needs `Flow`, `col` and `lit`, and four namespaces: `sources`, `sinks`, `functions`
+and `protections`.
+"""
+
+from holdfast import functions, protections, sinks, sources
+from holdfast.api.graph import Flow
+from holdfast.api.options import Checkpoint, Options
+from holdfast.api.protection import Protection
+from holdfast.api.streams import ExpiringStream, JoinedStream, KeyedStream, Stream, TimedStream
+from holdfast.connectors.sinks import Sink
+from holdfast.connectors.sources import Source
+from holdfast.control.run import Run
+from holdfast.core.sequencer import Budget
+from holdfast.engine.aggregates import Aggregate
+from holdfast.engine.expressions import Expr, col, lit
 from holdfast.engine.operators.custom import KeyedFunction, Rows
 from holdfast.errors import (
     DivergenceError,
@@ -40,60 +33,38 @@ from holdfast.errors import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "Aggregate",
+    "Budget",
+    "Checkpoint",
     "DivergenceError",
+    "ExpiringStream",
+    "Expr",
     "Flow",
     "FlowError",
     "HoldfastError",
     "HostError",
     "HungError",
     "InputError",
+    "JoinedStream",
     "KeyedFunction",
     "KeyedStream",
     "OperatorError",
+    "Options",
     "OutOfMemoryError",
+    "Protection",
     "Rows",
+    "Run",
+    "Sink",
     "SinkError",
     "SinkRewoundError",
     "SiteLostError",
+    "Source",
     "Stream",
-    "active",
-    "at_start",
-    "callback",
+    "TimedStream",
     "col",
-    "console",
-    "count",
-    "discard",
-    "first",
-    "follow",
-    "generator",
-    "kafka_sink",
-    "kafka_source",
-    "last",
-    "lines",
+    "functions",
     "lit",
-    "max_",
-    "mean",
-    "min_",
-    "none",
-    "outlet",
-    "pairs",
-    "parquet",
-    "passive",
-    "postgres",
-    "rollback",
-    "rows",
-    "spark_batch",
-    "spark_stream",
-    "sum_",
-    "upstream",
-    "view",
+    "protections",
+    "sinks",
+    "sources",
 ]
-
-
-def __getattr__(name: str) -> object:
-    # The Spark ends need pyspark, which takes a while to import: only when they are asked for.
-    if name in ("spark_batch", "spark_stream"):
-        from holdfast.spark import sources
-
-        return getattr(sources, name)
-    raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

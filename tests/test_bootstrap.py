@@ -9,12 +9,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from holdfast import Flow, OperatorError, count, discard, parquet
+from holdfast import Flow, OperatorError
+from holdfast import functions as F
 from holdfast.connectors.sources import Position, Source, SplitReader
 from holdfast.control.bootstrap import resolved
 from holdfast.control.hosting import Place
 from holdfast.engine.batches import DECODE_ERROR
 from holdfast.plan.planner import plan
+from holdfast.sinks import discard, parquet
 
 SECRET = b"0123456789abcdef"
 LEASE_S = 0.3
@@ -41,7 +43,7 @@ class Asked(Source):
 
 def asking(source: Source) -> Flow:
     flow = Flow("asking")
-    flow.source("in", source).key_by("k").agg(n=count()).sink("out", discard())
+    flow.source("in", source).key_by("k").agg(n=F.count()).sink("out", discard())
     return flow
 
 
@@ -107,7 +109,7 @@ class TornReader(SplitReader):
 def test_rows_that_could_not_be_read_are_set_aside_and_move_no_watermark(kept_rows) -> None:
     flow = Flow("torn", on_error="dead-letter")
     read = flow.source("in", Torn(), event_time="ts")
-    read.key_by("k").window(time=10).agg(n=count()).sink("windows", kept_rows("windows"))
+    read.key_by("k").window(time=10).agg(n=F.count()).sink("windows", kept_rows("windows"))
     flow.dead_letters().sink("dead", kept_rows("dead"))
     flow.start(sites=2, partitions=4).wait(60)
     assert sorted(kept_rows.of("windows")["k"]) == [i for i in range(100) if i % 5 != 4]
@@ -119,7 +121,7 @@ def test_rows_that_could_not_be_read_are_set_aside_and_move_no_watermark(kept_ro
 
 def test_such_a_row_stops_the_flow() -> None:
     flow = Flow("torn")
-    flow.source("in", Torn()).key_by("k").agg(n=count()).sink("out", discard())
+    flow.source("in", Torn()).key_by("k").agg(n=F.count()).sink("out", discard())
     with pytest.raises(OperatorError, match=r"operator 'read', epoch 0: no 4\n  at row: .*row 4"):
         flow.start(sites=1).wait(60)
 

@@ -9,7 +9,8 @@ import msgspec
 import pyarrow as pa
 import pytest
 
-from holdfast import Flow, count, discard, generator, pairs, passive
+from holdfast import Flow
+from holdfast import functions as F
 from holdfast.api.options import Options
 from holdfast.control.hosting import Place, apart
 from holdfast.control.server import Committed, Control
@@ -22,6 +23,9 @@ from holdfast.errors import FlowError
 from holdfast.net import wire
 from holdfast.net.connection import Connection, listen
 from holdfast.plan.planner import plan, shape
+from holdfast.protections import pairs, passive
+from holdfast.sinks import discard
+from holdfast.sources import generator
 
 SCHEMA = pa.schema([("k", pa.int64())])
 
@@ -39,10 +43,10 @@ class NoHost:
 
 @pytest.fixture
 def control() -> Iterator[Control]:
-    flow = Flow("f", protect=pairs(apart="process"))
+    flow = Flow("f", protect=pairs(failure_domain="process"))
     source = flow.source("s", generator(lambda *_: None, SCHEMA))
-    source.key_by("k").agg(n=count()).sink("out", discard())
-    made = Control(flow, plan(flow), NoHost(), 4, 0, Options(lease_s=60.0), b"s" * 16, Place())
+    source.key_by("k").agg(n=F.count()).sink("out", discard())
+    made = Control(flow, plan(flow), NoHost(), 4, 0, Options(lease=60.0), b"s" * 16, Place())
     made._over = made.loop.create_future()
     yield made
     made.loop.close()
@@ -135,7 +139,7 @@ def _ignore(*_: Any) -> None: ...
 
 def test_whoever_is_alone_leads_however_long_it_stood_still(control: Control) -> None:
     """There is nobody it could have been replaced by; to begin again would give all rows again."""
-    control._port, control.options = 0, Options(lease_s=0.02)
+    control._port, control.options = 0, Options(lease=0.02)
 
     async def main() -> None:
         leading = asyncio.ensure_future(control._keep_leading())
@@ -212,11 +216,13 @@ def test_a_replica_that_gets_nothing_for_long_is_given_up(control: Control) -> N
     assert any("got nothing for more than" in line for line in controller.history)
 
 
-@pytest.mark.parametrize("protection", [pairs(apart="process"), passive(apart="process")])
+@pytest.mark.parametrize(
+    "protection", [pairs(failure_domain="process"), passive(failure_domain="process")]
+)
 def test_replicas_and_who_stands_by_are_in_different_applications(protection: Any) -> None:
     flow = Flow("f", protect=protection)
     source = flow.source("s", generator(lambda *_: None, SCHEMA))
-    source.key_by("k").agg(n=count()).sink("out", discard())
+    source.key_by("k").agg(n=F.count()).sink("out", discard())
     assert {s.guard.failure_domain for s in apart(shape(plan(flow), 8), 2).stages} == {
         "application"
     }
@@ -224,7 +230,7 @@ def test_replicas_and_who_stands_by_are_in_different_applications(protection: An
 
 def test_a_lease_must_be_positive() -> None:
     with pytest.raises(FlowError, match="must be positive"):
-        Options(lease_s=0)
+        Options(lease=0)
 
 
 def test_only_the_last_records_are_remembered(

@@ -3,6 +3,7 @@
 import ast
 import doctest
 import importlib
+import inspect
 import io
 import pkgutil
 import re
@@ -14,6 +15,9 @@ from pathlib import Path
 import pytest
 
 import holdfast
+from holdfast import Flow, KeyedStream, Run, Stream, functions, protections, sinks, sources
+from holdfast.api.windows import TimeWindows
+from holdfast.net.reader import TableReader
 from holdfast.plan.planner import plan
 from holdfast.ui.cli import load_flow
 
@@ -126,3 +130,46 @@ def test_every_name_in_the_documents_exists(page: Path) -> None:
             if ours and not {name, counter} & (known_names() | OTHERS_NAMES):
                 missing.append(name)
     assert not missing, f"{page.name} names what does not exist: {missing}"
+
+
+def _code() -> Iterator[tuple[str, ast.Module]]:
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S)):
+            yield f"{page.name} {number}", ast.parse(block)
+
+
+SPELLED = {
+    name: getattr(module, name)
+    for module in (holdfast, functions, protections, sinks, sources)
+    for name in module.__all__
+}
+METHODS = {
+    name: method
+    for owner in (Run, TableReader, TimeWindows, KeyedStream, Stream, Flow)
+    for name, method in vars(owner).items()
+    if inspect.isfunction(method) and not name.startswith("_")
+}
+
+
+@pytest.mark.parametrize(("where", "tree"), list(_code()), ids=[name for name, _ in _code()])
+def test_pages_use_the_api_as_it_is(where: str, tree: ast.Module) -> None:
+    """What they import is there, and what they call takes what they give."""
+    namespaces = {"F": functions, "sinks": sinks, "sources": sources, "protections": protections}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("holdfast"):
+            module = importlib.import_module(str(node.module))
+            assert all(a.name in module.__all__ for a in node.names), ast.unparse(node)
+        if not isinstance(node, ast.Call):
+            continue
+        match node.func:
+            case ast.Attribute(ast.Name(space), name) if space in namespaces:
+                called = getattr(namespaces[space], name)
+            case ast.Attribute(ast.Name("flow" | "run"), name):
+                called = METHODS[name]
+            case ast.Name(name) if name in SPELLED:
+                called = SPELLED[name]
+            case _:
+                continue
+        known = inspect.signature(called).parameters
+        for keyword in node.keywords:
+            assert keyword.arg in known, f"{where}: {ast.unparse(node)}"

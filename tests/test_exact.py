@@ -13,24 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast import (
-    Flow,
-    FlowError,
-    InputError,
-    OperatorError,
-    at_start,
-    col,
-    count,
-    discard,
-    first,
-    generator,
-    last,
-    lit,
-    max_,
-    rows,
-    sum_,
-)
+from holdfast import Flow, FlowError, InputError, OperatorError, col, lit
+from holdfast import functions as F
 from holdfast.engine.watermark import source_times
+from holdfast.sinks import discard
+from holdfast.sources import generator, rows
 from tests.property.harness import Input, Shape, examples, run
 
 LARGEST = 2**63 - 1
@@ -98,11 +85,9 @@ def test_a_cast_constant_has_the_type_it_was_cast_to() -> None:
     [
         lambda s: s.select("k", y="name"),
         lambda s: s.with_columns(y="name"),
-        lambda s: s.key_by("k").sessions(
-            start=col("x") == 1, end=col("x") == 3, emit={"y": "name"}
-        ),
+        lambda s: s.key_by("k").spans(start=col("x") == 1, end=col("x") == 3, emit={"y": "name"}),
     ],
-    ids=["select", "with_columns", "sessions"],
+    ids=["select", "with_columns", "spans"],
 )
 def test_text_as_a_column_is_refused(build: Any) -> None:
     with pytest.raises(FlowError) as caught:
@@ -124,7 +109,7 @@ def test_lists_with_nulls_stay_what_they_are_in_state() -> None:
     values = [[1.0, None], [], None, [None], [2.0]]
     batch = pa.record_batch({"k": [1] * 5, "x": pa.array(values, kind)})
     flow = Flow("f")
-    given_(flow, batch).key_by("k").agg(f=first("x"), l=last("x")).sink("out", discard())
+    given_(flow, batch).key_by("k").agg(f=F.first("x"), l=F.last("x")).sink("out", discard())
     shape = Shape(cuts=[1, 2, 3], partitions=3, sites=2, move_at=1)
     assert results(flow, batch, shape) == [{"k": 1, "f": [1.0, None], "l": v} for v in values]
 
@@ -146,7 +131,7 @@ def test_first_and_last_take_nulls_in_all_operators(cuts: list[int]) -> None:
     batch = pa.record_batch(
         {"k": [1] * 4, "ts": [1, 2, 3, 4], "x": pa.array([None, 5, 6, None], pa.int64())}
     )
-    aggs = {"f": first("x"), "l": last("x")}
+    aggs = {"f": F.first("x"), "l": F.last("x")}
     for build, wanted in (
         (lambda k: k.agg(**aggs), [(None, None), (None, 5), (None, 6), (None, None)]),
         (
@@ -156,8 +141,8 @@ def test_first_and_last_take_nulls_in_all_operators(cuts: list[int]) -> None:
         (lambda k: k.window(rows=2).agg(**aggs), [(None, None), (None, 5), (5, 6), (6, None)]),
         (lambda k: k.window(time=9).agg(**aggs), [(None, None)]),
         (
-            lambda k: k.sessions(
-                start=col("ts") == 1, end=col("ts") == 4, emit={"f": at_start("x"), "l": col("x")}
+            lambda k: k.spans(
+                start=col("ts") == 1, end=col("ts") == 4, emit={"f": F.at_start("x"), "l": col("x")}
             ),
             [(None, None)],
         ),
@@ -170,9 +155,9 @@ def test_first_and_last_take_nulls_in_all_operators(cuts: list[int]) -> None:
 # --- sums -----------------------------------------------------------------------------------------
 
 SUMS = {
-    "running": lambda k: k.agg(n=sum_("x")),
-    "row window": lambda k: k.window(rows=2).agg(n=sum_("x")),
-    "time window": lambda k: k.window(time=100).agg(n=sum_("x")),
+    "running": lambda k: k.agg(n=F.sum("x")),
+    "row window": lambda k: k.window(rows=2).agg(n=F.sum("x")),
+    "time window": lambda k: k.window(time=100).agg(n=F.sum("x")),
 }
 
 
@@ -203,7 +188,7 @@ def test_the_largest_unsigned_number_is_one_like_others() -> None:
     x = pa.array([2**63, 2**64 - 1], pa.uint64())
     batch = pa.record_batch({"k": [1, 1], "x": x})
     flow = Flow("f")
-    given_(flow, batch).key_by("k").window(rows=2).agg(m=max_("x")).sink("out", discard())
+    given_(flow, batch).key_by("k").window(rows=2).agg(m=F.max("x")).sink("out", discard())
     assert [r["m"] for r in results(flow, batch)] == [2**63, 2**64 - 1]
 
 
@@ -211,7 +196,7 @@ def test_a_window_of_rows_minds_its_sum_and_not_the_way_there() -> None:
     x = [-5, LARGEST, 3, -10, -(2**63) + 3, -5, 7]
     batch = pa.record_batch({"k": [1] * 7, "x": x})
     flow = Flow("f")
-    given_(flow, batch).key_by("k").window(rows=3).agg(n=sum_("x")).sink("out", discard())
+    given_(flow, batch).key_by("k").window(rows=3).agg(n=F.sum("x")).sink("out", discard())
     wanted = [sum(x[max(0, i - 2) : i + 1]) for i in range(7)]
     with pytest.raises(OperatorError, match="sequence number 4"):
         run(flow, Input.of(s=batch))
@@ -281,7 +266,7 @@ def test_encoded_columns_are_decoded_where_they_enter() -> None:
     assert stream.schema.types == [pa.string(), pa.string(), pa.list_(pa.string())]
     mapped = stream.map(lambda b: batch.slice(0, b.num_rows), batch.schema)
     assert mapped.schema == stream.schema
-    mapped.key_by("d").agg(v=last("v"), l=last("l")).sink("out", discard())
+    mapped.key_by("d").agg(v=F.last("v"), l=F.last("l")).sink("out", discard())
     assert run(flow, Input.of(s=batch)).sinks["out"].num_rows == 3
 
 
@@ -345,7 +330,7 @@ def test_an_event_time_at_the_ends_of_int64_is_refused_by_name(
 
 def test_an_event_time_that_is_made_later_is_refused_with_its_row() -> None:
     batch = pa.record_batch({"k": [1, 2], "ts": [1, 2], "at": [5, LARGEST]})
-    for build in (lambda k: k.window(time=10, on="at").agg(n=count()),):
+    for build in (lambda k: k.window(time=10, on="at").agg(n=F.count()),):
         flow = Flow("f")
         build(given_(flow, batch, event_time="ts").key_by("k")).sink("out", discard())
         with pytest.raises(OperatorError) as caught:
@@ -357,12 +342,12 @@ def test_an_event_time_that_is_made_later_is_refused_with_its_row() -> None:
 @pytest.mark.parametrize(
     "build",
     [
-        lambda k: k.window(time=2**58).agg(n=count()),
-        lambda k: k.window(time=1, lateness=2**58).agg(n=count()),
+        lambda k: k.window(time=2**58).agg(n=F.count()),
+        lambda k: k.window(time=1, lateness=2**58).agg(n=F.count()),
         lambda k: k.join(k, within=2**57),
-        lambda k: k.sessions(start=col("k") == 1, end=col("k") == 2, time="ts", timeout=2**60),
+        lambda k: k.spans(start=col("k") == 1, end=col("k") == 2, time="ts", timeout=2**60),
     ],
-    ids=["window", "lateness", "join", "sessions"],
+    ids=["window", "lateness", "join", "spans"],
 )
 def test_durations_that_lead_out_of_int64_are_refused(build: Any) -> None:
     batch = pa.record_batch({"k": [1], "ts": [1]})
@@ -389,7 +374,7 @@ REACH = 2**57
 def test_times_as_far_apart_as_can_be_lose_no_row(
     at: list[tuple[int, int]], sizes: tuple[int, int, int], cuts: list[int]
 ) -> None:
-    """Every row is in a window, or late; each session ends or times out; joined are just those
+    """Every row is in a window, or late; each span ends or times out; joined are just those
     that are near."""
     times = sorted(t + (d if t <= 0 else -d) for t, d in at)
     n = len(times)
@@ -398,16 +383,16 @@ def test_times_as_far_apart_as_can_be_lose_no_row(
     flow = Flow("f")
     sides = [flow.source(s, rows(batch), event_time="ts") for s in "ab"]
     keyed = sides[0].key_by("k")
-    windows = keyed.window(time=size, lateness=lateness).agg(n=count())
+    windows = keyed.window(time=size, lateness=lateness).agg(n=F.count())
     windows.sink("windows", discard())
     windows.late.sink("late", discard())
-    keyed.window(time=size, every=every, lateness=lateness).agg(n=count()).sink("slid", discard())
+    keyed.window(time=size, every=every, lateness=lateness).agg(n=F.count()).sink("slid", discard())
     opened = sides[0].with_columns(me=col("ts")).key_by("me")
-    sessions = opened.sessions(
+    spans = opened.spans(
         start=lit(True) & (col("k") == 0), end=col("k") == 1, time="ts", timeout=size
     )
-    sessions.sink("sessions", discard())
-    sessions.expired.sink("expired", discard())
+    spans.sink("spans", discard())
+    spans.expired.sink("expired", discard())
     keyed.join(sides[1].key_by("k"), within=max(1, size // 3)).sink("pairs", discard())
     shape = Shape(cuts=[min(c, 2 * n) for c in cuts], partitions=3, sites=2)
     found = run(flow, Input.of(a=batch, b=batch), shape)

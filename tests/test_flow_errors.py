@@ -13,10 +13,12 @@ import pyarrow as pa
 import pytest
 
 from holdfast import errors
-from holdfast.api.graph import Flow, Stream
+from holdfast import functions as F
+from holdfast.api.graph import Flow
+from holdfast.api.streams import Stream
 from holdfast.connectors.sinks import discard
 from holdfast.connectors.sources import generator, rows
-from holdfast.engine.expressions import at_start, col, count, first, lit, max_, mean, sum_
+from holdfast.engine.expressions import col, lit
 from holdfast.engine.operators.custom import KeyedFunction
 from holdfast.engine.steps import conform
 from holdfast.errors import FlowError, HoldfastError, InputError, OperatorError
@@ -144,11 +146,11 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "no key": (lambda: source().key_by(), ["key_by after 'in'"]),
     "key unknown": (lambda: source().key_by("no"), ["key_by after 'in'", "'no'", "k: int64"]),
     "stage named as a source": (
-        lambda: source().key_by("k", name="in").agg(n=count()),
+        lambda: source().key_by("k", name="in").agg(n=F.count()),
         ["shop", "stage 'in'", "a source of that name"],
     ),
     "sink named as a stage": (
-        lambda: source().key_by("k", name="st").agg(n=count()).sink("st", discard()),
+        lambda: source().key_by("k", name="st").agg(n=F.count()).sink("st", discard()),
         ["shop", "sink 'st'", "a stage of that name"],
     ),
     "key twice": (lambda: source().key_by("k", "k"), ["key_by", "'k'", "twice"]),
@@ -156,7 +158,7 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "key interval": (lambda: source().key_by("gap"), ["key_by", "'gap'", "interval"]),
     "merge": (lambda: source().key_by("k", merge="any"), ["key_by", "'any'"]),  # type: ignore[arg-type]
     "merge with event time": (
-        lambda: source(event_time="t").key_by("k", merge="arrival").window(time=3).agg(n=count()),
+        lambda: source(event_time="t").key_by("k", merge="arrival").window(time=3).agg(n=F.count()),
         ["by (k)", "ordered"],
     ),
     "dead letters keyed": (
@@ -166,26 +168,26 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
     # --- aggregates
     "no aggregate": (lambda: source().key_by("k").agg(), ["agg by (k) after 'in'"]),
     "not an aggregate": (lambda: source().key_by("k").agg(n=col("x")), ["agg by (k)", "n="]),  # type: ignore[arg-type]
-    "aggregate unknown": (lambda: source().key_by("k").agg(n=sum_("no")), ["'n'", "'no'"]),
-    "sum of text": (lambda: source().key_by("k").agg(n=sum_("name")), ["sum", "string"]),
-    "mean of time": (lambda: source().key_by("k").agg(n=mean("at")), ["mean", "timestamp"]),
-    "max of text": (lambda: source().key_by("k").agg(n=max_("name")), ["max", "string"]),
-    "sum of nothing": (lambda: source().key_by("k").agg(n=sum_(None)), ["agg by (k)", "null"]),  # type: ignore[arg-type]
-    "aggregate reserved": (lambda: source().key_by("k").agg(__n=count()), ["'__n'", "reserved"]),
-    "aggregate like the key": (lambda: source().key_by("k").agg(k=count()), ["two columns 'k'"]),
+    "aggregate unknown": (lambda: source().key_by("k").agg(n=F.sum("no")), ["'n'", "'no'"]),
+    "sum of text": (lambda: source().key_by("k").agg(n=F.sum("name")), ["sum", "string"]),
+    "mean of time": (lambda: source().key_by("k").agg(n=F.mean("at")), ["mean", "timestamp"]),
+    "max of text": (lambda: source().key_by("k").agg(n=F.max("name")), ["max", "string"]),
+    "sum of nothing": (lambda: source().key_by("k").agg(n=F.sum(None)), ["agg by (k)", "null"]),  # type: ignore[arg-type]
+    "aggregate reserved": (lambda: source().key_by("k").agg(__n=F.count()), ["'__n'", "reserved"]),
+    "aggregate like the key": (lambda: source().key_by("k").agg(k=F.count()), ["two columns 'k'"]),
     # --- windows
     "window of nothing": (lambda: source().key_by("k").window(), ["window by (k)", "rows="]),
     "window of both": (lambda: source().key_by("k").window(rows=1, time=1), ["rows="]),
     "window of no rows": (
-        lambda: source().key_by("k").window(rows=0).agg(n=count()),
+        lambda: source().key_by("k").window(rows=0).agg(n=F.count()),
         ["window by (k)", "rows", "0"],
     ),
     "window of half a row": (
-        lambda: source().key_by("k").window(rows=1.5).agg(n=count()),  # type: ignore[arg-type]
+        lambda: source().key_by("k").window(rows=1.5).agg(n=F.count()),  # type: ignore[arg-type]
         ["window by (k)", "rows", "1.5"],
     ),
     "window every time": (
-        lambda: source().key_by("k").window(rows=2, every=SECONDS).agg(n=count()),
+        lambda: source().key_by("k").window(rows=2, every=SECONDS).agg(n=F.count()),
         ["window by (k)", "every"],
     ),
     "window without aggregate": (
@@ -193,21 +195,21 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
         ["window by (k)"],
     ),
     "window without time": (
-        lambda: source().key_by("k").window(time=5).agg(n=count()),
+        lambda: source().key_by("k").window(time=5).agg(n=F.count()),
         ["window by (k)", "event time"],
     ),
     "window on a time that the source does not have": (
-        lambda: source().key_by("k").window(time=5, on="t").agg(n=count()),
+        lambda: source().key_by("k").window(time=5, on="t").agg(n=F.count()),
         ["window by (k)", "source 'in' has no event time", "event_time="],
     ),
     "window after agg": (
         lambda: (
             source(event_time="t")
             .key_by("k")
-            .agg(n=count())
+            .agg(n=F.count())
             .key_by("k")
             .window(time=5)
-            .agg(m=count())
+            .agg(m=F.count())
         ),
         ["window by (k)", "'running aggregate by (k)' does not pass 't' on", "say on="],
     ),
@@ -218,137 +220,137 @@ BAD: dict[str, tuple[Callable[[], Any], list[str]]] = {
             .filter(col("x") > 0)
             .key_by("k")
             .window(time=5)
-            .agg(n=count())
+            .agg(n=F.count())
         ),
         ["window by (k)", "'select' does not pass 't' on"],
     ),
     "join after agg": (
         lambda: (
             (timed := source(event_time="t").key_by("k"))
-            .agg(n=count())
+            .agg(n=F.count())
             .key_by("k")
             .join(timed, within=5)
         ),
         ["join by (k)", "'running aggregate by (k)' does not pass 't' on", "before it"],
     ),
     "window on unknown": (
-        lambda: source().key_by("k").window(time=5, on="no").agg(n=count()),
+        lambda: source().key_by("k").window(time=5, on="no").agg(n=F.count()),
         ["window by (k)", "'no'"],
     ),
     "window on text": (
-        lambda: source().key_by("k").window(time=5, on="name").agg(n=count()),
+        lambda: source().key_by("k").window(time=5, on="name").agg(n=F.count()),
         ["window by (k)", "'name'", "string"],
     ),
     "window timedelta over numbers": (
-        lambda: source(event_time="t").key_by("k").window(time=SECONDS).agg(n=count()),
+        lambda: source(event_time="t").key_by("k").window(time=SECONDS).agg(n=F.count()),
         ["window by (k)", "int64"],
     ),
     "window number over timestamps": (
-        lambda: source(event_time="at").key_by("k").window(time=5).agg(n=count()),
+        lambda: source(event_time="at").key_by("k").window(time=5).agg(n=F.count()),
         ["window by (k)", "timedelta"],
     ),
     "window of text": (
-        lambda: source(event_time="t").key_by("k").window(time="5 s").agg(n=count()),  # type: ignore[arg-type]
+        lambda: source(event_time="t").key_by("k").window(time="5 s").agg(n=F.count()),  # type: ignore[arg-type]
         ["window by (k)", "'5 s'"],
     ),
     "window finer than time": (
-        lambda: source(event_time="s").key_by("k").window(time=SECONDS * 1.5).agg(n=count()),
+        lambda: source(event_time="s").key_by("k").window(time=SECONDS * 1.5).agg(n=F.count()),
         ["window by (k)", "0:00:01.5", "timestamp[s]"],
     ),
     "window negative": (
-        lambda: source(event_time="t").key_by("k").window(time=-5).agg(n=count()),
+        lambda: source(event_time="t").key_by("k").window(time=-5).agg(n=F.count()),
         ["window by (k)", "positive"],
     ),
     "window lateness": (
-        lambda: source(event_time="t").key_by("k").window(time=5, lateness=-1).agg(n=count()),
+        lambda: source(event_time="t").key_by("k").window(time=5, lateness=-1).agg(n=F.count()),
         ["window by (k)", "lateness"],
     ),
     "window with gaps": (
-        lambda: source(event_time="t").key_by("k").window(time=5, every=6).agg(n=count()),
+        lambda: source(event_time="t").key_by("k").window(time=5, every=6).agg(n=F.count()),
         ["window by (k)", "every=6"],
     ),
     "window like its start": (
-        lambda: source(event_time="t").key_by("k").window(time=5).agg(window_start=count()),
+        lambda: source(event_time="t").key_by("k").window(time=5).agg(window_start=F.count()),
         ["two columns 'window_start'"],
     ),
-    # --- sessions
-    "sessions of both": (
-        lambda: source().key_by("k").sessions(start=col("x") > 1, end=col("x") > 2),
-        ["sessions by (k)", "emit="],
+    # --- spans
+    "spans of both": (
+        lambda: source().key_by("k").spans(start=col("x") > 1, end=col("x") > 2),
+        ["spans by (k)", "emit="],
     ),
-    "sessions start": (
-        lambda: source().key_by("k").sessions(start=col("x"), end=col("x") > 2, time="t"),
-        ["sessions by (k)", "start", "double"],
+    "spans start": (
+        lambda: source().key_by("k").spans(start=col("x"), end=col("x") > 2, time="t"),
+        ["spans by (k)", "start", "double"],
     ),
-    "sessions end": (
-        lambda: source().key_by("k").sessions(start=col("x") > 2, end=True, time="t"),  # type: ignore[arg-type]
-        ["sessions by (k)", "end", "True"],
+    "spans end": (
+        lambda: source().key_by("k").spans(start=col("x") > 2, end=True, time="t"),  # type: ignore[arg-type]
+        ["spans by (k)", "end", "True"],
     ),
-    "sessions time": (
-        lambda: source().key_by("k").sessions(start=col("x") > 2, end=col("x") > 3, time="no"),
-        ["sessions by (k)", "no"],
+    "spans time": (
+        lambda: source().key_by("k").spans(start=col("x") > 2, end=col("x") > 3, time="no"),
+        ["spans by (k)", "no"],
     ),
-    "sessions emit": (
+    "spans emit": (
         lambda: (
             source()
             .key_by("k")
-            .sessions(start=col("x") > 2, end=col("x") > 3, emit={"y": at_start("no")})
+            .spans(start=col("x") > 2, end=col("x") > 3, emit={"y": F.at_start("no")})
         ),
-        ["sessions by (k)", "'y'", "no"],
+        ["spans by (k)", "'y'", "no"],
     ),
-    "sessions timeout without a time": (
-        lambda: source().key_by("k").sessions(start=col("x") > 2, end=ENDS, time="t", timeout=9),
-        ["sessions by (k)", "timeout=", "event_time"],
+    "spans timeout without a time": (
+        lambda: source().key_by("k").spans(start=col("x") > 2, end=ENDS, time="t", timeout=9),
+        ["spans by (k)", "timeout=", "event_time"],
     ),
-    "sessions timeout of nothing": (
+    "spans timeout of nothing": (
         lambda: (
             source(event_time="t")
             .key_by("k")
-            .sessions(start=col("x") > 2, end=ENDS, time="t", timeout=0)
+            .spans(start=col("x") > 2, end=ENDS, time="t", timeout=0)
         ),
-        ["sessions by (k)", "timeout must be positive"],
+        ["spans by (k)", "timeout must be positive"],
     ),
-    "sessions timeout in other units": (
+    "spans timeout in other units": (
         lambda: (
             source(event_time="t")
             .key_by("k")
-            .sessions(start=col("x") > 2, end=ENDS, time="t", timeout=SECONDS)
+            .spans(start=col("x") > 2, end=ENDS, time="t", timeout=SECONDS)
         ),
-        ["sessions by (k)", "int64", "whole numbers"],
+        ["spans by (k)", "int64", "whole numbers"],
     ),
-    "sessions timeout as they come": (
+    "spans timeout as they come": (
         lambda: (
             source(event_time="t")
             .key_by("k", merge="arrival")
-            .sessions(start=col("x") > 2, end=ENDS, time="t", timeout=9)
+            .spans(start=col("x") > 2, end=ENDS, time="t", timeout=9)
         ),
-        ["sessions by (k)", "merge='ordered'"],
+        ["spans by (k)", "merge='ordered'"],
     ),
-    "sessions reserved": (
+    "spans reserved": (
         lambda: (
             source()
             .key_by("k")
-            .sessions(start=col("x") > 2, end=col("x") > 3, emit={"__o0": col("x")})
+            .spans(start=col("x") > 2, end=col("x") > 3, emit={"__o0": col("x")})
         ),
-        ["sessions", "'__o0'"],
+        ["spans", "'__o0'"],
     ),
-    "sessions key": (
+    "spans key": (
         lambda: (
             source()
             .with_columns(dur=col("k"))
             .key_by("dur")
-            .sessions(start=col("x") > 2, end=col("x") > 3, time="t")
+            .spans(start=col("x") > 2, end=col("x") > 3, time="t")
         ),
-        ["sessions by (dur)", "'dur'"],
+        ["spans by (dur)", "'dur'"],
     ),
-    "sessions name": (
+    "spans name": (
         lambda: (
             source()
             .select("k", "x", **{"start.x": col("x")})
             .key_by("k")
-            .sessions(start=col("x") > 2, end=col("x") > 3, time="x")
+            .spans(start=col("x") > 2, end=col("x") > 3, time="x")
         ),
-        ["sessions by (k)", "'start.x'"],
+        ["spans by (k)", "'start.x'"],
     ),
     # --- joins
     "join keys": (
@@ -456,7 +458,7 @@ def test_a_result_that_goes_nowhere() -> None:
     flow = Flow("shop")
     stream = source(flow)
     stream.sink("out", discard())
-    stream.key_by("k").agg(n=count())
+    stream.key_by("k").agg(n=F.count())
     with pytest.raises(FlowError, match=r"'running aggregate by \(k\)' goes nowhere"):
         plan(flow)
 
@@ -486,7 +488,9 @@ def test_event_times_of_different_units_are_refused_if_anything_watches_them() -
         for name, kind in (("a", pa.timestamp("s")), ("b", pa.timestamp("us"))):
             batch = pa.record_batch({"k": pa.array([1]), "at": pa.array([1], kind)})
             keyed = flow.source(name, rows(batch), event_time="at").key_by("k")
-            results = keyed.window(time=SECONDS).agg(n=count()) if window else keyed.agg(n=count())
+            results = (
+                keyed.window(time=SECONDS).agg(n=F.count()) if window else keyed.agg(n=F.count())
+            )
             results.sink(f"out {name}", discard())
         return flow
 
@@ -565,49 +569,49 @@ STEPS: dict[str, tuple[Callable[[Stream], Stream], set[int], str, str]] = {
         "ArrowInvalid",
     ),
     "running": (
-        lambda s: s.key_by("k").agg(sy=sum_("y"), n=count(), fx=first("x")),
+        lambda s: s.key_by("k").agg(sy=F.sum("y"), n=F.count(), fx=F.first("x")),
         Y_NULL,
         "running aggregate",
         "met a null",
     ),
     "row window": (
-        lambda s: s.key_by("k").window(rows=2).agg(sy=sum_("y"), my=max_("y")),
+        lambda s: s.key_by("k").window(rows=2).agg(sy=F.sum("y"), my=F.max("y")),
         Y_NULL,
         "row window",
         "met a null",
     ),
     "time window": (
-        lambda s: s.key_by("k").window(time=10, lateness=10).agg(sy=sum_("y"), n=count()),
+        lambda s: s.key_by("k").window(time=10, lateness=10).agg(sy=F.sum("y"), n=F.count()),
         Y_NULL,
         "time window",
         "met a null",
     ),
-    "sessions": (
-        lambda s: s.key_by("k").sessions(
+    "spans": (
+        lambda s: s.key_by("k").spans(
             start=(col("k") // col("x")) >= 0, end=col("x") > 9, emit={"x": col("x")}
         ),
         X_ZERO,
-        "sessions",
+        "spans",
         "division by zero",
     ),
-    "sessions with a time-out": (
-        lambda s: s.key_by("k").sessions(
+    "spans with a time-out": (
+        lambda s: s.key_by("k").spans(
             start=(col("k") // col("x")) >= 0, end=col("x") > 9, emit={"x": col("x")}, timeout=2
         ),
         X_ZERO,
-        "sessions",
+        "spans",
         "division by zero",
     ),
-    "what sessions emit": (
+    "what spans emit": (
         lambda s: (
             s.key_by("k")
-            .sessions(
+            .spans(
                 start=col("x") > 1, end=col("x") < 1, emit={"r": col("k") // col("x")}, timeout=12
             )
             .expired
         ),
         {4},
-        "sessions",
+        "spans",
         "division by zero",
     ),
     "custom": (lambda s: s.key_by("k").apply(Ratio()), X_ZERO, "Ratio", "x is zero"),
@@ -716,7 +720,7 @@ def test_rows_of_one_place_find_the_same_watermark_though_one_is_bad() -> None:
     for shape in (Shape(), Shape(cuts=[1, 2], partitions=3, sites=2)):
         flow = Flow("shop", on_error="dead-letter")
         stream = flow.source("in", rows(batch), event_time="t").flat_map(earlier, batch.schema)
-        windows = stream.key_by("k").window(time=10).agg(n=count(), sy=sum_("y"))
+        windows = stream.key_by("k").window(time=10).agg(n=F.count(), sy=F.sum("y"))
         windows.sink("out", discard())
         windows.late.sink("late", discard())
         flow.dead_letters().sink("dead", discard())

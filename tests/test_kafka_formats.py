@@ -8,9 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast import Flow, FlowError, kafka_sink, kafka_source, rows
+from holdfast import Flow, FlowError
 from holdfast.connectors.kafka.formats import Arrow, Format, Json
 from holdfast.connectors.kafka.source import KafkaSource
+from holdfast.sinks import kafka as kafka_sink
+from holdfast.sources import kafka as kafka_source
+from holdfast.sources import rows
 
 SCHEMA = pa.schema([("k", pa.int64()), ("s", pa.string()), ("x", pa.float64())])
 
@@ -137,8 +140,8 @@ def test_sources_that_cannot_be(wrong: dict, match: str) -> None:
 def test_sinks_that_cannot_be() -> None:
     with pytest.raises(FlowError, match="many rows has no key"):
         kafka_sink("host:9092", "t", format="arrow", key="k")
-    with pytest.raises(FlowError, match="linger_s must not be negative"):
-        kafka_sink("host:9092", "t", linger_s=-1)
+    with pytest.raises(FlowError, match="linger=-1: a duration is not negative"):
+        kafka_sink("host:9092", "t", linger=-1)
     with pytest.raises(FlowError, match="servers must be like"):
         kafka_sink("", "t")
     stream = Flow("f").source("in", rows(pa.record_batch({"k": [1], "l": [[1]]})))

@@ -13,10 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from holdfast import FlowError, SinkError, parquet
+from holdfast import FlowError, SinkError
 from holdfast.connectors import parquet as parquet_module
 from holdfast.connectors.sinks import Authority, Sink, SinkWriter
 from holdfast.errors import SinkRewoundError
+from holdfast.sinks import parquet
 
 PATIENCE_S = 60
 SCHEMA = pa.schema([("epoch", pa.int64()), ("row", pa.int64())])
@@ -37,7 +38,7 @@ def out(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sink(out: Path) -> Sink:
-    return parquet(out, roll_s=0)
+    return parquet(out, interval=0)
 
 
 @pytest.fixture
@@ -337,10 +338,10 @@ def test_files_that_are_removed_while_the_flow_runs_are_missed(
 
 def test_files_may_be_missing_if_that_is_said(out: Path, writers: list[SinkWriter]) -> None:
     """They were moved elsewhere; or the folder is a new one."""
-    stopped(parquet(out, roll_s=0), 3)
+    stopped(parquet(out, interval=0), 3)
     (out / "part-000000000001.parquet").unlink()
     (out / "part-000000000003.parquet").unlink()
-    sink = parquet(out, roll_s=0, allow_missing=True)
+    sink = parquet(out, interval=0, allow_missing=True)
     writer = sink.go_on(authority("second"), SCHEMA, 3)
     put(writer, 4)
     (out / "part-000000000004.parquet").unlink()
@@ -434,7 +435,7 @@ def test_rows_wait_for_a_disk_that_fails(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    sink = parquet(out, roll_s=0, held_bytes_max=200)
+    sink = parquet(out, interval=0, held_bytes_max=200)
     writer = sink.open(authority(), SCHEMA)
     writers.append(writer)
     put(writer, 0)

@@ -1,11 +1,21 @@
 """Rules of the house: which way imports point, and what the package offers."""
 
 import ast
+import importlib
+import inspect
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 import holdfast
+from holdfast.api.graph import Flow
+from holdfast.api.streams import KeyedStream, Stream
+from holdfast.api.windows import RowWindows, TimeWindows
+from holdfast.control.run import Run
+from holdfast.net.reader import TableReader
 
 ROOT = Path(holdfast.__file__).parent
 LAYERS = [
@@ -23,6 +33,10 @@ LAYERS = [
     "control",
     "spark",
     "ui",
+    "functions",
+    "protections",
+    "sinks",
+    "sources",
     "advise",
     "lab",
     "__init__",
@@ -43,8 +57,15 @@ def layer_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
-def imports(tree: ast.Module, top_level: bool) -> set[str]:
-    nodes = tree.body if top_level else ast.walk(tree)
+def _for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def imports(tree: ast.Module, top_level: bool, *, for_types: bool = True) -> set[str]:
+    nodes = list(tree.body if top_level else ast.walk(tree))
+    if not for_types:
+        unloaded = {n for block in nodes if _for_types(block) for n in ast.walk(block)}
+        nodes = [n for n in nodes if n not in unloaded]
     found = set()
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -98,7 +119,8 @@ def test_the_core_imports_only_the_standard_library() -> None:
 def test_only_the_spark_package_and_its_users_import_pyspark() -> None:
     for layer, path, tree in modules():
         if layer not in ("spark", "lab"):
-            assert not any(n.split(".")[0] == "pyspark" for n in imports(tree, False)), path
+            loaded = imports(tree, False, for_types=False)
+            assert not any(n.split(".")[0] == "pyspark" for n in loaded), path
 
 
 def test_pyspark_and_clients_are_not_loaded_until_they_are_needed() -> None:
@@ -107,8 +129,58 @@ def test_pyspark_and_clients_are_not_loaded_until_they_are_needed() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_exported_names() -> None:
-    assert holdfast.__all__ == sorted(holdfast.__all__)
-    for name in holdfast.__all__:
-        assert getattr(holdfast, name) is not None
-    assert set(holdfast.__all__) >= {"Flow", "col", "mean", "max_", "pairs", "rows", "parquet"}
+PUBLIC = {
+    "holdfast": """
+        Aggregate Budget Checkpoint DivergenceError ExpiringStream Expr Flow FlowError HoldfastError
+        HostError HungError InputError JoinedStream KeyedFunction KeyedStream OperatorError Options
+        OutOfMemoryError Protection Rows Run Sink SinkError SinkRewoundError SiteLostError Source
+        Stream TimedStream col functions lit protections sinks sources
+    """,
+    "holdfast.functions": "at_start count first last max mean min sum",
+    "holdfast.protections": "active none pairs passive rollback upstream",
+    "holdfast.sinks": "callback console discard kafka outlet parquet postgres table",
+    "holdfast.sources": "follow generator kafka lines rows spark_batch spark_stream",
+}
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_exported_names(module: str) -> None:
+    """The public API is this, and nothing else."""
+    loaded = importlib.import_module(module)
+    assert loaded.__all__ == PUBLIC[module].split()
+    for name in loaded.__all__:
+        assert getattr(loaded, name) is not None
+
+
+FUNCTIONS = [
+    (f"{module}.{name}", getattr(importlib.import_module(module), name))
+    for module, names in PUBLIC.items()
+    for name in names.split()
+    if inspect.isfunction(getattr(importlib.import_module(module), name))
+]
+CLASSES = [Flow, Run, Stream, KeyedStream, RowWindows, TimeWindows, TableReader]
+METHODS = [
+    (f"{owner.__name__}.{name}", method)
+    for owner in CLASSES
+    for name, method in vars(owner).items()
+    if inspect.isfunction(method) and not name.startswith("_")
+]
+
+
+@pytest.mark.parametrize(
+    "called", [c for _, c in FUNCTIONS + METHODS], ids=[n for n, _ in FUNCTIONS + METHODS]
+)
+def test_an_editor_can_complete_and_check_a_call(called: Callable[..., object]) -> None:
+    """Every parameter has a name and a type; what is named by the user is columns and aggregates.
+    What is returned has a type, too."""
+    signature = inspect.signature(called)
+    assert signature.return_annotation not in (inspect.Signature.empty, "Any"), "of the result"
+    for parameter in signature.parameters.values():
+        if parameter.name == "self":
+            continue
+        assert parameter.annotation is not inspect.Parameter.empty, parameter.name
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            assert parameter.name in ("exprs", "aggregates"), parameter.name
+        if parameter.annotation == "Any":
+            assert called.__name__ in ("lit", "get"), parameter.name
+    assert called.__doc__, "what it does"

@@ -12,9 +12,9 @@ from holdfast.advise.fit import document, fit, read_figures, shipped, shipped_co
 from holdfast.advise.measure import measure
 from holdfast.advise.model import Choice, Constants, Prediction, overall
 from holdfast.advise.propose import Advice, Bounds, in_bytes, in_percent, in_time, propose
-from holdfast.api.graph import Flow, KeyedNode
-from holdfast.api.protection import none, pairs, passive, upstream
-from holdfast.core.protection import ProtectionSpec
+from holdfast.api.graph import Flow
+from holdfast.api.nodes import KeyedNode
+from holdfast.api.protection import Protection, none, pairs, passive, upstream
 from holdfast.errors import FlowError
 from holdfast.plan.planner import nodes_by_stage, plan
 from holdfast.ui.report import number, show, write_json
@@ -105,14 +105,14 @@ def check(flow: Flow, advice: Advice) -> None:
             node.protection = kept[1][name]
 
 
-def protection_of(choice: Choice) -> ProtectionSpec:
+def protection_of(choice: Choice) -> Protection:
     match choice.name:
         case "none":
             return none()
         case "pairs":
             return pairs()
         case "passive":
-            return passive(every_ms=choice.every_ms)
+            return passive(interval=choice.every_ms / 1e3)
         case "upstream":
             return upstream()
     raise ValueError(f"{choice} is never proposed")
@@ -137,11 +137,13 @@ def report(advice: Advice, origin: str, console: Console) -> None:
         for missed in advice.missed:
             console.print(f"  {missed}", highlight=False)
     console.print("\nWrite:\n", highlight=False)
-    for line in advice.code():
+    used = {overall(advice.choices).name, *(c.name for c in advice.choices.values())}
+    imported = f"from holdfast.protections import {', '.join(sorted(used))}"
+    for line in (imported, *advice.code()):
         console.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
     console.print(
         f"\nThe models were fitted to {origin}.\nOn a local Spark master replicas can only be in "
-        'different processes: add apart="process".',
+        'different processes: add failure_domain="process".',
         highlight=False,
     )
 

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from holdfast.advise.facts import FlowFacts, Look, between
-from holdfast.api.graph import Flow, KeyedNode, SinkNode, SourceNode
+from holdfast.api.graph import Flow
+from holdfast.api.nodes import KeyedNode, SinkNode, SourceNode
 from holdfast.api.options import Options
 from holdfast.api.protection import none, rollback
 from holdfast.connectors.sinks import discard
@@ -54,7 +55,7 @@ def measure(flow: Flow, *, sites: int, partitions: int, seconds: float) -> FlowF
         uniform = _is_uniform(flow)
         begun = time.monotonic()
         with flow.start(
-            sites=sites, partitions=partitions, options=Options(status_ms=STATUS_MS)
+            sites=sites, partitions=partitions, options=Options(status_interval=STATUS_MS / 1e3)
         ) as run:
             facts = watched(run, sites, begun, seconds, uniform)
             if not run.ended(0):
@@ -81,7 +82,7 @@ def watched(run: Run, sites: int, begun: float, seconds: float, uniform: bool = 
 
 def _is_uniform(flow: Flow) -> bool:
     """Whether `rollback` would take it."""
-    flow.protection = rollback(base_ms=1_000)
+    flow.protection = rollback(summary_interval=1)
     try:
         plan(flow)
     except FlowError:

@@ -77,7 +77,9 @@ class Choice:
         return 2 if self.name in TWICE else 1
 
     def __str__(self) -> str:
-        return f"{self.name}(every_ms={self.every_ms})" if self.every_ms else f"{self.name}()"
+        return (
+            f"{self.name}(interval={self.every_ms / 1e3:g})" if self.every_ms else f"{self.name}()"
+        )
 
 
 Choices = Mapping[int, Choice]

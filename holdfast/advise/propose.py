@@ -227,7 +227,10 @@ def refused(facts: FlowFacts, stage: int, name: str) -> str | None:
     if name == "rollback" and not facts.uniform:
         return "ways between two stages of this flow are not equally long"
     if not said.bounded:
-        return "its state comes from all rows that a key ever had: base_ms= would make it passive"
+        return (
+            "its state comes from all rows that a key ever had: summary_interval= would make it "
+            "passive"
+        )
     if said.life_s is None:
         return "how long its state lives could not be seen, as event time did not pass"
     kept = facts.bytes_in(stage) / facts.sites * said.life_s

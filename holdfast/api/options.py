@@ -1,33 +1,88 @@
-"""How a flow is run: the settings of ``flow.start`` that sites need to know."""
+"""How a flow is run: all settings of ``flow.start``.
+
+Durations are seconds, as numbers, or `datetime.timedelta`; their names have no unit. The properties
+with a unit in their names are for the engine.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass, field, replace
 
 from holdfast.core.sequencer import Budget
+from holdfast.engine.durations import Seconds, milliseconds, positive_seconds, seconds
 from holdfast.errors import FlowError
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """`partitions` is per keyed stage. Epochs are as large, and as many are in flight, as `budget`
-    allows; a consumer has room for `window` epochs ahead of the one it is at."""
+class Checkpoint:
+    """Where a flow's state is written: to `path`, a folder or URL, when the flow is stopped; with
+    an `interval` also while it runs, that often, so that it can go on if everything is lost.
 
-    partitions: int = 32
-    budget: Budget = field(default_factory=Budget)
-    window: int = 4
-    block_rows: int = 65_536
-    read_ahead_rows: int = 262_144
-    idle_ms: int | None = 2_000
-    """A split that has had no rows for so long does not hold the watermark back until it has some
-    again; None: all splits do, for ever. Longer than a source that comes in bursts pauses."""
-    digests: bool = True
-    status_ms: int = 500
-    lease_s: float = 1.0
+    Give each run a folder of its own. One that goes on with ``restore_from=`` the same folder is
+    written there again, by default as often as before.
+    """
+
+    path: str | os.PathLike[str]
+    interval: Seconds | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str | os.PathLike) or not os.fspath(self.path):
+            raise FlowError(
+                f"Checkpoint({self.path!r}): the path is a folder, or a URL such as s3://bucket/x"
+            )
+        if self.interval is not None:
+            positive_seconds(self.interval, "Checkpoint(interval)", "None: only when it is stopped")
+
+    @property
+    def interval_ms(self) -> int:
+        """0 if it is only written when the flow is stopped."""
+        return 0 if self.interval is None else milliseconds(self.interval, "interval")
+
+
+class _Default(int):
+    """A default, told apart from the same number that somebody has given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The settings of a run. The first six can also be given to ``flow.start`` itself."""
+
+    sites: int = _Default(2)
+    """How many sites run the flow."""
+    spares: int = _Default(0)
+    """How many more wait to take the place of one that dies."""
+    partitions: int = _Default(32)
+    """Of each keyed stage."""
+    checkpoint: Checkpoint | None = None
+    """Where the flow's state is written, and how often."""
+    restore_from: str | os.PathLike[str] | None = None
+    """A folder, or URL, of checkpoints of a flow with the same stages: it goes on from there."""
+    http: str | None = None
+    """Where the flow's metrics, status and tables are served: ``"host:port"``."""
+
+    lease: Seconds = 1.0
     """A site that has been silent for so long is declared dead."""
-    call_s_max: float = 300.0
+    call_timeout: Seconds = 300.0
     """A call of a stage's code that takes longer, and longer than two leases, is taken for one that
     never ends: its site is declared dead if the flow can do without it; if not, the flow ends."""
+    idle: Seconds | None = 2.0
+    """A split that has had no rows for so long does not hold the watermark back until it has some
+    again; None: all splits do, for ever. Longer than a source that comes in bursts pauses."""
+    start_timeout: Seconds = 60.0
+    """So long the sites may take to start."""
+    status_interval: Seconds = 0.5
+    """How often sites report."""
+    budget: Budget = field(default_factory=Budget)
+    """How large epochs are, and how many are in flight."""
+    window: int = 4
+    """A consumer has room for so many epochs ahead of the one it is at."""
+    block_rows: int = 65_536
+    """A source is read in blocks of at most so many rows."""
+    read_ahead_rows: int = 262_144
+    """So far each split is read ahead of what is in epochs."""
+    digests: bool = True
+    """Whether replicas compare what they make."""
     catch_up_mb_s: float = 100.0
     """How fast a site hands state over to new replicas."""
     kept_bytes_max: int = 256 << 20
@@ -36,32 +91,105 @@ class Options:
     """Of what a site keeps for others so much stays in memory; the rest goes to disk."""
     spill: str | None = None
     """In which folder, if not where temporary files are."""
-    store: str | None = None
-    """Where the state goes when the flow is stopped."""
-    store_every_ms: int = 0
-    """How often it goes there while the flow runs; 0: never."""
-    generation: int = 0
-    """Which one of those that have written there: see `holdfast.storage.generations`."""
+    listen: str | None = None
+    """The address that controller and sites listen on: loopback by default on a local master, all
+    interfaces on a cluster."""
+    history_folder: str | None = None
+    """A folder that driver and executors reach, for what is between a history and the flow."""
 
     def __post_init__(self) -> None:
+        if self.sites < 1 or self.spares < 0:
+            raise FlowError(
+                f"sites must be at least 1 and spares not negative, not {self.sites}, {self.spares}"
+            )
         if not 1 <= self.partitions <= 65_535:
             raise FlowError(f"partitions must be between 1 and 65,535, not {self.partitions}")
-        positive = ("lease_s", "call_s_max", "catch_up_mb_s", "kept_bytes_max")
-        if any(getattr(self, name) <= 0 for name in positive):
-            raise FlowError(f"{', '.join(positive[:-1])} and {positive[-1]} must be positive")
-        if self.idle_ms is not None and self.idle_ms < 0:
+        if self.checkpoint is not None and not isinstance(self.checkpoint, Checkpoint):
             raise FlowError(
-                f"idle_ms={self.idle_ms}: after how many milliseconds without rows a split is idle",
-                hint="None means never",
+                f"checkpoint={self.checkpoint!r} is not a Checkpoint",
+                hint=f"write checkpoint=Checkpoint({self.checkpoint!r})",
             )
+        for name in ("lease", "call_timeout", "start_timeout", "status_interval"):
+            positive_seconds(getattr(self, name), name)
+        if self.idle is not None:
+            seconds(self.idle, "idle")
+        for name in ("catch_up_mb_s", "kept_bytes_max", "window", "block_rows"):
+            if getattr(self, name) <= 0:
+                raise FlowError(f"{name} must be positive, not {getattr(self, name)}")
         if self.log_bytes_max < 0:
             raise FlowError(f"log_bytes_max must not be negative, as {self.log_bytes_max} is")
-        if self.store_every_ms < 0 or (self.store_every_ms and self.store is None):
+        if self.read_ahead_rows < self.block_rows:
             raise FlowError(
-                f"store_every_ms={self.store_every_ms}: how often the state is written, in "
-                "milliseconds; it needs store=, a folder to write it to"
+                f"read_ahead_rows={self.read_ahead_rows} is less than "
+                f"block_rows={self.block_rows}, and nothing could be read"
             )
-        if self.window < 1 or self.block_rows < 1 or self.read_ahead_rows < self.block_rows:
-            raise FlowError(
-                "window and block_rows must be positive, and read_ahead_rows not smaller"
-            )
+
+    def merged(
+        self,
+        *,
+        sites: int | None,
+        spares: int | None,
+        partitions: int | None,
+        checkpoint: Checkpoint | None,
+        restore_from: str | os.PathLike[str] | None,
+        http: str | None,
+    ) -> Options:
+        """These options with the arguments that ``flow.start`` was given beside them (None: it was
+        not). Refused if both places say something, and not the same."""
+        given = {
+            "sites": sites,
+            "spares": spares,
+            "partitions": partitions,
+            "checkpoint": checkpoint,
+            "restore_from": restore_from,
+            "http": http,
+        }
+        wanted = {name: value for name, value in given.items() if value is not None}
+        for name, value in wanted.items():
+            own = getattr(self, name)
+            if own is not None and not isinstance(own, _Default) and own != value:
+                raise FlowError(
+                    f"start({name}={value!r}) and options=Options({name}={own!r}) contradict "
+                    "each other",
+                    hint="give it in one place",
+                )
+        return replace(self, **wanted)  # type: ignore[arg-type]
+
+    def resolved(self) -> Options:
+        """These options, in which every number is one that was given."""
+        return replace(
+            self,
+            sites=int(self.sites),
+            spares=int(self.spares),
+            partitions=int(self.partitions),
+        )
+
+    # --- for the engine ---------------------------------------------------------------------------
+
+    @property
+    def lease_s(self) -> float:
+        return seconds(self.lease, "lease")
+
+    @property
+    def call_s_max(self) -> float:
+        return seconds(self.call_timeout, "call_timeout")
+
+    @property
+    def start_s_max(self) -> float:
+        return seconds(self.start_timeout, "start_timeout")
+
+    @property
+    def idle_ms(self) -> float | None:
+        return None if self.idle is None else 1e3 * seconds(self.idle, "idle")
+
+    @property
+    def status_ms(self) -> float:
+        return 1e3 * seconds(self.status_interval, "status_interval")
+
+    @property
+    def store(self) -> str | None:
+        return None if self.checkpoint is None else os.fspath(self.checkpoint.path)
+
+    @property
+    def store_every_ms(self) -> int:
+        return 0 if self.checkpoint is None else self.checkpoint.interval_ms

@@ -16,6 +16,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from typing import Any
 
 from holdfast.errors import FlowError, Superseded
 
@@ -86,7 +87,7 @@ def pack(value: bytes, **header: int | str) -> bytes:
     return json.dumps(header).encode() + b"\n" + value
 
 
-def unpack(data: bytes) -> tuple[dict, bytes]:
+def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
     header, _, value = data.partition(b"\n")
     return json.loads(header), value
 

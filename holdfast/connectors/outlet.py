@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from holdfast.connectors.readers import Readers, ReaderState
 from holdfast.connectors.sinks import Authority, Sink, SinkWriter
+from holdfast.engine.durations import Seconds, positive_seconds
 from holdfast.errors import FlowError
 
 log = logging.getLogger("holdfast.outlet")
@@ -53,7 +54,7 @@ class Outlet(Sink):
         self,
         readers: int = 1,
         unread_bytes_max: int = UNREAD_BYTES_MAX,
-        reader_idle_s_max: float | None = None,
+        reader_timeout: Seconds | None = None,
         reader_bytes_max: int | None = None,
     ) -> None:
         if readers < 1:
@@ -62,10 +63,12 @@ class Outlet(Sink):
             raise FlowError(
                 f"outlet(): unread_bytes_max={unread_bytes_max} leaves no room for a row"
             )
-        if reader_idle_s_max is not None and reader_idle_s_max <= 0:
-            raise FlowError(
-                f"outlet(): reader_idle_s_max={reader_idle_s_max} would drop every reader",
-                hint="give more seconds than a query needs for a micro-batch, or is away for",
+        self.reader_idle_s_max: float | None = None
+        if reader_timeout is not None:
+            self.reader_idle_s_max = positive_seconds(
+                reader_timeout,
+                "outlet(): reader_timeout",
+                "give more time than a query needs for a micro-batch, or is away for",
             )
         if reader_bytes_max is not None and not 0 < reader_bytes_max <= unread_bytes_max:
             raise FlowError(
@@ -73,7 +76,7 @@ class Outlet(Sink):
                 f"unread_bytes_max={unread_bytes_max}, at which the flow waits",
             )
         self.readers, self.unread_bytes_max = readers, unread_bytes_max
-        self.reader_idle_s_max, self.reader_bytes_max = reader_idle_s_max, reader_bytes_max
+        self.reader_bytes_max = reader_bytes_max
 
     def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
         return OutletWriter(whose, self)
@@ -206,7 +209,7 @@ class OutletWriter(SinkWriter):
     def _why(self, state: ReaderState) -> str:
         match state:
             case ReaderState.IDLE:
-                return f"it was not seen for {self._sink.reader_idle_s_max} s"
+                return f"it was not seen for {self._sink.reader_idle_s_max:g} s"
             case ReaderState.BEHIND:
                 return f"more than {self._sink.reader_bytes_max} bytes were held for it"
         return "somebody had it forgotten"
@@ -309,7 +312,7 @@ def outlet(
     *,
     readers: int = 1,
     unread_bytes_max: int = UNREAD_BYTES_MAX,
-    reader_idle_s_max: float | None = None,
+    reader_timeout: Seconds | None = None,
     reader_bytes_max: int | None = None,
 ) -> Sink:
     """Keep results until they are read, by ``spark.readStream.format("holdfast")``.
@@ -318,9 +321,9 @@ def outlet(
     give the number of queries that are to have all rows. At most about `unread_bytes_max` bytes are
     kept; a flow whose readers are slower waits for them, and it ends when they have everything.
 
-    A reader that was not seen for `reader_idle_s_max` seconds, or for which `reader_bytes_max`
-    bytes are held, is dropped: nothing is held for it any more. When it comes back and rows are
+    A reader that was not seen for `reader_timeout`, or for which `reader_bytes_max` bytes
+    are held, is dropped: nothing is held for it any more. When it comes back and rows are
     gone that it lacks, its query fails and says which. Without these limits a reader that never
     comes back holds the flow up, until ``run.forget_reader``.
     """
-    return Outlet(readers, unread_bytes_max, reader_idle_s_max, reader_bytes_max)
+    return Outlet(readers, unread_bytes_max, reader_timeout, reader_bytes_max)

@@ -22,6 +22,7 @@ import pyarrow as pa
 
 from holdfast.connectors.parquet_folder import Beginning, Overtaken, PartFolder, StagingGone
 from holdfast.connectors.sinks import Authority, Sink, SinkWriter
+from holdfast.engine.durations import Seconds, seconds
 from holdfast.errors import FlowError, HoldfastError, SinkError, require
 from holdfast.storage.disk import Disk
 
@@ -46,18 +47,18 @@ class Parquet(Sink):
         self,
         path: str | os.PathLike[str],
         *,
-        roll_s: float = 1.0,
+        interval: Seconds = 1.0,
         with_order: bool = False,
         held_bytes_max: int = HELD_BYTES_MAX,
         allow_missing: bool = False,
     ) -> None:
-        if roll_s < 0 or held_bytes_max < 1:
+        if held_bytes_max < 1:
             raise FlowError(
-                f"parquet({str(path)!r}): roll_s must not be negative and held_bytes_max be "
-                "positive"
+                f"parquet({str(path)!r}): held_bytes_max must be positive, not {held_bytes_max}"
             )
         self.path = _folder(path)
-        self.roll_s, self.with_order = roll_s, with_order
+        self.interval_s = seconds(interval, f"parquet({str(path)!r}): interval")
+        self.with_order = with_order
         self.held_bytes_max, self.allow_missing = held_bytes_max, allow_missing
 
     def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
@@ -243,7 +244,7 @@ class ParquetWriter(SinkWriter):
         """Whether there is, by now, something to do."""
         with self._changed:
             while self._phase is Phase.WRITING and not self._closing:
-                wait = self._rolled + self._sink.roll_s - time.monotonic()
+                wait = self._rolled + self._sink.interval_s - time.monotonic()
                 ready = bool(self._held) and self._held[0][0] <= self._committed
                 full = self._held_bytes >= self._sink.held_bytes_max // 2
                 if ready and (wait <= 0 or full or self._held_rows >= FILE_ROWS):
@@ -325,25 +326,25 @@ def _folder(path: str | os.PathLike[str]) -> Path:
 def parquet(
     path: str | os.PathLike[str],
     *,
-    roll_s: float = 1.0,
+    interval: Seconds = 1.0,
     with_order: bool = False,
     held_bytes_max: int = HELD_BYTES_MAX,
     allow_missing: bool = False,
 ) -> Sink:
-    """Write a folder of parquet files that Spark reads back; a new one at most every `roll_s`
-    seconds.
+    """Write a folder of parquet files that Spark reads back; a new one at most every
+    `interval` (a second).
 
     `path` is a folder that all sites reach, of a file system with hard links. Each file has the
     rows of a range of epochs; one whose name a reader sees is whole, and on the disk. While the
     disk is full or away rows are held, up to `held_bytes_max` bytes; then the source is held back.
 
-    A flow that goes on (``resume=``, or under another leader) checks that all files of the epochs
-    it knows as written are there. With `allow_missing` it does not: for files that are moved
+    A flow that goes on (``restore_from=``, or under another leader) checks that all files of the
+    epochs it knows as written are there. With `allow_missing` it does not: for files that are moved
     elsewhere while the flow runs, or a flow that goes on in a new folder.
     """
     return Parquet(
         path,
-        roll_s=roll_s,
+        interval=interval,
         with_order=with_order,
         held_bytes_max=held_bytes_max,
         allow_missing=allow_missing,

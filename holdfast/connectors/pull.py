@@ -29,6 +29,7 @@ import pyarrow.dataset as ds
 import pyarrow.json
 
 from holdfast.connectors.sources import PullReader, Source, Taken
+from holdfast.engine.durations import Seconds, seconds
 from holdfast.engine.keys import KeyWords, key_words
 from holdfast.engine.operators.base import OperatorSnapshot
 from holdfast.engine.state import STANDBY, Field, StateTable
@@ -56,13 +57,14 @@ class Folder(Source):
         schema: pa.Schema,
         format: str,
         pattern: str,
-        every_s: float,
+        interval: Seconds,
         until: str | None,
     ) -> None:
         if format not in FORMATS:
             raise FlowError(f"follow(): format {format!r}", hint=f"it is one of {list(FORMATS)}")
         self.path, self.schema = Path(path).absolute(), schema
-        self.format, self.pattern, self.every_s, self.until = format, pattern, every_s, until
+        self.format, self.pattern, self.until = format, pattern, until
+        self.interval_s = seconds(interval, "follow(): interval")
         self.known: frozenset[str] = frozenset()
         """Files that are not to be read: the flow has their rows."""
 
@@ -196,8 +198,8 @@ class FolderReader(PullReader):
         if not listing.is_complete:
             return False
         self._listing = None
-        if self._source.every_s:  # and never more than a tenth of the time
-            self._look_at = time.monotonic() + max(self._source.every_s, 9 * listing.busy_s)
+        if self._source.interval_s:  # and never more than a tenth of the time
+            self._look_at = time.monotonic() + max(self._source.interval_s, 9 * listing.busy_s)
         self._queue.extend(name for _, name in sorted(listing.unknown))
         self._note_missing(listing)
         return listing.is_last and not self._queue and not self._changes
@@ -445,11 +447,12 @@ def follow(
     *,
     format: str = "parquet",
     pattern: str = "*",
-    every_s: float = 0.1,
+    interval: Seconds = 0.1,
     until: str | None = None,
 ) -> Source:
     """The rows of all files in a folder, and of those that are added to it, each file once.
 
+    The folder is listed every `interval` (a tenth of a second); with 0 whenever there is time.
     Files are taken in the order in which they were last changed, of those that a listing finds.
     They must be whole when they appear: write them elsewhere, or under a name that begins with
     ``.`` or ``_``, and rename. A file is known by its name: one whose size is another than when it
@@ -458,7 +461,7 @@ def follow(
     must reach the folder. Of a flow that is started with a history, files that the history was
     read from are left out.
     """
-    return Folder(path, schema, format, pattern, every_s, until)
+    return Folder(path, schema, format, pattern, interval, until)
 
 
 def lines(host: str, port: int, schema: pa.Schema) -> Source:

@@ -1,7 +1,7 @@
-"""A view: the latest row of every key, kept at the replicas of the egress, to be looked at there.
+"""A table: the latest row of every key, kept at the replicas of the egress, to be looked at there.
 
 It is in memory alone. Whoever looks asks the replica that leads: for the rows of some keys, or for
-all rows as they were after one epoch, which are given out in parts while the view goes on.
+all rows as they were after one epoch, which are given out in parts while the table goes on.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ SCAN_S_MAX = 60.0
 """A scan that nobody has gone on with for so long is given up: until then it costs."""
 
 
-class View(Sink):
-    """A table in memory, by key."""
+class LatestTable(Sink):
+    """The latest row of every key, in memory."""
 
     replicated = True
 
     def __init__(self, key: Sequence[str]) -> None:
         if not key:
-            raise FlowError("view() needs a key", hint='write for example view("user")')
+            raise FlowError("table() needs a key", hint='write for example table("user")')
         self.key = list(key)
 
     def check(self, schema: pa.Schema, where: str) -> None:
@@ -45,11 +45,11 @@ class View(Sink):
                 )
 
     def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
-        return ViewWriter(whose, schema, self.key)
+        return LatestTableWriter(whose, schema, self.key)
 
 
-class ViewWriter(SinkWriter):
-    """One replica of a view."""
+class LatestTableWriter(SinkWriter):
+    """One replica of a table."""
 
     def __init__(self, whose: Authority, schema: pa.Schema, key: list[str]) -> None:
         self._whose, self._schema, self._key = whose, schema, key
@@ -113,7 +113,7 @@ class ViewWriter(SinkWriter):
         return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
     def _begin(self) -> int:
-        """Freeze the view for a scan."""
+        """Freeze the table for a scan."""
         limit = time.monotonic() - SCAN_S_MAX
         for number in [n for n, (_, at) in self._scans.items() if at < limit]:
             self._scans.pop(number)[0].close()
@@ -137,7 +137,7 @@ class ViewWriter(SinkWriter):
         return [pa.RecordBatch.from_arrays(rows.columns, schema=self._schema)]
 
 
-def view(*key: str) -> Sink:
+def table(*key: str) -> Sink:
     """Keep the latest row of every key in memory, to be looked at while the flow runs: with
-    ``run.view(name)``, over HTTP, and by ``spark.read.format("holdfast")``."""
-    return View(key)
+    ``run.table(name)``, over HTTP, and by ``spark.read.format("holdfast")``."""
+    return LatestTable(key)

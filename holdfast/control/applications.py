@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -240,13 +240,14 @@ def run_app(config: AppConfig) -> int:
         run = start(
             load_flow(config.file, spark),
             spark,
-            sites=config.sites,
-            spares=config.spares,
-            partitions=config.options.partitions,
-            options=config.options,
+            options=replace(
+                config.options,
+                sites=config.sites,
+                spares=config.spares,
+                start_timeout=START_S_MAX,
+            ),
             place=config.place,
             secret=config.secret,
-            start_timeout=START_S_MAX,
         )
         _attend(config, run)
         run.wait()

@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from holdfast.api.graph import Flow, SourceNode
+from holdfast.api.graph import Flow
+from holdfast.api.nodes import SourceNode
 from holdfast.arbiter import Arbiter, Entry, arbiter
 from holdfast.control.hosting import Place
 from holdfast.errors import ArbiterAway, Superseded

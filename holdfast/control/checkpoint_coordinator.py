@@ -57,7 +57,7 @@ AGAIN_S = 0.5
 
 
 def common_restore_point(
-    flow: Flow, plan: Plan, options: Options, incarnation: str
+    flow: Flow, plan: Plan, options: Options, incarnation: str, generation: int
 ) -> RestorePoint:
     """What all manifests of a flow say that is stored in this generation."""
     assert options.store is not None
@@ -77,7 +77,7 @@ def common_restore_point(
         resolved=flow.resolved,
         flow=flow.name,
         incarnation=incarnation,
-        generation=options.generation,
+        generation=generation,
         every_ms=options.store_every_ms,
         kind=Kind.RUNNING,
         home=options.store,
@@ -209,7 +209,7 @@ class CheckpointCoordinator:
         return FlowError(
             f"which rows the flow's epochs have cannot be written to {self._place}, and without it "
             f"its results could not be told from others if it were lost: {error}",
-            hint="when there is room again, go on with resume=: nothing is lost",
+            hint="when there is room again, go on with restore_from=: nothing is lost",
         )
 
     # --- checkpoints ----------------------------------------------------------------------------

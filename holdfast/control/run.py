@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,7 +24,7 @@ import pyarrow as pa
 
 from holdfast import errors
 from holdfast.api.graph import Flow
-from holdfast.api.options import Options
+from holdfast.api.options import Checkpoint, Options
 from holdfast.control.bootstrap import resolved
 from holdfast.control.checkpoint_coordinator import common_restore_point
 from holdfast.control.checkpoint_store import CheckpointStore, first_manifest
@@ -33,10 +34,11 @@ from holdfast.control.server import Control
 from holdfast.core.controller import Controller
 from holdfast.core.protection import ProtectionSpec
 from holdfast.core.records import EpochRecord
+from holdfast.engine.durations import Seconds, seconds
 from holdfast.hosts.processes import ProcessHost
 from holdfast.net import wire
-from holdfast.net.reader import ViewReader, forget_reader, readers_of, url_of
-from holdfast.plan.planner import plan, protected_otherwise
+from holdfast.net.reader import TableReader, forget_reader, readers_of, url_of
+from holdfast.plan.planner import Plan, plan, protected_otherwise
 from holdfast.storage.files import Folder, located
 from holdfast.storage.generations import claim
 from holdfast.storage.layout import GENERATIONS
@@ -65,124 +67,77 @@ def start(
     flow: Flow,
     spark: Any = None,
     *,
-    sites: int = 2,
-    spares: int = 0,
-    partitions: int = 32,
-    listen: str | None = None,
-    start_timeout: float = 60.0,
-    host: Host | None = None,
     options: Options | None = None,
+    history: Any = None,
+    host: Host | None = None,
     place: Place | None = None,
     secret: bytes | None = None,
     route: Route = direct,
-    http: str | None = None,
-    history: Any = None,
-    history_at: str | None = None,
-    store: str | None = None,
-    store_every_ms: int | None = None,
-    resume: str | None = None,
 ) -> Run:
-    """Run `flow` on `sites` sites, and return as soon as its rows flow.
+    """Run `flow`, and return as soon as its rows flow. `Flow.start` has what users need; the rest
+    is for whoever hosts flows, and for tests.
 
-    With a SparkSession every site is a long-lived Spark task; without one a subprocess. Each keyed
-    stage has `partitions` partitions. `listen` is the address that the controller and the sites
-    listen on: loopback by default on a local master, all interfaces on a cluster. With a `place`
-    this is one of several applications that host the flow together (see
-    `holdfast.control.applications`). With `http` ("host:port") the flow's figures, status and views
-    are served there (see `holdfast.ui.web`). `route` may lead the connections between sites
+    With a `place` this is one of several applications that host the flow together, with the same
+    `secret` (see `holdfast.control.applications`). `route` may lead the connections between sites
     elsewhere, such as through a proxy that breaks them (see `holdfast.lab.chaos`).
-
-    `history` is what came before: a DataFrame with the rows of the source, or a dict of them by
-    source. The flow is first run over it as a Spark batch job and goes on from its state, as if it
-    had streamed everything; sinks get its results first. The sources must begin where it ends.
-    `history_at` is a folder that driver and executors reach, for what is between the two.
-
-    With `store`, a folder or URL, the flow's state is written there when it is stopped. With
-    `store_every_ms` it is also written while the flow runs, that often, and so are the epochs'
-    records: then the flow can be gone on from if it is lost with everything. With `resume` a flow
-    of the same stages goes on from there, where all sources and sinks were, and is stored in the
-    same folder, as often as before, from then on; one that was stopped may be stored elsewhere.
     """
-    if sites < 1 or spares < 0:
+    options, place = (options or Options()).resolved(), place or Place()
+    secret = secret or secrets.token_bytes(32)
+    if history is not None and options.restore_from is not None:
         raise errors.FlowError(
-            f"sites must be at least 1 and spares not negative, not {sites}, {spares}"
+            "a flow begins with history=, or goes on with restore_from=, not both"
         )
-    secret, options = secret or secrets.token_bytes(32), options or Options()
-    if history is not None and resume is not None:
-        raise errors.FlowError("a flow begins with a history, or goes on with resume=, not both")
-    flow = _resolved(flow, place or Place(), secret, options, history, partitions, history_at)
-    several = place is not None and place.apps > 1
-    store, resume = store and located(store), resume and located(resume)
-    here = resume is not None and store in (None, resume) and not several
-    if resume is not None:
-        restore_point = RestorePoint.load(resume)
-        if here:
-            store, store_every_ms = resume, store_every_ms or restore_point.every_ms or None
-        elif restore_point.lost and restore_point.every_ms:
-            raise _to_be_stored_there(resume, store)
-        elif store is None:
-            log.warning("several applications host %r: without store= it is not stored", flow.name)
-    if store is not None and not here:
+    flow = _resolved(flow, place, secret, options, history)
+    options = _located(options)
+    origin = _origin(flow, options, place)
+    options = replace(options, checkpoint=origin.checkpoint)
+    store = options.store
+    if store is not None and not origin.here:
         _refuse_used(store)
-    if store_every_ms is not None:
-        _refuse_to_store(flow, store, place or Place())
-    if resume is not None:
-        flow = resumed(flow, resume, partitions, here=here)
+    if options.store_every_ms:
+        _refuse_to_store(flow, place)
+    if origin.path is not None:
+        flow = resumed(flow, origin.path, options.partitions, here=origin.here)
     planned = plan(flow)
-    if host is None and spark is not None:
-        from holdfast.spark.host import SparkHost
-
-        apps = place.apps if place else 1
-        host = SparkHost(spark, planned, -(-(sites + spares) // apps))
-    host = host or ProcessHost()
-    if listen is not None:
-        host.listen_host = listen
-        if not wire.is_wildcard(listen):
-            host.advertise_host = listen
-    generation = flow.restore_point.generation if here and flow.restore_point is not None else 0
-    if store is not None and not here and not several:
-        generation = claim(Folder(store), flow.name)
-    options = replace(
-        options,
-        partitions=partitions,
-        store=store,
-        store_every_ms=store_every_ms or 0,
-        generation=generation,
+    host = _prepared(host, spark, planned, options, place)
+    generation = (
+        flow.restore_point.generation if origin.here and flow.restore_point is not None else 0
     )
+    if store is not None and not origin.here and place.apps == 1:
+        generation = claim(Folder(store), flow.name)
     control = Control(
-        flow,
-        planned,
-        host,
-        sites,
-        spares,
-        options,
-        secret,
-        place or Place(),
+        flow, planned, host, options.sites, options.spares, options, secret, place, generation
     )
     control.route = route
     run = Run(control, host)
     try:
         run._prepare_store()
-        if http is not None:
+        if options.http is not None:
             from holdfast.ui.web import Web
 
-            run.web = Web(run, http)
-        run._begin(start_timeout)
+            run.web = Web(run, options.http)
+        run._begin(options.start_s_max)
     except BaseException:
         run._give_up()
         raise
     return run
 
 
-def _resolved(
-    flow: Flow,
-    place: Place,
-    secret: bytes,
-    options: Options,
-    history: Any,
-    partitions: int,
-    history_at: str | None,
-) -> Flow:
+def _prepared(host: Host | None, spark: Any, planned: Plan, options: Options, place: Place) -> Host:
+    """Where the sites will run."""
+    if host is None and spark is not None:
+        from holdfast.spark.host import SparkHost
+
+        host = SparkHost(spark, planned, -(-(options.sites + options.spares) // place.apps))
+    host = host or ProcessHost()
+    if options.listen is not None:
+        host.listen_host = options.listen
+        if not wire.is_wildcard(options.listen):
+            host.advertise_host = options.listen
+    return host
+
+
+def _resolved(flow: Flow, place: Place, secret: bytes, options: Options, history: Any) -> Flow:
     """The flow with everything that has to be known before it starts."""
     if history is None:
         return resolved(flow, place, secret, options.lease_s)
@@ -190,8 +145,47 @@ def _resolved(
     from holdfast.ui.live_table import progress_bar
 
     with progress_bar(f"history of {flow.name}") as progress:
-        before = History(flow, history, partitions, history_at, progress)
+        folder = options.history_folder
+        before = History(flow, history, options.partitions, folder, progress)
         return resolved(flow, place, secret, options.lease_s, before)
+
+
+def _located(options: Options) -> Options:
+    """With folders that mean the same in every process."""
+    checkpoint, origin = options.checkpoint, options.restore_from
+    if checkpoint is not None:
+        checkpoint = replace(checkpoint, path=located(os.fspath(checkpoint.path)))
+    if origin is not None:
+        origin = located(os.fspath(origin))
+    return replace(options, checkpoint=checkpoint, restore_from=origin)
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """What a flow goes on from, if not from nothing, and where it is stored from then on."""
+
+    path: str | None
+    here: bool
+    """Whether that is the folder it goes on from."""
+    checkpoint: Checkpoint | None
+
+
+def _origin(flow: Flow, options: Options, place: Place) -> _Origin:
+    wanted, store = options.checkpoint, options.store
+    if options.restore_from is None:
+        return _Origin(None, False, wanted)
+    path = os.fspath(options.restore_from)
+    restore_point = RestorePoint.load(path)
+    if store in (None, path) and place.apps == 1:
+        interval = wanted.interval if wanted is not None else None
+        if interval is None and restore_point.every_ms:
+            interval = restore_point.every_ms / 1e3
+        return _Origin(path, True, Checkpoint(path, interval))
+    if restore_point.lost and restore_point.every_ms:
+        raise _to_be_stored_there(path, store)
+    if store is None:
+        log.warning("several applications host %r: without checkpoint= it is not stored", flow.name)
+    return _Origin(path, False, wanted)
 
 
 def _refuse_used(store: str) -> None:
@@ -199,43 +193,41 @@ def _refuse_used(store: str) -> None:
     found = [name for name in Folder(store).list() if not name.startswith(f"{GENERATIONS}/")]
     if found:
         raise errors.FlowError(
-            f"store={store!r} is not empty",
-            hint="give each run one of its own; to go on with what is in it, write resume=",
+            f"checkpoint folder {store!r} is not empty",
+            hint="give each run one of its own; to go on with what is in it, write restore_from=",
         )
 
 
-def _refuse_to_store(flow: Flow, store: str | None, place: Place) -> None:
+def _refuse_to_store(flow: Flow, place: Place) -> None:
     """What could not be gone on from, if it were lost while it runs."""
-    if store is None:
-        raise errors.FlowError("store_every_ms needs store=, a folder to write to")
     if place.apps > 1:
-        raise errors.FlowError("store_every_ms is for a flow in one application")
+        raise errors.FlowError("Checkpoint(interval=) is for a flow in one application")
     for stage in plan(flow).stages:
         if stage.source is not None and stage.source.pushed and not stage.source.resumable:
             raise errors.FlowError(
-                f"store_every_ms: without a checkpoint location the query that feeds source "
+                f"Checkpoint(interval=): without a checkpoint location the query that feeds source "
                 f"{stage.name!r} would begin again when the flow goes on",
                 hint="write spark_stream(df, checkpoint=...)",
             )
         if stage.sink is not None and stage.sink.unread_bytes_max is not None:
             raise errors.FlowError(
-                f"store_every_ms: what is in the outlet {stage.name!r} is in memory alone, and its "
-                "readers could not go on with a flow that was lost",
-                hint="write to a sink that others read, such as kafka_sink",
+                f"Checkpoint(interval=): what is in the outlet {stage.name!r} is in memory alone, "
+                "and its readers could not go on with a flow that was lost",
+                hint="write to a sink that others read, such as sinks.kafka",
             )
         if stage.merge == "arrival":
             raise errors.FlowError(
-                f"store_every_ms: stage {stage.name!r} takes rows as they arrive, so there is no "
-                "state after an epoch",
+                f"Checkpoint(interval=): stage {stage.name!r} takes rows as they arrive, so there "
+                "is no state after an epoch",
                 hint='leave out merge="arrival"',
             )
 
 
-def _to_be_stored_there(resume: str, store: str | None) -> errors.FlowError:
+def _to_be_stored_there(origin: str, store: str | None) -> errors.FlowError:
     """A flow that was lost goes on in its own folder: at any moment there is one to resume from."""
     return errors.FlowError(
-        f"the flow in {resume} was lost while it ran, and goes on being stored there",
-        hint=f"leave out store={store!r}; to go on from elsewhere, stop it first",
+        f"the flow in {origin} was lost while it ran, and goes on being stored there",
+        hint=f"leave out checkpoint=Checkpoint({store!r}); to go on from elsewhere, stop it first",
     )
 
 
@@ -281,9 +273,9 @@ class Run:
         controls = self._control.place.controls or (self._control.address,)
         return url_of(self.flow.name, self._control.secret, controls)
 
-    def view(self, sink: str) -> ViewReader:
-        """Look at a sink that is a view, while the flow runs."""
-        return ViewReader(self.url, sink)
+    def table(self, sink: str) -> TableReader:
+        """Read a sink that is a table, while the flow runs."""
+        return TableReader(self.url, sink)
 
     def readers(self, sink: str) -> list[dict[str, Any]]:
         """Who reads a sink that is an outlet: a dict for each with its name, its state, up to which
@@ -354,7 +346,9 @@ class Run:
             "domains": {int(s): d for s, d in controller.domains.items()} if controller else {},
             **UNKNOWN,
             **self._described(),
-            "store": self._control.checkpoints.figures() if self._control.checkpoints else None,
+            "checkpoint": self._control.checkpoints.figures()
+            if self._control.checkpoints
+            else None,
             "error": str(self.error) if self.error else None,
         }
 
@@ -422,27 +416,27 @@ class Run:
                     return stage["sink"]
         return {}
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def wait(self, timeout: Seconds | None = None) -> bool:
         """Wait until the flow has ended; raise its error. False if it runs on after `timeout`."""
-        ended = self._ended.wait(timeout)
+        ended = self._ended.wait(_limit(timeout))
         if ended:
             self._thread.join(timeout=30)
             if self.error is not None:
                 raise self.error
         return ended
 
-    def ended(self, timeout: float | None = None) -> bool:
-        """Whether the flow has ended, well or not, waiting at most `timeout` seconds for it."""
-        return self._ended.wait(timeout)
+    def ended(self, timeout: Seconds | None = None) -> bool:
+        """Whether the flow has ended, well or not, waiting at most `timeout` for it."""
+        return self._ended.wait(_limit(timeout))
 
-    def stop(self, *, drain: bool = True, timeout: float | None = 60.0) -> None:
+    def stop(self, *, drain: bool = True, timeout: Seconds | None = 60.0) -> None:
         """End the flow: take no more rows and, with `drain`, deliver those that were taken. If that
         takes longer than `timeout` the flow ends all the same; that is an error if it was to be
         stored."""
         if not self._ended.is_set():
             self._control.stop(drain)
         if not self.wait(timeout):
-            late = f"flow {self.flow.name!r} did not drain within {timeout} s"
+            late = f"flow {self.flow.name!r} did not drain within {_limit(timeout)} s"
             log.warning("%s; it is ended now", late)
             self._control.stop(drain=False)
             self.wait()
@@ -497,13 +491,17 @@ class Run:
 
     def _common(self) -> RestorePoint:
         return common_restore_point(
-            self.flow, self.plan, self.options, wire.incarnation(self._control.secret)
+            self.flow,
+            self.plan,
+            self.options,
+            wire.incarnation(self._control.secret),
+            self._control.generation,
         )
 
     def _if_not_stored(self) -> str:
         if self.options.store_every_ms:
-            return f"resume={self.options.store!r} goes on from its last checkpoint"
-        return "give it more time, or store it while it runs, with store_every_ms="
+            return f"restore_from={self.options.store!r} goes on from its last checkpoint"
+        return "give it more time, or store it while it runs, with Checkpoint(interval=)"
 
     def _see_to_folders(self) -> None:
         """What the flow began with, and what it leaves behind."""
@@ -563,6 +561,13 @@ class Run:
             self._see_to_folders()
             loop.close()
             self._ended.set()
+
+
+def _limit(timeout: Seconds | None) -> float | None:
+    """A time-out as threads take it; below nothing is at once."""
+    if isinstance(timeout, int | float):
+        timeout = max(0.0, timeout)
+    return None if timeout is None else seconds(timeout, "timeout")
 
 
 def _late_rows(sites: list[dict[str, Any]]) -> dict[str, int]:

@@ -95,8 +95,9 @@ def _refuse_unknown(restore_point: RestorePoint, where: str) -> None:
             f"when it is stopped, so what its sinks have got since epoch "
             f"{restore_point.epochs - 1} is not "
             "known",
-            hint="stop it if it runs; if it is lost, resume with another store= goes on from where "
-            "it was stopped before, and sinks that cannot tell get again what came since",
+            hint="stop it if it runs; if it is lost, restore_from= with another checkpoint= "
+            "goes on from where it was stopped before, and sinks that cannot tell get again what "
+            "came since",
         )
 
 

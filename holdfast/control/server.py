@@ -110,8 +110,12 @@ class Control:
         options: Options,
         secret: bytes,
         place: Place,
+        generation: int = 0,
     ) -> None:
         self.flow, self.plan, self.options = flow, plan, options
+        self.generation = generation
+        """Which one of those that have written to the checkpoint folder: see
+        `holdfast.storage.generations`."""
         self.place = place
         self.shape = apart(shape(plan, options.partitions), place.apps)
         refuse(plan, self.shape, place.apps)
@@ -157,9 +161,9 @@ class Control:
         self.store: CheckpointStore | None = None
         """Where the flow is stored; of a flow in several applications nobody has the folder."""
         if options.store is not None and place.apps == 1:
-            self.store = CheckpointStore(options.store, options.generation)
+            self.store = CheckpointStore(options.store, generation)
         if self.store is not None and options.store_every_ms:
-            common = common_restore_point(flow, plan, options, wire.incarnation(secret))
+            common = common_restore_point(flow, plan, options, wire.incarnation(secret), generation)
             self.checkpoints = CheckpointCoordinator(
                 self.store,
                 common,
@@ -429,6 +433,7 @@ class Control:
             self._host.listen_host,
             self.options,
             f"application {self.place.app}" if several else self._host.application,
+            generation=self.generation,
         )
         # Not in the loop: packing the flow takes a while, and others may fail meanwhile.
         self.loop.run_in_executor(None, self._launch_now, site, config)

@@ -688,7 +688,7 @@ class Controller:
                     hint="does a function of the flow wait for something that does not come? If "
                     "calls take that long, have smaller epochs, with "
                     "Options(budget=Budget(epoch_rows_max=...)), or allow for it, with "
-                    "Options(call_s_max=...)",
+                    "Options(call_timeout=...)",
                 ),
             )
         return []

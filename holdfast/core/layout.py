@@ -403,7 +403,7 @@ def _next_replica(
             "in "
             f"one {apart}, and the sites are in only {len(found)}: {', '.join(sorted(found))}",
             hint=f"start more sites, spread them over more than one {apart}, or allow replicas "
-            f"to share it with pairs(apart=...), one of {', '.join(DOMAINS)}",
+            f"to share it with pairs(failure_domain=...), one of {', '.join(DOMAINS)}",
         )
     return min(fit, key=lambda s: closeness(replicas, s, domains))  # of equals the next in the ring
 

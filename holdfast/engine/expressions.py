@@ -144,7 +144,7 @@ class Lit(Expr):
 
 
 class AtStart(Expr):
-    """A column of the row that opened a session; only inside ``sessions(emit=...)``."""
+    """A column of the row that opened a span; only inside ``spans(emit=...)``."""
 
     PREFIX = "start."
 
@@ -244,7 +244,7 @@ def lit(value: Any) -> Expr:
 
 
 def at_start(name: str) -> Expr:
-    """In ``sessions(emit=...)``: the column `name` of the row that opened the session."""
+    """In ``spans(emit=...)``: the column `name` of the row that opened the span."""
     return AtStart(name)
 
 
@@ -378,60 +378,3 @@ def _masked(op: str, *sides: Any) -> Any:
         made = np.broadcast_to(_NUMPY[op](*filled), null.shape)
     array = pa.array(made, mask=null)
     return array if rows else array[0]
-
-
-# --- aggregates --------------------------------------------------------------------------------
-
-
-class Aggregate:
-    """A function of the rows of a group: built with `count`, `sum_`, `mean` and their like."""
-
-    def __init__(self, kind: str, expr: Expr | None) -> None:
-        self.kind, self.expr = kind, expr
-
-    def columns(self) -> Iterator[str]:
-        return iter(()) if self.expr is None else self.expr.columns()
-
-    def __repr__(self) -> str:
-        return f"{self.kind}({'' if self.expr is None else self.expr})"
-
-
-def _operand(what: str | Expr) -> Expr:
-    return Col(what) if isinstance(what, str) else wrap(what)
-
-
-def count() -> Aggregate:
-    """The number of rows."""
-    return Aggregate("count", None)
-
-
-def sum_(what: str | Expr) -> Aggregate:
-    """The sum, folded strictly in sequence order; of integers as int64. A row that takes it out of
-    int64 is refused, as by Spark: it stops the flow or becomes a dead letter."""
-    return Aggregate("sum", _operand(what))
-
-
-def mean(what: str | Expr) -> Aggregate:
-    """The arithmetic mean, as float64; the sum is folded strictly in sequence order."""
-    return Aggregate("mean", _operand(what))
-
-
-def max_(what: str | Expr) -> Aggregate:
-    """The largest value."""
-    return Aggregate("max", _operand(what))
-
-
-def min_(what: str | Expr) -> Aggregate:
-    """The smallest value."""
-    return Aggregate("min", _operand(what))
-
-
-def first(what: str | Expr) -> Aggregate:
-    """The value of the first row in sequence order, null if it is null there: as in Spark, nulls
-    are not passed over."""
-    return Aggregate("first", _operand(what))
-
-
-def last(what: str | Expr) -> Aggregate:
-    """The value of the last row in sequence order, null if it is null there."""
-    return Aggregate("last", _operand(what))

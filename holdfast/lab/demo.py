@@ -41,7 +41,7 @@ PATIENCE_S = 120.0
 
 def flow(spark: Any) -> Flow:
     """What both applications run; each loads this file."""
-    made = dmz_flow(DmzRows().source(rate=RATE), parquet(os.environ[RESULTS], roll_s=0.5))
+    made = dmz_flow(DmzRows().source(rate=RATE), parquet(os.environ[RESULTS], interval=0.5))
     made.protection = pairs()
     return made
 

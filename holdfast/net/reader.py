@@ -154,8 +154,8 @@ def forget_reader(url: str, sink: str, name: str) -> None:
         reader.ask({"do": "forget", "reader": name})
 
 
-class ViewReader:
-    """Looks at a view: see `holdfast.view`."""
+class TableReader:
+    """Reads a table while the flow runs: see `holdfast.sinks.table`."""
 
     def __init__(self, url: str, sink: str) -> None:
         self._reader = SinkReader(url, sink)
@@ -181,14 +181,15 @@ class ViewReader:
         while parts := self._reader.ask({"do": "go on", "scan": number})[1]:
             yield from parts
 
-    def table(self) -> pa.Table:
-        """All rows."""
+    def to_arrow(self) -> pa.Table:
+        """All rows, as an Arrow table."""
         return pa.Table.from_batches(self.scan(), self.schema)
 
     def close(self) -> None:
+        """Let go of the connection."""
         self._reader.close()
 
-    def __enter__(self) -> ViewReader:
+    def __enter__(self) -> TableReader:
         return self
 
     def __exit__(self, *_: Any) -> None:

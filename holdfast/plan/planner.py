@@ -13,21 +13,21 @@ from typing import Literal
 
 import pyarrow as pa
 
-from holdfast.api.graph import (
+from holdfast.api.graph import Flow
+from holdfast.api.nodes import (
     DEAD_LETTER,
     DeadLetterNode,
-    Flow,
     KeyedNode,
     Merge,
     Node,
     SinkNode,
     SourceNode,
     StepNode,
-    Stream,
     UnionNode,
     topological,
 )
 from holdfast.api.protection import none
+from holdfast.api.streams import Stream
 from holdfast.connectors.sinks import Sink
 from holdfast.connectors.sources import Source
 from holdfast.core.ids import ExchangeId, StageId
@@ -372,8 +372,8 @@ class _Planner:
             raise FlowError(
                 f"stage {stage.name!r}: what a {node.operator.label} knows of a key comes from all "
                 "rows that the key ever had, so all of its input would have to be kept",
-                hint=f"write {wanted.name}(base_ms=1000), so that a summary of them is; or protect "
-                "it with pairs(), or use an event-time window or a time-out",
+                hint=f"write {wanted.name}(summary_interval=1), so that a summary of them is; or "
+                "protect it with pairs(), or use an event-time window or a time-out",
             )
         return found
 

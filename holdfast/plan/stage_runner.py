@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 import pyarrow as pa
 
-from holdfast.api.graph import DEAD_LETTER
+from holdfast.api.nodes import DEAD_LETTER
 from holdfast.engine.batches import (
     DECODE_ERROR,
     Track,

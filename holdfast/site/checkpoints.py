@@ -117,7 +117,7 @@ class CheckpointWriter:
         raise FlowError(
             f"rows that came in cannot be written to {self._place}, and could not be read again: "
             f"{error}",
-            hint="when there is room again, go on with resume=",
+            hint="when there is room again, go on with restore_from=",
         )
 
     def close(self) -> None:

@@ -256,7 +256,7 @@ class PushReader(SplitReader):
                 f"{query}: its checkpoint location is another one, and so are its micro-batches. "
                 "Start it with the checkpoint location that the flow was fed from "
                 "(spark_stream(df, checkpoint=...), the same in all applications); to begin with "
-                "this one, start the flow without resume="
+                "this one, start the flow without restore_from="
             )
         if batch not in (place.committed, place.committed + 1):
             return (
@@ -268,7 +268,7 @@ class PushReader(SplitReader):
                     else "those between were given to another flow with this checkpoint location. "
                 )
                 + "Start the query with the checkpoint location as it was when the flow was last "
-                "fed; to begin with this one, start the flow without resume="
+                "fed; to begin with this one, start the flow without restore_from="
             )
         return ""
 

@@ -98,6 +98,8 @@ class SiteConfig:
     options: Options
     application: str = "local"
     executor: str = ""
+    generation: int = 0
+    """Of those that have written to the checkpoint folder."""
 
 
 class Site:
@@ -111,7 +113,7 @@ class Site:
         planned = plan(flow)
         self._checkpoint_writer: CheckpointWriter | None = None
         if config.options.store is not None:
-            where = (config.options.store, config.options.generation, config.site)
+            where = (config.options.store, config.generation, config.site)
             self._checkpoint_writer = CheckpointWriter(*where, self._tell_soon, self._soon)
         self.node = Node(
             planned,

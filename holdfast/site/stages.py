@@ -15,7 +15,7 @@ import pyarrow as pa
 from holdfast.api.options import Options
 from holdfast.connectors.pull import FolderReader
 from holdfast.connectors.sources import SplitReader
-from holdfast.connectors.table import ViewWriter
+from holdfast.connectors.table import LatestTableWriter
 from holdfast.core.effects import IngestEpochs, ProcessBundles
 from holdfast.core.events import TaskProcessed
 from holdfast.core.ids import NO_EPOCH, STORE, Epoch, ExchangeId, GroupId, SiteId, StageId, TaskId
@@ -173,7 +173,7 @@ class TaskRunner:
     def keeper(self) -> Keeper | None:
         """Who has the tables that a new replica needs: the operator, a sink that is a table, or
         what the leading ingress reads."""
-        if self.egress is not None and isinstance(self.egress.writer, ViewWriter):
+        if self.egress is not None and isinstance(self.egress.writer, LatestTableWriter):
             return self.egress.writer
         if self.pushed is not None and isinstance(self.pushed.pull_reader, FolderReader):
             return self.pushed.pull_reader

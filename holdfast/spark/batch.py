@@ -47,26 +47,17 @@ def batch(
     spark: SparkSession,
     inputs: Mapping[str, DataFrame],
     *,
+    sinks: Sequence[str],
     records: Sequence[EpochRecord | Mapping[str, Any]] | None = None,
     partitions: int = 8,
-    sink: str | None = None,
     with_order: bool = False,
-) -> Any:
-    """The rows of the flow's sink as a DataFrame; of several sinks, a dict of them by name.
-
-    Rows of an input come in the order of the DataFrame, or of its source's ``order_by`` columns
-    (which should tell all rows apart), and one source after the other; with `records`, the epoch
-    records of a live run, in the order of that run. A column ``__split`` says which split of the
-    source a row is of. With `records` a source with several splits needs it; without, its rows
-    come split after split, or, if there is no such column either, by event time. `with_order` adds
-    the order key of every result, ``__o0`` and so on, by which the DataFrame can be sorted.
-    """
+) -> dict[str, DataFrame]:
+    """The rows of these sinks, by name; see `Flow.batch`."""
     use_this_python(spark)
     planned = blocks.checked_plan(flow, inputs, partitions, streaming=False)
     known = None if records is None else [_as_record(r) for r in records]
     job = Job(planned, Order.of(planned, inputs, known), partitions)
-    results = {s.name: job.result(s, with_order) for s in blocks.wanted_sinks(planned, sink)}
-    return results if len(results) > 1 else next(iter(results.values()))
+    return {s.name: job.result(s, with_order) for s in planned.sinks if s.name in sinks}
 
 
 # --- stages as DataFrames -------------------------------------------------------------------------

@@ -166,8 +166,8 @@ def _default_place(spark: SparkSession, flow: str) -> str:
         return tempfile.gettempdir()
     raise FlowError(
         f"flow {flow!r}, history: there is no folder for its state and results",
-        hint="give history_at= one that driver and executors reach, such as s3://bucket/folder, "
-        "or set spark.sparkContext.setCheckpointDir(...)",
+        hint="give Options(history_folder=) one that driver and executors reach, such as "
+        "s3://bucket/folder, or set spark.sparkContext.setCheckpointDir(...)",
     )
 
 

@@ -1,5 +1,5 @@
 """``spark.readStream.format("holdfast")``: the results of a running flow as a streaming DataFrame,
-and ``spark.read``: a view of it as a batch one.
+and ``spark.read``: a table of it as a batch one.
 
 Offsets are epochs, with the flow's incarnation and the name of the reader. Tasks fetch the rows
 from the site that leads the egress; when a micro-batch has been committed the flow lets go of it.
@@ -34,7 +34,7 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from holdfast.errors import FlowError, HostError
-from holdfast.net.reader import PATIENCE_S, PAUSE_S, SinkReader, ViewReader
+from holdfast.net.reader import PATIENCE_S, PAUSE_S, SinkReader, TableReader
 
 Offset = dict[str, Any]
 
@@ -97,7 +97,7 @@ class _ViewScan(DataSourceReader):
         self._flow, self._sink = flow, sink
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        with ViewReader(self._flow, self._sink) as reader:
+        with TableReader(self._flow, self._sink) as reader:
             yield from reader.scan()
 
 

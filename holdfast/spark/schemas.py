@@ -186,7 +186,7 @@ class RowCodec:
                 raise TypeError(f"state field {name!r} cannot hold {value!r}: {error}") from None
         return msgspec.msgpack.encode(packed)
 
-    def decode(self, data: bytes) -> tuple:
+    def decode(self, data: bytes) -> tuple[Any, ...]:
         packed = msgspec.msgpack.decode(data)
         return tuple(
             None if value is None else unpack(value)

@@ -268,15 +268,6 @@ def order_columns(stage: Stage, df: DataFrame) -> list[str]:
     return [*dict.fromkeys([stage.event_time, *flat])]
 
 
-def wanted_sinks(planned: Plan, sink: str | None) -> list[Stage]:
-    names = [s.name for s in planned.sinks]
-    if sink is not None and sink not in names:
-        raise FlowError(
-            f"flow {planned.flow!r} has no sink {sink!r}", hint=f"its sinks are {names}"
-        )
-    return [s for s in planned.sinks if sink in (None, s.name)]
-
-
 def sink_schema(stage: Stage, with_order: bool) -> pa.Schema:
     """The columns of a sink, in Spark's types."""
     schema = stage.inputs[0].schema

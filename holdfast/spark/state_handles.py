@@ -169,11 +169,11 @@ class ValueHandle:
     def exists(self) -> bool:
         return self._handle.current().value(self._at) is not None
 
-    def get(self) -> tuple | None:
+    def get(self) -> tuple[Any, ...] | None:
         stored = self._handle.current().value(self._at)
         return None if stored is None else self._codec.decode(stored)
 
-    def update(self, newValue: tuple) -> None:
+    def update(self, newValue: tuple[Any, ...]) -> None:
         self._handle.current().put(self._at, self._codec.encode(newValue))
 
     def clear(self) -> None:
@@ -194,16 +194,16 @@ class ListHandle:
     def exists(self) -> bool:
         return bool(self._items)
 
-    def get(self) -> Iterator[tuple]:
+    def get(self) -> Iterator[tuple[Any, ...]]:
         return (self._codec.decode(item) for item in list(self._items))
 
-    def put(self, newState: list[tuple]) -> None:
+    def put(self, newState: list[tuple[Any, ...]]) -> None:
         self._items[:] = [self._codec.encode(v) for v in newState]
 
-    def appendValue(self, newState: tuple) -> None:
+    def appendValue(self, newState: tuple[Any, ...]) -> None:
         self._items.append(self._codec.encode(newState))
 
-    def appendList(self, newState: list[tuple]) -> None:
+    def appendList(self, newState: list[tuple[Any, ...]]) -> None:
         self._items.extend([self._codec.encode(v) for v in newState])
 
     def clear(self) -> None:
@@ -226,28 +226,28 @@ class MapHandle:
     def exists(self) -> bool:
         return bool(self._entries)
 
-    def getValue(self, key: tuple) -> tuple | None:
+    def getValue(self, key: tuple[Any, ...]) -> tuple[Any, ...] | None:
         stored = self._entries.get(self._keys.encode(key))
         return None if stored is None else self._values.decode(stored)
 
-    def containsKey(self, key: tuple) -> bool:
+    def containsKey(self, key: tuple[Any, ...]) -> bool:
         return self._keys.encode(key) in self._entries
 
-    def updateValue(self, key: tuple, value: tuple) -> None:
+    def updateValue(self, key: tuple[Any, ...], value: tuple[Any, ...]) -> None:
         self._entries[self._keys.encode(key)] = self._values.encode(value)
 
-    def iterator(self) -> Iterator[tuple[tuple, tuple]]:
+    def iterator(self) -> Iterator[tuple[tuple[Any, ...], tuple[Any, ...]]]:
         return (
             (self._keys.decode(k), self._values.decode(v)) for k, v in list(self._entries.items())
         )
 
-    def keys(self) -> Iterator[tuple]:
+    def keys(self) -> Iterator[tuple[Any, ...]]:
         return (self._keys.decode(k) for k in list(self._entries))
 
-    def values(self) -> Iterator[tuple]:
+    def values(self) -> Iterator[tuple[Any, ...]]:
         return (self._values.decode(v) for v in list(self._entries.values()))
 
-    def removeKey(self, key: tuple) -> None:
+    def removeKey(self, key: tuple[Any, ...]) -> None:
         self._entries.pop(self._keys.encode(key), None)
 
     def clear(self) -> None:

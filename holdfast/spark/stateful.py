@@ -104,7 +104,9 @@ class Results:
         """The input row, its number among what that row gave; or the sequence number at which a
         timer was due, the key's hash, its number among what the key's timers gave there."""
 
-    def add(self, outputs: Iterable[Any], place: Callable[[int], tuple], first: int) -> int:
+    def add(
+        self, outputs: Iterable[Any], place: Callable[[int], tuple[Any, ...]], first: int
+    ) -> int:
         """Run user code to its end; gives the next free number."""
         for output in outputs if outputs is not None else ():
             rows = len(output) if isinstance(output, pd.DataFrame) else 1
@@ -167,7 +169,7 @@ class StatefulOperator(KeyedOperator):
         """What user code gave, as Arrow."""
         raise NotImplementedError
 
-    def _key_values(self, columns: list[pa.Array]) -> list[tuple]:
+    def _key_values(self, columns: list[pa.Array]) -> list[tuple[Any, ...]]:
         return list(zip(*(c.to_pylist() for c in columns), strict=True))
 
     # --- state ------------------------------------------------------------------------------------
@@ -190,7 +192,7 @@ class StatefulOperator(KeyedOperator):
         if due.size:
             self._next_due = min(self._next_due, int(due.min()))
 
-    def _key_states(self, slots: np.ndarray, keys: list[tuple]) -> list[KeyState]:
+    def _key_states(self, slots: np.ndarray, keys: list[tuple[Any, ...]]) -> list[KeyState]:
         """The state of these slots, for user code to work on."""
         columns = [self.table.get(f"v{n}", slots).to_pylist() for n in range(len(self.variables))]
         timers = self.table.get("__timers", slots).to_pylist()
@@ -285,7 +287,7 @@ class StatefulOperator(KeyedOperator):
             self.table.put(f"__key.{key}", groups.slots, values)
         self.table["__hash"][groups.slots] = hashes[first]
 
-    def _keys_of(self, slots: np.ndarray) -> list[tuple]:
+    def _keys_of(self, slots: np.ndarray) -> list[tuple[Any, ...]]:
         return self._key_values([self.table.get(f"__key.{k}", slots) for k in self.keys])
 
     def _run(
@@ -461,7 +463,7 @@ class TransformWithState(StatefulOperator):
     def _inputs(self, batch: pa.RecordBatch) -> Callable[[int], Any]:
         return self._rows.inputs(batch)
 
-    def _key_values(self, columns: list[pa.Array]) -> list[tuple]:
+    def _key_values(self, columns: list[pa.Array]) -> list[tuple[Any, ...]]:
         return _numpy_keys(columns) if self.pandas else super()._key_values(columns)
 
     def _on_row(self, key_state: KeyState, row: Any, watermark_ms: int) -> Iterable[Any]:
@@ -551,7 +553,7 @@ class ApplyInPandasWithState(StatefulOperator):
     def _inputs(self, batch: pa.RecordBatch) -> Callable[[int], Any]:
         return self._rows.inputs(batch)
 
-    def _key_values(self, columns: list[pa.Array]) -> list[tuple]:
+    def _key_values(self, columns: list[pa.Array]) -> list[tuple[Any, ...]]:
         return _numpy_keys(columns)
 
     def _on_row(self, key_state: KeyState, row: Any, watermark_ms: int) -> Iterable[Any]:
@@ -681,7 +683,7 @@ def _frame(batch: pa.RecordBatch) -> pd.DataFrame:
     return frame
 
 
-def _numpy_keys(columns: list[pa.Array]) -> list[tuple]:
+def _numpy_keys(columns: list[pa.Array]) -> list[tuple[Any, ...]]:
     """Keys of numpy's types, as Spark gives them to functions of pandas."""
     frame = _frame(pa.RecordBatch.from_arrays(columns, [f"k{n}" for n in range(len(columns))]))
     arrays = [frame[name].array for name in frame.columns]

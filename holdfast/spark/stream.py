@@ -25,7 +25,7 @@ import importlib
 import struct
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Protocol
@@ -64,32 +64,23 @@ def stream(
     spark: SparkSession,
     inputs: Mapping[str, DataFrame],
     *,
+    sinks: Sequence[str],
     checkpoint: str | None = None,
     partitions: int = 8,
-    sink: str | None = None,
-) -> Any:
-    """The rows of the flow's sink as a streaming DataFrame; of several sinks, a dict of them.
-
-    Rows are taken micro-batch by micro-batch; inside one by the ``order_by`` columns of their
-    source, or else as Spark has them: source by source, partition by partition. If a source has
-    several splits, a column ``__split`` says which a row is of; without it rows of such a source
-    come by event time inside a micro-batch. `checkpoint` is
-    where queries of this session keep their checkpoints unless they name a place of their own.
-    Set ``spark.sql.shuffle.partitions`` to `partitions` or less: more tasks would have no bucket.
-    """
+) -> dict[str, DataFrame]:
+    """The rows of these sinks as streaming DataFrames, by name; see `Flow.stream`."""
     use_this_python(spark)
     planned = blocks.checked_plan(flow, inputs, partitions, streaming=True)
     if checkpoint is not None:
         spark.conf.set("spark.sql.streaming.checkpointLocation", checkpoint)
-    sinks = blocks.wanted_sinks(planned, sink)
-    kinds = {s.name: _TimedJob if _watches(planned, s) else _Job for s in sinks}
-    chained = any(kinds[s.name].stateful(planned, s) > 1 for s in sinks)
+    wanted = [s for s in planned.sinks if s.name in sinks]
+    kinds = {s.name: _TimedJob if _watches(planned, s) else _Job for s in wanted}
+    chained = any(kinds[s.name].stateful(planned, s) > 1 for s in wanted)
     backend = _chaining(spark) if chained else _in_pandas
     with described(spark, f"Holdfast flow {flow.name!r} as a stream: keys for the buckets"):
         bucket_key = _bucket_key(spark, partitions)
     given = (planned, inputs, partitions, bucket_key, backend)
-    results = {s.name: kinds[s.name](*given).result(s) for s in sinks}
-    return results if len(results) > 1 else next(iter(results.values()))
+    return {s.name: kinds[s.name](*given).result(s) for s in wanted}
 
 
 def _watches(planned: Plan, stage: Stage) -> bool:

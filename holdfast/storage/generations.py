@@ -133,7 +133,7 @@ def taken(folder: Folder, generation: int) -> StoreTakenError:
     who = f" ({other.who})" if other is not None else ""
     return StoreTakenError(
         f"another flow goes on from {folder.place}{who}, so this one must not",
-        hint="only one can: end whatever has been started with store= or resume= there",
+        hint="only one can: end whatever has been started with checkpoint= or restore_from= there",
     )
 
 

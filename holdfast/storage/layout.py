@@ -5,7 +5,7 @@
     checkpoints/000002-000000000815/...         state after an epoch, by task, site and table
     checkpoints/000002-000000000990-stop/...    the same, of a flow that was stopped after it
     records/000002/000000000816-...             which rows the epochs after a checkpoint have
-    push batches/000002/3/...                       rows of source 3 that nobody else keeps
+    push_batches/000002/3/...                       rows of source 3 that nobody else keeps
 
 All but `generations` carry the number of the generation that has written them, so that no two
 processes ever write a file of the same name. A history (`holdfast.spark.history`) has `state` and
@@ -110,7 +110,7 @@ def push_batch_file(generation: int, source: int, number: int, rank: int, base: 
 def push_batch_name(name: str) -> PushBatchName | None:
     """
     >>> push_batch_name(push_batch_file(2, 0, 7, 1, 4))
-    PortionName(generation=2, source=0, number=7, rank=1, base=4)
+    PushBatchName(generation=2, source=0, number=7, rank=1, base=4)
     """
     found = _PORTION.fullmatch(name)
     return PushBatchName(*map(int, found.groups())) if found else None

@@ -248,7 +248,7 @@ def _nothing_in(folder: Folder) -> FlowError:
         return FlowError(
             f"nothing has been stored at {folder.place} yet: flow {begun.flow!r} was started there "
             f"({begun.who}) and lost before it ran",
-            hint="start it again with store=, without resume=",
+            hint="start it again with checkpoint=, without restore_from=",
         )
     return FlowError(
         f"what the flow begins with is not at {folder.place} ({layout.MANIFESTS} is missing)",

@@ -195,9 +195,9 @@ def _how_to_go_on(restore_point: RestorePoint, place: str) -> str:
     if restore_point.kind is Kind.RUNNING and not restore_point.every_ms:
         return (
             "it was to be stored only when it is stopped: stop it if it runs; if it was lost, what "
-            "its sinks have got since is not known, and only with another --store can it go on"
+            "its sinks have got since is not known, and only with another --checkpoint can it go on"
         )
-    return f"it can be resumed: holdfast run FLOW.py --resume {place}"
+    return f"it can be resumed: holdfast run FLOW.py --restore-from {place}"
 
 
 def _what_can_be_done(place: str) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from holdfast.api.graph import Flow
-from holdfast.api.options import Options
+from holdfast.api.options import Checkpoint, Options
 from holdfast.control.hosting import Place
 from holdfast.errors import FlowError, HoldfastError
 from holdfast.ui.report import write_json
@@ -150,8 +150,8 @@ def _add_run(commands: Any) -> None:
         description="Runs a Python file that defines `flow` (a holdfast.Flow), or a function "
         "`flow(spark)` that returns one. The same file can go to spark-submit if it starts the "
         "flow itself under `if __name__ == '__main__'`. SIGTERM and Ctrl-C stop the flow: no more "
-        "rows are taken, those that were are delivered, and with --store its state is written. "
-        "A second one gives that up.",
+        "rows are taken, those that were are delivered, and with --checkpoint its state is "
+        "written. A second one gives that up.",
         epilog="example: holdfast run examples/dmz.py --sites 4 --master 'local[8]'",
     )
     run.add_argument("file", metavar="FLOW.py", help="the file that defines the flow")
@@ -191,20 +191,22 @@ def _add_run(commands: Any) -> None:
     run.add_argument(
         "--http",
         metavar="HOST:PORT",
-        help="serve metrics, status and views there; with --apps each at a port of its own, from "
+        help="serve metrics, status and tables there; with --apps each at a port of its own, from "
         "PORT on",
     )
-    run.add_argument("--store", metavar="FOLDER", help="write the state there when it is stopped")
     run.add_argument(
-        "--store-every",
+        "--checkpoint", metavar="PATH", help="write the state to this folder when it is stopped"
+    )
+    run.add_argument(
+        "--checkpoint-interval",
         metavar="SECONDS",
         type=float,
         help="and so often while it runs, so that it can be resumed if everything is lost",
     )
     run.add_argument(
-        "--resume",
-        metavar="FOLDER",
-        help="go on from what --store has written, and store it there again, as often as before",
+        "--restore-from",
+        metavar="PATH",
+        help="go on from what --checkpoint has written, and write there again, as often as before",
     )
     run.add_argument("--quiet", action="store_true", help="no live table")
     run.add_argument("--json", metavar="FILE", help="write the final status to FILE")
@@ -214,7 +216,7 @@ def _add_run(commands: Any) -> None:
 def _add_check(commands: Any) -> None:
     check = commands.add_parser(
         "check",
-        help="verify what --store has written",
+        help="verify what --checkpoint has written",
         description="Reads everything in a folder that a flow was stored in, and says what is in "
         "it, what is damaged, and what can be done. Exit status 1 if something is damaged, or if "
         "there is nothing to go on from. A flow that runs is not disturbed.",
@@ -334,10 +336,11 @@ def _add_bench(commands: Any) -> None:
 
 def _sim(options: argparse.Namespace, console: Console) -> int:
     from holdfast.lab.sim import command, exhaust
+    from holdfast.lab.sim.bugs import BUGS
 
     out = Path(options.out)
     if options.bug == "list":
-        for known in command.BUGS:
+        for known in BUGS:
             console.print(f"{known.name}: {known.what}", highlight=False)
         return 0
     bug = command.bug_named(options.bug)
@@ -424,26 +427,31 @@ def _run(options: argparse.Namespace, console: Console) -> int:
 
 
 def _run_here(options: argparse.Namespace, console: Console, spark: Any) -> None:
+    from holdfast.control.run import start
     from holdfast.ui.live_table import watch
 
-    run = load_flow(options.file, spark).start(
-        spark,
+    wanted = Options(
         sites=options.sites,
         spares=options.spares,
         partitions=options.partitions,
+        checkpoint=_checkpoint(options),
+        restore_from=options.restore_from,
+        http=options.http,
         listen=options.listen,
+    )
+    run = start(
+        load_flow(options.file, spark),
+        spark,
+        options=wanted,
         place=_place(options),
         secret=_secret(options),
-        http=options.http,
-        store=options.store,
-        store_every_ms=_store_every_ms(options),
-        resume=options.resume,
     )
-    if options.resume and run.options.store is not None:
+    if options.restore_from and run.options.store is not None:
         every_s = run.options.store_every_ms / 1e3
         often = f"every {every_s:g} s, and " if every_s else ""
         console.print(
-            f"going on from {options.resume}; stored at {run.options.store} {often}when stopped",
+            f"going on from {options.restore_from}; stored at {run.options.store} {often}"
+            "when stopped",
             highlight=False,
             soft_wrap=True,
         )
@@ -525,8 +533,8 @@ def _advise(options: argparse.Namespace, console: Console) -> int:
 
 def _run_apps(options: argparse.Namespace, console: Console) -> int:
     """Supervise several applications on this machine."""
-    if options.store or options.resume:
-        raise FlowError("--store and --resume are for a flow in one application")
+    if options.checkpoint or options.restore_from:
+        raise FlowError("--checkpoint and --restore-from are for a flow in one application")
     from holdfast.control.applications import Apps
     from holdfast.ui.live_table import watch
 
@@ -560,12 +568,15 @@ def _run_apps(options: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def _store_every_ms(options: argparse.Namespace) -> int | None:
-    if options.store_every is None:
+def _checkpoint(options: argparse.Namespace) -> Checkpoint | None:
+    path, interval = options.checkpoint or options.restore_from, options.checkpoint_interval
+    if interval is not None and interval <= 0:
+        raise FlowError(f"--checkpoint-interval {interval}: it is a number of seconds above 0")
+    if interval is not None and path is None:
+        raise FlowError("--checkpoint-interval needs --checkpoint, a folder to write to")
+    if options.checkpoint is None and interval is None:
         return None
-    if options.store_every <= 0:
-        raise FlowError(f"--store-every {options.store_every}: it is a number of seconds above 0")
-    return max(1, round(1e3 * options.store_every))
+    return Checkpoint(path, interval=interval)
 
 
 def _place(options: argparse.Namespace) -> Place | None:

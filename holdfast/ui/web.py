@@ -1,4 +1,4 @@
-"""A running flow over HTTP: ``/metrics`` for Prometheus, ``/status``, and ``/views/NAME``.
+"""A running flow over HTTP: ``/metrics`` for Prometheus, ``/status``, and ``/tables/NAME``.
 
 It is for whoever watches a flow, on an address that only they reach: nobody is asked who they are.
 """
@@ -26,7 +26,7 @@ class Lookable(Protocol):
 
     def status(self) -> dict[str, Any]: ...
 
-    def view(self, sink: str) -> Any: ...
+    def table(self, sink: str) -> Any: ...
 
 
 class Figures(Collector):
@@ -153,21 +153,21 @@ class _Handler(BaseHTTPRequestHandler):
             elif head == "status" and not rest:
                 text = json.dumps(self.run.status(), default=_plain)
                 self._say(200, "application/json", text.encode())
-            elif head == "views" and rest:
-                self._view(unquote(rest), parse_qs(where.query).get("key", []))
+            elif head == "tables" and rest:
+                self._table(unquote(rest), parse_qs(where.query).get("key", []))
             else:
-                self._say(404, "text/plain", b"there are /metrics, /status and /views/NAME\n")
+                self._say(404, "text/plain", b"there are /metrics, /status and /tables/NAME\n")
         except HoldfastError as error:
             self._say(404, "text/plain", f"{error}\n".encode())
 
-    def _view(self, sink: str, key: list[str]) -> None:
-        with self.run.view(sink) as view:
+    def _table(self, sink: str, key: list[str]) -> None:
+        with self.run.table(sink) as table:
             if key:
-                row = view.get(*map(_value, key))
+                row = table.get(*map(_value, key))
                 code = 200 if row is not None else 404
                 self._say(code, "application/json", json.dumps(row, default=str).encode() + b"\n")
                 return
-            batches = view.scan()
+            batches = table.scan()
             first = next(batches, None)  # that it cannot be scanned is said here
             self.send_response(200)
             self.send_header("Content-Type", "application/x-ndjson")

@@ -6,15 +6,21 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from holdfast import Flow, FlowError, callback, discard, lines, pairs, parquet, rows
+from holdfast import Flow, FlowError
 from holdfast.advise.measure import dry_run, measure
-from holdfast.api.graph import KeyedNode, SinkNode
+from holdfast.api.nodes import KeyedNode, SinkNode
+from holdfast.protections import pairs
+from holdfast.sinks import callback, discard, parquet
+from holdfast.sources import lines, rows
 from holdfast.ui.cli import load_flow, main
 
 FLOW = """
 import numpy as np
 import pyarrow as pa
-from holdfast import Flow, col, count, generator, pairs, parquet, sum_
+from holdfast import Flow, col, functions as F
+from holdfast.protections import pairs
+from holdfast.sinks import parquet
+from holdfast.sources import generator
 
 SCHEMA = pa.schema([("k", pa.int64()), ("v", pa.int64()), ("ts", pa.int64())])
 
@@ -24,8 +30,8 @@ def make(split, offset, n):
 
 flow = Flow("small", protect=pairs())
 events = flow.source("events", generator(make, SCHEMA, rate=20_000), event_time="ts")
-windows = events.key_by("k").window(time=500).agg(n=count())
-windows.key_by("k").agg(total=sum_("n")).sink("totals", parquet({sink!r}))
+windows = events.key_by("k").window(time=500).agg(n=F.count())
+windows.key_by("k").agg(total=F.sum("n")).sink("totals", parquet({sink!r}))
 """
 
 

@@ -50,7 +50,7 @@ def test_neighbours_may_differ() -> None:
     assert names == ["upstream", "passive", "upstream"]
     first, second = found.code()
     assert first == 'flow = Flow("made-up", protect=upstream())'
-    assert second.startswith('.key_by("key").protect(passive(every_ms=')
+    assert second.startswith('.key_by("key").protect(passive(interval=')
 
 
 @pytest.mark.parametrize("bounds", [Bounds(50, 0.4), Bounds(500, 0.15), Bounds(5_000, 0.1)])

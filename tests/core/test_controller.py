@@ -667,7 +667,7 @@ def test_replicas_that_cannot_be_apart_are_refused_with_what_there_is(
         place(protected(apart=apart), [0, 1], GRID)
     text = str(caught.value)
     assert f"'packets' wants 2 replicas of each partition, no two in one {apart}" in text
-    assert found in text and "pairs(apart=...)" in text
+    assert found in text and "pairs(failure_domain=...)" in text
 
 
 def test_too_few_sites_for_the_replicas_end_the_flow_before_it_starts() -> None:

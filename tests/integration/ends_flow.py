@@ -7,20 +7,13 @@ from typing import Any
 
 import pyarrow as pa
 
-from holdfast import (
-    Flow,
-    count,
-    follow,
-    generator,
-    kafka_sink,
-    kafka_source,
-    outlet,
-    pairs,
-    parquet,
-    postgres,
-    sum_,
-    view,
-)
+from holdfast import Flow
+from holdfast import functions as F
+from holdfast.protections import pairs
+from holdfast.sinks import kafka as kafka_sink
+from holdfast.sinks import outlet, parquet, postgres, table
+from holdfast.sources import follow, generator
+from holdfast.sources import kafka as kafka_source
 from holdfast.spark.sources import spark_stream
 
 ROWS = pa.schema([("k", pa.int64()), ("v", pa.float64())])
@@ -38,11 +31,11 @@ def flow(spark: Any) -> Flow:
     lines = {
         "files": (
             spark_stream(files, order_by="id", checkpoint=told["checkpoint"]),
-            parquet(told["parquet"], roll_s=0.3),
+            parquet(told["parquet"], interval=0.3),
         ),
         "folder": (
             follow(told["folder"], ROWS),
-            postgres(told["dsn"], told["table"], create=True, roll_s=0.2),
+            postgres(told["dsn"], told["table"], create=True, interval=0.2),
         ),
         "topic": (
             kafka_source(told["servers"], told["topic"], schema=ROWS, start="earliest"),
@@ -52,8 +45,8 @@ def flow(spark: Any) -> Flow:
     }
     made = Flow("ends", protect=pairs())
     for name, (source, sink) in lines.items():
-        totals = made.source(name, source).key_by("k").agg(t=sum_("v"), n=count())
+        totals = made.source(name, source).key_by("k").agg(t=F.sum("v"), n=F.count())
         totals.sink(f"{name} out", sink)
         if name == "made":
-            totals.sink("latest", view("k"))
+            totals.sink("latest", table("k"))
     return made

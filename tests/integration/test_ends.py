@@ -18,7 +18,7 @@ from pyspark.sql import SparkSession
 
 from holdfast.control.applications import Apps
 from holdfast.lab.bench.processes import tree
-from holdfast.net.reader import ViewReader, url_of
+from holdfast.net.reader import TableReader, url_of
 
 from ..site.test_apps import until
 from .ends_flow import MADE, numbers
@@ -157,9 +157,11 @@ def test_nothing_is_lost_or_repeated_whoever_is_killed(
         until(apps, lambda: apps.status()["rows_in"] >= 3 * rows + MADE, "everything is taken")
         assert apps.status()["rows_in"] == 3 * rows + MADE
         latest = {k: (k, t, n) for k, t, n in sorted(expected(MADE), key=lambda r: r[2])}
-        with ViewReader(url, "latest") as view:
+        with TableReader(url, "latest") as table:
             until(
-                apps, lambda: totals(view.table()) == sorted(latest.values()), "the view is right"
+                apps,
+                lambda: totals(table.to_arrow()) == sorted(latest.values()),
+                "the table is right",
             )
         apps.stop()
         apps.wait()

@@ -18,33 +18,21 @@ import pytest
 from confluent_kafka import TopicPartition
 from pyspark.sql import SparkSession
 
-from holdfast import (
-    Flow,
-    FlowError,
-    HostError,
-    InputError,
-    OperatorError,
-    SinkRewoundError,
-    col,
-    count,
-    discard,
-    generator,
-    kafka_sink,
-    kafka_source,
-    none,
-    pairs,
-    rows,
-    spark_stream,
-    sum_,
-)
-from holdfast.api.options import Options
+from holdfast import Flow, FlowError, HostError, InputError, OperatorError, SinkRewoundError, col
+from holdfast import functions as F
+from holdfast.api.options import Checkpoint, Options
 from holdfast.connectors.kafka import sink, source
 from holdfast.connectors.kafka.formats import Json
 from holdfast.connectors.kafka.ledger import Ledger
 from holdfast.connectors.sinks import Authority
 from holdfast.connectors.sources import SplitReader
-from holdfast.control.run import Run
+from holdfast.control.run import Run, start
 from holdfast.lab.chaos.kafka import Broker
+from holdfast.protections import none, pairs
+from holdfast.sinks import discard
+from holdfast.sinks import kafka as kafka_sink
+from holdfast.sources import generator, rows, spark_stream
+from holdfast.sources import kafka as kafka_source
 
 from ..site.test_pairs import exists, kill, numbers, pids, replicas, until, until_protected
 from .topics import Kafka, Transactions
@@ -59,7 +47,7 @@ def plain(first: int, n: int) -> list[dict]:
 
 def totals(flow: Flow, made: object, out: object, **more: object) -> Flow:
     """Every row gives its key's count and sum so far."""
-    flow.source("in", made, **more).key_by("k").agg(t=sum_("v"), n=count()).sink("out", out)
+    flow.source("in", made, **more).key_by("k").agg(t=F.sum("v"), n=F.count()).sink("out", out)
     return flow
 
 
@@ -144,7 +132,7 @@ def test_sites_are_killed_between_two_topics(topics: Kafka, load, kept) -> None:
     into, out = topics.create(2), topics.create()
     flow = Flow("between", protect=pairs())
     made = kafka_source(topics.servers, into, schema=SCHEMA)
-    totals(flow, made, kafka_sink(topics.servers, out, key="k", linger_s=0.05))
+    totals(flow, made, kafka_sink(topics.servers, out, key="k", linger=0.05))
     written = load(into)
     run = flow.start(sites=3, partitions=6)
     kept.append(run)
@@ -160,9 +148,9 @@ def test_the_leader_of_the_egress_is_killed_and_another_sleeps(topics: Kafka, ke
     """At random moments. The one that slept wakes up and believes that it leads."""
     out = topics.create()
     flow = Flow("egress", protect=pairs())
-    to = kafka_sink(topics.servers, out, linger_s=0.02)
+    to = kafka_sink(topics.servers, out, linger=0.02)
     totals(flow, generator(numbers, SCHEMA, rate=5_000), to)
-    run = flow.start(sites=3, partitions=4, options=Options(lease_s=0.7))
+    run = flow.start(sites=3, partitions=4, options=Options(lease=0.7))
     kept.append(run)
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
@@ -194,7 +182,7 @@ def test_the_broker_is_killed_and_comes_back(topics: Kafka, broker: Broker, load
     into, out = topics.create(2), topics.create()
     flow = Flow("away", protect=pairs())
     made = kafka_source(topics.servers, into, schema=SCHEMA)
-    totals(flow, made, kafka_sink(topics.servers, out, linger_s=0.05))
+    totals(flow, made, kafka_sink(topics.servers, out, linger=0.05))
     written = load(into)
     run = flow.start(sites=2, partitions=4)
     kept.append(run)
@@ -427,10 +415,12 @@ def test_a_flow_that_is_started_again_adds_to_what_is_there(topics: Kafka, kept)
 
 def test_started_twice_with_one_secret(topics: Kafka, kept) -> None:
     topic = topics.create()
-    run = ten(topics, "secret", topic).start(sites=1, secret=b"0123456789abcdef")
+    run = start(ten(topics, "secret", topic), options=Options(sites=1), secret=b"0123456789abcdef")
     kept.append(run)
     assert run.wait(PATIENCE_S)
-    again = ten(topics, "secret", topic).start(sites=1, secret=b"0123456789abcdef")
+    again = start(
+        ten(topics, "secret", topic), options=Options(sites=1), secret=b"0123456789abcdef"
+    )
     kept.append(again)
     with pytest.raises(FlowError, match="was started before with the same secret"):
         again.wait(PATIENCE_S)
@@ -606,16 +596,16 @@ def test_a_flow_that_was_stopped_for_too_long_says_what_to_do(
         kept.append(flow.start(sites=2, partitions=4, **more))
         return kept[-1]
 
-    run = start(store=store)
+    run = start(checkpoint=Checkpoint(store))
     until_taken(run, 1_000)
     run.stop(timeout=PATIENCE_S)
     rows = sum(r.rows for r in run.records())
     topics.forget("holdfast-paused-out", out)
     with pytest.raises(SinkRewoundError) as caught:
-        start(resume=store).wait(PATIENCE_S)
+        start(restore_from=store).wait(PATIENCE_S)
     assert caught.value.committed >= 0 and caught.value.found == -1
     topics.set_offset("holdfast-paused-out", out, caught.value.committed + 1)
-    run = start(resume=store, store=str(tmp_path / "next"))
+    run = start(restore_from=store, checkpoint=Checkpoint(str(tmp_path / "next")))
     until_taken(run, rows + 1_000)
     run.stop(timeout=PATIENCE_S)
     rows += sum(r.rows for r in run.records())
@@ -672,7 +662,9 @@ def test_a_topic_is_followed_from_where_the_history_ends(
     )
     source = kafka_source(topics.servers, topic, schema=SCHEMA, start=ends, end="latest")
     flow = totals(
-        Flow("followed", protect=pairs(apart="process")), source, kafka_sink(topics.servers, out)
+        Flow("followed", protect=pairs(failure_domain="process")),
+        source,
+        kafka_sink(topics.servers, out),
     )
     run = flow.start(spark, sites=2, partitions=4, history=before)
     kept.append(run)
@@ -698,10 +690,10 @@ def test_a_flow_that_was_stopped_goes_on_behind_what_it_had_read(
         kept.append(flow.start(sites=2, partitions=4, **more))
         return kept[-1]
 
-    run = start(0, 3_000, store=store)
+    run = start(0, 3_000, checkpoint=Checkpoint(store))
     until_taken(run, 3_000)
     run.stop(timeout=PATIENCE_S)
-    run = start(3_000, 2_000, resume=store)
+    run = start(3_000, 2_000, restore_from=store)
     until_taken(run, 5_000)
     run.stop(timeout=PATIENCE_S)
     made = numbers(0, 0, 5_000)
@@ -719,15 +711,15 @@ def test_a_flow_that_is_lost_goes_on_between_two_topics(
 
     def start(**more: object) -> Run:
         made = kafka_source(topics.servers, into, schema=SCHEMA)
-        flow = Flow("lost", protect=pairs(apart="process"))
-        totals(flow, made, kafka_sink(topics.servers, out, key="k", linger_s=0.05))
+        flow = Flow("lost", protect=pairs(failure_domain="process"))
+        totals(flow, made, kafka_sink(topics.servers, out, key="k", linger=0.05))
         kept.append(flow.start(sites=2, partitions=4, **more))
         return kept[-1]
 
     def until_stored(run: Run) -> None:
-        until(lambda: run.status()["store"]["epoch"] is not None, "a checkpoint is complete")
+        until(lambda: run.status()["checkpoint"]["epoch"] is not None, "a checkpoint is complete")
 
-    run = start(store=store, store_every_ms=300)
+    run = start(checkpoint=Checkpoint(store, interval=0.3))
     written = load(into)
     for _ in range(2):
         until_protected(run, 2)
@@ -736,7 +728,7 @@ def test_a_flow_that_is_lost_goes_on_between_two_topics(
         for pid in pids(run).values():
             os.kill(pid, signal.SIGKILL)
         assert run.ended(PATIENCE_S)
-        run = start(resume=store)
+        run = start(restore_from=store)
     rows = written.stop()
     until_taken(run, rows)
     run.stop(timeout=PATIENCE_S)

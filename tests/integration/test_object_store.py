@@ -7,8 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from holdfast import FlowError, parquet
+from holdfast import FlowError
+from holdfast.api.options import Checkpoint
 from holdfast.errors import StoreTakenError
+from holdfast.sinks import parquet
 from holdfast.storage import generations
 from holdfast.storage.files import Folder
 from holdfast.storage.restore_point import RestorePoint
@@ -56,14 +58,14 @@ def test_a_flow_is_stopped_and_goes_on(store: object_store.Server, kept, tmp_pat
         return pq.read_table(tmp_path / name).sort_by([("k", "ascending"), ("n", "ascending")])
 
     url, out = store.url("stopped"), parquet(tmp_path / "out")
-    run = one_line(out).start(sites=2, partitions=6, store=url)
+    run = one_line(out).start(sites=2, partitions=6, checkpoint=Checkpoint(url))
     kept.append(run)
     until(lambda: run.status()["rows_in"] > 10_000, "some rows are taken")
     run.stop()
     run.wait()
     assert check_store(url).sound
     rows = RestorePoint.load(url).rows + 10_000
-    again = one_line(out, rows=rows).start(sites=3, partitions=6, resume=url)
+    again = one_line(out, rows=rows).start(sites=3, partitions=6, restore_from=url)
     alone = one_line(parquet(tmp_path / "right"), rows=rows).start(sites=1, partitions=6)
     kept.extend([again, alone])
     assert again.wait(60) and alone.wait(60)

@@ -21,23 +21,16 @@ import psycopg
 import pyarrow as pa
 import pytest
 
-from holdfast import (
-    Flow,
-    FlowError,
-    SinkError,
-    SinkRewoundError,
-    count,
-    generator,
-    pairs,
-    postgres,
-    rows,
-    sum_,
-)
-from holdfast.api.options import Options
+from holdfast import Flow, FlowError, SinkError, SinkRewoundError
+from holdfast import functions as F
+from holdfast.api.options import Checkpoint, Options
 from holdfast.connectors.postgres.session import Session
 from holdfast.connectors.postgres.sink import Postgres
 from holdfast.connectors.sinks import Authority, Sink, SinkWriter
 from holdfast.control.run import Run
+from holdfast.protections import pairs
+from holdfast.sinks import postgres
+from holdfast.sources import generator, rows
 from tests.integration.postgres_server import Server
 from tests.site.test_pairs import (
     SCHEMA,
@@ -309,7 +302,7 @@ def test_rows_that_the_server_refuses_are_an_error_with_its_words(database, name
 
 
 def test_the_latest_row_of_a_key_stays(database, name, ask) -> None:
-    sink = postgres(database.dsn, name, key=["n"], create=True, roll_s=0)
+    sink = postgres(database.dsn, name, key=["n"], create=True, interval=0)
     writer = sink.open(whose(flow=name), ROWS)
     give(writer, 0, some(1, 2, text="a"))
     give(writer, 1, pa.record_batch({"n": [2, 2, 3], "s": ["b", "c", "d"]}))
@@ -328,7 +321,7 @@ def test_results_of_another_incarnation_stay(database, name, ask) -> None:
 
 def test_only_what_the_server_confirms_is_durable(database, name, ask) -> None:
     """It is not told of epochs without rows. Another leader must not expect them there."""
-    sink = postgres(database.dsn, name, create=True, roll_s=0)
+    sink = postgres(database.dsn, name, create=True, interval=0)
     writer = sink.open(whose(flow=name), ROWS)
     assert give(writer, 0, some()) == -1
     give(writer, 1, some(5))
@@ -344,7 +337,7 @@ def test_only_what_the_server_confirms_is_durable(database, name, ask) -> None:
 
 
 def test_whoever_was_overtaken_writes_nothing_more(database, name, ask) -> None:
-    sink = postgres(database.dsn, name, create=True, roll_s=0)
+    sink = postgres(database.dsn, name, create=True, interval=0)
     old = sink.open(whose(1, flow=name), ROWS)
     give(old, 0, some(0))
     until(lambda: old.commit(0) == 0, "the first row is there")
@@ -403,7 +396,7 @@ def lose(ask, name: str, after: int) -> None:
 
 
 def test_a_writer_that_connects_again_finds_out_that_epochs_are_lost(database, name, ask) -> None:
-    writer = with_three_epochs(postgres(database.dsn, name, create=True, roll_s=0), name)
+    writer = with_three_epochs(postgres(database.dsn, name, create=True, interval=0), name)
     lose(ask, name, after=0)
     give(writer, 3, some(3))
     error = wait_for_error(writer)
@@ -414,7 +407,7 @@ def test_a_writer_that_connects_again_finds_out_that_epochs_are_lost(database, n
 
 @pytest.mark.parametrize("how", ["less", "nothing", "no table"])
 def test_a_new_leader_finds_out_that_epochs_are_lost(database, name, ask, how) -> None:
-    sink = postgres(database.dsn, name, create=True, roll_s=0, progress=f"p{name}")
+    sink = postgres(database.dsn, name, create=True, interval=0, progress=f"p{name}")
     with_three_epochs(sink, name).close()
     if how == "no table":
         ask(f"DROP TABLE p{name}")
@@ -436,7 +429,7 @@ def test_a_new_leader_finds_out_that_epochs_are_lost(database, name, ask, how) -
 
 def test_a_flow_that_was_lost_expects_to_be_known(database, name, ask) -> None:
     """Though it had heard of no epoch that was durable: some may have been."""
-    sink = postgres(database.dsn, name, create=True, roll_s=0)
+    sink = postgres(database.dsn, name, create=True, interval=0)
     with_three_epochs(sink, name).close()
     again = replace(whose(1 << 48, flow=name), lost=True)
     writer, _ = sink.resume(again, ROWS, -1)
@@ -453,7 +446,7 @@ def progress_rows(ask, name: str) -> list[tuple]:
 
 
 def test_a_flow_goes_on_from_a_stopped_one_only_where_its_results_are(database, name, ask) -> None:
-    sink = postgres(database.dsn, name, create=True, roll_s=0)
+    sink = postgres(database.dsn, name, create=True, interval=0)
     with_three_epochs(sink, name).close()
     second = replace(whose(flow=name, incarnation="second"), after=5, before=("first", 2))
     writer = sink.go_on(second, ROWS, 5)
@@ -480,9 +473,9 @@ def test_a_flow_stops_when_a_standby_takes_over_that_lacks_results(
     server = Server()
     server.start()
     try:
-        flow = Flow(name, protect=pairs(apart="process"))
+        flow = Flow(name, protect=pairs(failure_domain="process"))
         source = flow.source("in", generator(numbers, SCHEMA, rate=20_000.0))
-        source.sink("out", postgres(server.dsn, name, create=True, roll_s=0.05))
+        source.sink("out", postgres(server.dsn, name, create=True, interval=0.05))
         run = flow.start(sites=3, partitions=6)
         kept.append(run)
         until_protected(run, 3)
@@ -579,7 +572,7 @@ def test_an_answer_that_got_lost(database, name, ask, monkeypatch, heard) -> Non
         return bool(lost[-1])
 
     monkeypatch.setattr(Session, "put", unheard)
-    writer = postgres(database.dsn, name, create=True, roll_s=0).open(whose(flow=name), ROWS)
+    writer = postgres(database.dsn, name, create=True, interval=0).open(whose(flow=name), ROWS)
     for epoch in range(4):
         give(writer, epoch, some(epoch))
     writer.close()
@@ -589,7 +582,7 @@ def test_an_answer_that_got_lost(database, name, ask, monkeypatch, heard) -> Non
 def test_rows_are_held_while_the_server_is_away_and_then_there_is_no_room(
     database, name, ask
 ) -> None:
-    sink = postgres(database.dsn, name, create=True, roll_s=0, held_bytes_max=1_000)
+    sink = postgres(database.dsn, name, create=True, interval=0, held_bytes_max=1_000)
     writer = sink.open(whose(flow=name), ROWS)
     give(writer, 0, some(0))
     until(lambda: writer.commit(0) == 0, "the first row is there")
@@ -620,7 +613,7 @@ def test_a_writer_that_is_abandoned_ends(database, name) -> None:
 def line(sink: Sink, protect: Any = None) -> Flow:
     flow = Flow("line", protect=protect)
     source = flow.source("numbers", generator(numbers, SCHEMA, rate=5_000))
-    source.key_by("k").agg(t=sum_("v"), n=count()).sink("out", sink)
+    source.key_by("k").agg(t=F.sum("v"), n=F.count()).sink("out", sink)
     return flow
 
 
@@ -644,8 +637,8 @@ def test_every_row_is_there_once_though_leaders_die_and_sleep_and_the_server_cra
     database, name, ask, kept
 ) -> None:
     draw = random.Random(7)
-    sink = postgres(database.dsn, name, create=True, roll_s=0.05)
-    run = line(sink, pairs()).start(sites=3, partitions=6, options=Options(lease_s=0.7))
+    sink = postgres(database.dsn, name, create=True, interval=0.05)
+    run = line(sink, pairs()).start(sites=3, partitions=6, options=Options(lease=0.7))
     kept.append(run)
     for _ in range(2):
         until_protected(run, 3)
@@ -674,17 +667,17 @@ def test_every_row_is_there_once_though_leaders_die_and_sleep_and_the_server_cra
 def test_a_flow_that_is_lost_goes_on_behind_what_is_there(
     database, name, ask, kept, tmp_path
 ) -> None:
-    sink = postgres(database.dsn, name, create=True, roll_s=0.05)
+    sink = postgres(database.dsn, name, create=True, interval=0.05)
 
     def start(**more: Any) -> Any:
         kept.append(line(sink).start(sites=2, partitions=6, **more))
         return kept[-1]
 
-    run = start(store=str(tmp_path / "store"), store_every_ms=200)
+    run = start(checkpoint=Checkpoint(str(tmp_path / "store"), interval=0.2))
     for _ in range(2):
         until_rows(run, 2_000)
         run.stop(drain=False)
-        run = start(resume=str(tmp_path / "store"))
+        run = start(restore_from=str(tmp_path / "store"))
     until_rows(run, 2_000)
     run.stop(timeout=60)
     found = pd.DataFrame(ask(f"SELECT k, t, n FROM {name} ORDER BY k, n"), columns=["k", "t", "n"])
@@ -695,7 +688,7 @@ def test_a_flow_that_is_lost_goes_on_behind_what_is_there(
 def test_a_server_that_is_away_holds_the_source_back_and_fails_nothing(
     database, name, ask, kept
 ) -> None:
-    sink = postgres(database.dsn, name, create=True, roll_s=0.05, held_bytes_max=100_000)
+    sink = postgres(database.dsn, name, create=True, interval=0.05, held_bytes_max=100_000)
     run = line(sink).start(sites=1, partitions=2)
     kept.append(run)
     until_rows(run, 1_000)
@@ -721,7 +714,7 @@ def test_a_quiet_stream_is_written_and_its_refusals_are_heard_of(database, name,
     flow = Flow("quiet")
     make = lambda split, at, n: some(*range(at, at + n))  # noqa: E731
     source = flow.source("s", generator(make, ROWS, rate=4))
-    source.sink("out", postgres(database.dsn, name, roll_s=0))
+    source.sink("out", postgres(database.dsn, name, interval=0))
     run = flow.start(sites=1, partitions=1)
     kept.append(run)
     until(lambda: ask(f"SELECT n FROM {name}"), "the first row is there")

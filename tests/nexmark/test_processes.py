@@ -8,13 +8,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from holdfast import pairs, parquet
-from holdfast.api.graph import Flow, SourceNode
+from holdfast.api.graph import Flow
+from holdfast.api.nodes import SourceNode
 from holdfast.api.options import Options
 from holdfast.connectors.sources import Generator, Position, Source, SplitReader
 from holdfast.core.sequencer import Budget
 from holdfast.engine.batches import empty
 from holdfast.lab.workloads.nexmark import AUCTION, BID, PERSON, Nexmark, nexmark_flow
+from holdfast.protections import pairs
+from holdfast.sinks import parquet
 
 from ..site.test_pairs import kill, until, until_protected
 from .oracle import expected, rows_of
@@ -30,7 +32,7 @@ OPTIONS = Options(
     block_rows=200,
     read_ahead_rows=1_000,
     # A source that is slow because a site was killed is not idle: what it has is not late.
-    idle_ms=60_000,
+    idle=60,
 )
 
 
@@ -103,7 +105,7 @@ def test_results_on_processes_that_are_killed(
     events = events_of(splits, group)
     sink = parquet(tmp_path / "out")
     flow = nexmark_flow(query, events, sink, sources=sources, pace=PACE)
-    flow.protection = pairs(apart="process")
+    flow.protection = pairs(failure_domain="process")
     hold(flow, tmp_path / "gate")
     run = flow.start(sites=4, partitions=6, options=OPTIONS)
     kept.append(run)

@@ -12,7 +12,6 @@ from functools import cache
 
 import pytest
 
-from holdfast import discard, pairs
 from holdfast.api.options import Options
 from holdfast.core.sequencer import Budget
 from holdfast.lab.sim.world import World
@@ -26,6 +25,8 @@ from holdfast.lab.workloads.nexmark import (
     Nexmark,
 )
 from holdfast.lab.workloads.nexmark import nexmark_flow as flow_of
+from holdfast.protections import pairs
+from holdfast.sinks import discard
 
 from .oracle import Rows, expected, rows_of
 
@@ -185,7 +186,7 @@ def test_sites_are_killed(case: tuple[str, int, int, int]) -> None:
     query, splits, sources, group = case
     seed = 10 * KILLS.index(case)
     flow = flow_of(query, events_of(splits, group), discard(), sources=sources)
-    flow.protection = pairs(apart="process")
+    flow.protection = pairs(failure_domain="process")
     world = World(flow, sites=4, seed=seed, options=OPTIONS)
     assert run_with_kills(world, seed) > 1
     check(world, query)

@@ -145,7 +145,7 @@ def time_window(
     return out, late
 
 
-def sessions(
+def spans(
     rows: Rows,
     keys: Sequence[str],
     start: Callable[[Row], Any],
@@ -163,7 +163,7 @@ def sessions(
     return out
 
 
-def timed_sessions(
+def timed_spans(
     rows: Rows,
     keys: Sequence[str],
     on: str,

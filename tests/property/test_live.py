@@ -18,25 +18,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.api.graph import Flow, Stream
+from holdfast import functions as F
+from holdfast.api.graph import Flow
 from holdfast.api.options import Options
 from holdfast.api.protection import pairs
+from holdfast.api.streams import Stream
 from holdfast.connectors.sources import rows
 from holdfast.core.sequencer import Budget
+from holdfast.engine.aggregates import Aggregate
 from holdfast.engine.batches import user_names
-from holdfast.engine.expressions import (
-    Aggregate,
-    at_start,
-    col,
-    count,
-    first,
-    last,
-    lit,
-    max_,
-    mean,
-    min_,
-    sum_,
-)
+from holdfast.engine.expressions import col, lit
 from holdfast.lab.sim.world import World
 from holdfast.plan.planner import plan
 
@@ -124,9 +115,15 @@ def cuts(draw: st.DrawFn, sites: int = 4) -> Cut:
 # --- flows ----------------------------------------------------------------------------------------
 
 Folds = dict[str, Aggregate]
-STRICT: Folds = {"n": count(), "s": sum_("v"), "m": mean("v"), "a": first("v"), "z": last("v")}
+STRICT: Folds = {
+    "n": F.count(),
+    "s": F.sum("v"),
+    "m": F.mean("v"),
+    "a": F.first("v"),
+    "z": F.last("v"),
+}
 """Aggregates that tell every order from every other."""
-LOOSE: Folds = {"n": count(), "s": sum_("g"), "m": max_("v"), "a": min_("v"), "z": max_("g")}
+LOOSE: Folds = {"n": F.count(), "s": F.sum("g"), "m": F.max("v"), "a": F.min("v"), "z": F.max("g")}
 """Those that come out the same in any order."""
 
 
@@ -164,7 +161,9 @@ def windows_apart(streams: Sequence[Stream], how: How) -> dict[str, Stream]:
 def union_of_windows(streams: Sequence[Stream], how: How) -> dict[str, Stream]:
     windows = [how.window(s) for s in streams]
     both = windows[0].union(*windows[1:])
-    totals = both.key_by("k").agg(n=sum_("n"), s=sum_("s"), a=first("window_start"), z=last("m"))
+    totals = both.key_by("k").agg(
+        n=F.sum("n"), s=F.sum("s"), a=F.first("window_start"), z=F.last("m")
+    )
     return {"out": totals}
 
 
@@ -173,7 +172,7 @@ def window_of_windows(streams: Sequence[Stream], how: How) -> dict[str, Stream]:
     for n, stream in enumerate(streams):
         small = how.window(stream).select("window_start", "n", v=col("s"), g=col("k") % 2)
         large = small.key_by("g").window(time=4 * PERIOD)
-        found[f"out {n}"] = large.agg(**how.folds, rows=sum_("n"))
+        found[f"out {n}"] = large.agg(**how.folds, rows=F.sum("n"))
     return found
 
 
@@ -188,7 +187,7 @@ def join_of_windows(streams: Sequence[Stream], how: How) -> dict[str, Stream]:
     left, right = (how.window(s).select(*names) for s in (streams[0], streams[-1]))
     joined = left.key_by("k").join(right.key_by("k"), within=PERIOD)
     sums = joined.key_by("k").window(time=2 * PERIOD)
-    return {"pairs": joined, "out": sums.agg(n=sum_("n"), s=sum_("s"), r=sum_("s_right"))}
+    return {"pairs": joined, "out": sums.agg(n=F.sum("n"), s=F.sum("s"), r=F.sum("s_right"))}
 
 
 def window_of_a_join(streams: Sequence[Stream], how: How) -> dict[str, Stream]:
@@ -201,37 +200,37 @@ def window_of_a_join(streams: Sequence[Stream], how: How) -> dict[str, Stream]:
     return {"pairs": joined, "out": sums.agg(**how.folds)}
 
 
-def sessions_of_windows(streams: Sequence[Stream], how: How) -> dict[str, Stream]:
-    """Sessions of what the windows of all sources give, and windows of what becomes of them."""
+def spans_of_windows(streams: Sequence[Stream], how: How) -> dict[str, Stream]:
+    """Spans of what the windows of all sources give, and windows of what becomes of them."""
     windows = [how.window(s) for s in streams]
-    emit = {"k": col("k"), "window_start": at_start("window_start"), "ended": lit(1)}
-    sessions = (
+    emit = {"k": col("k"), "window_start": F.at_start("window_start"), "ended": lit(1)}
+    spans = (
         windows[0]
         .union(*windows[1:])
         .key_by("k")
-        .sessions(start=col("n") > 2, end=col("n") == 1, emit=emit, timeout=3 * PERIOD)
+        .spans(start=col("n") > 2, end=col("n") == 1, emit=emit, timeout=3 * PERIOD)
     )
-    expired = sessions.expired.select("k", "window_start", ended=lit(0))
-    both = sessions.union(expired).key_by("k").window(time=4 * PERIOD)
-    late = sessions.late.select("k", "window_start", "n")
-    return {"out": both.agg(n=count(), ended=sum_("ended")), "late": late}
+    expired = spans.expired.select("k", "window_start", ended=lit(0))
+    both = spans.union(expired).key_by("k").window(time=4 * PERIOD)
+    late = spans.late.select("k", "window_start", "n")
+    return {"out": both.agg(n=F.count(), ended=F.sum("ended")), "late": late}
 
 
-def sessions_of_rows(streams: Sequence[Stream], how: How) -> dict[str, Stream]:
-    sessions = (
+def spans_of_rows(streams: Sequence[Stream], how: How) -> dict[str, Stream]:
+    spans = (
         streams[0]
         .union(*streams[1:])
         .key_by("k")
-        .sessions(start=col("v") > 0, end=col("g") == 1, time="ts", timeout=PERIOD)
+        .spans(start=col("v") > 0, end=col("g") == 1, time="ts", timeout=PERIOD)
     )
-    found = {"out": sessions, "expired": sessions.expired}
-    return found | {"late": sessions.late.select("k", "ts", "v")}
+    found = {"out": spans, "expired": spans.expired}
+    return found | {"late": spans.late.select("k", "ts", "v")}
 
 
 def no_event_time(streams: Sequence[Stream], how: How) -> dict[str, Stream]:
     """Rows only, in their order; one of the sources is also windowed."""
     totals = streams[0].union(*streams[1:]).key_by("k").agg(**how.folds)
-    again = totals.key_by("n").window(rows=3).agg(top=max_("s"), z=last("z"))
+    again = totals.key_by("n").window(rows=3).agg(top=F.max("s"), z=F.last("z"))
     return {"out": again, "windows": how.window(streams[-1])}
 
 
@@ -245,8 +244,8 @@ BUILD: dict[str, Build] = {
         join_with_a_window,
         join_of_windows,
         window_of_a_join,
-        sessions_of_windows,
-        sessions_of_rows,
+        spans_of_windows,
+        spans_of_rows,
         no_event_time,
     )
 }
@@ -315,7 +314,7 @@ def test_sites_die_and_the_records_still_say_it_all(
     name: str, given_: Sources, cut: Cut, seed: int
 ) -> None:
     flow = made(name, given_, 5)
-    flow.protection = pairs(apart="process")
+    flow.protection = pairs(failure_domain="process")
     cut.sites = 3 + seed % 2
     world, rng = cut.world(flow), random.Random(seed)
     due, crashes = rng.randint(20, 200), 3
@@ -338,7 +337,7 @@ def rows_in(world: World, sink: str) -> Counter:
 
 
 IN_ANY_ORDER = sorted(BUILD.keys() - {"union of windows", "no event time"})
-IN_ANY_ORDER = [name for name in IN_ANY_ORDER if not name.startswith("sessions")]
+IN_ANY_ORDER = [name for name in IN_ANY_ORDER if not name.startswith("spans")]
 
 
 @pytest.mark.parametrize("name", IN_ANY_ORDER)

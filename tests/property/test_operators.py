@@ -16,21 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.api.graph import Flow, Stream
+from holdfast import functions as F
+from holdfast.api.graph import Flow
+from holdfast.api.streams import Stream
 from holdfast.connectors.sinks import discard
 from holdfast.connectors.sources import rows
-from holdfast.engine.expressions import (
-    at_start,
-    col,
-    count,
-    first,
-    last,
-    lit,
-    max_,
-    mean,
-    min_,
-    sum_,
-)
+from holdfast.engine.expressions import col, lit
 from holdfast.engine.operators.custom import KeyedFunction
 from holdfast.plan.planner import plan
 
@@ -160,7 +151,7 @@ def expect(result: Result, sink: str, model: models.Rows) -> None:
     assert rows_of(batch) == models.expected(model, without_order(batch).schema)
 
 
-BUILD = {"sum": sum_, "mean": mean, "max": max_, "min": min_, "first": first, "last": last}
+BUILD = {"sum": F.sum, "mean": F.mean, "max": F.max, "min": F.min, "first": F.first, "last": F.last}
 AGGS: models.Aggs = {
     "rows": ("count", None),
     "sv": ("sum", "v"),
@@ -194,7 +185,7 @@ NULLABLE: models.Aggs = {
 
 
 def built(aggs: models.Aggs) -> dict[str, Any]:
-    return {n: count() if c is None else BUILD[kind](c) for n, (kind, c) in aggs.items()}
+    return {n: F.count() if c is None else BUILD[kind](c) for n, (kind, c) in aggs.items()}
 
 
 # --- keyed operators ----------------------------------------------------------------------------
@@ -276,19 +267,19 @@ def test_time_window_over_timestamps(world: World) -> None:
 
 def _emitted(keys: list[str]) -> dict[str, Any]:
     return {k: col(k) for k in keys} | {
-        "v0": at_start("v"),
+        "v0": F.at_start("v"),
         "v1": col("v"),
-        "name0": at_start("name"),
-        "u0": at_start("u"),
-        "at0": at_start("at"),
-        "reals0": at_start("reals"),
-        "deep0": at_start("deep"),
-        "took": col("ts") - at_start("ts"),
+        "name0": F.at_start("name"),
+        "u0": F.at_start("u"),
+        "at0": F.at_start("at"),
+        "reals0": F.at_start("reals"),
+        "deep0": F.at_start("deep"),
+        "took": col("ts") - F.at_start("ts"),
         "one": lit(1),
     }
 
 
-def _session(keys: list[str], a: models.Row, b: models.Row) -> models.Row:
+def _span(keys: list[str], a: models.Row, b: models.Row) -> models.Row:
     return {k: b[k] for k in keys} | {
         "v0": a["v"],
         "v1": b["v"],
@@ -312,14 +303,14 @@ def _ends(row: models.Row) -> bool:
 
 @examples(40)
 @given(worlds())
-def test_sessions(world: World) -> None:
+def test_spans(world: World) -> None:
     flow = Flow("f")
     keyed = world.source(flow).key_by(*world.keys)
     emit = _emitted(world.keys)
-    keyed.sessions(start=col("cmd") == 1, end=col("cmd") > 1, emit=emit).sink("out", discard())
+    keyed.spans(start=col("cmd") == 1, end=col("cmd") > 1, emit=emit).sink("out", discard())
     result = check(flow, world.input, world.shape)
-    made = partial(_session, world.keys)
-    model = models.sessions(models.stream(world.input, "s"), world.keys, _starts, _ends, made)
+    made = partial(_span, world.keys)
+    model = models.spans(models.stream(world.input, "s"), world.keys, _starts, _ends, made)
     expect(result, "out", model)
 
 
@@ -330,7 +321,7 @@ def test_sessions(world: World) -> None:
     st.booleans(),
     st.sampled_from([1, 1, 3]),
 )
-def test_sessions_with_a_time_out(world: World, timeout: int, two: bool, coarse: int) -> None:
+def test_spans_with_a_time_out(world: World, timeout: int, two: bool, coarse: int) -> None:
     """Also where rows of another source move the watermark, or several rows stand at one place."""
     flow = Flow("f")
     given_ = world.input
@@ -341,24 +332,24 @@ def test_sessions_with_a_time_out(world: World, timeout: int, two: bool, coarse:
     source = world.source(flow)
     if coarse > 1:
         source = source.flat_map(_thrice, source.schema)
-    sessions = source.key_by(*world.keys).sessions(
+    spans = source.key_by(*world.keys).spans(
         start=col("cmd") == 1, end=col("cmd") > 1, emit=_emitted(world.keys), timeout=timeout
     )
-    sessions.sink("out", discard())
-    sessions.expired.sink("expired", discard())
-    sessions.late.sink("late", discard())
+    spans.sink("out", discard())
+    spans.expired.sink("expired", discard())
+    spans.late.sink("late", discard())
     result = check(flow, given_, world.shape)
     stream = models.stream(given_, "s")
     if coarse > 1:
         stream = [((*o, n), r | {"cmd": c}) for o, r in stream for n, c in enumerate(_cmds(r))]
-    out, expired, late = models.timed_sessions(
+    out, expired, late = models.timed_spans(
         stream,
         world.keys,
         "ts",
         timeout,
         _starts,
         _ends,
-        partial(_session, world.keys),
+        partial(_span, world.keys),
         naive_marks(plan(flow), given_),
     )
     expect(result, "out", out)
@@ -624,8 +615,8 @@ def test_chain_of_flat_map_and_two_keyed_stages(world: World) -> None:
     flow = Flow("f")
     replicas = pa.schema([*world.batch.schema, ("copy", pa.int64())])
     stream = world.source(flow).flat_map(_repeat, replicas)
-    stream = stream.key_by("copy").agg(sv=sum_("v"), tag=last("tag"))
-    stream.key_by("tag").window(rows=3, every=2).agg(m=mean("sv")).sink("out", discard())
+    stream = stream.key_by("copy").agg(sv=F.sum("v"), tag=F.last("tag"))
+    stream.key_by("tag").window(rows=3, every=2).agg(m=F.mean("sv")).sink("out", discard())
     result = check(flow, world.input, world.shape)
     model = _repeated(models.stream(world.input, "s"))
     model = models.running(model, ["copy"], {"sv": ("sum", "v"), "tag": ("last", "tag")})
@@ -672,10 +663,10 @@ def test_windows_of_two_sources_meet(world: World) -> None:
     for name, batch in given_.batches.items():
         stream = flow.source(name, rows(batch), event_time="ts").with_columns(i=col("i") % 4)
         keyed = stream.key_by("i")
-        closed.append(keyed.window(time=10).agg(sv=sum_("v"), sn=sum_("n")))
+        closed.append(keyed.window(time=10).agg(sv=F.sum("v"), sn=F.sum("n")))
     met = closed[0].union(closed[1])
-    totals = met.with_columns(b=col("sn") % 3).key_by("b").agg(sv=sum_("sv"), rows=count())
-    totals.key_by("rows").agg(sv=sum_("sv")).sink("out", discard())
+    totals = met.with_columns(b=col("sn") % 3).key_by("b").agg(sv=F.sum("sv"), rows=F.count())
+    totals.key_by("rows").agg(sv=F.sum("sv")).sink("out", discard())
     check(flow, given_, world.shape)
 
 
@@ -685,10 +676,10 @@ def test_windows_over_windows_lose_nothing(world: World, lateness: int) -> None:
     """What a window gives is late for nobody, although it trails the watermark."""
     flow = Flow("f")
     keyed = world.source(flow).key_by(*world.keys, "tag")
-    small = keyed.window(time=10, every=5, lateness=lateness).agg(n=count(), sv=sum_("v"))
-    large = small.key_by("tag").window(time=30).agg(n=sum_("n"), sv=sum_("sv"))
+    small = keyed.window(time=10, every=5, lateness=lateness).agg(n=F.count(), sv=F.sum("v"))
+    large = small.key_by("tag").window(time=30).agg(n=F.sum("n"), sv=F.sum("sv"))
     large.late.sink("late", discard())
-    large.key_by("tag").window(time=90).agg(n=sum_("n")).sink("out", discard())
+    large.key_by("tag").window(time=90).agg(n=F.sum("n")).sink("out", discard())
     small.late.sink("first", discard())
     result = check(flow, world.input, world.shape)
     assert result.sinks["late"].num_rows == 0
@@ -703,9 +694,13 @@ def test_windows_over_windows_lose_nothing(world: World, lateness: int) -> None:
 def test_windows_after_what_came_after_windows_lose_nothing(world: World) -> None:
     """How far rows trail the watermark is known still after operators that drop the event time."""
     flow = Flow("f")
-    small = world.source(flow).key_by("tag").window(time=10).agg(n=count())
-    totals = small.key_by("tag", "window_start").agg(n=sum_("n")).select("n", t=col("window_start"))
-    large = totals.with_columns(b=col("n") % 2).key_by("b").window(time=10, on="t").agg(n=sum_("n"))
+    small = world.source(flow).key_by("tag").window(time=10).agg(n=F.count())
+    totals = (
+        small.key_by("tag", "window_start").agg(n=F.sum("n")).select("n", t=col("window_start"))
+    )
+    large = (
+        totals.with_columns(b=col("n") % 2).key_by("b").window(time=10, on="t").agg(n=F.sum("n"))
+    )
     large.late.sink("late", discard())
     large.sink("out", discard())
     assert check(flow, world.input, world.shape).sinks["late"].num_rows == 0
@@ -713,32 +708,32 @@ def test_windows_after_what_came_after_windows_lose_nothing(world: World) -> Non
 
 @examples(30)
 @given(worlds(), st.sampled_from([1, 25, 90]))
-def test_sessions_and_windows_in_a_row_lose_nothing(world: World, timeout: int) -> None:
-    """Whether a session ended or timed out, its start is late for nobody; nor is a window."""
+def test_spans_and_windows_in_a_row_lose_nothing(world: World, timeout: int) -> None:
+    """Whether a span ended or timed out, its start is late for nobody; nor is a window."""
     flow = Flow("f")
-    sessions = (
+    spans = (
         world.source(flow)
         .key_by(*world.keys)
-        .sessions(
+        .spans(
             start=col("cmd") == 1,
             end=col("cmd") > 1,
-            emit={"tag": at_start("tag"), "begun": at_start("ts")},
+            emit={"tag": F.at_start("tag"), "begun": F.at_start("ts")},
             timeout=timeout,
         )
     )
-    both = sessions.union(sessions.expired.select("tag", begun=col("ts")))
+    both = spans.union(spans.expired.select("tag", begun=col("ts")))
     both.sink("both", discard())
-    windows = both.key_by("tag").window(time=10).agg(n=count())
+    windows = both.key_by("tag").window(time=10).agg(n=F.count())
     windows.late.sink("late windows", discard())
     windows.sink("windows", discard())
-    again = windows.key_by("tag").sessions(
+    again = windows.key_by("tag").spans(
         start=col("n") > 1, end=col("n") == 1, time="window_start", timeout=timeout
     )
-    again.late.sink("late sessions", discard())
+    again.late.sink("late spans", discard())
     again.sink("out", discard())
     again.expired.sink("expired", discard())
     result = check(flow, world.input, world.shape)
-    assert result.sinks["late windows"].num_rows == result.sinks["late sessions"].num_rows == 0
+    assert result.sinks["late windows"].num_rows == result.sinks["late spans"].num_rows == 0
     counted = sum(result.sinks["windows"].column("n").to_pylist())
     assert counted == result.sinks["both"].num_rows
 
@@ -748,9 +743,9 @@ def test_sessions_and_windows_in_a_row_lose_nothing(world: World, timeout: int) 
 def test_join_after_windows(world: World) -> None:
     flow = Flow("f")
     source = world.source(flow)
-    closed = source.key_by("tag").window(time=10).agg(sv=sum_("v"))
+    closed = source.key_by("tag").window(time=10).agg(sv=F.sum("v"))
     joined = source.select("tag", "ts", "n").key_by("tag").join(closed.key_by("tag"), within=15)
-    joined.key_by("tag").agg(rows=count(), sv=sum_("sv")).sink("out", discard())
+    joined.key_by("tag").agg(rows=F.count(), sv=F.sum("sv")).sink("out", discard())
     joined.late_right.sink("late", discard())
     assert check(flow, world.input, world.shape).sinks["late"].num_rows == 0
 
@@ -770,8 +765,8 @@ def test_state_moves_half_way(fresh: bool, world: World, sites: int, after: int)
     keyed.agg(**built({**AGGS, **NULLABLE})).sink("running", discard())
     keyed.window(rows=9).agg(**built({**AGGS, **NULLABLE})).sink("rows", discard())
     keyed.window(time=60, every=20).agg(**built({**AGGS, **NULLABLE})).sink("time", discard())
-    keyed.sessions(start=col("cmd") == 1, end=col("cmd") > 1, time="at").sink("open", discard())
-    timed = keyed.sessions(start=col("cmd") == 1, end=col("cmd") > 1, time="at", timeout=50)
+    keyed.spans(start=col("cmd") == 1, end=col("cmd") > 1, time="at").sink("open", discard())
+    timed = keyed.spans(start=col("cmd") == 1, end=col("cmd") > 1, time="at", timeout=50)
     timed.sink("timed", discard())
     timed.expired.sink("expired", discard())
     keyed.apply(Changes()).sink("custom", discard())

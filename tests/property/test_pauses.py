@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from holdfast import active, count, none, pairs, passive, rollback, rows, upstream
+from holdfast import functions as F
 from holdfast.api.graph import Flow
 from holdfast.api.options import Options
 from holdfast.connectors.sources import Position, Rows, SplitReader
@@ -24,7 +24,9 @@ from holdfast.core.sequencer import Budget
 from holdfast.engine.batches import empty
 from holdfast.errors import FlowError
 from holdfast.lab.sim.world import World
+from holdfast.protections import active, none, pairs, passive, rollback, upstream
 from holdfast.site import ingress
+from holdfast.sources import rows
 
 from .reference import check, ordered
 from .test_live import BUILD, STRICT, How, _rows, build
@@ -32,12 +34,12 @@ from .test_live import BUILD, STRICT, How, _rows, build
 STEPS_MAX = 60_000
 PROTECTIONS: list[ProtectionSpec] = [
     none(),
-    pairs(apart="process"),
-    pairs(replicas=3, apart="process"),
-    active(apart="process"),
-    passive(every_ms=8, apart="process"),
-    upstream(base_ms=20, apart="process"),
-    rollback(base_ms=20, apart="process"),
+    pairs(failure_domain="process"),
+    pairs(replicas=3, failure_domain="process"),
+    active(failure_domain="process"),
+    passive(interval=0.008, failure_domain="process"),
+    upstream(summary_interval=0.02, failure_domain="process"),
+    rollback(summary_interval=0.02, failure_domain="process"),
 ]
 
 
@@ -103,7 +105,7 @@ class Story:
             window=rng.randint(1, 3),
             block_rows=block,
             read_ahead_rows=block * rng.randint(1, 4),
-            idle_ms=rng.choice([0, 3, 10, 50]) if self.idle else None,
+            idle=rng.choice([0, 3, 10, 50]) if self.idle else None / 1e3,
         )
         sites = rng.randint(1, 4) if flow.protection.name == "none" else rng.randint(4, 5)
         return World(flow, sites=sites, seed=rng.randrange(2**32), options=options)
@@ -162,7 +164,7 @@ def test_rows_come_in_time_if_no_split_is_ever_idle(scarce: None, seeds: range) 
     """Splits that are each in order, whoever dies and however they pause."""
     for world in filter(None, (story(seed, idle=False) for seed in seeds)):
         check(world)
-        if not world.flow.name.startswith("sessions"):  # whose results may end in any order
+        if not world.flow.name.startswith("spans"):  # whose results may end in any order
             tasks = [u for node in world.nodes.values() for u in node.stages.tasks.values()]
             assert not [u for u in tasks if u.operator is not None and u.operator.late_rows]
 
@@ -188,9 +190,9 @@ def ending(seed: int) -> World:
     flow = Flow("ending", protect=rng.choice(protections))
     halves = [_rows(numbers, 20, 0) for _ in range(2)]
     source = flow.source("s", rows(*halves), event_time="ts")
-    source.key_by("k").window(time=8).agg(n=count()).sink("out", ordered())
+    source.key_by("k").window(time=8).agg(n=F.count()).sink("out", ordered())
     budget = Budget(epoch_rows_max=5, epochs_in_flight_max=1)
-    options = Options(partitions=2, budget=budget, block_rows=10, read_ahead_rows=40, idle_ms=None)
+    options = Options(partitions=2, budget=budget, block_rows=10, read_ahead_rows=40, idle=None)
     return World(flow, sites=4, seed=seed, options=options)
 
 

@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from pyspark.sql import Row
 from pyspark.sql.streaming import StatefulProcessor
 
-from holdfast.api.graph import Flow, KeyedStream, Stream
+from holdfast import functions as F
+from holdfast.api.graph import Flow
+from holdfast.api.streams import KeyedStream, Stream
 from holdfast.connectors.sinks import discard
 from holdfast.connectors.sources import rows
 from holdfast.engine.batches import Track, with_order
-from holdfast.engine.expressions import at_start, col
+from holdfast.engine.expressions import col
 from holdfast.engine.keys import partition_of
 from holdfast.engine.operators.base import KeyedOperator
 from holdfast.engine.operators.custom import KeyedFunction
@@ -167,17 +169,17 @@ def test_little_that_is_saved_at_a_time_comes_in_large_parts() -> None:
 Build = Callable[[Stream, KeyedStream], Stream]
 
 
-def _sessions(source: Stream, keyed: KeyedStream) -> Stream:
-    kept = {f"{n}0": at_start(n) for n in ("v", "name", "u", "at", "reals", "deep")}
-    return keyed.sessions(start=col("cmd") == 1, end=col("cmd") > 1, emit=kept | {"v1": col("v")})
+def _spans(source: Stream, keyed: KeyedStream) -> Stream:
+    kept = {f"{n}0": F.at_start(n) for n in ("v", "name", "u", "at", "reals", "deep")}
+    return keyed.spans(start=col("cmd") == 1, end=col("cmd") > 1, emit=kept | {"v1": col("v")})
 
 
 def _timed(source: Stream, keyed: KeyedStream) -> Stream:
-    kept = {f"{n}0": at_start(n) for n in ("v", "name", "u", "at", "reals", "deep")}
-    sessions = keyed.sessions(
+    kept = {f"{n}0": F.at_start(n) for n in ("v", "name", "u", "at", "reals", "deep")}
+    spans = keyed.spans(
         start=col("cmd") == 1, end=col("cmd") > 1, emit=kept | {"v1": col("v")}, timeout=60
     )
-    return sessions  # type: ignore[no-any-return]
+    return spans
 
 
 def _join(within: int) -> Build:
@@ -214,8 +216,8 @@ OPERATORS: dict[str, Build] = {
     "row window": lambda _, keyed: keyed.window(rows=5, every=2).agg(**built({**AGGS, **NULLABLE})),
     "tumbling": lambda _, keyed: keyed.window(time=20).agg(**built({**AGGS, **NULLABLE})),
     "sliding": lambda _, keyed: keyed.window(time=60, every=20, lateness=9).agg(**built(AGGS)),
-    "sessions": _sessions,
-    "timed sessions": _timed,
+    "spans": _spans,
+    "timed spans": _timed,
     "custom": lambda _, keyed: keyed.apply(Changes()),
     "join": _join(20),
     "wide join": _join(1000),  # runs with rows that are forgotten but still there

@@ -16,10 +16,13 @@ from pyspark.sql import Row
 from pyspark.sql.streaming import StatefulProcessor
 from pyspark.sql.streaming.tws_tester import TwsTester
 
-from holdfast import Flow, FlowError, col, discard, pairs, rows
-from holdfast.api.graph import Stream
+from holdfast import Flow, FlowError, col
+from holdfast.api.streams import Stream
 from holdfast.engine.batches import Track
 from holdfast.errors import OperatorError
+from holdfast.protections import pairs
+from holdfast.sinks import discard
+from holdfast.sources import rows
 from holdfast.spark.schemas import RowCodec, struct_of
 from holdfast.spark.stateful import LAST_MS
 from tests.spark.processors import (

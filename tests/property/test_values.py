@@ -13,15 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.api.graph import Flow, KeyedStream
+from holdfast import functions as F
+from holdfast.api.graph import Flow
+from holdfast.api.streams import KeyedStream
 from holdfast.connectors.sinks import Authority, discard
 from holdfast.connectors.sources import rows
-from holdfast.connectors.table import ViewWriter
+from holdfast.connectors.table import LatestTableWriter
 from holdfast.core.exchange import Kept
 from holdfast.core.ids import Epoch
 from holdfast.core.layout import PartitionGroup
 from holdfast.engine.batches import UNMOVED, row_digests, with_order
-from holdfast.engine.expressions import at_start, col, count, first, last
+from holdfast.engine.expressions import col
 from holdfast.engine.operators.custom import KeyedFunction
 from holdfast.engine.state import Field, StateTable
 from holdfast.engine.types import plain_type
@@ -111,7 +113,7 @@ def test_a_view_has_the_rows_it_was_given(kind: pa.DataType, seed: int) -> None:
     rng = random.Random(seed)
     keys = pa.array([rng.randrange(5) for _ in range(20)])
     batch = pa.record_batch({"k": keys, "x": array_of(kind, rng, 20)})
-    view = ViewWriter(Authority("f", "s"), batch.schema, ["k"])
+    view = LatestTableWriter(Authority("f", "s"), batch.schema, ["k"])
     for epoch in range(4):
         view.write(epoch, batch.slice(5 * epoch, 5))
     _, (found,) = view.answer({"do": "get", "keys": "[[0], [1], [2], [3], [4]]"}, [])
@@ -142,8 +144,8 @@ class Before(KeyedFunction):
 
 
 def _timed(keyed: KeyedStream, kind: pa.DataType) -> Any:
-    return keyed.sessions(
-        start=col("i") % 3 == 0, end=col("i") % 3 == 1, emit={"i": col("i"), "x": at_start("x")}
+    return keyed.spans(
+        start=col("i") % 3 == 0, end=col("i") % 3 == 1, emit={"i": col("i"), "x": F.at_start("x")}
     )
 
 
@@ -152,25 +154,25 @@ Wanted = Callable[[list[int], int], int | None]
 """Of the rows of a key, and the place among them of the one that gives a result: whose value."""
 
 OPERATORS: dict[str, tuple[Keyed, Wanted]] = {
-    "first": (lambda keyed, _: keyed.agg(i=last("i"), x=first("x")), lambda mine, at: 0),
-    "last": (lambda keyed, _: keyed.agg(i=last("i"), x=last("x")), lambda mine, at: at),
+    "first": (lambda keyed, _: keyed.agg(i=F.last("i"), x=F.first("x")), lambda mine, at: 0),
+    "last": (lambda keyed, _: keyed.agg(i=F.last("i"), x=F.last("x")), lambda mine, at: at),
     "first of some": (
-        lambda keyed, _: keyed.window(rows=3).agg(i=last("i"), x=first("x")),
+        lambda keyed, _: keyed.window(rows=3).agg(i=F.last("i"), x=F.first("x")),
         lambda mine, at: max(at - 2, 0),
     ),
     "last of some": (
-        lambda keyed, _: keyed.window(rows=2, every=2).agg(i=last("i"), x=last("x")),
+        lambda keyed, _: keyed.window(rows=2, every=2).agg(i=F.last("i"), x=F.last("x")),
         lambda mine, at: at if at % 2 else None,
     ),
     "first of a window": (
-        lambda keyed, _: keyed.window(time=1000).agg(i=last("i"), x=first("x")),
+        lambda keyed, _: keyed.window(time=1000).agg(i=F.last("i"), x=F.first("x")),
         lambda mine, at: 0 if at == len(mine) - 1 else None,
     ),
     "last of a window": (
-        lambda keyed, _: keyed.window(time=1000).agg(i=last("i"), x=last("x")),
+        lambda keyed, _: keyed.window(time=1000).agg(i=F.last("i"), x=F.last("x")),
         lambda mine, at: at if at == len(mine) - 1 else None,
     ),
-    "start of a session": (
+    "start of a span": (
         _timed,
         lambda mine, at: at - 1 if at and mine[at] % 3 == 1 and mine[at - 1] % 3 == 0 else None,
     ),
@@ -198,7 +200,7 @@ def test_operators_keep_values_of_any_type(
     build, whose = OPERATORS[name]
     flow = Flow("f")
     source = flow.source("s", rows(batch), event_time="ts")
-    if name == "start of a session":  # which is over at a row that is neither start nor end
+    if name == "start of a span":  # which is over at a row that is neither start nor end
         source = source.filter(col("i") % 3 != 2)
     build(source.key_by("k"), plain).sink("out", discard())
     found = run(flow, Input.of(s=batch), data.draw(shapes(n))).sinks["out"]
@@ -209,7 +211,7 @@ def test_operators_keep_values_of_any_type(
     wanted = {}
     for key in range(3):
         mine = [i for i in range(n) if keys[i] == key]
-        if name == "start of a session":
+        if name == "start of a span":
             mine = [i for i in mine if i % 3 != 2]
         for at, i in enumerate(mine):
             origin = whose(mine, at)
@@ -260,8 +262,8 @@ def test_keys_of_any_type(kind: pa.DataType, n: int, seed: int, data: st.DataObj
     given_ = Input.of(a=batch, b=batch)
     flow = Flow("f")
     a, b = (flow.source(s, rows(r), event_time="ts") for s, r in given_.batches.items())
-    a.key_by("k").agg(i=last("i"), n=count()).sink("counts", discard())
-    closed = a.key_by("k").window(time=1000).agg(i=first("i"), n=count())
+    a.key_by("k").agg(i=F.last("i"), n=F.count()).sink("counts", discard())
+    closed = a.key_by("k").window(time=1000).agg(i=F.first("i"), n=F.count())
     closed.sink("windows", discard())
     joined = a.select("k", "i", "ts").key_by("k").join(b.key_by("k"), within=5)
     joined.select("i", "i_right").sink("pairs", discard())
@@ -347,6 +349,6 @@ ALL = pa.record_batch(
 
 def _all_types() -> Flow:
     flow = Flow("f")
-    aggs = {f"f{n}": first(n) for n in ALL.schema.names[1:]}
+    aggs = {f"f{n}": F.first(n) for n in ALL.schema.names[1:]}
     flow.source("s", rows(ALL)).key_by("k").agg(**aggs).sink("out", discard())
     return flow

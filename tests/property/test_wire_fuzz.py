@@ -26,7 +26,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from holdfast import Flow, col, count, discard, generator, max_, pairs, parquet, rows, sum_
+from holdfast import Flow, col
+from holdfast import functions as F
 from holdfast.api.options import Options
 from holdfast.connectors.sources import Source
 from holdfast.core.events import BlocksAvailable
@@ -42,7 +43,10 @@ from holdfast.net.checks import Checks
 from holdfast.net.client import Client
 from holdfast.net.connection import CHUNK_BYTES, LARGE_BYTES, Connection
 from holdfast.plan.planner import plan, shape
+from holdfast.protections import pairs
+from holdfast.sinks import discard, parquet
 from holdfast.site.push import PushReader
+from holdfast.sources import generator, rows
 from holdfast.storage.files import FileInfo
 from tests.sim.test_world import Ordered, events, result
 
@@ -506,11 +510,11 @@ N = 120
 
 
 def line() -> Flow:
-    flow = Flow("line", protect=pairs(apart="process"))
+    flow = Flow("line", protect=pairs(failure_domain="process"))
     source = flow.source("events", rows(events(N)), event_time="ts")
-    totals = source.key_by("k").agg(x=sum_("v")).select(k=col("k") % 3, x=col("x"))
-    totals.key_by("k").agg(m=max_("x"), n=count()).sink("out", Ordered())
-    windows = source.key_by("g").window(time=20, every=10, lateness=5).agg(n=count())
+    totals = source.key_by("k").agg(x=F.sum("v")).select(k=col("k") % 3, x=col("x"))
+    totals.key_by("k").agg(m=F.max("x"), n=F.count()).sink("out", Ordered())
+    windows = source.key_by("g").window(time=20, every=10, lateness=5).agg(n=F.count())
     windows.sink("windows", Ordered())
     return flow
 
@@ -851,7 +855,7 @@ class Pushed(Source):
 def test_a_portion_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     flow = Flow("pushed")
     source = flow.source("pushed", Pushed())
-    source.key_by("k").agg(n=count()).sink("out", discard())
+    source.key_by("k").agg(n=F.count()).sink("out", discard())
     shaped = plan(flow)
     checks = Checks(shaped, shape(shaped, 4), 2)
     reader = PushReader(0, ROWS.schema, False)
@@ -926,7 +930,7 @@ def test_real_sites_work_on_while_their_ports_get_garbage(tmp_path, capfd) -> No
     total = 300_000
     flow = Flow("sums")
     source = flow.source("numbers", generator(numbers, numbers(0, 0, 0).schema, rows=total))
-    source.key_by("k").agg(total=sum_("v"), n=count()).sink("out", parquet(tmp_path / "out"))
+    source.key_by("k").agg(total=F.sum("v"), n=F.count()).sink("out", parquet(tmp_path / "out"))
     options = Options(budget=Budget(epoch_rows_max=2_000), block_rows=1_000, read_ahead_rows=2_000)
     with flow.start(sites=2, options=options) as run:
         addresses = list(run._controller.addresses.values())

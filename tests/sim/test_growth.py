@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import col, count, discard, pairs, parquet
+from holdfast import col
+from holdfast import functions as F
 from holdfast.api.graph import Flow
-from holdfast.api.options import Options
+from holdfast.api.options import Checkpoint, Options
 from holdfast.api.protection import passive, upstream
 from holdfast.connectors.sinks import Sink
 from holdfast.connectors.sources import rows
@@ -16,10 +17,15 @@ from holdfast.core.protection import ProtectionSpec
 from holdfast.lab.sim import flows
 from holdfast.lab.sim.explore import OPTIONS
 from holdfast.lab.sim.timed import TimedWorld
+from holdfast.protections import pairs
+from holdfast.sinks import discard, parquet
 from holdfast.site.ingress import Split
 from holdfast.site.node import Node
 
-UPSTREAM, PASSIVE = upstream(apart="process"), passive(every_ms=8, apart="process")
+UPSTREAM, PASSIVE = (
+    upstream(failure_domain="process"),
+    passive(interval=0.008, failure_domain="process"),
+)
 
 
 def most(world: TimedWorld, measured: Callable[[Node], int]) -> int:
@@ -41,7 +47,7 @@ def counts(
     """How many rows a window had, of windows that had at least so many."""
     flow = Flow("counts", protect=protection)
     source = flow.source("events", rows(flows._events(3_000)), event_time="ts")
-    counted = source.key_by("k").window(time=20).agg(n=count())
+    counted = source.key_by("k").window(time=20).agg(n=F.count())
     counted.filter(col("n") >= least).sink("out", sink)
     world = TimedWorld(flow, sites=sites, seed=1, options=options)
     world.plan.sinks[0].sink = sink
@@ -56,7 +62,7 @@ def kept(node: Node) -> int:
 @pytest.mark.parametrize("protection", [UPSTREAM, PASSIVE], ids=["upstream", "passive"])
 def test_a_sink_without_rows_keeps_nothing_back(protection: ProtectionSpec, tmp_path: Path) -> None:
     busy, quiet = (
-        most(counts(protection, parquet(tmp_path / str(least), roll_s=0), least), kept)
+        most(counts(protection, parquet(tmp_path / str(least), interval=0), least), kept)
         for least in (0, 1_000)
     )
     assert quiet <= busy + 20
@@ -79,8 +85,8 @@ def test_a_standby_does_not_note_which_keys_are_gone() -> None:
 
 
 def test_a_replica_that_is_not_stored_does_not_note_which_keys_are_gone(tmp_path: Path) -> None:
-    options = replace(OPTIONS, store=str(tmp_path), store_every_ms=100)
-    world = counts(pairs(apart="process"), discard(), options=options)
+    options = replace(OPTIONS, checkpoint=Checkpoint(str(tmp_path), interval=0.1))
+    world = counts(pairs(failure_domain="process"), discard(), options=options)
     for node in world.nodes.values():
         node.stages.recorded = None  # sinks would wait for records, which nobody stores here
     assert most(world, noted) == 0
@@ -88,7 +94,7 @@ def test_a_replica_that_is_not_stored_does_not_note_which_keys_are_gone(tmp_path
 
 def test_when_epochs_were_cut_is_forgotten_when_they_are_delivered() -> None:
     """Also where the sequencer has a replica and no sink has one."""
-    world = counts(pairs(apart="process"), discard(), sites=6)
+    world = counts(pairs(failure_domain="process"), discard(), sites=6)
     assert 0 < most(world, lambda node: len(node.sequencing._cut_at)) < 20
 
 

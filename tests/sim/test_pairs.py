@@ -16,7 +16,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from holdfast import Flow, col, count, max_, pairs, rows, sum_
+from holdfast import Flow, col
+from holdfast import functions as F
 from holdfast.api.options import Options
 from holdfast.connectors.sources import Position, Source, SplitReader
 from holdfast.core.controller import State
@@ -27,6 +28,8 @@ from holdfast.core.sequencer import Budget
 from holdfast.errors import DivergenceError, SiteLostError
 from holdfast.lab.sim.world import CONTROLLER, World
 from holdfast.net import wire
+from holdfast.protections import pairs
+from holdfast.sources import rows
 from tests.property import reference
 
 from .test_world import SMALL, Ordered, diamond, events, result
@@ -40,7 +43,7 @@ TINY = Options(
     block_rows=10,
     read_ahead_rows=40,
 )
-PAIRS = pairs(apart="process")
+PAIRS = pairs(failure_domain="process")
 ROOMY = replace(TINY.budget, epochs_in_flight_max=50, small_in_flight_max=50)
 
 
@@ -48,9 +51,9 @@ def line(batches: list[pa.RecordBatch], protect: ProtectionSpec | None = None) -
     """A source, two keyed stages in a row and a window beside them, each with a sink."""
     flow = Flow("line") if protect is None else Flow("line", protect=protect)
     source = flow.source("events", rows(*batches), event_time="ts")
-    totals = source.key_by("k").agg(x=sum_("v")).select(k=col("k") % 3, x=col("x"))
-    totals.key_by("k").agg(m=max_("x"), n=count()).sink("out", Ordered())
-    windows = source.key_by("g").window(time=20, every=10, lateness=5).agg(n=count())
+    totals = source.key_by("k").agg(x=F.sum("v")).select(k=col("k") % 3, x=col("x"))
+    totals.key_by("k").agg(m=F.max("x"), n=F.count()).sink("out", Ordered())
+    windows = source.key_by("g").window(time=20, every=10, lateness=5).agg(n=F.count())
     windows.sink("windows", Ordered())
     return flow
 
@@ -167,7 +170,7 @@ def test_crashes_and_connections_that_break(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(300, 306))
 def test_two_sites_at_once_with_three_replicas(seed: int) -> None:
-    world = protected_world(seed, sites=5, protect=pairs(replicas=3, apart="process"))
+    world = protected_world(seed, sites=5, protect=pairs(replicas=3, failure_domain="process"))
     faults = Faults(seed, at_once=2)
     finish(world, faults)
     assert faults.crashed > 0
@@ -468,11 +471,11 @@ def test_an_idle_source_is_told_to_the_sequencer_that_takes_over(lost: bool) -> 
     closes until that is known."""
     flow = Flow("idle", protect=PAIRS)
     source = flow.source("events", rows(events(400)), event_time="ts")
-    flow.source("silent", Silent(), event_time="ts").key_by("k").agg(n=count()).sink(
+    flow.source("silent", Silent(), event_time="ts").key_by("k").agg(n=F.count()).sink(
         "none", Ordered()
     )
-    source.key_by("g").window(time=20).agg(n=count()).sink("windows", Ordered())
-    world = World(flow, sites=4, seed=71, options=replace(TINY, idle_ms=30))
+    source.key_by("g").window(time=20).agg(n=F.count()).sink("windows", Ordered())
+    world = World(flow, sites=4, seed=71, options=replace(TINY, idle=0.03))
     silent = world.plan.stage_named("silent").id
     go(world, until=lambda: world.controller.running)
     sequencer = leader_of(world, "sequencer")
@@ -493,7 +496,7 @@ def test_an_idle_source_is_told_to_the_sequencer_that_takes_over(lost: bool) -> 
 @pytest.mark.parametrize("who", ["joiner", "donor"])
 def test_a_death_in_each_phase_of_making_a_replica(phase: str, who: str) -> None:
     """With three replicas, so that the donor is never the last one."""
-    world = protected_world(31, protect=pairs(replicas=3, apart="process"))
+    world = protected_world(31, protect=pairs(replicas=3, failure_domain="process"))
     steps(world, 120)
     world.crash(SiteId(1))
     go(world, until=lambda: world.controller.dead and list(joining(world)))

@@ -9,9 +9,10 @@ from functools import cache
 import pyarrow as pa
 import pytest
 
-from holdfast import Flow, rows
-from holdfast.core.protection import ProtectionSpec
+from holdfast import Flow
+from holdfast.api.protection import Protection
 from holdfast.lab.sim.world import World
+from holdfast.sources import rows
 from tests.property.test_stateful import COMMANDS, table
 from tests.spark.processors import SESSION, SESSIONS, VISITS, Visits, sessions
 
@@ -21,7 +22,7 @@ from .test_world import Ordered, result
 SINKS = ("visits", "sessions")
 
 
-def stateful(batch: pa.RecordBatch, protect: ProtectionSpec | None = None) -> Flow:
+def stateful(batch: pa.RecordBatch, protect: Protection | None = None) -> Flow:
     flow = Flow("stateful", protect=protect)
     keyed = flow.source("s", rows(batch), event_time="ts").key_by("k")
     lateness = datetime.timedelta(milliseconds=15)

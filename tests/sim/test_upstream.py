@@ -7,16 +7,17 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from holdfast import discard
+from holdfast import functions as F
 from holdfast.api.graph import Flow
 from holdfast.connectors.sources import Source, SplitReader, rows
 from holdfast.core.sequencer import Budget
 from holdfast.engine.batches import empty
-from holdfast.engine.expressions import col, count, max_, sum_
+from holdfast.engine.expressions import col
 from holdfast.lab.sim import explore, flows, timed
 from holdfast.lab.sim.explore import Case, run
 from holdfast.lab.sim.faults import Fault
 from holdfast.lab.sim.timed import TimedWorld
+from holdfast.sinks import discard
 
 Patch = pytest.MonkeyPatch
 
@@ -26,9 +27,9 @@ def seldom(rows_in: int) -> Flow:
     for such a one."""
     flow = Flow("seldom")
     source = flow.source("events", rows(flows._events(rows_in)), event_time="ts")
-    counts = source.key_by("k").window(time=20, lateness=5).agg(n=count(), x=sum_("v"))
+    counts = source.key_by("k").window(time=20, lateness=5).agg(n=F.count(), x=F.sum("v"))
     few = counts.filter(col("n") <= 1).select("window_start", "n", "x", g=col("k") % 3)
-    few.key_by("g").window(time=60).agg(most=max_("x"), n=sum_("n")).sink("out", discard())
+    few.key_by("g").window(time=60).agg(most=F.max("x"), n=F.sum("n")).sink("out", discard())
     return flow
 
 
@@ -52,7 +53,7 @@ def long(rows_in: int) -> Flow:
     """Windows that are long compared with what may be kept for a replica that is behind."""
     flow = Flow("long")
     source = flow.source("events", rows(flows._events(rows_in)), event_time="ts")
-    source.key_by("k").window(time=400).agg(n=count(), x=sum_("v")).sink("out", discard())
+    source.key_by("k").window(time=400).agg(n=F.count(), x=F.sum("v")).sink("out", discard())
     return flow
 
 
@@ -146,7 +147,7 @@ def test_a_task_is_lost_when_its_source_has_finished() -> None:
     to do again when a task is rebuilt, but nothing to read."""
     flow = Flow("ends", protect=explore.PROTOCOLS["upstream"])
     source = flow.source("events", Strict(rows(flows._events(6_000)), 1_500), event_time="ts")
-    source.key_by("k").window(time=400).agg(n=count()).sink("out", discard())
+    source.key_by("k").window(time=400).agg(n=F.count()).sink("out", discard())
     world = TimedWorld(flow, sites=5, seed=0, options=explore.OPTIONS)
     drained = crashed = False
     while not world.ended:

@@ -4,13 +4,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from holdfast import Flow, col, count, discard, max_, mean, rows, sum_
+from holdfast import Flow, col
+from holdfast import functions as F
 from holdfast.api.options import Options
 from holdfast.core.effects import IngestEpochs
 from holdfast.core.ids import SiteId
 from holdfast.core.sequencer import Budget
 from holdfast.errors import SiteLostError
 from holdfast.lab.sim.world import World
+from holdfast.sinks import discard
+from holdfast.sources import rows
 
 from ..property.reference import check
 
@@ -45,11 +48,13 @@ def diamond(batches: list[pa.RecordBatch]) -> Flow:
     """One source, two keyed branches of different depth, one union, a stage on top."""
     flow = Flow("diamond")
     source = flow.source("events", rows(*batches), event_time="ts")
-    totals = source.key_by("k").agg(x=sum_("v")).select(k=col("k"), x=col("x"))
-    means = source.key_by("g").agg(x=mean("v")).select(k=col("g"), x=col("x"))
-    deeper = means.key_by("k").window(rows=3).agg(x=max_("x"))
-    totals.union(deeper).key_by("k").agg(top=max_("x"), n=count()).sink("out", Ordered())
-    windows = source.key_by("g").window(time=20, every=10, lateness=5).agg(n=count(), s=sum_("v"))
+    totals = source.key_by("k").agg(x=F.sum("v")).select(k=col("k"), x=col("x"))
+    means = source.key_by("g").agg(x=F.mean("v")).select(k=col("g"), x=col("x"))
+    deeper = means.key_by("k").window(rows=3).agg(x=F.max("x"))
+    totals.union(deeper).key_by("k").agg(top=F.max("x"), n=F.count()).sink("out", Ordered())
+    windows = (
+        source.key_by("g").window(time=20, every=10, lateness=5).agg(n=F.count(), s=F.sum("v"))
+    )
     windows.sink("windows", Ordered())
     return flow
 
@@ -146,7 +151,7 @@ def test_arrival_merging_does_not_wait_for_a_slow_producer() -> None:
         flow = Flow("arrival")
         source = flow.source("events", rows(events(300, 1), events(300, 2)))
         keyed = source.key_by("k", merge=merge)
-        keyed.agg(n=count(), total=sum_("g")).sink("out", discard())
+        keyed.agg(n=F.count(), total=F.sum("g")).sink("out", discard())
         return flow
 
     finished = {}

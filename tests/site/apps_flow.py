@@ -5,7 +5,11 @@ import os
 import numpy as np
 import pyarrow as pa
 
-from holdfast import Flow, col, count, generator, max_, pairs, parquet, sum_
+from holdfast import Flow, col
+from holdfast import functions as F
+from holdfast.protections import pairs
+from holdfast.sinks import parquet
+from holdfast.sources import generator
 
 SCHEMA = pa.schema([("k", pa.int64()), ("v", pa.float64())])
 RATE = 60_000
@@ -21,9 +25,9 @@ def flow(spark: object = None, out: str | None = None, rows: int | None = None) 
     made = Flow("apps", protect=pairs())
     rate = None if rows else RATE
     source = made.source("numbers", generator(make, SCHEMA, rows=rows, rate=rate))
-    totals = source.key_by("k").agg(t=sum_("v"), n=count())
+    totals = source.key_by("k").agg(t=F.sum("v"), n=F.count())
     groups = totals.select(g=col("k") % 100, t=col("t"), n=col("n"))
-    groups.key_by("g").agg(m=max_("t"), c=count()).sink(
-        "out", parquet(out or os.environ["HOLDFAST_TEST_OUT"], roll_s=0.2)
+    groups.key_by("g").agg(m=F.max("t"), c=F.count()).sink(
+        "out", parquet(out or os.environ["HOLDFAST_TEST_OUT"], interval=0.2)
     )
     return made

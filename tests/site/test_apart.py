@@ -10,10 +10,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from holdfast import Flow, count, discard, generator, pairs
+from holdfast import Flow
+from holdfast import functions as F
 from holdfast.api.options import Options
+from holdfast.control.run import start
 from holdfast.core.peer_monitor import PeerMonitor
 from holdfast.lab.chaos.proxy import Proxy
+from holdfast.protections import pairs
+from holdfast.sinks import discard
+from holdfast.sources import generator
 
 from .test_pairs import (
     PATIENCE_S,
@@ -38,8 +43,8 @@ def proxy() -> Iterator[Proxy]:
 
 def test_of_two_that_hear_nothing_of_each_other_one_is_let_go(kept, proxy: Proxy) -> None:
     """Their connection stays up: the kernels on both sides see their bytes acknowledged."""
-    options = Options(lease_s=LEASE_S)
-    run = two_lines(pairs()).start(sites=4, partitions=8, route=proxy.route, options=options)
+    options = Options(sites=4, partitions=8, lease=LEASE_S)
+    run = start(two_lines(pairs()), options=options, route=proxy.route)
     kept.append(run)
     until_protected(run, 4)
     until_rows(run)
@@ -55,8 +60,8 @@ def test_of_two_that_hear_nothing_of_each_other_one_is_let_go(kept, proxy: Proxy
 
 
 def test_who_is_apart_from_all_others_is_let_go_and_not_they(kept, proxy: Proxy) -> None:
-    options = Options(lease_s=LEASE_S)
-    run = two_lines(pairs()).start(sites=4, partitions=8, route=proxy.route, options=options)
+    options = Options(sites=4, partitions=8, lease=LEASE_S)
+    run = start(two_lines(pairs()), options=options, route=proxy.route)
     kept.append(run)
     until_protected(run, 4)
     until_rows(run)
@@ -90,8 +95,8 @@ def test_a_site_in_a_long_call_hears_nothing_and_is_not_let_go_for_it(kept) -> N
         "places", generator(places, places(0, 0, 0).schema, rows=ROWS, rate=20_000)
     )
     kept_back = source.map(one_long_call, places(0, 0, 0).schema)
-    kept_back.key_by("at").agg(n=count()).sink("out", discard())
-    run = flow.start(sites=4, partitions=8, options=Options(lease_s=LEASE_S))
+    kept_back.key_by("at").agg(n=F.count()).sink("out", discard())
+    run = flow.start(sites=4, partitions=8, options=Options(lease=LEASE_S))
     kept.append(run)
     assert run.wait(PATIENCE_S)
     assert run.sink_report("out")["rows"] == ROWS
@@ -101,7 +106,7 @@ def test_a_site_in_a_long_call_hears_nothing_and_is_not_let_go_for_it(kept) -> N
 def test_a_silent_site_that_cannot_be_spared_is_waited_for(kept) -> None:
     """However long: that others hear nothing of it either is no news."""
     flow = two_lines(left=200_000, right=200_000)
-    run = flow.start(sites=2, partitions=8, options=Options(lease_s=0.2))
+    run = flow.start(sites=2, partitions=8, options=Options(lease=0.2))
     kept.append(run)
     until(lambda: len(run.status()["sites"]) == 2, "both are there")
     pid = pids(run)[1]

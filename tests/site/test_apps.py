@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from holdfast import none
 from holdfast.api.options import Options
 from holdfast.arbiter import arbiter
 from holdfast.control.applications import Apps
@@ -28,6 +27,7 @@ from holdfast.control.server import Control
 from holdfast.errors import FlowError, HostError
 from holdfast.hosts.processes import ProcessHost
 from holdfast.plan.planner import plan
+from holdfast.protections import none
 
 from .apps_flow import flow
 

@@ -13,12 +13,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from holdfast import Flow, HungError, KeyedFunction, discard, generator, pairs
+from holdfast import Flow, HungError, KeyedFunction
 from holdfast.api.options import Options
 from holdfast.control.run import Run
 from holdfast.core.peer_monitor import Standstill
 from holdfast.core.sequencer import Budget
 from holdfast.net import wire
+from holdfast.protections import pairs
+from holdfast.sinks import discard
+from holdfast.sources import generator
 
 from .test_dialling import lonely_site
 from .test_pairs import PATIENCE_S, until
@@ -86,7 +89,7 @@ class HangOnce:
 
 
 def slow_flow(dawdle: Callable[[], None]) -> Flow:
-    flow = Flow("slow", protect=pairs(apart="process"))
+    flow = Flow("slow", protect=pairs(failure_domain="process"))
     source = flow.source("numbers", generator(numbers, SCHEMA, rows=ROWS))
     source.key_by("k").apply(Slow(dawdle)).sink("out", discard())
     return flow
@@ -94,7 +97,7 @@ def slow_flow(dawdle: Callable[[], None]) -> Flow:
 
 def options(call_s_max: float = 60.0) -> Options:
     budget = Budget(epoch_rows_max=1_000)
-    return Options(lease_s=LEASE_S, call_s_max=call_s_max, budget=budget, block_rows=500)
+    return Options(lease=LEASE_S, call_timeout=call_s_max, budget=budget, block_rows=500)
 
 
 @cache

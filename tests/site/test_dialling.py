@@ -5,10 +5,12 @@ import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from holdfast import Flow, discard, generator
+from holdfast import Flow
 from holdfast.api.options import Options
 from holdfast.core.ids import SiteId
+from holdfast.sinks import discard
 from holdfast.site.runtime import REDIAL_S, Site, SiteConfig
+from holdfast.sources import generator
 
 from .test_pairs import SCHEMA, numbers
 

@@ -16,25 +16,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from holdfast import (
-    Flow,
-    FlowError,
-    col,
-    count,
-    discard,
-    follow,
-    max_,
-    outlet,
-    pairs,
-    parquet,
-    passive,
-    sum_,
-    view,
-)
+from holdfast import Flow, FlowError, col
+from holdfast import functions as F
+from holdfast.api.options import Checkpoint
+from holdfast.api.protection import Protection
 from holdfast.connectors.sources import Source, generator
 from holdfast.control.run import Run
 from holdfast.control.server import checkpoints as durable_module
-from holdfast.core.protection import ProtectionSpec
+from holdfast.protections import pairs, passive
+from holdfast.sinks import discard, outlet, parquet, table
+from holdfast.sources import follow
 from holdfast.storage.restore_point import RestorePoint
 from tests.site.test_pairs import PATIENCE_S, kill, replicas, until, until_protected, until_rows
 from tests.site.test_protections import events
@@ -44,21 +35,21 @@ RATE = 20_000
 SCHEMA = events(0, 0, 0).schema
 
 
-def mixed(source: Source, out: Path, protect: ProtectionSpec | None = None) -> Flow:
-    """Windows, windows over them, running aggregates, a join, a view, and three sinks of files."""
+def mixed(source: Source, out: Path, protect: Protection | None = None) -> Flow:
+    """Windows, windows over them, running aggregates, a join, a table, and three sinks of files."""
     flow = Flow("mixed", protect=protect)
     made = flow.source("events", source, event_time="ts")
     keyed = made.key_by("k")
-    totals = keyed.window(time=300, lateness=20).agg(t=sum_("v"), n=count())
-    totals.select(g=col("k") % 50, t=col("t")).key_by("g").agg(m=max_("t"), n=count()).sink(
-        "windows", parquet(out / "windows", with_order=True, roll_s=0.3)
+    totals = keyed.window(time=300, lateness=20).agg(t=F.sum("v"), n=F.count())
+    totals.select(g=col("k") % 50, t=col("t")).key_by("g").agg(m=F.max("t"), n=F.count()).sink(
+        "windows", parquet(out / "windows", with_order=True, interval=0.3)
     )
-    running = keyed.agg(t=sum_("v"), n=count())
-    running.sink("running", parquet(out / "running", with_order=True, roll_s=0.3))
-    running.sink("latest", view("k"))
+    running = keyed.agg(t=F.sum("v"), n=F.count())
+    running.sink("running", parquet(out / "running", with_order=True, interval=0.3))
+    running.sink("latest", table("k"))
     few = made.filter(col("v") < 40.0)
     near = few.key_by("k").join(few.key_by("k"), within=20, lateness=20)
-    near.sink("near", parquet(out / "near", with_order=True, roll_s=0.3))
+    near.sink("near", parquet(out / "near", with_order=True, interval=0.3))
     return flow
 
 
@@ -77,7 +68,7 @@ def results(out: Path) -> dict[str, pa.Table]:
 
 FILE = """
 from pathlib import Path
-from holdfast import pairs
+from holdfast.protections import pairs
 from tests.site.test_durable import made, mixed
 
 flow = mixed(made({rate}), Path({out!r}), {protect})
@@ -124,7 +115,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, pa.Table]
     return results(out)
 
 
-@pytest.mark.parametrize("protect", ["None", "pairs(apart='process')"])
+@pytest.mark.parametrize("protect", ["None", "pairs(failure_domain='process')"])
 def test_driver_and_sites_are_killed_again_and_again(
     protect: str, undisturbed: dict[str, pa.Table], drivers: list[Driver], tmp_path: Path
 ) -> None:
@@ -141,7 +132,7 @@ def kill_again_and_again(
     file, out = folder / "flow.py", folder / "out"
     file.write_text(FILE.format(rate=RATE, out=str(out), protect=protect))
     more = ["--sites", "2", "--partitions", "6"]
-    drivers.append(Driver(file, *more, "--store", store, "--store-every", "0.3"))
+    drivers.append(Driver(file, *more, "--checkpoint", store, "--checkpoint-interval", "0.3"))
     for _ in range(3):
         before = size(out / "running")
         until(lambda before=before: size(out / "running") > before, "rows come out")
@@ -149,12 +140,12 @@ def kill_again_and_again(
         assert drivers[-1].process.poll() is None, "it did not last"
         drivers[-1].kill()
         more = ["--sites", str(moments.randint(2, 3)), "--partitions", "6"]
-        drivers.append(Driver(file, *more, "--resume", store))
+        drivers.append(Driver(file, *more, "--restore-from", store))
     assert drivers[-1].process.wait(PATIENCE_S) == 0
     found = results(out)
     assert found["running"].num_rows == ROWS
-    for name, table in undisturbed.items():
-        assert found[name].equals(table), name
+    for name, wanted in undisturbed.items():
+        assert found[name].equals(wanted), name
     assert RestorePoint.load(store).generation >= 2
 
 
@@ -164,11 +155,11 @@ def kill_again_and_again(
 def until_stored(run: Run, more: int = 1) -> None:
     """Some more checkpoints are complete."""
     for _ in range(more):
-        before = run.status()["store"]["epoch"]
+        before = run.status()["checkpoint"]["epoch"]
 
         def stored(before: int | None = before) -> bool:
             assert not run.ended(0), run.error
-            return run.status()["store"]["epoch"] not in (None, before)
+            return run.status()["checkpoint"]["epoch"] not in (None, before)
 
         until(stored, "a checkpoint is complete")
 
@@ -190,8 +181,8 @@ def test_it_goes_on_with_other_sites_partitions_elsewhere_and_another_protection
     kept: list[Run], undisturbed: dict[str, pa.Table], tmp_path: Path
 ) -> None:
     out, store = tmp_path / "out", str(tmp_path / "store")
-    flow = mixed(made(RATE // 4), out, pairs(apart="process"))
-    first = start(kept, flow, sites=3, store=store, store_every_ms=100)
+    flow = mixed(made(RATE // 4), out, pairs(failure_domain="process"))
+    first = start(kept, flow, sites=3, checkpoint=Checkpoint(store, interval=0.1))
     until_protected(first, 3)
     until_stored(first, 2)
     # It is the leader of some tasks, and perhaps of a checkpoint that is under way.
@@ -203,16 +194,16 @@ def test_it_goes_on_with_other_sites_partitions_elsewhere_and_another_protection
     restore_point = RestorePoint.load(store)
     assert restore_point.lost and 0 < restore_point.rows < ROWS
 
-    flow = mixed(made(RATE // 4), out, passive(every_ms=50, apart="process"))
-    second = start(kept, flow, resume=store)
+    flow = mixed(made(RATE // 4), out, passive(interval=0.05, failure_domain="process"))
+    second = start(kept, flow, restore_from=store)
     assert second.options.store == store and second.options.store_every_ms == 100
     until_stored(second, 4)
     lose(second)
 
-    third = start(kept, mixed(made(RATE), out), sites=1, resume=store)
+    third = start(kept, mixed(made(RATE), out), sites=1, restore_from=store)
     until_stored(third)
-    total = sum(row["n"] for row in third.view("latest").table().to_pylist())
-    assert total > RestorePoint.load(store).rows - 1, "the view has what was before"
+    total = sum(row["n"] for row in third.table("latest").to_arrow().to_pylist())
+    assert total > RestorePoint.load(store).rows - 1, "the table has what was before"
     third.stop(timeout=PATIENCE_S)
     restore_point = RestorePoint.load(store)
     assert not restore_point.lost, "it was stopped"
@@ -221,16 +212,16 @@ def test_it_goes_on_with_other_sites_partitions_elsewhere_and_another_protection
         {"generations/000002.arrow", "manifests/000002.arrow", *restore_point.files}
     )
     # What it begins with is elsewhere until there is a checkpoint.
-    again = {"store": str(tmp_path / "other"), "store_every_ms": 60_000}
-    fourth = start(kept, mixed(made(RATE), out), resume=store, **again)
+    other = Checkpoint(str(tmp_path / "other"), interval=60)
+    fourth = start(kept, mixed(made(RATE), out), restore_from=store, checkpoint=other)
     until_taken(fourth, restore_point.rows + 1_000)
     lose(fourth)
-    fifth = start(kept, mixed(made(None), out), resume=str(tmp_path / "other"))
+    fifth = start(kept, mixed(made(None), out), restore_from=str(tmp_path / "other"))
     assert fifth.records()[0].epoch == restore_point.epochs
     assert fifth.wait(PATIENCE_S)
     found = results(out)
-    for name, table in undisturbed.items():
-        assert found[name].equals(table), name
+    for name, wanted in undisturbed.items():
+        assert found[name].equals(wanted), name
 
 
 def test_it_is_lost_before_its_first_checkpoint_and_while_it_goes_on(
@@ -238,17 +229,19 @@ def test_it_is_lost_before_its_first_checkpoint_and_while_it_goes_on(
 ) -> None:
     """And its old driver is not dead at all, but finds out that another goes on."""
     out, store = tmp_path / "out", str(tmp_path / "store")
-    first = start(kept, mixed(made(RATE), out), store=store, store_every_ms=60_000)
+    first = start(kept, mixed(made(RATE), out), checkpoint=Checkpoint(store, interval=60))
     until(lambda: size(out / "running"), "rows come out")
-    second = start(kept, mixed(made(RATE), out), resume=store, store_every_ms=200)
+    second = start(
+        kept, mixed(made(RATE), out), restore_from=store, checkpoint=Checkpoint(store, interval=0.2)
+    )
     with pytest.raises(FlowError, match="another flow goes on from"):
         first.wait(PATIENCE_S)
     assert second.wait(PATIENCE_S)
     assert second.records()[0].epoch == 0, "what was known came again"
     found = results(out)
-    for name, table in undisturbed.items():
-        assert found[name].equals(table), name
-    again = start(kept, mixed(made(None), out), resume=store)
+    for name, wanted in undisturbed.items():
+        assert found[name].equals(wanted), name
+    again = start(kept, mixed(made(None), out), restore_from=store)
     assert again.wait(PATIENCE_S), "it had ended, and does so again"
     assert results(out)["running"].num_rows == ROWS
 
@@ -257,7 +250,7 @@ def test_of_two_that_resume_at_once_one_goes_on(
     kept: list[Run], undisturbed: dict[str, pa.Table], tmp_path: Path
 ) -> None:
     out, store = tmp_path / "out", str(tmp_path / "store")
-    first = start(kept, mixed(made(RATE), out), store=store, store_every_ms=200)
+    first = start(kept, mixed(made(RATE), out), checkpoint=Checkpoint(store, interval=0.2))
     until_stored(first)
     lose(first)
     together = threading.Barrier(2)
@@ -266,7 +259,7 @@ def test_of_two_that_resume_at_once_one_goes_on(
     def resume() -> None:
         together.wait()
         try:
-            start(kept, mixed(made(None), out), sites=1, resume=store).wait(PATIENCE_S)
+            start(kept, mixed(made(None), out), sites=1, restore_from=store).wait(PATIENCE_S)
             ended.append(None)
         except FlowError as error:
             ended.append(error)
@@ -281,8 +274,8 @@ def test_of_two_that_resume_at_once_one_goes_on(
     # One that is overtaken while it starts may find that the other has removed what it reads.
     assert any(said in str(refused[0]) for said in ("another flow goes on from", "is missing"))
     found = results(out)
-    for name, table in undisturbed.items():
-        assert found[name].equals(table), name
+    for name, wanted in undisturbed.items():
+        assert found[name].equals(wanted), name
 
 
 def test_what_goes_wrong_with_the_folder(
@@ -290,48 +283,50 @@ def test_what_goes_wrong_with_the_folder(
 ) -> None:
     store = tmp_path / "store"
     monkeypatch.setattr(durable_module, "RETRY_S", (0.01, 0.1))
-    run = start(kept, mixed(made(RATE), tmp_path / "out"), store=str(store), store_every_ms=100)
+    run = start(
+        kept, mixed(made(RATE), tmp_path / "out"), checkpoint=Checkpoint(str(store), interval=0.1)
+    )
     until_stored(run)
     (store / "checkpoints").rename(store / "away")
     (store / "checkpoints").touch()  # no folder can be made there
-    until(lambda: run.status()["store"]["failure"], "it is noticed")
+    until(lambda: run.status()["checkpoint"]["failure"], "it is noticed")
     until_rows(run)
     (store / "checkpoints").unlink()
     (store / "away").rename(store / "checkpoints")
     until_stored(run, 2)
-    assert run.status()["store"]["failure"] is None
+    assert run.status()["checkpoint"]["failure"] is None
     (store / "records").rename(store / "away")
     (store / "records").touch()
     with pytest.raises(FlowError, match="cannot be written to"):
         run.wait(PATIENCE_S)
     (store / "records").unlink()
     (store / "away").rename(store / "records")
-    lose(start(kept, mixed(made(RATE), tmp_path / "out"), resume=str(store)))
+    lose(start(kept, mixed(made(RATE), tmp_path / "out"), restore_from=str(store)))
 
 
 def test_what_cannot_be_gone_on_from_is_refused(kept: list[Run], tmp_path: Path) -> None:
     out, store = tmp_path / "out", tmp_path / "store"
-    with pytest.raises(FlowError, match="needs store="):
-        mixed(made(None), out).start(store_every_ms=100)
+    with pytest.raises(FlowError, match=r"checkpoint='.*' is not a Checkpoint"):
+        mixed(made(None), out).start(checkpoint=str(store))  # type: ignore[arg-type]
     read = Flow("read")
     read.source("events", made(None)).sink("out", outlet())
     with pytest.raises(FlowError, match="the outlet 'out' is in memory alone"):
-        read.start(store=str(store), store_every_ms=100)
+        read.start(checkpoint=Checkpoint(str(store), interval=0.1))
     arrival = Flow("arrival")
     keyed = arrival.source("events", made(None)).key_by("k", merge="arrival")
-    keyed.agg(n=count()).sink("out", discard())
+    keyed.agg(n=F.count()).sink("out", discard())
     with pytest.raises(FlowError, match="takes rows as they arrive"):
-        arrival.start(store=str(store), store_every_ms=100)
+        arrival.start(checkpoint=Checkpoint(str(store), interval=0.1))
 
-    run = start(kept, mixed(made(RATE), out), store=str(store), store_every_ms=100)
+    run = start(kept, mixed(made(RATE), out), checkpoint=Checkpoint(str(store), interval=0.1))
     until_stored(run, 2)
     lose(run)
 
     def go_on(match: str, flow: Flow | None = None, **more: object) -> None:
         with pytest.raises(FlowError, match=match):
-            start(kept, flow or mixed(made(RATE), out), resume=str(store), **more)
+            start(kept, flow or mixed(made(RATE), out), restore_from=str(store), **more)
 
-    go_on("goes on being stored there", store=str(tmp_path / "elsewhere"))
+    go_on("goes on being stored there", checkpoint=Checkpoint(str(tmp_path / "elsewhere")))
     go_on("4 partitions a stage, not 6", partitions=4)
     other = mixed(made(None), out)
     other.name = "other"
@@ -353,7 +348,7 @@ def test_what_cannot_be_gone_on_from_is_refused(kept: list[Run], tmp_path: Path)
     manifest.write_bytes(data[:200])
     go_on("manifests/000000.arrow at .* is damaged")
     manifest.write_bytes(data)
-    lose(start(kept, mixed(made(RATE), out), resume=str(store)))
+    lose(start(kept, mixed(made(RATE), out), restore_from=str(store)))
 
 
 def split(number: int, first: int, n: int) -> pa.RecordBatch:
@@ -365,18 +360,18 @@ def split(number: int, first: int, n: int) -> pa.RecordBatch:
 
 def test_several_splits_go_on_each_from_its_own_offset(kept: list[Run], tmp_path: Path) -> None:
     def flow(rate: int | None, out: str) -> Flow:
-        flow = Flow("splits", protect=pairs(apart="process"))
+        flow = Flow("splits", protect=pairs(failure_domain="process"))
         source = generator(split, SCHEMA, rows=60_000, rate=rate, splits=3)
-        totals = flow.source("events", source).key_by("k").agg(t=sum_("v"), n=count())
-        totals.sink("out", parquet(tmp_path / out, roll_s=0.1))
+        totals = flow.source("events", source).key_by("k").agg(t=F.sum("v"), n=F.count())
+        totals.sink("out", parquet(tmp_path / out, interval=0.1))
         totals.sink("count", discard())
         return flow
 
     store = str(tmp_path / "store")
-    run = start(kept, flow(RATE, "out"), sites=3, store=store, store_every_ms=100)
+    run = start(kept, flow(RATE, "out"), sites=3, checkpoint=Checkpoint(store, interval=0.1))
     until_stored(run, 3)
     lose(run)
-    run = start(kept, flow(None, "out"), resume=store)
+    run = start(kept, flow(None, "out"), restore_from=store)
     assert run.wait(PATIENCE_S)
     assert run.sink_report("count")["rows"] == 60_000, "those before it are counted"
     with flow(None, "alone").start(sites=2, partitions=6) as alone:
@@ -402,11 +397,11 @@ def test_rows_that_come_once_are_stored_before_anything_comes_of_them(
         os.utime(folder / ".new", ns=(1, age))
         (folder / ".new").rename(folder / f"{number:03d}.parquet")
 
-    def flow(protect: ProtectionSpec | None = None) -> Flow:
+    def flow(protect: Protection | None = None) -> Flow:
         flow = Flow("files", protect=protect)
-        source = follow(folder, SCHEMA, until="_END", every_s=0.02)
-        totals = flow.source("events", source).key_by("k").agg(t=sum_("v"), n=count())
-        totals.sink("out", parquet(out, with_order=True, roll_s=0.1))
+        source = follow(folder, SCHEMA, until="_END", interval=0.02)
+        totals = flow.source("events", source).key_by("k").agg(t=F.sum("v"), n=F.count())
+        totals.sink("out", parquet(out, with_order=True, interval=0.1))
         return flow
 
     more: list[int] = []
@@ -416,18 +411,20 @@ def test_rows_that_come_once_are_stored_before_anything_comes_of_them(
         more.append(200 + len(more))
         add(more[-1], 10**7)
         time.sleep(0.05)
-        return run.status()["store"]["epoch"] not in (None, before)
+        return run.status()["checkpoint"]["epoch"] not in (None, before)
 
-    run = start(kept, flow(pairs(apart="process")), store=store, store_every_ms=100)
+    run = start(
+        kept, flow(pairs(failure_domain="process")), checkpoint=Checkpoint(store, interval=0.1)
+    )
     for number in range(60):
         add(number, 10**9 - number)  # later ones look older
         if number in (20, 40):
-            before = run.status()["store"]["epoch"]
+            before = run.status()["checkpoint"]["epoch"]
             until(partial(another_is_stored, before), "a checkpoint is complete")
             until_taken(run, 500 * number)
             add(60 + number, 10**8)
             lose(run)
-            run = start(kept, flow(), resume=store)
+            run = start(kept, flow(), restore_from=store)
     (folder / "_END").touch()
     assert run.wait(PATIENCE_S)
     found = pq.read_table(out).sort_by("__o0")
@@ -456,14 +453,14 @@ def test_what_has_changed_is_added_to_what_was_stored_before(
         flow = Flow("many")
         source = generator(many, SCHEMA, rows=rows, rate=rate)
         keyed = flow.source("events", source, event_time="ts").key_by("k")
-        sink = parquet(tmp_path / out / "windows", with_order=True, roll_s=0.1)
-        keyed.window(time=4_000, every=1_000).agg(t=sum_("v")).sink("windows", sink)
-        sink = parquet(tmp_path / out / "running", with_order=True, roll_s=0.1)
-        keyed.agg(t=sum_("v"), n=count()).sink("running", sink)
+        sink = parquet(tmp_path / out / "windows", with_order=True, interval=0.1)
+        keyed.window(time=4_000, every=1_000).agg(t=F.sum("v")).sink("windows", sink)
+        sink = parquet(tmp_path / out / "running", with_order=True, interval=0.1)
+        keyed.agg(t=F.sum("v"), n=F.count()).sink("running", sink)
         return flow
 
     store = str(tmp_path / "store")
-    run = start(kept, flow(1_000, "out"), sites=2, store=store, store_every_ms=50)
+    run = start(kept, flow(1_000, "out"), sites=2, checkpoint=Checkpoint(store, interval=0.05))
 
     def has_deltas() -> bool:
         """Keys are gone from one of the deltas, and another is on top of it."""
@@ -476,7 +473,7 @@ def test_what_has_changed_is_added_to_what_was_stored_before(
 
     until(has_deltas, "a checkpoint of several deltas")
     lose(run)
-    assert start(kept, flow(None, "out"), sites=1, resume=store).wait(PATIENCE_S)
+    assert start(kept, flow(None, "out"), sites=1, restore_from=store).wait(PATIENCE_S)
     assert start(kept, flow(None, "alone"), sites=1).wait(PATIENCE_S)
     for name in ("windows", "running"):
         found, wanted = (pq.read_table(tmp_path / out / name) for out in ("out", "alone"))

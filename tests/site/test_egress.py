@@ -6,10 +6,12 @@ import msgspec
 import pyarrow as pa
 import pytest
 
-from holdfast import Flow, FlowError, SinkError, outlet, rows
+from holdfast import Flow, FlowError, SinkError
 from holdfast.connectors.sinks import Authority, Sink, SinkWriter
 from holdfast.plan.planner import plan
+from holdfast.sinks import outlet
 from holdfast.site.egress import Egress
+from holdfast.sources import rows
 from holdfast.storage.files import Folder
 from holdfast.storage.restore_point import Kind, RestorePoint, Stored
 

@@ -7,9 +7,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from holdfast import Flow, col, count, discard, generator, max_, parquet, rows
+from holdfast import Flow, col
+from holdfast import functions as F
 from holdfast.api.options import Options
 from holdfast.core.sequencer import Budget
+from holdfast.sinks import discard, parquet
+from holdfast.sources import generator, rows
 
 PER_SPLIT = 100_000
 
@@ -31,7 +34,7 @@ def test_no_row_of_splits_that_are_each_in_order_is_late(kept, tmp_path, splits:
         generator(in_order, SCHEMA, rows=PER_SPLIT * splits, splits=splits),
         event_time="ts",
     )
-    windows = source.key_by("k").window(time=1_000).agg(n=count(), most=max_("v"))
+    windows = source.key_by("k").window(time=1_000).agg(n=F.count(), most=F.max("v"))
     windows.sink("out", parquet(tmp_path / "out"))
     windows.late.sink("late", discard())
     run = flow.start(sites=2)
@@ -51,7 +54,7 @@ def test_a_backfill_reads_splits_side_by_side(kept) -> None:
     source = flow.source(
         "events", generator(in_order, SCHEMA, rows=3 * PER_SPLIT, splits=3), event_time="ts"
     )
-    source.key_by("k").window(time=100).agg(n=count()).sink("out", discard())
+    source.key_by("k").window(time=100).agg(n=F.count()).sink("out", discard())
     small = Options(budget=Budget(epoch_rows_max=6_000), block_rows=2_000, read_ahead_rows=10_000)
     run = flow.start(sites=2, options=small)
     kept.append(run)
@@ -72,7 +75,7 @@ def test_late_rows_are_counted_where_a_user_looks(kept) -> None:
     times = [*range(100), *range(10), *range(100, 200)]
     batch = pa.record_batch({"ts": times, "k": [t % 3 for t in times]})
     source = flow.source("events", rows(batch), event_time="ts")
-    windows = source.key_by("k", name="tens").window(time=10).agg(n=count())
+    windows = source.key_by("k", name="tens").window(time=10).agg(n=F.count())
     windows.sink("out", discard())
     run = flow.start(sites=2)
     kept.append(run)
@@ -89,7 +92,7 @@ def test_a_window_over_one_of_two_sources_closes_where_the_watermark_moves(
     clicks = flow.source("clicks", rows(in_order(0, 0, 1_000)), event_time="ts")
     views = flow.source("views", rows(in_order(1, 0, 1_000)), event_time="ts")
     counted = (
-        clicks.key_by("k").window(time=70).agg(n=count()).select("k", "n", ts=col("window_start"))
+        clicks.key_by("k").window(time=70).agg(n=F.count()).select("k", "n", ts=col("window_start"))
     )
     joined = counted.key_by("k").join(views.key_by("k"), within=1)
     joined.sink("out", parquet(tmp_path / "out"))

@@ -9,24 +9,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from holdfast import (
-    Flow,
-    KeyedFunction,
-    at_start,
-    col,
-    count,
-    discard,
-    first,
-    last,
-    max_,
-    mean,
-    passive,
-    rows,
-    sum_,
-    upstream,
-)
-from holdfast.api.graph import Stream
+from holdfast import Flow, KeyedFunction, col
+from holdfast import functions as F
 from holdfast.api.options import Options
+from holdfast.api.streams import Stream
 from holdfast.connectors.sources import Position, Source, SplitReader
 from holdfast.core.effects import HandOver, IngestEpochs, ProcessBundles
 from holdfast.core.events import ReplicaInstalled
@@ -41,11 +27,14 @@ from holdfast.engine.state import STANDBY
 from holdfast.net import wire
 from holdfast.net.bundles import Frames, Router
 from holdfast.plan.planner import Plan, plan, shape
+from holdfast.protections import passive, upstream
+from holdfast.sinks import discard
 from holdfast.site import handover
 from holdfast.site.handover import Checkpoint, Incoming, Outgoing
 from holdfast.site.node import Node
 from holdfast.site.stages import TaskRunner
 from holdfast.site.stages import together as split_by_time
+from holdfast.sources import rows
 from holdfast.storage.files import Folder
 from holdfast.storage.restore_point import RestorePoint, store_state, stored_state
 
@@ -84,24 +73,28 @@ class Changes(KeyedFunction):
 
 
 def timed(events: Stream, timeout: int = 60) -> Stream:
-    """Sessions that ended, and those that timed out."""
-    sessions = events.key_by("k").sessions(
+    """Spans that ended, and those that timed out."""
+    spans = events.key_by("k").spans(
         start=col("v") > 0.5,
         end=col("v") < -1,
-        emit={"k": col("k"), "s": at_start("s"), "ts": at_start("ts")},
+        emit={"k": col("k"), "s": F.at_start("s"), "ts": F.at_start("ts")},
         timeout=timeout,
     )
-    both: Stream = sessions.union(sessions.expired)
+    both: Stream = spans.union(spans.expired)
     return both
 
 
 KINDS: dict[str, Callable[[Stream], Stream]] = {
-    "running": lambda s: s.key_by("k").agg(t=sum_("v"), n=count(), f=first("s"), z=last("s")),
-    "row window": lambda s: s.key_by("k").window(rows=4).agg(m=max_("v"), a=mean("v")),
-    "time window": lambda s: s.key_by("k").window(time=30, every=10, lateness=5).agg(n=count()),
-    "tumbling": lambda s: s.key_by("k").window(time=40, lateness=2).agg(t=sum_("v"), f=first("s")),
-    "sessions": lambda s: s.key_by("k").sessions(start=col("v") > 0.5, end=col("v") < 0, time="ts"),
-    "timed sessions": timed,
+    "running": lambda s: s.key_by("k").agg(
+        t=F.sum("v"), n=F.count(), f=F.first("s"), z=F.last("s")
+    ),
+    "row window": lambda s: s.key_by("k").window(rows=4).agg(m=F.max("v"), a=F.mean("v")),
+    "time window": lambda s: s.key_by("k").window(time=30, every=10, lateness=5).agg(n=F.count()),
+    "tumbling": lambda s: (
+        s.key_by("k").window(time=40, lateness=2).agg(t=F.sum("v"), f=F.first("s"))
+    ),
+    "spans": lambda s: s.key_by("k").spans(start=col("v") > 0.5, end=col("v") < 0, time="ts"),
+    "timed spans": timed,
     "join": lambda s: s.key_by("k").join(
         s.select("k", "ts", w=col("v")).key_by("k"), within=6, lateness=5
     ),
@@ -151,7 +144,7 @@ def ingested(planned: Plan) -> list[dict[int, Frames]]:
 def test_who_follows_a_source_goes_on_as_if_it_had_read_everything() -> None:
     flow = Flow("followed")
     source = flow.source("s", rows(events()), event_time="ts")
-    source.key_by("k").window(time=10).agg(n=count()).sink("out", discard())
+    source.key_by("k").window(time=10).agg(n=F.count()).sink("out", discard())
     planned = plan(flow)
     first, second = runner(planned, 0, 1), runner(planned, 0, 1)
     assert first.ingress is not None and second.ingress is not None
@@ -185,7 +178,7 @@ def test_several_epochs_at_once_give_what_each_of_them_gives() -> None:
     made = source.filter(col("k") != 3).map(inverse, events().schema)
     made.flat_map(twice, events().schema).map(inverse, events().schema).union(source).key_by(
         "k"
-    ).window(time=10).agg(n=count()).sink("out", discard())
+    ).window(time=10).agg(n=F.count()).sink("out", discard())
     flow.dead_letters().sink("dead", discard())
     planned = plan(flow)
     groups = [PartitionGroup(0, 1, (0,)), PartitionGroup(1, 3, (0,)), PartitionGroup(3, 4, (0,))]
@@ -250,7 +243,7 @@ def test_a_stage_that_is_behind_gives_what_each_epoch_gives(kind: str, at_once: 
 def test_time_that_passes_at_the_end_of_an_epoch_ends_what_goes_together() -> None:
     flow = Flow("idle")
     source = flow.source("s", rows(events()), event_time="ts")
-    source.key_by("k").window(time=10).agg(n=count()).sink("out", discard())
+    source.key_by("k").window(time=10).agg(n=F.count()).sink("out", discard())
     frames = [made[0] for made in ingested(plan(flow))[:4]]
     still, track = frames[1].batch.slice(0, 0), frames[1].track
     beyond = int(frames[2].batch.column("__o0")[0].as_py())
@@ -372,7 +365,7 @@ def test_a_standby_goes_on_from_its_last_checkpoint(kind: str, monkeypatch) -> N
     assert new.figures()["late_rows"] == old.figures()["late_rows"]
 
 
-@pytest.mark.parametrize("kind", ["time window", "tumbling", "timed sessions", "join"])
+@pytest.mark.parametrize("kind", ["time window", "tumbling", "timed spans", "join"])
 def test_what_an_operator_knows_comes_from_where_it_says(kind: str) -> None:
     """From there on, a fresh one gives the same after that epoch; and it is not the beginning."""
     flow = Flow("one", protect=upstream())
@@ -392,7 +385,7 @@ def test_what_an_operator_knows_comes_from_where_it_says(kind: str) -> None:
             assert all(a.equals(b) for a, b in zip(made[later], again[later], strict=True)), later
 
 
-def test_of_sessions_only_those_are_held_that_are_open_and_only_as_of_their_last_start() -> None:
+def test_of_spans_only_those_are_held_that_are_open_and_only_as_of_their_last_start() -> None:
     """In each epoch one key starts again, two others start, and two of the last epoch end."""
     at = np.arange(EPOCHS * ROWS)
     epoch_of, place = at // ROWS, at % ROWS

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast import discard, pairs
 from holdfast.api.graph import Flow
 from holdfast.api.options import Options
 from holdfast.arbiter import Arbiter, Entry
@@ -18,6 +17,8 @@ from holdfast.core.events import SiteRegistered, SitesFailed, ViewSeen
 from holdfast.core.layout import Domain
 from holdfast.errors import ArbiterAway
 from holdfast.plan.planner import plan
+from holdfast.protections import pairs
+from holdfast.sinks import discard
 from holdfast.site.runtime import OnExit, SiteConfig
 
 from .test_pairs import one_line
@@ -53,7 +54,7 @@ def leading(arbiter: Arbiter, folder: Path) -> Control:
     """The control of a flow that runs on four sites, in two applications."""
     flow = one_line(discard(), pairs())
     place = Place(0, (("127.0.0.1", 1), ("127.0.0.1", 2)), f"file:{folder}")
-    options = Options(partitions=4, lease_s=0.1)
+    options = Options(partitions=4, lease=0.1)
     control = Control(flow, plan(flow), NoHost(), 4, 0, options, b"secret" * 6, place)
     control._arbiter = arbiter
     control.loop.run_until_complete(begin(control))

@@ -10,12 +10,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from holdfast import Flow, OutOfMemoryError, discard, generator, max_, pairs
+from holdfast import Flow, OutOfMemoryError
+from holdfast import functions as F
 from holdfast.core.ids import SiteId
 from holdfast.engine.memory import is_out_of_memory, limits
 from holdfast.errors import ProtocolError
 from holdfast.net import bundles, wire
+from holdfast.protections import pairs
+from holdfast.sinks import discard
 from holdfast.site import handover
+from holdfast.sources import generator
 
 from .test_dialling import lonely_site
 
@@ -43,10 +47,10 @@ def limited(batch: pa.RecordBatch) -> pa.RecordBatch:
 @pytest.mark.parametrize("protected", [False, True], ids=["one replica", "pairs"])
 def test_a_flow_whose_state_does_not_fit_stops_and_blames_no_row(kept, protected: bool) -> None:
     """Not even if bad rows are put aside; and of replicas with the same state none is failed."""
-    protect = {"protect": pairs(apart="process")} if protected else {}
+    protect = {"protect": pairs(failure_domain="process")} if protected else {}
     flow = Flow("wide", on_error="dead-letter", **protect)
     source = flow.source("numbers", generator(numbers, SCHEMA, rows=50_000_000))
-    wide = source.map(limited, SCHEMA).key_by("k").window(rows=64).agg(m=max_("v"))
+    wide = source.map(limited, SCHEMA).key_by("k").window(rows=64).agg(m=F.max("v"))
     wide.sink("out", discard())
     flow.dead_letters().sink("aside", discard())
     run = flow.start(sites=2)

@@ -11,8 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from holdfast import Flow, FlowError, HostError, count, generator, outlet, pairs, rows, sum_
-from holdfast.api.options import Options
+from holdfast import Flow, FlowError, HostError
+from holdfast import functions as F
+from holdfast.api.options import Checkpoint, Options
 from holdfast.connectors.outlet import Outlet, OutletWriter
 from holdfast.connectors.readers import DROPPED_MAX
 from holdfast.connectors.sinks import Authority, Sink
@@ -21,8 +22,11 @@ from holdfast.core.ids import SiteId, StageId
 from holdfast.net import wire
 from holdfast.net.reader import SinkReader, parse, url_of
 from holdfast.plan.planner import plan
+from holdfast.protections import pairs
+from holdfast.sinks import outlet
 from holdfast.site.egress import Egress
 from holdfast.site.serving import Serving
+from holdfast.sources import generator, rows
 from holdfast.ui.cli import main
 from tests.site.test_pairs import (
     SCHEMA,
@@ -154,7 +158,7 @@ def listed(writer: OutletWriter) -> dict[str, str]:
 
 def test_a_reader_that_is_not_seen_for_too_long_is_dropped_and_told() -> None:
     clock = Clock()
-    writer = opened(clock, reader_idle_s_max=10)
+    writer = opened(clock, reader_timeout=10)
     say(writer, "nightly", 0)
     say(writer, "live", 3)
     assert writer.commit(3) == 0
@@ -165,7 +169,7 @@ def test_a_reader_that_is_not_seen_for_too_long_is_dropped_and_told() -> None:
     assert clock.wait(writer, 1) == [True] and writer.commit(3) == 3
     assert listed(writer) == {"nightly": "idle", "live": "reading"}
     lacks = "reader 'nightly' was dropped, as it was not seen for 10 s; the rows of epochs 1 to 3"
-    replica = opened(clock, reader_idle_s_max=10)
+    replica = opened(clock, reader_timeout=10)
     replica.restore(writer.save())
     for one in (writer, replica):  # also one that takes over
         with pytest.raises(FlowError, match=lacks):
@@ -181,7 +185,7 @@ def test_a_reader_that_is_not_seen_for_too_long_is_dropped_and_told() -> None:
 
 def test_a_reader_that_lacks_nothing_may_come_back() -> None:
     clock = Clock()
-    writer = opened(clock, reader_idle_s_max=10)
+    writer = opened(clock, reader_timeout=10)
     say(writer, "slow", 0)
     say(writer, "away", 1)
     for _ in range(11):
@@ -194,9 +198,9 @@ def test_a_reader_that_lacks_nothing_may_come_back() -> None:
 
 def test_whoever_takes_over_or_was_deaf_gives_readers_their_time_again() -> None:
     clock = Clock()
-    writer = opened(clock, reader_idle_s_max=10)
+    writer = opened(clock, reader_timeout=10)
     say(writer, "reader", 0)
-    replica = opened(clock, reader_idle_s_max=10)
+    replica = opened(clock, reader_timeout=10)
     replica.restore(writer.save())
     clock.wait(writer, 9)
     assert not any(clock.wait(replica, 10)), "it cannot know when the reader was seen"
@@ -274,7 +278,7 @@ def test_a_reader_of_the_flow_that_was_stopped_goes_on() -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"reader_idle_s_max": 0}, "would drop every reader"),
+        ({"reader_timeout": 0}, "reader_timeout=0: it must be positive"),
         ({"reader_bytes_max": 0}, "is not between"),
         ({"reader_bytes_max": 2, "unread_bytes_max": 1}, "at which the flow waits"),
     ],
@@ -293,7 +297,7 @@ class Told(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.sink = Outlet(readers=2, reader_idle_s_max=20, reader_bytes_max=30)
+        self.sink = Outlet(readers=2, reader_timeout=20, reader_bytes_max=30)
         self.writer = OutletWriter(Authority("f", "out", "0"), self.sink, self.clock)
         self.life, self.taken, self.durable = 0, -1, -1
         self.held: list[tuple[int, pa.RecordBatch]] = []
@@ -483,9 +487,9 @@ class Reading(threading.Thread):
 
 def paced(sink: Sink) -> Flow:
     """Rows for three seconds, two replicas of everything."""
-    flow = Flow("line", protect=pairs(apart="process"))
+    flow = Flow("line", protect=pairs(failure_domain="process"))
     source = flow.source("numbers", generator(numbers, SCHEMA, rows=ROWS, rate=ROWS / 3))
-    source.key_by("k").agg(t=sum_("v"), n=count()).sink("out", sink)
+    source.key_by("k").agg(t=F.sum("v"), n=F.count()).sink("out", sink)
     return flow
 
 
@@ -540,7 +544,7 @@ def test_a_reader_that_never_comes_back_is_forgotten(
 
 
 def test_a_flow_ends_though_a_reader_never_comes_back(kept: list[Run]) -> None:
-    run = begin(one_line(outlet(reader_idle_s_max=1.0), rows=2_000), kept)
+    run = begin(one_line(outlet(reader_timeout=1.0), rows=2_000), kept)
     with SinkReader(run.url, "out") as reader:
         reader.ask({"do": "begin", "reader": "gone", "latest": 0})
     assert run.wait(60)
@@ -549,9 +553,9 @@ def test_a_flow_ends_though_a_reader_never_comes_back(kept: list[Run]) -> None:
 def test_a_reader_goes_on_with_a_flow_that_was_stopped(kept: list[Run], tmp_path: Path) -> None:
     """It is away when the flow is stopped: what it lacks is stored, and so is that it will come."""
     store = str(tmp_path / "store")
-    flow = Flow("line", protect=pairs(apart="process"))
+    flow = Flow("line", protect=pairs(failure_domain="process"))
     flow.source("numbers", generator(numbers, SCHEMA, rate=20_000.0)).sink("out", outlet())
-    run = flow.start(sites=3, partitions=6, store=store)
+    run = flow.start(sites=3, partitions=6, checkpoint=Checkpoint(store))
     kept.append(run)
     who = {"reader": "nightly", "incarnation": wire.incarnation(parse(run.url)[1])}
     with SinkReader(run.url, "out") as reader:
@@ -564,7 +568,7 @@ def test_a_reader_goes_on_with_a_flow_that_was_stopped(kept: list[Run], tmp_path
     before = sum(record.rows for record in run.records())
     got, after = list(found), 2
     assert sum(b.num_rows for b in got) < before
-    again = flow.start(sites=2, partitions=6, resume=store)
+    again = flow.start(sites=2, partitions=6, restore_from=store)
     kept.append(again)
     until_protected(again, 2)
     kill(again, replicas(again)["out", 0][0])  # the other replica knows the reader, too

@@ -15,19 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from holdfast import (
-    Flow,
-    HostError,
-    SiteLostError,
-    col,
-    count,
-    discard,
-    generator,
-    max_,
-    pairs,
-    parquet,
-    sum_,
-)
+from holdfast import Flow, HostError, SiteLostError, col
+from holdfast import functions as F
 from holdfast.api.options import Options
 from holdfast.connectors.sinks import Sink
 from holdfast.control.run import Run
@@ -35,6 +24,9 @@ from holdfast.control.server import Control
 from holdfast.core.controller import Controller
 from holdfast.core.ids import TaskId
 from holdfast.net import wire
+from holdfast.protections import pairs
+from holdfast.sinks import discard, parquet
+from holdfast.sources import generator
 
 PATIENCE_S = 60
 
@@ -53,8 +45,10 @@ def two_lines(protect=None, *, left: int | None = None, right: int | None = None
     for name, rows in (("left", left), ("right", right)):
         rate = 40_000 if rows is None else None
         source = flow.source(name, generator(numbers, SCHEMA, rows=rows, rate=rate))
-        totals = source.key_by("k").agg(t=sum_("v"), n=count()).select(g=col("k") % 100, t=col("t"))
-        totals.key_by("g").agg(m=max_("t"), c=count()).sink(f"{name} out", discard())
+        totals = (
+            source.key_by("k").agg(t=F.sum("v"), n=F.count()).select(g=col("k") % 100, t=col("t"))
+        )
+        totals.key_by("g").agg(m=F.max("t"), c=F.count()).sink(f"{name} out", discard())
     return flow
 
 
@@ -62,7 +56,7 @@ def one_line(sink: Sink, protect=None, rows: int | None = None) -> Flow:
     flow = Flow("line") if protect is None else Flow("line", protect=protect)
     rate = 40_000 if rows is None else None
     source = flow.source("numbers", generator(numbers, SCHEMA, rows=rows, rate=rate))
-    source.key_by("k").agg(t=sum_("v"), n=count()).sink("out", sink)
+    source.key_by("k").agg(t=F.sum("v"), n=F.count()).sink("out", sink)
     return flow
 
 
@@ -197,7 +191,7 @@ def test_all_replicas_of_a_partition_are_killed(kept) -> None:
 
 def test_a_site_that_sleeps_longer_than_the_lease_must_leave(kept) -> None:
     """It wakes up as one that was declared dead; whatever it does then changes nothing."""
-    run = two_lines(pairs()).start(sites=4, partitions=8, options=Options(lease_s=0.7))
+    run = two_lines(pairs()).start(sites=4, partitions=8, options=Options(lease=0.7))
     kept.append(run)
     until_protected(run, 4)
     until_rows(run)
@@ -218,7 +212,7 @@ def test_a_site_that_sleeps_longer_than_the_lease_must_leave(kept) -> None:
 
 
 def test_a_nap_shorter_than_the_lease_is_nothing(kept) -> None:
-    run = two_lines(pairs()).start(sites=4, partitions=8, options=Options(lease_s=30))
+    run = two_lines(pairs()).start(sites=4, partitions=8, options=Options(lease=30))
     kept.append(run)
     until_protected(run, 4)
     until_rows(run)
@@ -241,13 +235,13 @@ def test_too_few_sites_for_the_replicas_are_refused() -> None:
     ):
         one_line(discard(), pairs(), rows=10).start(sites=1)
     with pytest.raises(HostError, match=r"no two in one host, and the sites are in only 1"):
-        one_line(discard(), pairs(apart="host"), rows=10).start(sites=2)
+        one_line(discard(), pairs(failure_domain="host"), rows=10).start(sites=2)
 
 
 def test_every_row_is_in_the_parquet_files_once_though_its_writers_are_killed(
     kept, tmp_path
 ) -> None:
-    run = one_line(parquet(tmp_path / "out", roll_s=0.2), pairs()).start(sites=3, partitions=6)
+    run = one_line(parquet(tmp_path / "out", interval=0.2), pairs()).start(sites=3, partitions=6)
     kept.append(run)
     for _ in range(2):
         until_protected(run, 3)

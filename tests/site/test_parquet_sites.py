@@ -12,10 +12,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
-from holdfast import pairs, parquet
+from holdfast.api.options import Checkpoint
 from holdfast.connectors.parquet import Parquet
 from holdfast.control.run import Run
 from holdfast.errors import SinkRewoundError
+from holdfast.protections import pairs
+from holdfast.sinks import parquet
 from holdfast.storage.disk import Disk
 from tests.site.test_pairs import (
     PATIENCE_S,
@@ -52,7 +54,7 @@ def told(tmp_path: Path) -> Path:
 
 
 def sink(out: Path, told: Path, **more: int) -> Parquet:
-    made = Parquet(out, roll_s=0.1, **more)
+    made = Parquet(out, interval=0.1, **more)
     made.disk = Told(told)
     return made
 
@@ -128,7 +130,7 @@ def test_a_site_does_not_stand_still_while_the_last_rows_wait_for_the_disk(
     """If it did, its status would not say what it waits for."""
     out = tmp_path / "out"
     made = sink(out, told)
-    made.roll_s = 3600.0  # everything is written at the end
+    made.interval_s = 3600.0  # everything is written at the end
     run = one_line(made).start(sites=1, partitions=4)
     kept.append(run)
     until_rows(run)
@@ -148,7 +150,9 @@ def test_files_that_are_gone_are_missed_by_a_flow_that_goes_on(
     kept: list[Run], tmp_path: Path
 ) -> None:
     out, store = tmp_path / "out", str(tmp_path / "store")
-    run = one_line(parquet(out, roll_s=0.1)).start(sites=2, partitions=4, store=store)
+    run = one_line(parquet(out, interval=0.1)).start(
+        sites=2, partitions=4, checkpoint=Checkpoint(store)
+    )
     kept.append(run)
     until_rows(run)
     run.stop(timeout=PATIENCE_S)
@@ -158,9 +162,11 @@ def test_files_that_are_gone_are_missed_by_a_flow_that_goes_on(
     assert last == run.records()[-1].epoch, "epochs without rows count"
     files[-1].unlink()
     with pytest.raises(SinkRewoundError, match="allow_missing") as caught:
-        one_line(parquet(out)).start(sites=1, partitions=4, resume=store)
+        one_line(parquet(out)).start(sites=1, partitions=4, restore_from=store)
     assert (caught.value.sink, caught.value.committed, caught.value.found) == ("out", last, before)
-    again = one_line(parquet(out, allow_missing=True)).start(sites=1, partitions=4, resume=store)
+    again = one_line(parquet(out, allow_missing=True)).start(
+        sites=1, partitions=4, restore_from=store
+    )
     kept.append(again)
     until_rows(again)
     again.stop(timeout=PATIENCE_S)

@@ -13,27 +13,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from holdfast import (
-    Flow,
-    FlowError,
-    HostError,
-    InputError,
-    OperatorError,
-    SiteLostError,
-    col,
-    count,
-    discard,
-    generator,
-    pairs,
-    parquet,
-    rows,
-    sum_,
-)
+from holdfast import Flow, FlowError, HostError, InputError, OperatorError, SiteLostError, col
+from holdfast import functions as F
 from holdfast.api.options import Options
+from holdfast.control.run import start
 from holdfast.core.sequencer import Budget
 from holdfast.hosts.processes import ProcessHost
 from holdfast.lab.workloads.dmz import DmzRows, dmz_flow, oracle
+from holdfast.protections import pairs
+from holdfast.sinks import discard, parquet
 from holdfast.site.runtime import SiteConfig
+from holdfast.sources import generator, rows
 
 
 def numbers(split: int, offset: int, n: int) -> pa.RecordBatch:
@@ -58,9 +48,9 @@ def test_the_dmz_flow_gives_the_oracles_answer(kept) -> None:
 
 
 def test_a_flow_that_ends_well_prints_nothing(capfd) -> None:
-    flow = Flow("sums", protect=pairs(apart="process"))
+    flow = Flow("sums", protect=pairs(failure_domain="process"))
     source = flow.source("numbers", generator(numbers, NUMBERS, rows=60_000))
-    source.key_by("k").agg(total=sum_("v")).sink("out", discard())
+    source.key_by("k").agg(total=F.sum("v")).sink("out", discard())
     with flow.start(sites=3) as run:
         assert run.wait(60)
     gc.collect()
@@ -71,7 +61,7 @@ def test_a_flow_that_ends_well_prints_nothing(capfd) -> None:
 def test_sites_and_partitions_do_not_change_the_result(kept, tmp_path, sites, partitions) -> None:
     flow = Flow("sums")
     source = flow.source("numbers", generator(numbers, NUMBERS, rows=60_000))
-    source.key_by("k").agg(total=sum_("v"), n=count()).sink("out", parquet(tmp_path / "out"))
+    source.key_by("k").agg(total=F.sum("v"), n=F.count()).sink("out", parquet(tmp_path / "out"))
     options = Options(budget=Budget(epoch_rows_max=7_000), block_rows=3_000, read_ahead_rows=9_000)
     run = flow.start(sites=sites, partitions=partitions, options=options)
     kept.append(run)
@@ -88,7 +78,7 @@ def test_sites_and_partitions_do_not_change_the_result(kept, tmp_path, sites, pa
 def test_draining_delivers_everything_that_was_taken(kept) -> None:
     flow = Flow("endless")
     source = flow.source("numbers", generator(numbers, NUMBERS, rate=200_000, splits=2))
-    source.key_by("k").agg(n=count()).sink("out", discard())
+    source.key_by("k").agg(n=F.count()).sink("out", discard())
     run = flow.start(sites=2)
     kept.append(run)
     time.sleep(1)
@@ -126,7 +116,7 @@ def test_a_site_killed_before_the_start_is_launched_again(kept) -> None:
     flow = Flow("patient")
     flow.source("numbers", generator(numbers, NUMBERS, rows=1_000)).sink("out", discard())
     host = Clumsy()
-    run = flow.start(sites=2, host=host)
+    run = start(flow, options=Options(sites=2), host=host)
     kept.append(run)
     assert run.wait(30)
     assert host.launches == 5 and set(run.status()["dead"]) == {1, 2, 3}
@@ -148,8 +138,8 @@ def test_a_site_may_get_its_view_long_after_its_peer(kept, monkeypatch) -> None:
     monkeypatch.setattr(Control, "_give_view", late_to_site_1)
     flow = Flow("late")
     source = flow.source("numbers", generator(numbers, NUMBERS, rows=1_000))
-    source.key_by("k").agg(n=count()).sink("out", discard())
-    run = flow.start(sites=2, start_timeout=10)
+    source.key_by("k").agg(n=F.count()).sink("out", discard())
+    run = flow.start(sites=2, options=Options(start_timeout=10))
     kept.append(run)
     assert run.wait(10)
 
@@ -175,7 +165,7 @@ def broken(batch: pa.RecordBatch) -> pa.RecordBatch:
 def test_a_function_that_raises_stops_the_flow_and_names_the_row(kept) -> None:
     flow = Flow("fragile")
     source = flow.source("numbers", generator(numbers, NUMBERS, rows=10_000))
-    source.map(broken, NUMBERS).key_by("k").agg(n=count()).sink("out", discard())
+    source.map(broken, NUMBERS).key_by("k").agg(n=F.count()).sink("out", discard())
     run = flow.start(sites=2)
     kept.append(run)
     with pytest.raises(OperatorError) as caught:
@@ -189,7 +179,7 @@ def test_a_function_that_raises_stops_the_flow_and_names_the_row(kept) -> None:
 def test_dead_letters_hold_exactly_the_bad_rows(kept, tmp_path) -> None:
     flow = Flow("tolerant", on_error="dead-letter")
     source = flow.source("numbers", generator(numbers, NUMBERS, rows=10_000))
-    source.map(broken, NUMBERS).key_by("k").agg(n=count()).sink("out", discard())
+    source.map(broken, NUMBERS).key_by("k").agg(n=F.count()).sink("out", discard())
     flow.dead_letters().sink("dead", parquet(tmp_path / "dead"))
     run = flow.start(sites=2)
     kept.append(run)
@@ -217,7 +207,7 @@ def test_a_row_that_does_not_fit_the_schema_is_named(kept) -> None:
 def test_a_stranger_at_the_door_changes_nothing(kept) -> None:
     flow = Flow("calm")
     source = flow.source("numbers", generator(numbers, NUMBERS, rate=20_000, rows=40_000))
-    source.key_by("k").agg(n=count()).sink("out", discard())
+    source.key_by("k").agg(n=F.count()).sink("out", discard())
     run = flow.start(sites=2)
     kept.append(run)
     doors = [*run._controller.addresses.values(), ("127.0.0.1", run._control._port)]
@@ -236,13 +226,13 @@ def test_a_stalled_sink_pushes_back_to_the_source(kept, tmp_path) -> None:
         while not gate.exists():
             time.sleep(0.02)
 
-    from holdfast import callback
+    from holdfast.sinks import callback
 
     flow = Flow("blocked")
     source = flow.source("numbers", generator(numbers, NUMBERS, rows=2_000_000, splits=2))
-    left = source.key_by("k").agg(n=count())
-    right = source.filter(col("v") >= 0).key_by("v").agg(n=count()).select(k=col("v"), n=col("n"))
-    left.union(right).key_by("k").agg(n=count()).sink("out", discard())
+    left = source.key_by("k").agg(n=F.count())
+    right = source.filter(col("v") >= 0).key_by("v").agg(n=F.count()).select(k=col("v"), n=col("n"))
+    left.union(right).key_by("k").agg(n=F.count()).sink("out", discard())
     source.select("k").sink("slow", callback(hold))
     run = flow.start(sites=2, options=Options(budget=Budget(epoch_rows_max=20_000)))
     kept.append(run)
@@ -259,7 +249,7 @@ def test_a_broken_connection_between_sites_is_mended(kept) -> None:
     """It is no death, of neither site: the flow goes on, and the result is exact."""
     flow = Flow("cut")
     source = flow.source("numbers", generator(numbers, NUMBERS, rate=50_000, rows=100_000))
-    source.key_by("k").agg(n=count(), total=sum_("v")).sink("out", discard())
+    source.key_by("k").agg(n=F.count(), total=F.sum("v")).sink("out", discard())
     plain = flow.start(sites=1)
     kept.append(plain)
     run = flow.start(sites=2)
@@ -280,7 +270,7 @@ def test_a_broken_connection_between_sites_is_mended(kept) -> None:
 def endless(name: str) -> Flow:
     flow = Flow(name)
     source = flow.source("numbers", generator(numbers, NUMBERS, rate=50_000))
-    source.key_by("k").agg(n=count()).sink("out", discard())
+    source.key_by("k").agg(n=F.count()).sink("out", discard())
     return flow
 
 
@@ -353,7 +343,7 @@ def test_sites_that_never_come_up_are_a_host_error() -> None:
     flow = Flow("hopeless")
     flow.source("numbers", rows(numbers(0, 0, 5))).sink("out", discard())
     with pytest.raises(HostError, match="never came up"):
-        flow.start(sites=1, host=Hopeless(), start_timeout=30)
+        start(flow, options=Options(sites=1, start_timeout=30), host=Hopeless())
 
 
 def test_a_site_has_everything_loaded_before_it_says_that_it_is_there() -> None:

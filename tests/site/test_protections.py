@@ -9,30 +9,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from holdfast import (
-    Flow,
-    FlowError,
-    HostError,
-    active,
-    at_start,
-    col,
-    count,
-    discard,
-    generator,
-    max_,
-    pairs,
-    passive,
-    rollback,
-    sum_,
-    upstream,
-)
-from holdfast.api.graph import KeyedNode
-from holdfast.api.protection import none
+from holdfast import Flow, FlowError, HostError, col
+from holdfast import functions as F
+from holdfast.api.nodes import KeyedNode
+from holdfast.api.protection import Protection, none
 from holdfast.connectors.sources import Source
 from holdfast.control.run import Run
 from holdfast.core.protection import ProtectionSpec
 from holdfast.lab.workloads.paced import Paced
 from holdfast.plan.planner import plan
+from holdfast.protections import active, pairs, passive, rollback, upstream
+from holdfast.sinks import discard
+from holdfast.sources import generator
 from tests.site.test_pairs import PATIENCE_S, pids, replicas, until, until_protected, until_rows
 
 RATE = 40_000
@@ -64,28 +52,28 @@ def windows(
     keyed = made.source("events", source, event_time="ts").key_by("k", name="totals")
     if stage is not None:
         keyed.protect(stage)
-    totals = keyed.window(time=500, lateness=20).agg(t=sum_("v"), n=count())
+    totals = keyed.window(time=500, lateness=20).agg(t=F.sum("v"), n=F.count())
     groups = totals.select("window_start", g=col("k") % 50, t=col("t"), n=col("n")).key_by("g")
-    groups.window(time=1_000).agg(m=max_("t"), n=sum_("n")).sink("out", discard())
+    groups.window(time=1_000).agg(m=F.max("t"), n=F.sum("n")).sink("out", discard())
     return made
 
 
-def sessions(source: Source, flow: ProtectionSpec | None = None) -> Flow:
-    """Sessions of which most end and some time out, and windows over both."""
-    made = Flow("sessions", protect=flow)
+def spans(source: Source, flow: Protection | None = None) -> Flow:
+    """Spans of which most end and some time out, and windows over both."""
+    made = Flow("spans", protect=flow)
     ended = (
         made.source("events", source, event_time="ts")
         .key_by("k")
-        .sessions(
+        .spans(
             start=col("v") < 300,
             end=col("v") > 600,
-            emit={"g": col("k") % 50, "ts": at_start("ts"), "v": at_start("v")},
+            emit={"g": col("k") % 50, "ts": F.at_start("ts"), "v": F.at_start("v")},
             timeout=40,
         )
     )
     expired = ended.expired.select("ts", g=col("k") % 50, v=-col("v")).select("g", "ts", "v")
     groups = ended.union(expired).key_by("g").window(time=500)
-    groups.agg(t=sum_("v"), n=count()).sink("out", discard())
+    groups.agg(t=F.sum("v"), n=F.count()).sink("out", discard())
     return made
 
 
@@ -93,8 +81,8 @@ def totals(source: Source, flow: ProtectionSpec | None = None) -> Flow:
     """Windows, and what each of their keys has had from the beginning."""
     made = Flow("totals", protect=flow)
     keyed = made.source("events", source, event_time="ts").key_by("k")
-    sums = keyed.window(time=500, lateness=20).agg(t=sum_("v"))
-    sums.select("t", g=col("k") % 50).key_by("g").agg(t=sum_("t")).sink("out", discard())
+    sums = keyed.window(time=500, lateness=20).agg(t=F.sum("v"))
+    sums.select("t", g=col("k") % 50).key_by("g").agg(t=F.sum("t")).sink("out", discard())
     return made
 
 
@@ -118,11 +106,11 @@ def check(
 
 
 ALL = {
-    "pairs": pairs(apart="process"),
-    "passive": passive(every_ms=200, apart="process"),
-    "upstream": upstream(apart="process"),
-    "rollback": rollback(apart="process"),
-    "active": active(apart="process"),
+    "pairs": pairs(failure_domain="process"),
+    "passive": passive(interval=0.2, failure_domain="process"),
+    "upstream": upstream(failure_domain="process"),
+    "rollback": rollback(failure_domain="process"),
+    "active": active(failure_domain="process"),
 }
 
 
@@ -139,13 +127,13 @@ def test_sites_are_killed(kept, tmp_path, name: str) -> None:
     check(run, kept, tmp_path)
 
 
-def test_sessions_with_a_time_out_are_rebuilt(kept, tmp_path) -> None:
-    run = sessions(paced(tmp_path), ALL["upstream"]).start(sites=4, partitions=8)
+def test_spans_with_a_time_out_are_rebuilt(kept, tmp_path) -> None:
+    run = spans(paced(tmp_path), ALL["upstream"]).start(sites=4, partitions=8)
     kept.append(run)
     until_protected(run, 4)
     until_rows(run, 30_000)
-    kill(run, replicas(run)["sessions by (k)", 0][0])
-    check(run, kept, tmp_path, sessions)
+    kill(run, replicas(run)["spans by (k)", 0][0])
+    check(run, kept, tmp_path, spans)
 
 
 def test_two_sites_are_killed_at_once_and_all_they_had_is_rebuilt(kept, tmp_path) -> None:
@@ -181,17 +169,17 @@ def test_neighbours_are_protected_in_different_ways(
 def test_state_that_comes_from_everything_cannot_be_rebuilt() -> None:
     flow = Flow("totals", protect=upstream())
     source = flow.source("s", generator(events, events(0, 0, 0).schema, rows=9), event_time="ts")
-    source.key_by("k").agg(t=sum_("v")).sink("out", discard())
+    source.key_by("k").agg(t=F.sum("v")).sink("out", discard())
     with pytest.raises(
         FlowError, match=r"running aggregate .* from all rows that the key ever had"
     ) as said:
         flow.start()
-    assert "upstream(base_ms=1000)" in str(said.value)
+    assert "upstream(summary_interval=1)" in str(said.value)
 
 
 def test_a_summary_cuts_off_what_state_comes_from(kept, tmp_path) -> None:
     """The first stage is rebuilt from its input, the second goes on from a summary."""
-    base = upstream(base_ms=100, apart="process")
+    base = upstream(summary_interval=0.1, failure_domain="process")
     run = totals(paced(tmp_path), base).start(sites=4, partitions=8)
     kept.append(run)
     for stage in ("running aggregate by (g)", "time window by (k)"):
@@ -207,7 +195,9 @@ def test_a_summary_cuts_off_what_state_comes_from(kept, tmp_path) -> None:
 )
 def test_protection_is_changed_while_the_flow_runs(kept, tmp_path, before: str, after: str) -> None:
     """What is killed then has everything that the old protection would have needed."""
-    run = windows(paced(tmp_path), pairs(apart="process"), ALL[before]).start(sites=4, partitions=8)
+    run = windows(paced(tmp_path), pairs(failure_domain="process"), ALL[before]).start(
+        sites=4, partitions=8
+    )
     kept.append(run)
     stage = "totals"
     until_protected(run, 4)
@@ -222,14 +212,14 @@ def test_protection_is_changed_while_the_flow_runs(kept, tmp_path, before: str, 
 
 
 def test_what_protection_cannot_be_changed_to_is_said(kept, tmp_path) -> None:
-    run = windows(paced(tmp_path), pairs(apart="process")).start(sites=2, partitions=4)
+    run = windows(paced(tmp_path), pairs(failure_domain="process")).start(sites=2, partitions=4)
     kept.append(run)
     with pytest.raises(FlowError, match=r"no keyed stage 'out'.*\n.*'totals'"):
         run.protect("out", none())
     with pytest.raises(HostError, match=r"wants 3 replicas of each partition"):
-        run.protect("totals", pairs(replicas=3, apart="process"))
+        run.protect("totals", pairs(replicas=3, failure_domain="process"))
     with pytest.raises(FlowError, match="only partition pairs"):
-        run.protect("totals", pairs(apart="process", granularity="cluster"))
+        run.protect("totals", pairs(failure_domain="process", granularity="cluster"))
     run.stop()
     with pytest.raises(HostError, match="the flow is done"):
         run.protect("totals", none())
@@ -239,7 +229,7 @@ def test_checkpoints_are_as_seldom_as_recovery_allows(kept, tmp_path) -> None:
     def checkpoints(recovery_ms: int) -> int:
         folder = tmp_path / str(recovery_ms)
         folder.mkdir()
-        protection = passive(recovery_ms=recovery_ms, apart="process")
+        protection = passive(recovery_time=recovery_ms / 1e3, failure_domain="process")
         run = windows(paced(folder), protection).start(sites=2, partitions=4)
         kept.append(run)
         until_rows(run, 100_000)
@@ -252,7 +242,7 @@ def test_checkpoints_are_as_seldom_as_recovery_allows(kept, tmp_path) -> None:
 
 
 def test_checkpoints_come_after_so_many_epochs(kept, tmp_path) -> None:
-    protection = passive(every_epochs=20, apart="process")
+    protection = passive(interval_epochs=20, failure_domain="process")
     run = windows(paced(tmp_path), protection).start(sites=3, partitions=6)
     kept.append(run)
     until_protected(run, 3)
@@ -265,20 +255,20 @@ def test_checkpoints_come_after_so_many_epochs(kept, tmp_path) -> None:
 
 
 def test_how_often_checkpoints_come_is_said_in_one_way() -> None:
-    with pytest.raises(FlowError, match="give one of every_ms, recovery_ms, not all"):
-        passive(every_ms=5, recovery_ms=5)
-    with pytest.raises(FlowError, match="every_epochs must be at least 1, not -2"):
-        passive(every_epochs=-2)
-    with pytest.raises(FlowError, match="recovery_ms must be at least 1, not 0"):
-        passive(recovery_ms=0)
+    with pytest.raises(FlowError, match="give one of interval, recovery_time, not all"):
+        passive(interval=0.005, recovery_time=0.005)
+    with pytest.raises(FlowError, match="interval_epochs must be at least 1, not -2"):
+        passive(interval_epochs=-2)
+    with pytest.raises(FlowError, match=r"passive\(\): recovery_time=0: it must be positive"):
+        passive(recovery_time=0)
 
 
 def test_ways_of_different_length_are_named() -> None:
     flow = Flow("diamond", protect=rollback())
     source = flow.source("s", generator(events, events(0, 0, 0).schema, rows=9), event_time="ts")
-    longer = source.key_by("k").window(time=50).agg(v=sum_("v")).select("k", "v")
+    longer = source.key_by("k").window(time=50).agg(v=F.sum("v")).select("k", "v")
     both = longer.union(source.select("k", "v"))
-    both.key_by("k").window(rows=2).agg(v=sum_("v")).sink("out", discard())
+    both.key_by("k").window(rows=2).agg(v=F.sum("v")).sink("out", discard())
     flow.protection = none()
     assert plan(flow).sinks
     flow.protection = rollback()

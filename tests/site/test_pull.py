@@ -11,7 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from holdfast import Flow, FlowError, count, discard, follow, lines, pairs, rows, sum_
+from holdfast import Flow, FlowError
+from holdfast import functions as F
 from holdfast.connectors import pull as pull_readers
 from holdfast.connectors.pull import FolderReader
 from holdfast.connectors.sources import PullReader, Source
@@ -20,9 +21,12 @@ from holdfast.core.effects import HandOver
 from holdfast.core.ids import Epoch, GroupId, SiteId, StageId
 from holdfast.net import wire
 from holdfast.plan.planner import Plan, plan
+from holdfast.protections import pairs
+from holdfast.sinks import discard
 from holdfast.site.handover import Incoming, Outgoing
 from holdfast.site.push import PushReader
 from holdfast.site.stages import TaskRunner
+from holdfast.sources import follow, lines, rows
 from holdfast.storage.files import Folder
 from holdfast.storage.restore_point import RestorePoint, store_state, stored_state
 from tests.site.test_handover import runner
@@ -69,7 +73,7 @@ def test_files_come_in_the_order_of_their_times(tmp_path: Path) -> None:
     for number, when in ((0, 5), (2, 7), (1, 6)):
         add(tmp_path, number, when)
     (tmp_path / "_ignored.parquet").write_bytes(b"nothing")
-    pull_reader = follow(tmp_path, SCHEMA, every_s=0).pull_reader()
+    pull_reader = follow(tmp_path, SCHEMA, interval=0).pull_reader()
     assert taken(pull_reader).equals(whole(3))
     assert pull_reader.take() == ([], "")
     add(tmp_path, 3)
@@ -79,7 +83,7 @@ def test_files_come_in_the_order_of_their_times(tmp_path: Path) -> None:
 def test_another_goes_on_in_the_middle_of_a_file(tmp_path: Path) -> None:
     for number in range(2):
         add(tmp_path, number, number)
-    source = follow(tmp_path, SCHEMA, every_s=0, until="_END")
+    source = follow(tmp_path, SCHEMA, interval=0, until="_END")
     one, told = source.pull_reader(), source.pull_reader()
     first, second = one.take(), one.take()
     assert first is not None and 0 < first[0][0].num_rows <= PER_FILE
@@ -120,7 +124,7 @@ def test_a_file_that_a_listing_lacks_is_not_read_again(tmp_path: Path) -> None:
     folder, elsewhere = tmp_path / "in", tmp_path / "elsewhere"
     for path in (folder, elsewhere):
         path.mkdir()
-    source = follow(folder, SCHEMA, every_s=0)
+    source = follow(folder, SCHEMA, interval=0)
     pull_reader = source.pull_reader()
     assert isinstance(pull_reader, FolderReader)
     for number in range(3):
@@ -139,7 +143,7 @@ def test_a_folder_that_is_not_there_for_a_while(tmp_path: Path, monkeypatch) -> 
     """What is not mounted looks like an empty folder, or like none."""
     now = [1e9]
     monkeypatch.setattr(pull_readers.time, "time", lambda: now[0])
-    folder, pull_reader = tmp_path / "in", follow(tmp_path / "in", SCHEMA, every_s=0).pull_reader()
+    folder, pull_reader = tmp_path / "in", follow(tmp_path / "in", SCHEMA, interval=0).pull_reader()
     folder.mkdir()
     add(folder, 0)
     assert taken(pull_reader).equals(whole(1))
@@ -162,7 +166,7 @@ def test_files_that_were_removed_are_forgotten_in_the_end(tmp_path: Path, monkey
     now = [1e9]
     monkeypatch.setattr(pull_readers.time, "time", lambda: now[0])
     monkeypatch.setattr(pull_readers, "KEYS_MAX", 4)
-    source = follow(tmp_path, SCHEMA, every_s=0)
+    source = follow(tmp_path, SCHEMA, interval=0)
     pull_reader, other = source.pull_reader(), source.pull_reader()
     assert isinstance(pull_reader, FolderReader) and isinstance(other, FolderReader)
 
@@ -194,7 +198,7 @@ def test_files_that_were_removed_are_forgotten_in_the_end(tmp_path: Path, monkey
 @pytest.mark.parametrize("when", ["while", "after", "elsewhere"])
 def test_a_file_that_was_not_whole_when_it_appeared_is_named(tmp_path: Path, when: str) -> None:
     schema = pa.schema([("k", pa.int64())])
-    source = follow(tmp_path, schema, format="csv", every_s=0)
+    source = follow(tmp_path, schema, format="csv", interval=0)
     file, pull_reader = tmp_path / "a.csv", source.pull_reader()
     assert isinstance(pull_reader, FolderReader)
     file.write_text("k\n1\n2\n")
@@ -224,7 +228,7 @@ def ingress(source: Source) -> tuple[Plan, TaskRunner, PushReader, FolderReader]
 def test_the_position_in_a_folder_of_any_size_is_handed_over(tmp_path: Path) -> None:
     """60,000 names are more than a message may have in its header."""
     names = [f"part-{n:05d}-{'f' * 60}.parquet" for n in range(60_000)]
-    source = follow(tmp_path, SCHEMA, every_s=0)
+    source = follow(tmp_path, SCHEMA, interval=0)
     planned, donor, reader, pull_reader = ingress(source)
     for number in range(2):
         add(tmp_path, number, number)
@@ -255,7 +259,7 @@ def test_the_position_in_a_folder_is_stored_and_restored(tmp_path: Path) -> None
     """When the flow is stopped, and then goes on."""
     folder, store = tmp_path / "in", Folder(str(tmp_path / "store"))
     folder.mkdir()
-    source = follow(folder, SCHEMA, every_s=0)
+    source = follow(folder, SCHEMA, interval=0)
     _, task, reader, _ = ingress(source)
     for number in range(2):
         add(folder, number, number)
@@ -288,7 +292,7 @@ def wire_extras(task: TaskRunner) -> bytes:
 def test_a_position_that_was_stored_before_there_was_a_table(tmp_path: Path) -> None:
     for number in range(4):
         add(tmp_path, number, number)
-    pull_reader = follow(tmp_path, SCHEMA, every_s=0).pull_reader()
+    pull_reader = follow(tmp_path, SCHEMA, interval=0).pull_reader()
     done = ["0000.parquet", "0001.parquet"]
     pull_reader.restore(json.dumps({"done": done, "file": "0002.parquet", "rows": 1_500}))
     assert taken(pull_reader).equals(whole(4).slice(2 * PER_FILE + 1_500))
@@ -296,7 +300,7 @@ def test_a_position_that_was_stored_before_there_was_a_table(tmp_path: Path) -> 
 
 def test_a_large_folder_is_listed_a_part_at_a_time(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(pull_readers, "LISTED_MAX", 3)
-    pull_reader = follow(tmp_path, SCHEMA, every_s=0, until="_END").pull_reader()
+    pull_reader = follow(tmp_path, SCHEMA, interval=0, until="_END").pull_reader()
     for number in range(10):
         add(tmp_path, number, number)
     nothing = 0
@@ -317,7 +321,7 @@ def test_a_large_folder_is_listed_a_part_at_a_time(tmp_path: Path, monkeypatch) 
 
 
 def test_a_mark_that_is_none_changes_nothing(tmp_path: Path) -> None:
-    pull_reader = follow(tmp_path, SCHEMA, every_s=0).pull_reader()
+    pull_reader = follow(tmp_path, SCHEMA, interval=0).pull_reader()
     for mark in ("{", "[]", '{"file": 3}', '{"keys": [[1, 99999999999999999999]]}', '{"rows": -1}'):
         with pytest.raises(ValueError):
             pull_reader.note(mark, 0)
@@ -327,7 +331,7 @@ def test_a_mark_that_is_none_changes_nothing(tmp_path: Path) -> None:
 def test_rows_enter_when_the_other_replica_has_them(tmp_path: Path) -> None:
     for number in range(3):
         add(tmp_path, number, number)
-    source = follow(tmp_path, SCHEMA, every_s=0)
+    source = follow(tmp_path, SCHEMA, interval=0)
     leader, other = (PushReader(0, SCHEMA, False, source.pull_reader()) for _ in range(2))
     sent = []
     leader.send = lambda site, message, body: sent.append((message, body))
@@ -354,9 +358,9 @@ def test_rows_enter_when_the_other_replica_has_them(tmp_path: Path) -> None:
 
 
 def totals(source: Source) -> Flow:
-    flow = Flow("pulled", protect=pairs(apart="process"))
+    flow = Flow("pulled", protect=pairs(failure_domain="process"))
     keyed = flow.source("numbers", source).key_by("k")
-    keyed.agg(t=sum_("v"), n=count()).sink("out", discard())
+    keyed.agg(t=F.sum("v"), n=F.count()).sink("out", discard())
     return flow
 
 

@@ -5,14 +5,18 @@ import uuid
 from collections.abc import Callable
 from contextlib import closing
 
-from holdfast import Flow, count, discard, generator, pairs, sum_
+from holdfast import Flow
+from holdfast import functions as F
 from holdfast.connectors.sources import Locate, Source
 from holdfast.control.run import Run
 from holdfast.core.protection import ProtectionSpec
 from holdfast.errors import HostError
 from holdfast.net import wire
 from holdfast.net.client import to_leader
+from holdfast.protections import pairs
+from holdfast.sinks import discard
 from holdfast.site.push import MEMORY_BYTES_MAX
+from holdfast.sources import generator
 from tests.site.test_pairs import (
     PATIENCE_S,
     SCHEMA,
@@ -93,7 +97,7 @@ class Pushed(Source):
 def totals(source: Source, protect: ProtectionSpec | None) -> Flow:
     flow = Flow("pushed", protect=protect)
     keyed = flow.source("numbers", source).key_by("k")
-    keyed.agg(t=sum_("v"), n=count()).sink("out", discard())
+    keyed.agg(t=F.sum("v"), n=F.count()).sink("out", discard())
     return flow
 
 
@@ -117,7 +121,7 @@ def test_the_leader_dies_with_a_micro_batch_that_does_not_fit_into_memory(kept: 
             threading.Timer(0.1, kill_leader, [run]).start()
 
     query = Query(before_commit)
-    run = totals(Pushed(query), pairs(apart="process")).start(sites=3, partitions=6)
+    run = totals(Pushed(query), pairs(failure_domain="process")).start(sites=3, partitions=6)
     kept.append(run)
     assert run.wait(2 * PATIENCE_S)
     assert query.pushes > len(SIZES), "it was pushed again"

@@ -7,12 +7,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from holdfast import FlowError, upstream
+from holdfast import FlowError
 from holdfast.api.options import Options
 from holdfast.core.exchange import Kept
 from holdfast.core.ids import Epoch
 from holdfast.engine.batches import Track
 from holdfast.net.bundles import Frames
+from holdfast.protections import upstream
 from holdfast.site.spill import Spill
 from tests.site.test_pairs import pids, replicas, until, until_protected, until_rows
 from tests.site.test_protections import check, paced, windows
@@ -57,8 +58,11 @@ def test_what_cannot_be_written_stays_in_memory(tmp_path) -> None:
 
 def test_a_task_is_rebuilt_from_disk(kept, tmp_path) -> None:
     options = Options(partitions=8, log_bytes_max=0, spill=str(tmp_path))
-    run = windows(paced(tmp_path), upstream(apart="process")).start(sites=4, options=options)
+    run = windows(paced(tmp_path), upstream(failure_domain="process")).start(
+        sites=4, options=options
+    )
     kept.append(run)
+    assert run.options.partitions == 8
     until_protected(run, 4)
     until_rows(run, 30_000)
     until(lambda: any(s["spilled_bytes"] for s in run.status()["sites"]), "some of it is on disk")

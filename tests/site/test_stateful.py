@@ -12,10 +12,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from holdfast import Flow, generator, pairs, parquet, rows
+from holdfast import Flow
 from holdfast.api.options import Options
 from holdfast.connectors.sources import Source
 from holdfast.core.sequencer import Budget
+from holdfast.protections import pairs
+from holdfast.sinks import parquet
+from holdfast.sources import generator, rows
 from holdfast.spark.stateful import LAST_MS
 from tests.property.harness import Input, run
 from tests.site.test_pairs import PATIENCE_S, kill, replicas, taken, until_protected, until_rows
@@ -43,7 +46,7 @@ def flow(source: Source, path: Path, protect: Any = None) -> Flow:
     keyed = made.source("s", source, event_time="ts").key_by("k")
     lateness = datetime.timedelta(milliseconds=10)
     out = keyed.transform_with_state(Visits(), VISITS, time_mode="EventTime", lateness=lateness)
-    out.sink("out", parquet(path, roll_s=0.1))
+    out.sink("out", parquet(path, interval=0.1))
     return made
 
 

@@ -8,29 +8,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from holdfast import (
-    Flow,
-    FlowError,
-    col,
-    count,
-    follow,
-    max_,
-    pairs,
-    parquet,
-    passive,
-    sum_,
-    upstream,
-    view,
-)
+from holdfast import Flow, FlowError, col
+from holdfast import functions as F
+from holdfast.api.options import Checkpoint, Options
 from holdfast.connectors.sources import Source, generator
 from holdfast.control.run import Run
 from holdfast.core.protection import ProtectionSpec
 from holdfast.errors import HostError
+from holdfast.protections import pairs, passive, upstream
+from holdfast.sinks import parquet, table
+from holdfast.sources import follow
 from holdfast.storage.files import Folder
 from holdfast.storage.restore_point import Kind, RestorePoint
 from holdfast.ui.cli import main
@@ -44,13 +37,13 @@ def mixed(source: Source, out: Path, protect: ProtectionSpec | None = None) -> F
     """State of several kinds, and two sinks."""
     flow = Flow("mixed", protect=protect)
     keyed = flow.source("events", source, event_time="ts").key_by("k")
-    totals = keyed.window(time=300, lateness=20).agg(t=sum_("v"), n=count())
-    totals.select(g=col("k") % 50, t=col("t")).key_by("g").agg(m=max_("t"), n=count()).sink(
+    totals = keyed.window(time=300, lateness=20).agg(t=F.sum("v"), n=F.count())
+    totals.select(g=col("k") % 50, t=col("t")).key_by("g").agg(m=F.max("t"), n=F.count()).sink(
         "windows", parquet(out / "windows", with_order=True)
     )
-    running = keyed.agg(t=sum_("v"), n=count())
+    running = keyed.agg(t=F.sum("v"), n=F.count())
     running.sink("running", parquet(out / "running", with_order=True))
-    running.sink("latest", view("k"))
+    running.sink("latest", table("k"))
     return flow
 
 
@@ -70,29 +63,29 @@ def results(out: Path) -> dict[str, pa.Table]:
 def test_it_goes_on_with_other_sites_and_another_protection(
     kept: list[Run], tmp_path: Path
 ) -> None:
-    flow = mixed(made(20_000), tmp_path / "out", pairs(apart="process"))
-    first = flow.start(sites=3, partitions=6, store=str(tmp_path / "one"))
+    flow = mixed(made(20_000), tmp_path / "out", pairs(failure_domain="process"))
+    first = flow.start(sites=3, partitions=6, checkpoint=Checkpoint(str(tmp_path / "one")))
     kept.append(first)
     until_rows(first, 20_000)
     first.stop(timeout=PATIENCE_S)
     rows_in = first.status()["rows_in"]
     assert 20_000 < rows_in < ROWS
 
-    flow = mixed(made(20_000), tmp_path / "out", passive(every_ms=100, apart="process"))
-    again = {"resume": str(tmp_path / "one"), "store": str(tmp_path / "two")}
-    second = flow.start(sites=2, partitions=6, **again)
+    flow = mixed(made(20_000), tmp_path / "out", passive(interval=0.1, failure_domain="process"))
+    one, two = str(tmp_path / "one"), Checkpoint(str(tmp_path / "two"))
+    second = flow.start(sites=2, partitions=6, restore_from=one, checkpoint=two)
     kept.append(second)
     # What is a standby has begun with the same as what computes.
     until_protected(second, 2)
     kill(second, replicas(second)["running aggregate by (k)", 0][0])
     until_rows(second, 20_000)
     assert second.records()[0].base == rows_in
-    total = sum(row["n"] for row in second.view("latest").table().to_pylist())
+    total = sum(row["n"] for row in second.table("latest").to_arrow().to_pylist())
     assert total > rows_in, "the view has what was before"
     second.stop(timeout=PATIENCE_S)
 
     flow = mixed(made(None), tmp_path / "out")
-    third = flow.start(sites=1, partitions=6, resume=str(tmp_path / "two"))
+    third = flow.start(sites=1, partitions=6, restore_from=str(tmp_path / "two"))
     kept.append(third)
     assert third.wait(PATIENCE_S) and third.status()["rows_in"] == ROWS
     alone = mixed(made(None), tmp_path / "alone").start(sites=1, partitions=6)
@@ -100,8 +93,8 @@ def test_it_goes_on_with_other_sites_and_another_protection(
     assert alone.wait(PATIENCE_S)
     found, wanted = results(tmp_path / "out"), results(tmp_path / "alone")
     assert found["running"].num_rows == ROWS
-    for name, table in wanted.items():
-        assert found[name].equals(table), name
+    for name, rows in wanted.items():
+        assert found[name].equals(rows), name
 
 
 def test_what_it_goes_on_with_is_not_forgotten_when_a_task_is_rebuilt(
@@ -112,17 +105,17 @@ def test_what_it_goes_on_with_is_not_forgotten_when_a_task_is_rebuilt(
     def windows(source: Source, out: Path, protect: ProtectionSpec | None = None) -> Flow:
         flow = Flow("long", protect=protect)
         keyed = flow.source("events", source, event_time="ts").key_by("k")
-        keyed.window(time=100_000).agg(t=sum_("v"), n=count()).sink("out", parquet(out))
+        keyed.window(time=100_000).agg(t=F.sum("v"), n=F.count()).sink("out", parquet(out))
         return flow
 
-    protected = upstream(apart="process")
+    protected = upstream(failure_domain="process")
     first = windows(made(20_000), tmp_path / "out", protected)
-    run = first.start(sites=2, partitions=4, store=str(tmp_path / "one"))
+    run = first.start(sites=2, partitions=4, checkpoint=Checkpoint(str(tmp_path / "one")))
     kept.append(run)
     until_rows(run, 20_000)
     run.stop(timeout=PATIENCE_S)
     again = windows(made(20_000), tmp_path / "out", protected)
-    second = again.start(sites=3, partitions=4, resume=str(tmp_path / "one"))
+    second = again.start(sites=3, partitions=4, restore_from=str(tmp_path / "one"))
     kept.append(second)
     until_protected(second, 3)
     until_rows(second, 10_000)
@@ -143,7 +136,7 @@ def test_files_that_were_read_are_not_read_again(kept: list[Run], tmp_path: Path
         pq.write_table(pa.Table.from_batches([events(0, number * 1_000, 1_000)]), folder / ".new")
         (folder / ".new").rename(folder / f"{number:03d}.parquet")
 
-    def start(**more: str) -> Run:
+    def start(**more: Any) -> Run:
         source = follow(folder, events(0, 0, 0).schema, until="_END")
         run = mixed(source, tmp_path / "out").start(sites=2, partitions=4, **more)
         kept.append(run)
@@ -151,13 +144,13 @@ def test_files_that_were_read_are_not_read_again(kept: list[Run], tmp_path: Path
 
     for number in range(5):
         add(number)
-    run = start(store=str(tmp_path / "store"))
+    run = start(checkpoint=Checkpoint(str(tmp_path / "store")))
     until_rows(run, 4_999)
     run.stop(timeout=PATIENCE_S)
     for number in range(5, 8):
         add(number)
     (folder / "_END").touch()
-    assert start(resume=str(tmp_path / "store")).wait(PATIENCE_S)
+    assert start(restore_from=str(tmp_path / "store")).wait(PATIENCE_S)
     counts = results(tmp_path / "out")["running"]
     assert counts.num_rows == 8_000
     alone = mixed(generator(events, events(0, 0, 0).schema, rows=8_000), tmp_path / "alone")
@@ -168,20 +161,22 @@ def test_files_that_were_read_are_not_read_again(kept: list[Run], tmp_path: Path
 
 def test_what_does_not_fit_is_refused(kept: list[Run], tmp_path: Path) -> None:
     store = str(tmp_path / "store")
-    run = mixed(made(20_000), tmp_path / "out").start(sites=1, partitions=4, store=store)
+    run = mixed(made(20_000), tmp_path / "out").start(
+        sites=1, partitions=4, checkpoint=Checkpoint(store)
+    )
     kept.append(run)
     until_rows(run, 5_000)
     run.stop(timeout=PATIENCE_S)
     with pytest.raises(FlowError, match="is not empty"):
-        mixed(made(None), tmp_path / "other").start(sites=1, store=store)
+        mixed(made(None), tmp_path / "other").start(sites=1, checkpoint=Checkpoint(store))
     with pytest.raises(FlowError, match="5 partitions a stage, not 4"):
-        mixed(made(None), tmp_path / "out").start(sites=1, partitions=5, resume=store)
+        mixed(made(None), tmp_path / "out").start(sites=1, partitions=5, restore_from=store)
     other = Flow("mixed")
     other.source("events", made(None)).sink("running", parquet(tmp_path / "out"))
     with pytest.raises(FlowError, match=r"its stages are \['events', 'running'\]"):
-        other.start(sites=1, partitions=4, resume=store)
+        other.start(sites=1, partitions=4, restore_from=store)
     with pytest.raises(FlowError, match=r"\(manifests is missing\)"):
-        mixed(made(None), tmp_path / "out").start(sites=1, resume=str(tmp_path))
+        mixed(made(None), tmp_path / "out").start(sites=1, restore_from=str(tmp_path))
 
 
 FILE = """
@@ -256,7 +251,7 @@ def test_sigterm_stops_and_stores_and_what_is_resumed_is_stored_again(
     """In a folder with a bare name. Signals reach the sites, too, which leave it to whoever runs
     the flow."""
     rows = 0
-    for how, where in ((signal.SIGTERM, "--store"), (signal.SIGINT, "--resume")):
+    for how, where in ((signal.SIGTERM, "--checkpoint"), (signal.SIGINT, "--restore-from")):
         running = command.run(where, "st1")
         command.until_rows(running)
         os.killpg(running.pid, how)
@@ -274,13 +269,13 @@ def test_sigterm_stops_and_stores_and_what_is_resumed_is_stored_again(
 def test_a_flow_that_is_stored_while_it_runs_is_so_again_when_it_was_stopped(
     command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    running = command.run("--store", "st1", "--store-every", "0.2")
+    running = command.run("--checkpoint", "st1", "--checkpoint-interval", "0.2")
     command.until_rows(running)
     os.kill(running.pid, signal.SIGTERM)
     assert running.wait(PATIENCE_S) == 0
     stopped = RestorePoint.load(str(tmp_path / "st1"))
     assert (stopped.kind, stopped.every_ms) == (Kind.STOPPED, 200)
-    running = command.run("--resume", "st1")
+    running = command.run("--restore-from", "st1")
     until(
         lambda: RestorePoint.load(str(tmp_path / "st1")).epochs > stopped.epochs,
         "it is stored again",
@@ -289,8 +284,8 @@ def test_a_flow_that_is_stored_while_it_runs_is_so_again_when_it_was_stopped(
     running.wait()
     assert main(["check", str(tmp_path / "st1")]) == 0
     said = capsys.readouterr().out
-    assert "runs, or was lost" in said and "--resume" in said
-    running = command.run("--resume", "st1")
+    assert "runs, or was lost" in said and "--restore-from" in said
+    running = command.run("--restore-from", "st1")
     command.until_rows(running)
     os.kill(running.pid, signal.SIGTERM)
     assert running.wait(PATIENCE_S) == 0
@@ -301,7 +296,7 @@ def test_a_flow_that_is_stored_while_it_runs_is_so_again_when_it_was_stopped(
 
 def test_a_second_signal_gives_up(command: Command, tmp_path: Path) -> None:
     (tmp_path / "flow.py").write_text(STUCK)
-    running = command.run("--store", "st1")
+    running = command.run("--checkpoint", "st1")
     until((tmp_path / "begun").exists, "the sink has rows")
     os.kill(running.pid, signal.SIGTERM)
     assert running.stdout is not None and "stopping" in running.stdout.readline()
@@ -313,7 +308,8 @@ def test_a_second_signal_gives_up(command: Command, tmp_path: Path) -> None:
 STUCK = """
 import time
 from pathlib import Path
-from holdfast import Flow, callback
+from holdfast import Flow
+from holdfast.sinks import callback
 from tests.site.test_stopped import made
 
 def stuck(epoch, batch):
@@ -332,28 +328,28 @@ def test_a_flow_that_is_only_stored_when_it_is_stopped_is_not_resumed_twice(
     """What its sinks have got since nobody knows; another that is running would write the same."""
     out, store = tmp_path / "out", str(tmp_path / "store")
 
-    def start(rate: int | None = 5_000, sites: int = 1, **more: str) -> Run:
+    def start(rate: int | None = 5_000, sites: int = 1, **more: Any) -> Run:
         kept.append(mixed(made(rate), out).start(sites=sites, partitions=4, **more))
         return kept[-1]
 
-    first = start(store=store)
+    first = start(checkpoint=Checkpoint(store))
     until_rows(first, 2_000)
     with pytest.raises(FlowError, match="has not been stopped"):
-        start(resume=store, store=str(tmp_path / "other"))
+        start(restore_from=store, checkpoint=Checkpoint(str(tmp_path / "other")))
     first.stop(timeout=PATIENCE_S)
     with pytest.raises(HostError):  # it could not be started, and is still where it was
-        start(resume=store, sites=1, start_timeout=0.0)
-    second = start(resume=store)
+        start(restore_from=store, sites=1, options=Options(start_timeout=0.001))
+    second = start(restore_from=store)
     until_rows(second, 2_000)
     with pytest.raises(FlowError, match="a flow that was started there runs, or was lost"):
-        start(resume=store)
+        start(restore_from=store)
     second.stop(timeout=PATIENCE_S)
     stopped = RestorePoint.load(store)
     assert stopped.kind is Kind.STOPPED and stopped.generation == 2
-    third = start(None, resume=store)
+    third = start(None, restore_from=store)
     assert third.wait(PATIENCE_S)
     with pytest.raises(FlowError, match="it has ended"):
-        start(resume=store)
+        start(restore_from=store)
     assert results(out)["running"]["__o0"].to_pylist() == list(range(ROWS))
 
 
@@ -361,7 +357,9 @@ def test_state_that_cannot_be_written_when_it_is_stopped_is_an_error(
     kept: list[Run], tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
-    run = mixed(made(20_000), tmp_path / "out").start(sites=1, partitions=4, store=str(store))
+    run = mixed(made(20_000), tmp_path / "out").start(
+        sites=1, partitions=4, checkpoint=Checkpoint(str(store))
+    )
     kept.append(run)
     until_rows(run, 1_000)
     (store / "checkpoints").touch()  # no folder can be made there
@@ -374,7 +372,9 @@ def test_stored_state_that_was_damaged_is_refused_and_checked(
     kept: list[Run], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = tmp_path / "store"
-    run = mixed(made(20_000), tmp_path / "out").start(sites=2, partitions=4, store=str(store))
+    run = mixed(made(20_000), tmp_path / "out").start(
+        sites=2, partitions=4, checkpoint=Checkpoint(str(store))
+    )
     kept.append(run)
     until_rows(run, 5_000)
     run.stop(timeout=PATIENCE_S)
@@ -388,12 +388,12 @@ def test_stored_state_that_was_damaged_is_refused_and_checked(
     state.write_bytes(flipped)
     with pytest.raises(FlowError, match=f"{state.name} at .* is damaged.*checksum"):
         start_again = mixed(made(20_000), tmp_path / "out")
-        kept.append(start_again.start(sites=2, partitions=4, resume=str(store)))
+        kept.append(start_again.start(sites=2, partitions=4, restore_from=str(store)))
     assert main(["check", str(store)]) == 1
     said = capsys.readouterr().out
     assert f"{state.name}: its checksum is" in said and "put these files back" in said
     state.write_bytes(data)
     assert main(["check", str(store)]) == 0
-    kept.append(start_again.start(sites=2, partitions=4, resume=str(store)))
+    kept.append(start_again.start(sites=2, partitions=4, restore_from=str(store)))
     kept[-1].stop(timeout=PATIENCE_S)
     assert main(["check", str(tmp_path / "nowhere")]) == 1

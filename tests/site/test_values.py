@@ -8,8 +8,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from holdfast import Flow, InputError, count, discard, first, generator, last, pairs, parquet, rows
+from holdfast import Flow, InputError
+from holdfast import functions as F
+from holdfast.api.options import Checkpoint
 from holdfast.control.run import Run
+from holdfast.protections import pairs
+from holdfast.sinks import discard, parquet
+from holdfast.sources import generator, rows
 from tests.property.arrays import array_of, exact
 from tests.site.test_pairs import PATIENCE_S, kill, replicas, until_protected, until_rows
 
@@ -36,16 +41,18 @@ def made(split: int, offset: int, n: int) -> pa.RecordBatch:
 
 
 def flow_of(out: Path) -> Flow:
-    flow = Flow("values", protect=pairs(apart="process"))
+    flow = Flow("values", protect=pairs(failure_domain="process"))
     source = generator(made, made(0, 0, 0).schema, rate=4_000)
-    aggs = {f"first_{n}": first(n) for n in KINDS} | {f"last_{n}": last(n) for n in KINDS}
+    aggs = {f"first_{n}": F.first(n) for n in KINDS} | {f"last_{n}": F.last(n) for n in KINDS}
     keyed = flow.source("s", source).key_by("k")
-    keyed.agg(n=count(), i=last("i"), **aggs).sink("out", parquet(out))
+    keyed.agg(n=F.count(), i=F.last("i"), **aggs).sink("out", parquet(out))
     return flow
 
 
 def test_values_of_all_types_survive_a_kill_and_a_restart(kept: list[Run], tmp_path: Path) -> None:
-    run = flow_of(tmp_path / "out").start(sites=3, partitions=6, store=str(tmp_path / "store"))
+    run = flow_of(tmp_path / "out").start(
+        sites=3, partitions=6, checkpoint=Checkpoint(str(tmp_path / "store"))
+    )
     kept.append(run)
     until_protected(run, 3)
     until_rows(run, 2_000)
@@ -54,7 +61,9 @@ def test_values_of_all_types_survive_a_kill_and_a_restart(kept: list[Run], tmp_p
     run.stop(timeout=PATIENCE_S)
     before = sum(r.rows for r in run.records())
 
-    again = flow_of(tmp_path / "out").start(sites=2, partitions=6, resume=str(tmp_path / "store"))
+    again = flow_of(tmp_path / "out").start(
+        sites=2, partitions=6, restore_from=str(tmp_path / "store")
+    )
     kept.append(again)
     until_rows(again, 2_000)
     again.stop(timeout=PATIENCE_S)
@@ -73,7 +82,7 @@ def test_the_largest_time_there_is_ends_the_flow_and_is_named(kept: list[Run]) -
     batch = pa.record_batch({"k": [1, 2, 3], "ts": [5, 2**63 - 1, 6]})
     flow = Flow("late")
     source = flow.source("calls", rows(batch), event_time="ts")
-    source.key_by("k").window(time=10).agg(n=count()).sink("out", discard())
+    source.key_by("k").window(time=10).agg(n=F.count()).sink("out", discard())
     run = flow.start(sites=2)
     kept.append(run)
     with pytest.raises(InputError, match=r"'calls'[\s\S]*9223372036854775807[\s\S]*'k': 2"):

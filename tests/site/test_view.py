@@ -1,24 +1,27 @@
-"""A view has the latest row of every key, whoever dies."""
+"""A table has the latest row of every key, whoever dies."""
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
-from holdfast import Flow, FlowError, generator, pairs, rows, view
+from holdfast import Flow, FlowError
 from holdfast.connectors.sinks import Authority
-from holdfast.connectors.table import View, ViewWriter
+from holdfast.connectors.table import LatestTable, LatestTableWriter
 from holdfast.control.run import Run
 from holdfast.engine.keys import KeyIndex, key_words
 from holdfast.net.reader import SinkReader
+from holdfast.protections import pairs
+from holdfast.sinks import table
+from holdfast.sources import generator, rows
 from tests.site.test_pairs import SCHEMA, kill, numbers, replicas, until_protected, until_rows
 
 WHOSE = Authority("flow", "out")
 ROWS = pa.schema([("k", pa.int64()), ("s", pa.string()), ("v", pa.float64())])
 
 
-def written(*epochs: list[tuple[int, str, float]]) -> ViewWriter:
-    writer = View(["k", "s"]).open(WHOSE, ROWS)
-    assert isinstance(writer, ViewWriter)
+def written(*epochs: list[tuple[int, str, float]]) -> LatestTableWriter:
+    writer = LatestTable(["k", "s"]).open(WHOSE, ROWS)
+    assert isinstance(writer, LatestTableWriter)
     for number, made in enumerate(epochs):
         columns = [list(c) for c in zip(*made, strict=True)] if made else [[], [], []]
         arrays = [pa.array(c, f.type) for c, f in zip(columns, ROWS, strict=True)]
@@ -54,7 +57,7 @@ def test_what_is_no_key_is_refused(keys: str) -> None:
 
 def test_a_key_that_is_no_column_is_refused() -> None:
     with pytest.raises(FlowError, match="there is no column 'x' to keep rows by"):
-        Flow("f").source("s", rows(numbers(0, 0, 5))).sink("out", view("x"))
+        Flow("f").source("s", rows(numbers(0, 0, 5))).sink("out", table("x"))
 
 
 def test_an_index_finds_what_it_has_and_nothing_else() -> None:
@@ -69,19 +72,19 @@ def test_an_index_finds_what_it_has_and_nothing_else() -> None:
     assert index.find(with_nulls).tolist() == [-1, expected[2], -1, -1]
 
 
-def test_a_view_on_sites_outlives_its_leader(kept: list[Run]) -> None:
-    flow = Flow("latest", protect=pairs(apart="process"))
+def test_a_table_on_sites_outlives_its_leader(kept: list[Run]) -> None:
+    flow = Flow("latest", protect=pairs(failure_domain="process"))
     source = flow.source("numbers", generator(numbers, SCHEMA, rate=20_000))
-    source.sink("out", view("k"))
+    source.sink("out", table("k"))
     run = flow.start(sites=3, partitions=6)
     kept.append(run)
     until_protected(run, 3)
     until_rows(run)
-    with run.view("out") as looked:
-        before = looked.table().num_rows
+    with run.table("out") as looked:
+        before = looked.to_arrow().num_rows
         assert 0 < before <= 5_000 and looked.get(7919 % 5000) is not None
         kill(run, replicas(run)["out", 0][0])
-        assert looked.table().num_rows >= before
+        assert looked.to_arrow().num_rows >= before
         until_protected(run, 3)
         kill(run, replicas(run)["out", 0][0])  # the last that had it from the beginning
         until_rows(run)

@@ -1,4 +1,4 @@
-"""A flow over HTTP: what Prometheus reads, and what is in a view."""
+"""A flow over HTTP: what Prometheus reads, and what is in a table."""
 
 import json
 import urllib.error
@@ -7,8 +7,12 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from holdfast import Flow, FlowError, count, generator, pairs, sum_, view
+from holdfast import Flow, FlowError
+from holdfast import functions as F
 from holdfast.control.run import Run
+from holdfast.protections import pairs
+from holdfast.sinks import table
+from holdfast.sources import generator
 from holdfast.ui.web import Web
 from tests.site.test_pairs import SCHEMA, numbers, until_protected, until_rows
 
@@ -30,9 +34,9 @@ def figures(run: Run) -> dict[str, list[tuple[dict[str, str], float]]]:
 
 @pytest.fixture
 def run(kept: list[Run]) -> Run:
-    flow = Flow("seen", protect=pairs(apart="process"))
+    flow = Flow("seen", protect=pairs(failure_domain="process"))
     source = flow.source("numbers", generator(numbers, SCHEMA, rate=20_000))
-    source.key_by("k").agg(t=sum_("v"), n=count()).sink("latest", view("k"))
+    source.key_by("k").agg(t=F.sum("v"), n=F.count()).sink("latest", table("k"))
     kept.append(flow.start(sites=3, partitions=6, http="127.0.0.1:0"))
     until_protected(kept[0], 3)
     until_rows(kept[0])
@@ -54,10 +58,10 @@ def test_metrics_say_what_the_status_says(run: Run) -> None:
 
 
 def test_views_and_the_status_are_there_for_all(run: Run) -> None:
-    code, text = get(run, "/views/latest")
+    code, text = get(run, "/tables/latest")
     rows = [json.loads(line) for line in text.splitlines()]
     assert code == 200 and rows and set(rows[0]) == {"k", "t", "n"}
-    code, text = get(run, f"/views/latest?key={rows[0]['k']}")
+    code, text = get(run, f"/tables/latest?key={rows[0]['k']}")
     assert code == 200 and json.loads(text)["k"] == rows[0]["k"]
     assert json.loads(get(run, "/status")[1])["flow"] == "seen"
 
@@ -66,9 +70,9 @@ def test_views_and_the_status_are_there_for_all(run: Run) -> None:
     ("path", "said"),
     [
         ("/", "there are /metrics"),
-        ("/views/other", "has no sink 'other'"),
-        ("/views/latest?key=-1", "null"),
-        ("/views/latest?key=x", "a key is k: int64"),
+        ("/tables/other", "has no sink 'other'"),
+        ("/tables/latest?key=-1", "null"),
+        ("/tables/latest?key=x", "a key is k: int64"),
     ],
 )
 def test_what_is_not_there_is_said(run: Run, path: str, said: str) -> None:

@@ -7,8 +7,11 @@ from pathlib import Path
 import pyarrow as pa
 
 import holdfast
-from holdfast import Flow, generator, pairs, parquet
+from holdfast import Flow
 from holdfast.lab.workloads.dmz import SCHEMA, DmzRows, dmz_flow
+from holdfast.protections import pairs
+from holdfast.sinks import parquet
+from holdfast.sources import generator
 
 KEYS, RATE, SITES = 20_000, 20_000, 4
 make = DmzRows(KEYS, staggered=True)
@@ -20,8 +23,8 @@ def packets(split: int, offset: int, count: int) -> pa.RecordBatch:
 
 
 def flow(out: str) -> Flow:
-    made = dmz_flow(generator(packets, SCHEMA, rate=RATE), parquet(out, roll_s=0.5))
-    made.protection = pairs(apart="host")
+    made = dmz_flow(generator(packets, SCHEMA, rate=RATE), parquet(out, interval=0.5))
+    made.protection = pairs(failure_domain="host")
     return made
 
 

@@ -18,24 +18,11 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.window import Window
 
-from holdfast import (
-    Flow,
-    FlowError,
-    KeyedFunction,
-    at_start,
-    col,
-    count,
-    discard,
-    first,
-    last,
-    max_,
-    mean,
-    min_,
-    rows,
-    spark_batch,
-    sum_,
-)
+from holdfast import Flow, FlowError, KeyedFunction, col
+from holdfast import functions as hf
 from holdfast.core.records import EpochRecord, Range
+from holdfast.sinks import discard
+from holdfast.sources import rows, spark_batch
 from holdfast.spark import batch as batch_module
 
 pytestmark = pytest.mark.spark
@@ -111,14 +98,14 @@ def test_running_aggregates(spark: SparkSession) -> None:
         source(flow)
         .key_by("k")
         .agg(
-            rows=count(),
-            total=sum_("v"),
-            whole=sum_("n"),
-            mid=mean("v"),
-            high=max_("v"),
-            low=min_("n"),
-            opening=first("i"),
-            latest=last("k"),
+            rows=hf.count(),
+            total=hf.sum("v"),
+            whole=hf.sum("n"),
+            mid=hf.mean("v"),
+            high=hf.max("v"),
+            low=hf.min("n"),
+            opening=hf.first("i"),
+            latest=hf.last("k"),
         )
     )
     agg.sink("out", discard())
@@ -142,7 +129,9 @@ def test_running_aggregates(spark: SparkSession) -> None:
 def test_row_windows(spark: SparkSession, every: int) -> None:
     flow = Flow("rows")
     windowed = source(flow).key_by("k", "g").window(rows=4, every=every)
-    aggs = windowed.agg(n=count(), s=sum_("v"), m=mean("v"), top=max_("n"), head=first("i"))
+    aggs = windowed.agg(
+        n=hf.count(), s=hf.sum("v"), m=hf.mean("v"), top=hf.max("n"), head=hf.first("i")
+    )
     aggs.sink("out", discard())
     df = events(spark)
     order = in_order("k", "g")
@@ -165,10 +154,10 @@ def test_first_and_last_take_nulls(spark: SparkSession) -> None:
     """In all operators, by default; as SQL's do."""
     flow = Flow("nulls")
     keyed = source(flow, event_time="ts").key_by("g")
-    pick = {"head": first("k"), "tail": last("k")}
-    keyed.agg(i=last("i"), **pick).sink("running", discard())
-    keyed.window(rows=3).agg(i=last("i"), **pick).sink("rows", discard())
-    whole = keyed.window(time=100_000, lateness=100_000).agg(n=count(), **pick)
+    pick = {"head": hf.first("k"), "tail": hf.last("k")}
+    keyed.agg(i=hf.last("i"), **pick).sink("running", discard())
+    keyed.window(rows=3).agg(i=hf.last("i"), **pick).sink("rows", discard())
+    whole = keyed.window(time=100_000, lateness=100_000).agg(n=hf.count(), **pick)
     whole.select("g", "n", "head", "tail").sink("whole", discard())
     df = events(spark).withColumn("ts", F.col("ts") + 1000)
     results = batch(flow, spark, {"events": df})
@@ -183,7 +172,7 @@ def test_first_and_last_take_nulls(spark: SparkSession) -> None:
 
 def test_a_sum_that_does_not_fit_is_an_error_in_both(spark: SparkSession) -> None:
     flow = Flow("large")
-    source(flow).key_by("g").agg(s=sum_("n")).sink("out", discard())
+    source(flow).key_by("g").agg(s=hf.sum("n")).sink("out", discard())
     df = events(spark, 20).withColumn("n", F.lit(2**62)).withColumn("g", F.lit(1).cast("int"))
     with pytest.raises(Exception, match="ARITHMETIC_OVERFLOW"):
         df.select(F.sum("n").over(so_far("g"))).collect()
@@ -195,12 +184,12 @@ def test_sessions(spark: SparkSession) -> None:
     flow = Flow("sessions")
     emit = {
         "k": col("k"),
-        "opened": at_start("ts"),
-        "with_": at_start("v"),
-        "dur": col("ts") - at_start("ts"),
+        "opened": hf.at_start("ts"),
+        "with_": hf.at_start("v"),
+        "dur": col("ts") - hf.at_start("ts"),
     }
     keyed = source(flow).key_by("k")
-    keyed.sessions(start=col("cmd") == 1, end=col("cmd") == 2, emit=emit).sink("out", discard())
+    keyed.spans(start=col("cmd") == 1, end=col("cmd") == 2, emit=emit).sink("out", discard())
     df = events(spark)
     relevant = df.where("cmd in (1, 2)").select(
         "*", *[F.lag(c).over(in_order("k")).alias(f"last_{c}") for c in ("cmd", "ts", "v")]
@@ -219,11 +208,11 @@ def watermarked(df: DataFrame) -> DataFrame:
 
 def test_sessions_with_a_time_out(spark: SparkSession) -> None:
     flow = Flow("timed")
-    emit = {"k": col("k"), "v": at_start("v"), "dur": col("ts") - at_start("ts")}
+    emit = {"k": col("k"), "v": hf.at_start("v"), "dur": col("ts") - hf.at_start("ts")}
     sessions = (
         source(flow, event_time="ts")
         .key_by("k")
-        .sessions(start=col("cmd") == 1, end=col("cmd") == 2, emit=emit, timeout=60)
+        .spans(start=col("cmd") == 1, end=col("cmd") == 2, emit=emit, timeout=60)
     )
     sessions.sink("out", discard())
     sessions.expired.sink("expired", discard())
@@ -247,7 +236,9 @@ def test_sessions_with_a_time_out(spark: SparkSession) -> None:
 def test_tumbling_windows_and_late_rows(spark: SparkSession) -> None:
     flow = Flow("tumbling")
     window = source(flow, event_time="ts").key_by("k").window(time=50, lateness=15)
-    aggs = window.agg(n=count(), total=sum_("n"), low=min_("v"), head=first("v"), tail=last("v"))
+    aggs = window.agg(
+        n=hf.count(), total=hf.sum("n"), low=hf.min("v"), head=hf.first("v"), tail=hf.last("v")
+    )
     aggs.sink("out", discard())
     aggs.late.sink("late", discard())
     df = events(spark)
@@ -277,7 +268,7 @@ def test_sliding_windows_over_timestamps(spark: SparkSession) -> None:
     seconds = [datetime.timedelta(seconds=s) for s in (60, 25, 10)]
     keyed = source(flow, schema=schema, event_time="ts").key_by("g")
     window = keyed.window(time=seconds[0], every=seconds[1], lateness=seconds[2])
-    window.agg(n=count(), newest=max_("ts"), total=sum_("n")).sink("out", discard())
+    window.agg(n=hf.count(), newest=hf.max("ts"), total=hf.sum("n")).sink("out", discard())
     df = events(spark).withColumn("ts", F.timestamp_seconds("ts"))
     # Window w covers [25 w, 25 w + 60): of a row's windows the newest is floor(ts / 25).
     unix = F.unix_micros("ts") / 1_000_000
@@ -443,11 +434,11 @@ def test_stateless_steps(spark: SparkSession) -> None:
 
 def test_two_keyed_stages_with_fan_out_and_union(spark: SparkSession) -> None:
     flow = Flow("diamond")
-    totals = source(flow).key_by("k").agg(i=last("i"), total=sum_("n"))
+    totals = source(flow).key_by("k").agg(i=hf.last("i"), total=hf.sum("n"))
     high = totals.filter(col("total") > 0).select("i", "total", g=col("i") % 3)
     low = totals.filter(col("total") <= 0).select("i", "total", g=col("i") % 2)
-    high.union(low).key_by("g").agg(i=last("i"), sum=sum_("total")).sink("out", discard())
-    high.key_by("g").window(rows=2).agg(m=mean("total")).sink("high", discard())
+    high.union(low).key_by("g").agg(i=hf.last("i"), sum=hf.sum("total")).sink("out", discard())
+    high.key_by("g").window(rows=2).agg(m=hf.mean("total")).sink("high", discard())
     df = events(spark)
     over = so_far("k")
     first_stage = df.select("i", F.sum("n").over(over).alias("total"))
@@ -470,7 +461,7 @@ def test_dead_letters(spark: SparkSession) -> None:
     flow = Flow("dead", on_error="dead-letter")
     schema = pa.schema([EVENTS.field(n) for n in ("k", "i", "n")])
     stream = source(flow).map(fragile, schema)
-    stream.key_by("k").agg(n=count(), i=last("i")).sink("out", discard())
+    stream.key_by("k").agg(n=hf.count(), i=hf.last("i")).sink("out", discard())
     flow.dead_letters().sink("dead", discard())
     df = events(spark)
     results = batch(flow, spark, {"events": df})
@@ -498,7 +489,7 @@ def test_an_error_of_user_code_comes_out(spark: SparkSession) -> None:
 def running_flow(description: Any, event_time: str | None = None) -> Flow:
     flow = Flow("order")
     stream = flow.source("events", description, event_time=event_time)
-    stream.key_by("k").agg(i=last("i"), total=sum_("v")).sink("out", discard())
+    stream.key_by("k").agg(i=hf.last("i"), total=hf.sum("v")).sink("out", discard())
     return flow
 
 
@@ -553,7 +544,7 @@ def test_idle_sources_and_an_input_that_has_not_ended(spark: SparkSession) -> No
     flow = Flow("idle")
     quiet = source(flow, "quiet", event_time="ts")
     stream = quiet.union(source(flow, event_time="ts"))
-    stream.key_by("g").window(time=100).agg(n=count()).sink("out", discard())
+    stream.key_by("g").window(time=100).agg(n=hf.count()).sink("out", discard())
     df = events(spark)
     inputs = {"events": df, "quiet": df.limit(0)}
     parts = [
@@ -586,7 +577,7 @@ def test_types_that_spark_lacks(spark: SparkSession) -> None:
     )
     flow = Flow("types")
     stream = flow.source("s", rows(pa.RecordBatch.from_pylist([], schema=schema)))
-    stream.key_by("d").agg(a=last("a"), t=max_("t"), n=count()).sink("out", discard())
+    stream.key_by("d").agg(a=hf.last("a"), t=hf.max("t"), n=hf.count()).sink("out", discard())
     df = spark.sql(
         "select id a, timestamp_ntz'2024-05-01 00:00:00' + make_interval(0,0,0,0,0,0,id) t, 'x' d "
         "from range(3)"

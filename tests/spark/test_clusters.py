@@ -38,7 +38,8 @@ SETTINGS = {
 SCRIPT = """
 import os, signal, sys, time
 from pyspark.sql import SparkSession
-from holdfast import SiteLostError, discard
+from holdfast import Options, SiteLostError
+from holdfast.sinks import discard
 from holdfast.lab.workloads.dmz import DmzRows, dmz_flow, oracle
 
 def where(_):
@@ -48,14 +49,15 @@ def where(_):
 spark = SparkSession.builder.master(sys.argv[1]).getOrCreate()
 print("from:", *spark.sparkContext.parallelize([0], 1).map(where).collect())
 make = DmzRows(keys=20_000, splits=2)
-run = dmz_flow(make.source(rows=400_000), discard()).start(spark, sites=3, listen="127.0.0.1")
+local = Options(listen="127.0.0.1")
+run = dmz_flow(make.source(rows=400_000), discard()).start(spark, sites=3, options=local)
 assert run.wait(60)
 expected, found = oracle(400_000, keys=20_000, splits=2), run.sink_report("alerts")
 assert (found["rows"], found["digest"]) == (expected["rows"], expected["digest"]), found
 executors = {d.executor for d in run.status()["domains"].values()}
 print("executors:", len(executors))
 
-run = dmz_flow(make.source(rate=50_000), discard()).start(spark, sites=3, listen="127.0.0.1")
+run = dmz_flow(make.source(rate=50_000), discard()).start(spark, sites=3, options=local)
 while len(run.status()["sites"]) < 3:
     time.sleep(0.05)
 victim = run.status()["domains"][1].executor.rsplit("-", 1)[1]

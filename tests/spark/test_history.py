@@ -9,25 +9,16 @@ import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from holdfast import (
-    Flow,
-    FlowError,
-    col,
-    count,
-    follow,
-    generator,
-    mean,
-    outlet,
-    pairs,
-    parquet,
-    rows,
-    sum_,
-    view,
-)
+from holdfast import Flow, FlowError, col
+from holdfast import functions as F
+from holdfast.api.options import Options
 from holdfast.connectors.sinks import Sink
 from holdfast.connectors.sources import Source
 from holdfast.core.protection import ProtectionSpec
 from holdfast.net.reader import SinkReader
+from holdfast.protections import pairs
+from holdfast.sinks import outlet, parquet, table
+from holdfast.sources import follow, generator, rows
 from holdfast.spark import history
 
 from .test_pairs import kill_leader, until
@@ -57,11 +48,11 @@ def four_kinds(
     flow = Flow("four kinds", protect=protect)
     stream = flow.source("events", source, event_time="ts")
     keyed = stream.key_by("k")
-    keyed.window(rows=7, every=3).agg(m=mean("v")).sink("last", sink("last"))
-    windows = keyed.window(time=5_000, lateness=300).agg(t=sum_("v"), n=count())
-    windows.key_by("k").agg(c=count(), most=sum_("t")).sink("windows", sink("windows"))
+    keyed.window(rows=7, every=3).agg(m=F.mean("v")).sink("last", sink("last"))
+    windows = keyed.window(time=5_000, lateness=300).agg(t=F.sum("v"), n=F.count())
+    windows.key_by("k").agg(c=F.count(), most=F.sum("t")).sink("windows", sink("windows"))
     windows.late.sink("late", sink("late"))
-    sessions = keyed.sessions(start=col("on"), end=col("v") > 100.0, time="ts")
+    sessions = keyed.spans(start=col("on"), end=col("v") > 100.0, time="ts")
     sessions.sink("sessions", sink("sessions"))
     return flow
 
@@ -97,9 +88,15 @@ def test_it_is_as_if_everything_had_been_streamed(
         add(first, first + 10_000)
     before = spark.read.parquet(str(folder)).orderBy("id")
     source = follow(folder, whole.schema, until="_END")
-    protect = pairs(apart="process")
+    protect = pairs(failure_domain="process")
     flow = four_kinds(source, lambda name: parquet(tmp_path / name, with_order=True), protect)
-    run = flow.start(spark, sites=3, partitions=6, history=before, history_at=str(tmp_path / "at"))
+    run = flow.start(
+        spark,
+        sites=3,
+        partitions=6,
+        history=before,
+        options=Options(history_folder=str(tmp_path / "at")),
+    )
     restore_point = run.flow.restore_point
     assert restore_point is not None and restore_point.rows == BEFORE and restore_point.epochs > 3
     kill_leader(run, "windows")
@@ -124,11 +121,11 @@ def test_plain_processes_begin_with_a_history_and_a_view_and_readers_have_it(
     """Of two sources one has a history."""
     whole = events(7_000)
     first, second = in_order(spark, whole.slice(0, 5_000)), whole.slice(5_000)
-    flow = Flow("orders", protect=pairs(apart="process"))
+    flow = Flow("orders", protect=pairs(failure_domain="process"))
     stop = generator(lambda split, offset, n: events(n).to_batches()[0], events(1).schema, rows=0)
     joined = flow.source("none", stop).union(flow.source("some", follow(tmp_path, second.schema)))
-    counted = joined.key_by("k").agg(n=count(), t=sum_("v"))
-    counted.sink("latest", view("k"))
+    counted = joined.key_by("k").agg(n=F.count(), t=F.sum("v"))
+    counted.sink("latest", table("k"))
     counted.sink("all", outlet())
     with flow.start(sites=2, partitions=4, history={"some": first}) as run:
         pq.write_table(second, tmp_path / ".0")
@@ -137,7 +134,7 @@ def test_plain_processes_begin_with_a_history_and_a_view_and_readers_have_it(
         latest = sorted(zip(*(wanted[n].to_pylist() for n in wanted.column_names), strict=True))
 
         def is_there() -> bool:
-            found = run.view("latest").table()
+            found = run.table("latest").to_arrow()
             return (
                 sorted(zip(*(found[n].to_pylist() for n in ("k", "n", "t")), strict=True)) == latest
             )
@@ -168,4 +165,4 @@ def test_what_cannot_be_a_history_is_refused(spark: SparkSession, tmp_path: Path
             flow.start(history=given)
     poisoned = before.selectExpr("id", "k", "cast(null as double) as v", "ts", "on")
     with pytest.raises(FlowError, match=r"history of flow 'four kinds' .* met a null"):
-        flow.start(history=poisoned, history_at=str(tmp_path))
+        flow.start(history=poisoned, options=Options(history_folder=str(tmp_path)))

@@ -12,22 +12,13 @@ import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
-from holdfast import (
-    Flow,
-    FlowError,
-    HostError,
-    SiteLostError,
-    col,
-    count,
-    discard,
-    generator,
-    parquet,
-    rows,
-    spark_batch,
-    spark_stream,
-    sum_,
-)
+from holdfast import Flow, FlowError, HostError, SiteLostError, col
+from holdfast import functions as hf
+from holdfast.api.options import Options
+from holdfast.control.run import start
 from holdfast.lab.workloads.dmz import DmzRows, dmz_flow, oracle, write_parquet
+from holdfast.sinks import discard, parquet
+from holdfast.sources import generator, rows, spark_batch, spark_stream
 from holdfast.spark.host import UNFIT, SparkHost
 
 
@@ -50,7 +41,7 @@ def numbers(split: int, offset: int, n: int) -> pa.RecordBatch:
 def endless(name: str, rate: float = 20_000) -> Flow:
     flow = Flow(name)
     source = flow.source("numbers", generator(numbers, numbers(0, 0, 0).schema, rate=rate))
-    source.key_by("k").agg(n=count()).sink("out", discard())
+    source.key_by("k").agg(n=hf.count()).sink("out", discard())
     return flow
 
 
@@ -109,7 +100,7 @@ def test_all_that_spark_is_made_to_do_is_described(sites_spark, tmp_path) -> Non
         "Holdfast flow 'two': feed source 'packets', micro-batch N",
     }
     planned = result._jdf.queryExecution().executedPlan().toString()
-    assert "one: sessions" in planned and "one: packets" in planned
+    assert "one: spans" in planned and "one: packets" in planned
     result.count()
     assert "the user's own" in descriptions(sites_spark).values()
     sites_spark.sparkContext.setLocalProperty("spark.job.description", None)
@@ -202,7 +193,9 @@ def test_a_site_that_dies_in_spark_before_the_start_is_resubmitted(sites_spark) 
 
     host = Clumsy(sites_spark, plan(flow), 2)
     started: list = []
-    thread = threading.Thread(target=lambda: started.append(flow.start(sites=2, host=host)))
+    thread = threading.Thread(
+        target=lambda: started.append(start(flow, options=Options(sites=2), host=host))
+    )
     from holdfast.control.server import run as run_module
 
     runs: list = []
@@ -272,7 +265,7 @@ def test_an_error_of_the_feeding_query_stops_the_flow(sites_spark) -> None:
     boom = F.udf(lambda i: 1 // (i - 3), "long")
     df = sites_spark.range(10).select(boom("id").alias("x"))
     flow = Flow("broken-feed")
-    flow.source("ids", spark_batch(df)).key_by("x").agg(s=sum_("x")).sink("out", discard())
+    flow.source("ids", spark_batch(df)).key_by("x").agg(s=hf.sum("x")).sink("out", discard())
     run = flow.start(sites_spark, sites=1)
     with pytest.raises(FlowError, match=r"feeding source 'ids'[\s\S]*ZeroDivisionError"):
         run.wait(30)
@@ -298,13 +291,13 @@ def test_the_flow_file_runs_from_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "totals.py"
     file.write_text(
         "import pyarrow as pa\n"
-        "from holdfast import Flow, count, generator, discard\n"
+        "from holdfast import Flow, functions as F, sinks, sources\n"
         "def make(split, offset, n):\n"
         "    keys = [i % 3 for i in range(offset, offset + n)]\n"
         "    return pa.record_batch({'k': pa.array(keys, 'int64')})\n"
         "flow = Flow('totals')\n"
-        "source = flow.source('n', generator(make, make(0, 0, 0).schema, rows=5000))\n"
-        "source.key_by('k').agg(n=count()).sink('out', discard())\n"
+        "source = flow.source('n', sources.generator(make, make(0, 0, 0).schema, rows=5000))\n"
+        "source.key_by('k').agg(n=F.count()).sink('out', sinks.discard())\n"
     )
     status = tmp_path / "status.json"
     command = [sys.executable, "-m", "holdfast.ui.cli", "run", str(file), "--sites", "2", "--quiet"]

@@ -7,7 +7,6 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from holdfast import discard
 from holdfast.api.options import Options
 from holdfast.core.sequencer import Budget
 from holdfast.lab.sim.world import World
@@ -20,6 +19,7 @@ from holdfast.lab.workloads.nexmark import (
     Nexmark,
     nexmark_flow,
 )
+from holdfast.sinks import discard
 
 from ..nexmark.oracle import SQL, Rows, expected, rows_of
 

@@ -11,19 +11,23 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from holdfast import Flow, col, count, max_, pairs, parquet, sum_
+from holdfast import Flow, col
+from holdfast import functions as hf
+from holdfast.api.options import Checkpoint
 from holdfast.control.run import Run
 from holdfast.errors import FlowError, HostError
+from holdfast.protections import pairs
+from holdfast.sinks import parquet
 from holdfast.spark.sources import spark_batch, spark_stream
 
 SELECT = ("id", "id * 7919 % 500 as k", "cast(id % 997 as double) as v")
 
 
 def totals(source: Any, out: Path) -> Flow:
-    flow = Flow("pairs on Spark", protect=pairs(apart="process"))
-    keyed = flow.source("numbers", source).key_by("k").agg(t=sum_("v"), n=count())
+    flow = Flow("pairs on Spark", protect=pairs(failure_domain="process"))
+    keyed = flow.source("numbers", source).key_by("k").agg(t=hf.sum("v"), n=hf.count())
     groups = keyed.select(g=col("k") % 100, t=col("t"), n=col("n")).key_by("g")
-    groups.agg(m=max_("t"), c=count()).sink("out", parquet(out, roll_s=0.2))
+    groups.agg(m=hf.max("t"), c=hf.count()).sink("out", parquet(out, interval=0.2))
     return flow
 
 
@@ -95,14 +99,14 @@ def test_a_query_goes_on_from_its_checkpoint_location_and_from_no_other(
         return flow.start(spark, sites=1, **more)
 
     add(0)
-    run = start("first", store=store, store_every_ms=200)
+    run = start("first", checkpoint=Checkpoint(store, interval=0.2))
     until(run, lambda: run.status()["rows_in"] == 1_000, "the rows are in")
     run.stop(timeout=60)
     add(1_000)
-    run = start("second", resume=store)
+    run = start("second", restore_from=store)
     with pytest.raises(FlowError, match=r"'numbers' failed: the flow is fed by .* query with id"):
         run.wait(60)
-    run = start("first", resume=store)
+    run = start("first", restore_from=store)
     until(run, lambda: run.status()["rows_in"] == 2_000, "the rows of the next micro-batch are in")
     run.stop(timeout=60)
     found = [row["id"] for row in spark.read.parquet(str(tmp_path / "out")).collect()]

@@ -9,30 +9,33 @@ from pathlib import Path
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from holdfast import Flow, active, col, count, max_, parquet, passive, rollback, sum_, upstream
-from holdfast.core.protection import ProtectionSpec
+from holdfast import Flow, col
+from holdfast import functions as F
+from holdfast.api.protection import Protection
+from holdfast.protections import active, passive, rollback, upstream
+from holdfast.sinks import parquet
 from holdfast.spark.sources import spark_batch
 from tests.spark.test_pairs import same, until
 
 ROWS = 400_000
 SELECT = ("id", "id * 7919 % 500 as k", "id % 997 as v", "id div 40 + id * 31 % 9 as ts")
 PROTECTIONS = {
-    "active": active(apart="process"),
-    "passive": passive(every_ms=100, apart="process"),
-    "upstream": upstream(apart="process"),
-    "rollback": rollback(apart="process"),
+    "active": active(failure_domain="process"),
+    "passive": passive(interval=0.1, failure_domain="process"),
+    "upstream": upstream(failure_domain="process"),
+    "rollback": rollback(failure_domain="process"),
 }
 
 
-def windows(df: DataFrame, out: Path, protection: ProtectionSpec | None = None) -> Flow:
+def windows(df: DataFrame, out: Path, protection: Protection | None = None) -> Flow:
     """Windows of about 20,000 rows each, and windows over them."""
     flow = Flow("windows on Spark", protect=protection)
     source = spark_batch(df, order_by="id")
     keyed = flow.source("numbers", source, event_time="ts").key_by("k")
-    totals = keyed.window(time=500, lateness=20).agg(t=sum_("v"), n=count())
+    totals = keyed.window(time=500, lateness=20).agg(t=F.sum("v"), n=F.count())
     groups = totals.select("window_start", g=col("k") % 50, t=col("t"), n=col("n")).key_by("g")
-    made = groups.window(time=1_000).agg(m=max_("t"), n=sum_("n"))
-    made.sink("out", parquet(out, roll_s=0.2))
+    made = groups.window(time=1_000).agg(m=F.max("t"), n=F.sum("n"))
+    made.sink("out", parquet(out, interval=0.2))
     return flow
 
 

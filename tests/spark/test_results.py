@@ -8,18 +8,23 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.streaming import StreamingQuery
 
-from holdfast import Flow, count, generator, outlet, pairs, sum_, view
+from holdfast import Flow
+from holdfast import functions as F
+from holdfast.api.options import Checkpoint
 from holdfast.control.run import Run
+from holdfast.protections import pairs
+from holdfast.sinks import outlet, table
+from holdfast.sources import generator
 from tests.site.test_pairs import SCHEMA, kill, numbers, replicas, taken, until
 
 ROWS = 60_000
 
 
 def flow(endless: bool = False, readers: int = 1, rate: float = 5_000.0) -> Flow:
-    made = Flow("results", protect=pairs(apart="process"))
+    made = Flow("results", protect=pairs(failure_domain="process"))
     much = {"rate": rate} if endless else {"rows": ROWS}
     source = made.source("numbers", generator(numbers, SCHEMA, **much))
-    source.key_by("k").agg(t=sum_("v"), n=count()).sink("out", outlet(readers=readers))
+    source.key_by("k").agg(t=F.sum("v"), n=F.count()).sink("out", outlet(readers=readers))
     return made
 
 
@@ -133,13 +138,13 @@ def test_a_query_goes_on_with_the_flow_that_goes_on(
     spark: SparkSession, begun, tmp_path: Path
 ) -> None:
     made, store = flow(endless=True, rate=500.0), str(tmp_path / "store")
-    run = begun(made, store=store)
+    run = begun(made, checkpoint=Checkpoint(store))
     until(lambda: run.sink_report("out").get("epoch", -1) > 5, "there are rows")
     into_files(results(spark, run), tmp_path, availableNow=True).awaitTermination(120)
     read = len(rows_of(spark, tmp_path))
     run.stop()
     before = sum(record.rows for record in run.records())
-    again = begun(made, resume=store)
+    again = begun(made, restore_from=store)
     until(lambda: again.status()["rows_in"] > before, "it goes on")
     into_files(results(spark, again), tmp_path, availableNow=True).awaitTermination(120)
     found = rows_of(spark, tmp_path)
@@ -147,8 +152,8 @@ def test_a_query_goes_on_with_the_flow_that_goes_on(
 
 
 def test_a_view_is_a_batch_dataframe(spark: SparkSession, begun) -> None:
-    made = Flow("latest", protect=pairs(apart="process"))
-    made.source("numbers", generator(numbers, SCHEMA, rate=50_000.0)).sink("out", view("k"))
+    made = Flow("latest", protect=pairs(failure_domain="process"))
+    made.source("numbers", generator(numbers, SCHEMA, rate=50_000.0)).sink("out", table("k"))
     run = begun(made)
     until(lambda: run.status()["rows_in"] > 10_000, "each key has come up")
     df = spark.read.format("holdfast").option("flow", run.url).option("sink", "out").load()

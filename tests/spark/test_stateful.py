@@ -14,7 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from holdfast import Flow, col, discard, rows
+from holdfast import Flow, col
+from holdfast.sinks import discard
+from holdfast.sources import rows
 from holdfast.spark.stateful import LAST_MS
 from tests.property.harness import Input, Shape, run
 from tests.spark.processors import (

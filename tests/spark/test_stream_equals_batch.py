@@ -17,23 +17,13 @@ import pyarrow.parquet as pq
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from holdfast import (
-    Flow,
-    FlowError,
-    HostError,
-    at_start,
-    col,
-    count,
-    discard,
-    last,
-    max_,
-    mean,
-    rows,
-    sum_,
-)
+from holdfast import Flow, FlowError, HostError, col
+from holdfast import functions as F
 from holdfast.engine.batches import Track, from_ipc
 from holdfast.errors import InputError
 from holdfast.plan.planner import plan
+from holdfast.sinks import discard
+from holdfast.sources import rows
 from holdfast.spark import shuffle_blocks as blocks
 from holdfast.spark import stream as stream_module
 from tests.spark.test_batch_equals_sql import (
@@ -129,17 +119,17 @@ def connections(flow: Flow, *order: str) -> Any:
 def sessions_flow(*order: str) -> Flow:
     """Two keyed stages: sessions, then the last three of each group."""
     flow = Flow("sessions")
-    emit = {"g": col("g"), "dur": col("ts") - at_start("ts"), "v": at_start("v")}
-    closed = connections(flow, *order).sessions(
-        start=col("cmd") == 1, end=col("cmd") == 2, emit=emit
-    )
-    closed.key_by("g").window(rows=3).agg(worst=max_("dur"), v=sum_("v")).sink("out", discard())
+    emit = {"g": col("g"), "dur": col("ts") - F.at_start("ts"), "v": F.at_start("v")}
+    closed = connections(flow, *order).spans(start=col("cmd") == 1, end=col("cmd") == 2, emit=emit)
+    closed.key_by("g").window(rows=3).agg(worst=F.max("dur"), v=F.sum("v")).sink("out", discard())
     return flow
 
 
 def test_one_keyed_stage_and_a_restart(spark: SparkSession, files: Path, tmp_path: Path) -> None:
     flow = Flow("running")
-    connections(flow, "i").agg(i=last("i"), total=sum_("v"), mid=mean("n")).sink("out", discard())
+    connections(flow, "i").agg(i=F.last("i"), total=F.sum("v"), mid=F.mean("n")).sink(
+        "out", discard()
+    )
     for numbers in (range(4), range(4, 6)):  # the second go is a restart from the checkpoint
         some = copied(files, tmp_path / "in", numbers)
         streamed = written(streaming(flow, spark, some, 2), tmp_path)
@@ -180,10 +170,10 @@ def test_union_fan_out_and_a_custom_operator(
 ) -> None:
     flow = Flow("diamond")
     stream = flow.source("events", ordered("i"))
-    totals = stream.key_by("k").agg(i=last("i"), n=sum_("n")).filter(col("n") > 0)
+    totals = stream.key_by("k").agg(i=F.last("i"), n=F.sum("n")).filter(col("n") > 0)
     jumps = stream.key_by("k").apply(Jump()).select("k", "i", n=col("before"))
     totals.union(jumps, stream.select("k", "i", "n")).key_by("k").agg(
-        n=count(), i=last("i"), m=sum_("n")
+        n=F.count(), i=F.last("i"), m=F.sum("n")
     ).sink("out", discard())
     wanted = batch(flow, spark, {"events": spark.read.parquet(str(files))})
     agree(
@@ -198,7 +188,7 @@ def test_partition_order_stateless_steps_and_dead_letters(
     flow = Flow("dead", on_error="dead-letter")
     schema = pa.schema([EVENTS.field(n) for n in ("k", "i", "n")])
     stream = source(flow).map(fragile, schema)
-    stream.key_by("k").window(rows=2).agg(n=sum_("n")).sink("out", discard())
+    stream.key_by("k").window(rows=2).agg(n=F.sum("n")).sink("out", discard())
     stream.select("i", m=col("n") * 2).sink("plain", discard())
     flow.dead_letters().sink("dead", discard())
     some = copied(files, tmp_path / "in", range(2))
@@ -225,8 +215,8 @@ def windows_flow() -> Flow:
     """Tumbling windows, sliding windows over their results, and what was late for the first."""
     flow = Flow("windows")
     stream = flow.source("events", ordered("i"), event_time="ts")
-    tumbling = stream.key_by("k").window(time=40, lateness=20).agg(n=count(), v=sum_("v"))
-    sliding = tumbling.key_by("n").window(time=150, every=60).agg(v=mean("v"))
+    tumbling = stream.key_by("k").window(time=40, lateness=20).agg(n=F.count(), v=F.sum("v"))
+    sliding = tumbling.key_by("n").window(time=150, every=60).agg(v=F.mean("v"))
     late = tumbling.late.select("n", "v", t=col("ts"))
     parts = [s.select("n", "v", t=col("window_start")) for s in (tumbling, sliding)]
     late.union(*parts).sink("out", discard())
@@ -236,13 +226,13 @@ def windows_flow() -> Flow:
 def timed_flow() -> Flow:
     """Sessions with a time-out, what timed out of them in windows, and which starts were late."""
     flow = Flow("timed")
-    emit = {"i": col("i"), "t": at_start("ts")}
+    emit = {"i": col("i"), "t": F.at_start("ts")}
     sessions = (
         flow.source("events", ordered("i"), event_time="ts")
         .key_by("k")
-        .sessions(start=col("cmd") == 1, end=col("cmd") == 2, emit=emit, timeout=60)
+        .spans(start=col("cmd") == 1, end=col("cmd") == 2, emit=emit, timeout=60)
     )
-    windows = sessions.expired.key_by("k").window(time=100).agg(i=count())
+    windows = sessions.expired.key_by("k").window(time=100).agg(i=F.count())
     late = sessions.late.select("i", t=col("ts"))
     sessions.union(late, windows.select("i", t=col("window_start"))).sink("out", discard())
     return flow
@@ -296,8 +286,8 @@ def test_a_join_of_two_streams(spark: SparkSession, tmp_path: Path) -> None:
 def test_what_does_not_watch_the_watermark_has_no_ingress(spark: SparkSession, files: Path) -> None:
     flow = Flow("both")
     keyed = source(flow, event_time="ts").key_by("k")
-    keyed.window(time=10).agg(n=count()).sink("windows", discard())
-    keyed.agg(n=count()).sink("running", discard())
+    keyed.window(time=10).agg(n=F.count()).sink("windows", discard())
+    keyed.agg(n=F.count()).sink("running", discard())
     planned = plan(flow)
     windows, running = planned.sinks
     assert stream_module._watches(planned, windows)
@@ -311,7 +301,7 @@ def ingress(*names: str) -> Any:
     flow = Flow("windows")
     first, *others = [source(flow, name, event_time="ts") for name in names]
     window = first.union(*others).key_by("k").window(time=10)
-    window.agg(n=count()).sink("out", discard())
+    window.agg(n=F.count()).sink("out", discard())
     planned = plan(flow)
     entries = []
     for s in planned.sources:
@@ -408,7 +398,7 @@ def split_flow(splits: int) -> Flow:
         [], schema=pa.schema([("ts", pa.int64()), ("k", pa.int64())])
     )
     source = flow.source("events", rows(*[empty] * splits), event_time="ts")
-    source.key_by("k").window(time=50).agg(n=count()).sink("out", discard())
+    source.key_by("k").window(time=50).agg(n=F.count()).sink("out", discard())
     return flow
 
 

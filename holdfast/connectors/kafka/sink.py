@@ -26,6 +26,7 @@ import pyarrow as pa
 from holdfast.connectors.kafka.client import Options, check
 from holdfast.connectors.kafka.formats import FORMATS, Format, writing
 from holdfast.connectors.sinks import Authority, Sink, SinkWriter
+from holdfast.engine.durations import Seconds, seconds
 from holdfast.errors import FlowError, HoldfastError, HostError
 
 Group = list[tuple[int, pa.RecordBatch]]
@@ -232,7 +233,7 @@ def kafka_sink(
     *,
     key: str | None = None,
     format: str = "json",
-    linger_s: float = 0.1,
+    linger: Seconds = 0.1,
     options: Options | None = None,
 ) -> Sink:
     """Write rows to a Kafka topic, each exactly once for whoever reads with ``read_committed``.
@@ -242,16 +243,15 @@ def kafka_sink(
     the records' key, as text if it is not bytes, and says which partition a row goes to, as it
     would for Kafka's own client. Within a partition rows are in the flow's order.
 
-    Epochs share a transaction for `linger_s` seconds; that long, and a little more, rows take to be
+    Epochs share a transaction for `linger`; that long, and a little more, rows take to be
     seen. A flow that is started again adds to what is there. `options` are librdkafka's, for
     instance those of TLS and SASL.
     """
-    what = f"kafka_sink({topic!r})"
+    what = f"sinks.kafka({topic!r})"
     options = check(what, servers, topic, options, _OURS)
     if format not in FORMATS:
         raise FlowError(f"{what}: format is one of {', '.join(FORMATS)}, not {format!r}")
     if key is not None and format == "arrow":
         raise FlowError(f"{what}: a record of many rows has no key", hint="leave out key=")
-    if linger_s < 0:
-        raise FlowError(f"{what}: linger_s must not be negative, but is {linger_s}")
+    linger_s = seconds(linger, f"{what}: linger")
     return KafkaSink(servers, topic, key, format, linger_s, options)

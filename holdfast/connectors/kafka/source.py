@@ -89,7 +89,7 @@ class Extras:
 
 
 class KafkaSource(Source):
-    """See `kafka_source`."""
+    """See `holdfast.sources.kafka`."""
 
     def __init__(
         self,
@@ -382,7 +382,7 @@ def kafka_source(
     a row that a step raised on: it stops the flow, or becomes a dead letter. `options` are
     librdkafka's, for instance those of TLS and SASL.
     """
-    what = f"kafka_source({topic!r})"
+    what = f"sources.kafka({topic!r})"
     options = check(what, servers, topic, options, _OURS)
     extras = Extras(key, timestamp, partition, offset)
     made = reading(format, schema, what)

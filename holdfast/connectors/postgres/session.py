@@ -151,7 +151,8 @@ class Session:
             f"table {self._sink.table}: is this another server, a standby that lacked the last "
             f"transactions, or a restored backup? Go back to the server that has them and go on "
             "with "
-            f"resume=. To go on without these rows, or after you have added them, first execute: "
+            f"restore_from=. To go on without these rows, or after you have added them, first "
+            f"execute: "
             f"{mend.as_string(self._connection)}",
         )
 

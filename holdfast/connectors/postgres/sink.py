@@ -27,6 +27,7 @@ import pyarrow as pa
 from holdfast.connectors.postgres.columns import sql_type, why_not
 from holdfast.connectors.postgres.session import Session, driver, is_temporary, said
 from holdfast.connectors.sinks import Authority, Sink, SinkWriter
+from holdfast.engine.durations import Seconds, seconds
 from holdfast.errors import FlowError
 
 log = logging.getLogger("holdfast.postgres")
@@ -44,18 +45,19 @@ class Postgres(Sink):
         *,
         key: Sequence[str] = (),
         create: bool = False,
-        roll_s: float = 0.5,
+        interval: Seconds = 0.5,
         held_bytes_max: int = 64 << 20,
         progress: str | None = None,
     ) -> None:
         if isinstance(key, str):
             raise FlowError(f"postgres({table!r}): key is a list of columns, not {key!r}")
-        if roll_s < 0 or held_bytes_max < 1:
+        if held_bytes_max < 1:
             raise FlowError(
-                f"postgres({table!r}): roll_s must not be negative and held_bytes_max be positive"
+                f"postgres({table!r}): held_bytes_max must be positive, not {held_bytes_max}"
             )
         self.dsn, self.table, self.key, self.create = dsn, table, list(key), create
-        self.roll_s, self.held_bytes_max = roll_s, held_bytes_max
+        self.interval_s = seconds(interval, f"postgres({table!r}): interval")
+        self.held_bytes_max = held_bytes_max
         schema = table.rpartition(".")[0]
         self.progress = progress or ".".join(filter(None, [schema, "holdfast_sinks"]))
 
@@ -99,7 +101,7 @@ class _PostgresWriter(SinkWriter):
         self._held_bytes = 0
         self._committed = self._epoch = durable
         self._rows = 0
-        self._rolled = -sink.roll_s
+        self._rolled = -sink.interval_s
         self._closing = self._abandoned = self._superseded = False
         self._claimed = session.connected
         self._away: str | None = None
@@ -175,7 +177,7 @@ class _PostgresWriter(SinkWriter):
                 if not self._held and self._closing:
                     return None
                 ready = self._held and self._held[0][0] <= self._committed
-                wait = self._rolled + self._sink.roll_s - time.monotonic()
+                wait = self._rolled + self._sink.interval_s - time.monotonic()
                 full = self._held_bytes >= self._sink.held_bytes_max // 2
                 if ready and (wait <= 0 or full or self._closing):
                     return self._committed
@@ -245,11 +247,12 @@ def postgres(
     *,
     key: Sequence[str] = (),
     create: bool = False,
-    roll_s: float = 0.5,
+    interval: Seconds = 0.5,
     held_bytes_max: int = 64 << 20,
     progress: str | None = None,
 ) -> Sink:
-    """Add every row once to a PostgreSQL table, in transactions at most every `roll_s` seconds.
+    """Add every row once to a PostgreSQL table, in transactions at most every `interval`
+    (half a second).
 
     The columns go by name. With a `key` (which needs a unique index) a row replaces the one with
     the same key: the latest wins. `create` makes the table if it is missing. While the server is
@@ -263,7 +266,7 @@ def postgres(
         table,
         key=key,
         create=create,
-        roll_s=roll_s,
+        interval=interval,
         held_bytes_max=held_bytes_max,
         progress=progress,
     )

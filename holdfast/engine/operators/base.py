@@ -18,8 +18,9 @@ from typing import Self
 import numpy as np
 import pyarrow as pa
 
+from holdfast.engine.aggregates import Aggregate
 from holdfast.engine.batches import Track, empty, with_order
-from holdfast.engine.expressions import Aggregate, Col, Column, Expr, is_plain, type_of
+from holdfast.engine.expressions import Col, Column, Expr, is_plain, type_of
 from holdfast.engine.groups import Groups
 from holdfast.engine.keys import KeyWords, key_words
 from holdfast.engine.state import STANDBY, Field, StateTable
@@ -210,7 +211,7 @@ class Agg:
         if not isinstance(aggregate, Aggregate):
             raise FlowError(
                 f"{where}: {name}={aggregate!r} is not an aggregate",
-                hint='write for example total=sum_("x") or n=count()',
+                hint='write for example total=F.sum("x") or n=F.count()',
             )
         if aggregate.expr is None:
             return cls(name, "count", None, pa.int64(), pa.int64())

@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pyarrow as pa
 
+from holdfast.engine.aggregates import Aggregate
 from holdfast.engine.batches import Track, as_array, order_arrays, overlaid, take, take_column
-from holdfast.engine.expressions import Aggregate, Column
+from holdfast.engine.expressions import Column
 from holdfast.engine.groups import Groups
 from holdfast.engine.operators.base import (
     LARGEST,

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pyarrow as pa
 
+from holdfast.engine.aggregates import Aggregate
 from holdfast.engine.batches import Track, build, order_arrays, take_column
-from holdfast.engine.expressions import Aggregate, Column
+from holdfast.engine.expressions import Column
 from holdfast.engine.groups import Groups
 from holdfast.engine.operators.base import Agg, KeyedOperator, Port, columns_of, overflows
 from holdfast.engine.state import Field, StateTable

@@ -1,9 +1,9 @@
-"""Sessions with an explicit start and end, as in the papers' network-monitoring flow.
+"""Spans of rows with an explicit start and end, as in the papers' network-monitoring flow.
 
-A start row opens its key's session (and replaces one that is open); an end row closes it and
-emits one row. An end without an open session, and rows that are neither, cause nothing.
+A start row opens its key's span (and replaces one that is open); an end row closes it and
+emits one row. An end without an open span, and rows that are neither, cause nothing.
 
-With a time-out, a session is over at the row that moves the watermark to the event time of its
+With a time-out, a span is over at the row that moves the watermark to the event time of its
 start plus the time-out, whatever epoch that row was put into: it is forgotten, and given out on the
 port ``expired`` at that row's place in the order. A start for which that has happened before it
 comes is late: it opens nothing, is counted, and given out on the port ``late``.
@@ -27,8 +27,8 @@ from holdfast.engine.watermark import operator_times
 from holdfast.errors import FlowError
 
 
-class Sessions(KeyedOperator):
-    label = "sessions"
+class Spans(KeyedOperator):
+    label = "spans"
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Sessions(KeyedOperator):
         closing: np.ndarray,
         from_state: np.ndarray,
     ) -> pa.Array:
-        """A column of the rows that opened the sessions now closing."""
+        """A column of the rows that opened the spans now closing."""
         kept = self.table.get(name, groups.sorted_slots[closing[from_state]])
         if from_state.all():
             return kept
@@ -148,8 +148,8 @@ class Sessions(KeyedOperator):
             self.table.put(name, slots, unwrap(batch.column(name).take(pa.array(rows))))
 
 
-class TimedSessions(Sessions):
-    """Sessions with a time-out. Only open ones are in the table: so what is known comes from starts
+class TimedSpans(Spans):
+    """Spans with a time-out. Only open ones are in the table: so what is known comes from starts
     that the watermark is not past by more than the time-out."""
 
     bounded = True
@@ -171,7 +171,7 @@ class TimedSessions(Sessions):
             raise FlowError(f"{where}: timeout must be positive")
         self.on, self.wait = on, timeout + source.delay
         self.horizon = self.wait
-        # A session may be over at any time, so every move of the watermark counts.
+        # A span may be over at any time, so every move of the watermark counts.
         self.boundaries = [(1, 0)]
         self.needs[0].add(on)
         begun = [f.name for f in source.schema if f.name in {on, *self.kept} - set(keys)]
@@ -183,7 +183,7 @@ class TimedSessions(Sessions):
 
     def _timed(self, port: Port) -> Port:
         """The event time of a result is that of its end or, if it has only that, of its start,
-        which may be behind the watermark by as much as sessions last."""
+        which may be behind the watermark by as much as spans last."""
         for name, expr in self.emit.items():
             if isinstance(expr, Col) and expr.name == self.on:
                 return replace(port, event_time=name)
@@ -221,7 +221,7 @@ class TimedSessions(Sessions):
         return given | {"late": take(whole, np.flatnonzero(late))}
 
     def _over(self, batch: pa.RecordBatch, starts: np.ndarray) -> np.ndarray:
-        """The watermark at which a session that a row opens is over; never, if it opens none."""
+        """The watermark at which a span that a row opens is over; never, if it opens none."""
         over = np.full(starts.size, Track.NEVER)
         rows = np.flatnonzero(starts)
         over[rows] = operator_times(take(batch, rows), self.on) + self.wait
@@ -270,7 +270,7 @@ class TimedSessions(Sessions):
         return slots
 
     def _idle(self, but: np.ndarray, mark: int) -> np.ndarray:
-        """The sessions that are over by `mark`, but for those of keys with rows of their own."""
+        """The spans that are over by `mark`, but for those of keys with rows of their own."""
         if mark < self._next_over:
             return np.empty(0, np.int64)
         live = self.table.live()
@@ -289,7 +289,7 @@ class TimedSessions(Sessions):
         slots: np.ndarray,
         track: Track,
     ) -> pa.RecordBatch:
-        """Sessions that have timed out: opened by these rows, or held in these slots."""
+        """Spans that have timed out: opened by these rows, or held in these slots."""
         port = self.outputs["expired"]
         if rows.size + slots.size == 0:
             return empty(port.full_schema)
@@ -327,8 +327,8 @@ class TimedSessions(Sessions):
 class _Ranked:
     """Starts and ends by key, in order within each: what they open, and what they find of it.
 
-    ``over[i]`` is the watermark at which the session that a row opens is over (never, for an end),
-    ``mark[i]`` the one that the row finds. Its key's session until then is that of the row before
+    ``over[i]`` is the watermark at which the span that a row opens is over (never, for an end),
+    ``mark[i]`` the one that the row finds. Its key's span until then is that of the row before
     it in its group, if that is a start; for the first row of a group, what the state has `held`.
     """
 
@@ -342,11 +342,11 @@ class _Ranked:
         self._until[groups.starts] = held
 
     def closing(self) -> np.ndarray:
-        """The ends that find a session open."""
+        """The ends that find a span open."""
         return np.flatnonzero((self.over == Track.NEVER) & (self._until > self.mark))
 
     def over_before(self, final: int) -> np.ndarray:
-        """The starts whose sessions are over before the next row of their key or, without one, by
+        """The starts whose spans are over before the next row of their key or, without one, by
         the watermark `final`."""
         then = np.empty_like(self.mark)
         then[:-1] = self.mark[1:]

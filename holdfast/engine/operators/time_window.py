@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pyarrow as pa
 
+from holdfast.engine.aggregates import Aggregate
 from holdfast.engine.batches import Track, as_array, empty, take, take_column
-from holdfast.engine.expressions import Aggregate, Column, column
+from holdfast.engine.expressions import Column, column
 from holdfast.engine.groups import Groups
 from holdfast.engine.keys import KeyWords, key_hash, mix, partition_of
 from holdfast.engine.operators.base import (

@@ -48,12 +48,11 @@ import numpy as np
 import pyarrow as pa
 from rich.console import Console
 
+from holdfast import functions as F
 from holdfast.api.graph import Flow
-from holdfast.api.protection import none, pairs
+from holdfast.api.protection import Protection, none, pairs
 from holdfast.connectors.sinks import discard
 from holdfast.control.applications import Apps
-from holdfast.core.protection import ProtectionSpec
-from holdfast.engine.expressions import last
 from holdfast.errors import HostError, InvariantError
 from holdfast.lab.bench.processes import cpu_s, tree
 from holdfast.lab.workloads import dmz
@@ -159,7 +158,7 @@ class Speed:
 def _speeds(rows: int, repeats: int, console: Console) -> dict[str, list[Speed]]:
     """Without protection and under pairs, in turn, after a run each that warms the workers up."""
     speeds: dict[str, list[Speed]] = {"none": [], "pairs": []}
-    protections = [none(), pairs(apart="process")]
+    protections = [none(), pairs(failure_domain="process")]
     with _session() as spark:
         for protection in protections:
             _speed(spark, protection, WARM_UP_ROWS)
@@ -174,7 +173,7 @@ def _speeds(rows: int, repeats: int, console: Console) -> dict[str, list[Speed]]
     return speeds
 
 
-def _speed(spark: Any, protection: ProtectionSpec, rows: int) -> Speed:
+def _speed(spark: Any, protection: Protection, rows: int) -> Speed:
     make = dmz.DmzRows(splits=SITES, staggered=True)
     flow = dmz.dmz_flow(make.source(rows=rows), discard())
     flow.protection = protection
@@ -299,7 +298,7 @@ def paced_flow(folder: str, rate: float, head: int = 0) -> Flow:
     """The DMZ flow of this benchmark; source and sink meet in `folder`."""
     source, sink = _paced_source(folder, rate, head), EpochLog(f"{folder}/epochs")
     flow = dmz.dmz_flow(source, sink, clock=Paced.DUE.name)
-    flow.protection = pairs(apart="process")
+    flow.protection = pairs(failure_domain="process")
     return flow
 
 
@@ -401,10 +400,10 @@ def kill_with_large_state(work: Path, console: Console) -> dict[str, Any]:
     folder = tempfile.mkdtemp(dir=work)
     head = 2 * HISTORY_KEYS
     source = Paced(folder, HistoryRows(), HistoryRows.SCHEMA, 50_000, SITES, head)
-    flow = Flow("history", protect=pairs(apart="process"))
+    flow = Flow("history", protect=pairs(failure_domain="process"))
     keyed = flow.source("rows", source).key_by("key")
     window = keyed.window(rows=HISTORY_ROWS, every=HISTORY_ROWS)
-    window.agg(size=last("size"), flags=last("flags")).sink("out", discard())
+    window.agg(size=F.last("size"), flags=F.last("flags")).sink("out", discard())
     stalls = _Stalls()
     with _session() as spark, flow.start(spark, sites=SITES) as run:
         until(lambda: _processed(run) >= 2 * head, "the state is full", run, 0.1)

@@ -73,11 +73,11 @@ FACTS_S = 5.0
 """How long a flow is looked at, to know what it does."""
 PROTECTIONS: dict[str, ProtectionSpec] = {
     "none": none(),
-    "pairs": pairs(apart="process"),
-    "active": active(apart="process"),
-    "passive": passive(every_ms=CHECKPOINT_MS, apart="process"),
-    "upstream": upstream(base_ms=CHECKPOINT_MS, apart="process"),
-    "rollback": rollback(base_ms=CHECKPOINT_MS, apart="process"),
+    "pairs": pairs(failure_domain="process"),
+    "active": active(failure_domain="process"),
+    "passive": passive(interval=CHECKPOINT_MS / 1e3, failure_domain="process"),
+    "upstream": upstream(summary_interval=CHECKPOINT_MS / 1e3, failure_domain="process"),
+    "rollback": rollback(summary_interval=CHECKPOINT_MS / 1e3, failure_domain="process"),
 }
 
 
@@ -144,7 +144,7 @@ def facts(work: str, name: str) -> dict[str, Any]:
     found = {}
     for kind, head in (("full", WITHOUT_END), ("paced", 0)):
         flow = made(name, tempfile.mkdtemp(dir=work), RATE, none(), head=head)
-        begun, options = time.monotonic(), Options(status_ms=STATUS_MS)
+        begun, options = time.monotonic(), Options(status_interval=STATUS_MS / 1e3)
         with flow.start(sites=SITES, partitions=PARTITIONS, options=options) as run:
             found[kind] = watched(run, SITES, begun, FACTS_S).to_dict()
             run.stop(drain=False)

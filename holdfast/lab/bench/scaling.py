@@ -73,7 +73,7 @@ def _require_keys(run: Run, keys: int) -> None:
 
 
 def _first(stage: dict[str, Any]) -> bool:
-    return str(stage["stage"]).startswith("sessions")
+    return str(stage["stage"]).startswith("spans")
 
 
 def _wait_for(run: Run, rows: int) -> tuple[int, float]:

@@ -19,12 +19,13 @@ import numpy as np
 import pyarrow as pa
 from rich.console import Console
 
+from holdfast import functions as F
 from holdfast.api.graph import Flow
 from holdfast.connectors.parquet import parquet
 from holdfast.connectors.sinks import Sink, discard
 from holdfast.connectors.sources import Generator, Source
 from holdfast.control.run import Run
-from holdfast.engine.expressions import at_start, col, max_, mean
+from holdfast.engine.expressions import col
 from holdfast.errors import InvariantError
 from holdfast.lab.bench import rivals
 from holdfast.lab.bench.processes import PeakRss
@@ -178,13 +179,13 @@ def _due_flow(source: Source, sink: Sink) -> Flow:
     emit = {
         "app": col("dst") % dmz.APPS,
         "src": col("src"),
-        "dur": col("ts") - at_start("ts"),
+        "dur": col("ts") - F.at_start("ts"),
         "due": col("due"),
     }
     ended = flow.source("packets", source).key_by("src", "dst")
-    sessions = ended.sessions(start=col("kind") == 0, end=col("kind") == 1, emit=emit)
+    sessions = ended.spans(start=col("kind") == 0, end=col("kind") == 1, emit=emit)
     stats = sessions.key_by("app", "src").window(rows=2, every=1)
-    stats.agg(worst=max_("dur"), typical=mean("dur"), due=max_("due")).sink("alerts", sink)
+    stats.agg(worst=F.max("dur"), typical=F.mean("dur"), due=F.max("due")).sink("alerts", sink)
     return flow
 
 

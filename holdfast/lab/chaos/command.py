@@ -15,6 +15,7 @@ from rich.console import Console
 
 from holdfast.api.options import Options
 from holdfast.control.applications import Apps
+from holdfast.control.run import start
 from holdfast.errors import HoldfastError, HostError
 from holdfast.lab.chaos import load, namespaces, zookeeper
 from holdfast.lab.chaos.engine import PATIENCE_S, Chaos, Done
@@ -138,7 +139,7 @@ def _apps(outcome: Outcome, folder: str, server: zookeeper.Server | None) -> App
         sites=load.SITES,
         host=outcome.host,
         arbiter=server.url if server else None,
-        options=Options(partitions=16, lease_s=LEASE_S),
+        options=Options(partitions=16, lease=LEASE_S),
     )
 
 
@@ -153,10 +154,9 @@ def _to_sites(
     console: Console | None,
 ) -> None:
     """The faults that happen to sites of one run, and what came of them."""
-    options = Options(lease_s=LEASE_S)
-    start = {"sites": load.SITES, "spares": SPARES, "partitions": 16, "options": options}
-    rebuilt = outcome.load.rebuilt()
-    with outcome.load.flow(folder).start(host=host, route=proxy.route, **start) as run:
+    options = Options(sites=load.SITES, spares=SPARES, partitions=16, lease=LEASE_S)
+    rebuilt, flow = outcome.load.rebuilt(), outcome.load.flow(folder)
+    with start(flow, options=options, host=host, route=proxy.route) as run:
         works = Chaos(run, LEASE_S, proxy, network, host.exits.at, rebuilt, console)
         outcome.done = works.done
         try:

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.api.graph import Flow
-from holdfast.api.protection import active, pairs, passive, rollback, upstream
-from holdfast.core.protection import ProtectionSpec
+from holdfast.api.protection import Protection, active, pairs, passive, rollback, upstream
 from holdfast.lab.chaos import windows
 from holdfast.lab.workloads import dmz
 from holdfast.lab.workloads.paced import Delivery, EpochLog, Paced
@@ -29,12 +28,12 @@ SITES = 4
 KEYS = 20_000
 RATE = 20_000.0
 FLOWS = ("dmz", "windows")
-PROTECTIONS: dict[str, ProtectionSpec] = {
-    "pairs": pairs(apart="process"),
-    "active": active(apart="process"),
-    "passive": passive(every_ms=200, apart="process"),
-    "upstream": upstream(apart="process"),
-    "rollback": rollback(apart="process"),
+PROTECTIONS: dict[str, Protection] = {
+    "pairs": pairs(failure_domain="process"),
+    "active": active(failure_domain="process"),
+    "passive": passive(interval=0.2, failure_domain="process"),
+    "upstream": upstream(failure_domain="process"),
+    "rollback": rollback(failure_domain="process"),
 }
 
 

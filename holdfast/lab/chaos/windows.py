@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from holdfast import functions as F
 from holdfast.api.graph import Flow
 from holdfast.engine.batches import row_digests
-from holdfast.engine.expressions import col, count, max_, sum_
+from holdfast.engine.expressions import col
 from holdfast.lab.workloads import dmz
 from holdfast.lab.workloads.paced import EpochLog, Paced
 
@@ -42,10 +43,10 @@ def windows_flow(source: Paced, sink: EpochLog) -> Flow:
     flow = Flow("windows")
     packets = flow.source("packets", source, event_time="ts")
     counts = packets.key_by("src", "dst").window(time=PANE)
-    counted = counts.agg(n=count(), last=max_("ts"), due=max_(due))
+    counted = counts.agg(n=F.count(), last=F.max("ts"), due=F.max(due))
     groups = counted.select("window_start", "n", "last", due, "src", app=col("dst") % dmz.APPS)
     totals = groups.key_by("app", "src").window(time=PANES * PANE, every=PANE)
-    totals.agg(n=sum_("n"), last=max_("last"), due=max_(due)).sink("alerts", sink)
+    totals.agg(n=F.sum("n"), last=F.max("last"), due=F.max(due)).sink("alerts", sink)
     return flow
 
 

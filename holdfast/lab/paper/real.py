@@ -22,7 +22,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from holdfast.api.graph import Flow, KeyedNode
+from holdfast import functions as F
+from holdfast.api.graph import Flow
+from holdfast.api.nodes import KeyedNode
 from holdfast.api.options import Options
 from holdfast.api.protection import active, none, pairs, passive, rollback, upstream
 from holdfast.connectors.sinks import Authority, Sink, SinkWriter, discard
@@ -35,7 +37,7 @@ from holdfast.core.layout import View
 from holdfast.core.protection import ProtectionSpec
 from holdfast.core.sequencer import Budget
 from holdfast.engine.batches import empty
-from holdfast.engine.expressions import col, max_
+from holdfast.engine.expressions import col
 from holdfast.errors import InvariantError
 from holdfast.lab.paper.layouts import Parameters
 from holdfast.lab.paper.measure import Recovery, recovery_of
@@ -65,11 +67,11 @@ def protection(name: str, interval_s: float) -> ProtectionSpec:
     )  # the clock that it is asked by has that interval
     made = {
         "none": none(),
-        "passive": passive(every_ms=every_ms, apart="process"),
-        "active": active(apart="process"),
-        "upstream": upstream(apart="process"),
-        "rollback": rollback(apart="process"),
-        "pairs": pairs(apart="process"),
+        "passive": passive(interval=every_ms / 1e3, failure_domain="process"),
+        "active": active(failure_domain="process"),
+        "upstream": upstream(failure_domain="process"),
+        "rollback": rollback(failure_domain="process"),
+        "pairs": pairs(failure_domain="process"),
     }
     return made[name]
 
@@ -239,7 +241,7 @@ class Run:
             window=64,
             block_rows=10_000,
             read_ahead_rows=10_000,
-            lease_s=NEVER_S,
+            lease=NEVER_S,
         )
         return WiredWorld(self._flow(source), source, options, pace, self.seed)
 
@@ -261,9 +263,9 @@ class Run:
         return world
 
     def _flow(self, source: _Timely) -> Flow:
-        flow = Flow("paper", protect=pairs(apart="process"))
+        flow = Flow("paper", protect=pairs(failure_domain="process"))
         stream = flow.source("sensor", source, event_time="n").key_by("k").window(time=1)
-        others = {name: max_(name) for name in (*FIELDS, "due_us", "flag")}
+        others = {name: F.max(name) for name in (*FIELDS, "due_us", "flag")}
         found = stream.agg(**others).select("k", *others, n=col("window_start"))
         if self.selectivity < 1.0:
             found = found.filter(col("n") * 7919 % 1_000 < round(1_000 * self.selectivity))

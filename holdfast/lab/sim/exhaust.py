@@ -23,13 +23,13 @@ import pyarrow as pa
 from rich.console import Console
 from rich.progress import Progress
 
+from holdfast import functions as F
 from holdfast.api.graph import Flow
 from holdfast.api.options import Options
 from holdfast.api.protection import none, pairs
 from holdfast.connectors.sinks import discard
 from holdfast.connectors.sources import rows
 from holdfast.core.sequencer import Budget
-from holdfast.engine.expressions import count, sum_
 from holdfast.errors import HoldfastError, SiteLostError
 from holdfast.lab.sim.bugs import Bug
 from holdfast.lab.sim.flows import in_order
@@ -59,10 +59,10 @@ class Path:
 
 
 def flow(protected: bool = True) -> Flow:
-    made = Flow("small", protect=pairs(apart="process") if protected else none())
+    made = Flow("small", protect=pairs(failure_domain="process") if protected else none())
     batch = pa.record_batch({"k": [1, 2, 1, 3, 2, 1, 3] * 3, "v": list(range(21))})
     source = made.source("numbers", rows(batch))
-    source.key_by("k").agg(t=sum_("v"), n=count()).sink("out", discard())
+    source.key_by("k").agg(t=F.sum("v"), n=F.count()).sink("out", discard())
     return made
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
-from holdfast.api.graph import Flow, KeyedNode
+from holdfast.api.graph import Flow
+from holdfast.api.nodes import KeyedNode
 from holdfast.api.options import Options
-from holdfast.api.protection import active, pairs, passive, rollback, upstream
+from holdfast.api.protection import Protection, active, pairs, passive, rollback, upstream
 from holdfast.core.controller import State
-from holdfast.core.protection import ProtectionSpec
 from holdfast.core.sequencer import Budget
 from holdfast.errors import HoldfastError
 from holdfast.lab.sim import flows
@@ -36,20 +36,20 @@ OPTIONS = Options(
     block_rows=20,
     read_ahead_rows=60,
     # Rows that wait behind the gate are not late when it opens.
-    idle_ms=3_600_000,
-    lease_s=0.1,
+    idle=3600,
+    lease=0.1,
 )
 
 SCARCE_BYTES = 12_000
 """Buffers that are soon full: whoever is slow is let go."""
 
-PROTOCOLS: dict[str, ProtectionSpec] = {
-    "pairs": pairs(apart="process"),
-    "triples": pairs(replicas=3, apart="process"),
-    "active": active(apart="process"),
-    "rollback": rollback(base_ms=20, apart="process"),
-    "upstream": upstream(base_ms=20, apart="process"),
-    "passive": passive(every_ms=8, apart="process"),
+PROTOCOLS: dict[str, Protection] = {
+    "pairs": pairs(failure_domain="process"),
+    "triples": pairs(replicas=3, failure_domain="process"),
+    "active": active(failure_domain="process"),
+    "rollback": rollback(summary_interval=0.02, failure_domain="process"),
+    "upstream": upstream(summary_interval=0.02, failure_domain="process"),
+    "passive": passive(interval=0.008, failure_domain="process"),
 }
 
 
@@ -91,7 +91,7 @@ class Case:
         return flow
 
     @property
-    def guards(self) -> tuple[ProtectionSpec, ...]:
+    def guards(self) -> tuple[Protection, ...]:
         """How stages are protected later on."""
         return shape(plan(self._flow(self.then)), self._options().partitions).guards
 
@@ -127,7 +127,7 @@ class Case:
         return world
 
 
-def _change(world: TimedWorld, guards: tuple[ProtectionSpec, ...]) -> None:
+def _change(world: TimedWorld, guards: tuple[Protection, ...]) -> None:
     """Protect otherwise, as soon as that can be."""
     if world.controller.state is State.RUNNING and not world.leaderless:
         world.want(guards)
@@ -159,7 +159,7 @@ class Outcome:
     seconds: float = 0.0
     log: list[str] = field(default_factory=list)
     trace: list[tuple[object, ...]] = field(default_factory=list)
-    guards: tuple[ProtectionSpec, ...] = ()
+    guards: tuple[Protection, ...] = ()
     """How the stages were protected in the end."""
 
 

@@ -13,12 +13,13 @@ from functools import cache
 import numpy as np
 import pyarrow as pa
 
-from holdfast.api.graph import Flow, Stream
-from holdfast.api.protection import none
+from holdfast import functions as F
+from holdfast.api.graph import Flow
+from holdfast.api.protection import Protection, none
+from holdfast.api.streams import Stream
 from holdfast.connectors.sinks import discard
 from holdfast.connectors.sources import rows
-from holdfast.core.protection import ProtectionSpec
-from holdfast.engine.expressions import at_start, col, count, lit, max_, mean, sum_
+from holdfast.engine.expressions import col, lit
 from holdfast.lab.sim.world import World
 
 ROWS = 1_000
@@ -45,11 +46,11 @@ def splits(rows_in: int = ROWS) -> Flow:
 def _monitoring(name: str, rows_in: int) -> Flow:
     flow = Flow(name)
     packets = flow.source("packets", rows(*_packets(rows_in, SPLITS.get(name, 1))))
-    emit = {"app": col("dst") % 4, "src": col("src"), "dur": col("ts") - at_start("ts")}
+    emit = {"app": col("dst") % 4, "src": col("src"), "dur": col("ts") - F.at_start("ts")}
     start, end = col("kind") == 0, col("kind") == 1
-    sessions = packets.key_by("src", "dst").sessions(start=start, end=end, emit=emit)
+    sessions = packets.key_by("src", "dst").spans(start=start, end=end, emit=emit)
     stats = sessions.key_by("app", "src").window(rows=2, every=1)
-    stats.agg(worst=max_("dur"), typical=mean("dur")).sink("alerts", discard())
+    stats.agg(worst=F.max("dur"), typical=F.mean("dur")).sink("alerts", discard())
     return flow
 
 
@@ -57,9 +58,9 @@ def windows(rows_in: int = ROWS) -> Flow:
     """Two keyed stages in a row, and windows over event time beside them; two sinks."""
     flow = Flow("windows")
     source = flow.source("events", rows(_events(rows_in)), event_time="ts")
-    totals = source.key_by("k").agg(x=sum_("v")).select(k=col("k") % 3, x=col("x"))
-    totals.key_by("k").agg(m=max_("x"), n=count()).sink("out", discard())
-    per_group = source.key_by("g").window(time=20, every=10, lateness=5).agg(n=count())
+    totals = source.key_by("k").agg(x=F.sum("v")).select(k=col("k") % 3, x=col("x"))
+    totals.key_by("k").agg(m=F.max("x"), n=F.count()).sink("out", discard())
+    per_group = source.key_by("g").window(time=20, every=10, lateness=5).agg(n=F.count())
     per_group.sink("windows", discard())
     return flow
 
@@ -68,22 +69,22 @@ def times(rows_in: int = ROWS) -> Flow:
     """Windows over event time, and windows of what they give: the state is of the recent past."""
     flow = Flow("times")
     source = flow.source("events", rows(_events(rows_in)), event_time="ts")
-    counts = source.key_by("k").window(time=20, lateness=5).agg(n=count(), x=sum_("v"))
+    counts = source.key_by("k").window(time=20, lateness=5).agg(n=F.count(), x=F.sum("v"))
     groups = counts.select("window_start", g=col("k") % 3, n=col("n"), x=col("x"))
-    groups.key_by("g").window(time=60).agg(most=max_("x"), n=sum_("n")).sink("out", discard())
+    groups.key_by("g").window(time=60).agg(most=F.max("x"), n=F.sum("n")).sink("out", discard())
     return flow
 
 
 def timeouts(rows_in: int = ROWS) -> Flow:
-    """Sessions of which some end and some time out, and windows of both."""
+    """Spans of which some end and some time out, and windows of both."""
     flow = Flow("timeouts")
     source = flow.source("events", rows(_events(rows_in)), event_time="ts")
-    emit = {"g": col("k") % 3, "ts": at_start("ts"), "ended": lit(1)}
+    emit = {"g": col("k") % 3, "ts": F.at_start("ts"), "ended": lit(1)}
     start, end = col("v") < 12, col("v") > 40
-    sessions = source.key_by("k").sessions(start=start, end=end, emit=emit, timeout=15)
-    expired = sessions.expired.select(g=col("k") % 3, ts=col("ts"), ended=lit(0))
-    groups = sessions.union(expired).key_by("g")
-    groups.window(time=30).agg(n=count(), ended=sum_("ended")).sink("out", discard())
+    spans = source.key_by("k").spans(start=start, end=end, emit=emit, timeout=15)
+    expired = spans.expired.select(g=col("k") % 3, ts=col("ts"), ended=lit(0))
+    groups = spans.union(expired).key_by("g")
+    groups.window(time=30).agg(n=F.count(), ended=F.sum("ended")).sink("out", discard())
     return flow
 
 
@@ -91,9 +92,9 @@ def diamond(rows_in: int = ROWS) -> Flow:
     """One stream goes two ways and comes together again."""
     flow = Flow("diamond")
     source = flow.source("events", rows(_events(rows_in)), event_time="ts")
-    left = source.key_by("k").agg(x=sum_("v")).select(k=col("k"), x=col("x"))
+    left = source.key_by("k").agg(x=F.sum("v")).select(k=col("k"), x=col("x"))
     right = source.filter(col("g") == 0).select(k=col("k"), x=col("v"))
-    left.union(right).key_by("k").agg(n=count(), s=sum_("x")).sink("out", discard())
+    left.union(right).key_by("k").agg(n=F.count(), s=F.sum("x")).sink("out", discard())
     return flow
 
 
@@ -102,10 +103,10 @@ def sources(rows_in: int = ROWS) -> Flow:
     flow = Flow("sources")
     left, right = _two_sources(flow, rows_in, (2, 1))
     both = left.union(right).key_by("k").window(time=20, every=10, lateness=DELAY)
-    counts = both.agg(n=count(), x=sum_("v")).select("window_start", "n", "x", g=col("k") % 3)
-    counts.key_by("g").window(time=40).agg(n=sum_("n"), most=max_("x")).sink("out", discard())
+    counts = both.agg(n=F.count(), x=F.sum("v")).select("window_start", "n", "x", g=col("k") % 3)
+    counts.key_by("g").window(time=40).agg(n=F.sum("n"), most=F.max("x")).sink("out", discard())
     # Rows of the other source close these windows, too.
-    alone = left.key_by("g").window(time=20, lateness=DELAY).agg(n=count(), x=sum_("v"))
+    alone = left.key_by("g").window(time=20, lateness=DELAY).agg(n=F.count(), x=F.sum("v"))
     alone.sink("alone", discard())
     return flow
 
@@ -116,11 +117,11 @@ def joins(rows_in: int = ROWS) -> Flow:
     counts = []
     for source in _two_sources(flow, rows_in, (2, 2)):
         window = source.key_by("k").window(time=20, lateness=DELAY)
-        counts.append(window.agg(n=count(), x=sum_("v")).select("window_start", "k", "n", "x"))
+        counts.append(window.agg(n=F.count(), x=F.sum("v")).select("window_start", "k", "n", "x"))
     keys = ("k", "window_start")
-    both = counts[0].key_by(*keys).join(counts[1].key_by(*keys), within=20)
-    both = both.select("window_start", "k", n=col("n") * col("n_right"), x=col("x_right"))
-    both.key_by("k").window(time=60).agg(n=sum_("n"), most=max_("x")).sink("out", discard())
+    joined = counts[0].key_by(*keys).join(counts[1].key_by(*keys), within=20)
+    both = joined.select("window_start", "k", n=col("n") * col("n_right"), x=col("x_right"))
+    both.key_by("k").window(time=60).agg(n=F.sum("n"), most=F.max("x")).sink("out", discard())
     return flow
 
 
@@ -128,7 +129,7 @@ def poison(rows_in: int = ROWS) -> Flow:
     """A row in the middle makes a function raise: the flow must stop there, and name it."""
     flow = Flow("poison")
     source = flow.source("events", rows(_events(rows_in)))
-    totals = source.key_by("k").agg(x=sum_("v"), n=count())
+    totals = source.key_by("k").agg(x=F.sum("v"), n=F.count())
     totals.map(_stumble, totals.schema).sink("out", discard())
     return flow
 
@@ -152,7 +153,7 @@ FLOWS: dict[str, Callable[[int], Flow]] = {
 }
 
 
-def make(name: str, protection: ProtectionSpec, rows_in: int = ROWS) -> Flow:
+def make(name: str, protection: Protection, rows_in: int = ROWS) -> Flow:
     flow = FLOWS[name](rows_in)
     flow.protection = protection
     return flow

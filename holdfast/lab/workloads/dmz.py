@@ -17,11 +17,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from holdfast import functions as F
 from holdfast.api.graph import Flow
 from holdfast.connectors.sinks import Sink
 from holdfast.connectors.sources import Generator, Source
 from holdfast.engine.batches import row_digests
-from holdfast.engine.expressions import at_start, col, last, max_, mean
+from holdfast.engine.expressions import col
 
 SCHEMA = pa.schema(
     [
@@ -159,15 +160,20 @@ def dmz_flow(source: Source, sink: Sink, name: str = "dmz", clock: str | None = 
     """
     flow = Flow(name)
     also = {} if clock is None else {clock: col(clock)}
-    emit = {"app": col("dst") % APPS, "src": col("src"), "dur": col("ts") - at_start("ts"), **also}
+    emit = {
+        "app": col("dst") % APPS,
+        "src": col("src"),
+        "dur": col("ts") - F.at_start("ts"),
+        **also,
+    }
     sessions = (
         flow.source("packets", source)
         .key_by("src", "dst")
-        .sessions(start=col("kind") == 0, end=col("kind") == 1, emit=emit)
+        .spans(start=col("kind") == 0, end=col("kind") == 1, emit=emit)
     )
     stats = sessions.key_by("app", "src").window(rows=2, every=1)
-    newest = {name: last(name) for name in also}
-    stats.agg(worst=max_("dur"), typical=mean("dur"), **newest).sink("alerts", sink)
+    newest = {name: F.last(name) for name in also}
+    stats.agg(worst=F.max("dur"), typical=F.mean("dur"), **newest).sink("alerts", sink)
     return flow
 
 

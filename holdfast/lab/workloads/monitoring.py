@@ -9,9 +9,10 @@ from collections.abc import Callable
 
 import pyarrow as pa
 
+from holdfast import functions as F
 from holdfast.api.graph import Flow
-from holdfast.core.protection import ProtectionSpec
-from holdfast.engine.expressions import at_start, col, max_, mean
+from holdfast.api.protection import Protection
+from holdfast.engine.expressions import col
 from holdfast.lab.workloads import dmz
 from holdfast.lab.workloads.paced import EpochLog, Paced
 
@@ -34,15 +35,15 @@ def events(source: Paced, sink: EpochLog) -> Flow:
     sessions = (
         flow.source("packets", source, event_time="ts")
         .key_by("src", "dst")
-        .sessions(
+        .spans(
             start=col("kind") == 0,
             end=col("kind") == 1,
-            emit=emit | {"dur": col("ts") - at_start("ts")},
+            emit=emit | {"dur": col("ts") - F.at_start("ts")},
             timeout=SECOND,
         )
     )
     stats = sessions.key_by("app", "src").window(time=SECOND)
-    stats.agg(worst=max_("dur"), typical=mean("dur"), due=max_(DUE)).sink("alerts", sink)
+    stats.agg(worst=F.max("dur"), typical=F.mean("dur"), due=F.max(DUE)).sink("alerts", sink)
     return flow
 
 
@@ -66,7 +67,7 @@ FLOWS: dict[str, Callable[[Paced, EpochLog], Flow]] = {
 }
 
 
-def made(name: str, folder: str, rate: float, protection: ProtectionSpec, head: int = 0) -> Flow:
+def made(name: str, folder: str, rate: float, protection: Protection, head: int = 0) -> Flow:
     """Source and sink meet in `folder`."""
     flow = FLOWS[name](source(folder, rate, head), EpochLog(f"{folder}/epochs"))
     flow.protection = protection

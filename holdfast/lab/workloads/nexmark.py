@@ -20,10 +20,12 @@ from functools import partial
 import numpy as np
 import pyarrow as pa
 
-from holdfast.api.graph import Flow, Stream
+from holdfast import functions as F
+from holdfast.api.graph import Flow
+from holdfast.api.streams import Stream
 from holdfast.connectors.sinks import Sink, discard
 from holdfast.connectors.sources import Generator, Source
-from holdfast.engine.expressions import at_start, col, count, lit, max_
+from holdfast.engine.expressions import col, lit
 
 CYCLE = 50
 """Events of which one is a person, three are auctions and the rest are bids, in this order."""
@@ -283,10 +285,10 @@ Streams = Mapping[int, Stream]
 def q5(events: Streams, lateness: int = 0) -> Stream:
     """Hot items: in every sliding window the auctions with the most bids, and how many."""
     sliding = events[BID].key_by("auction").window(time=SIZE_MS, every=EVERY_MS, lateness=lateness)
-    counts = sliding.agg(num=count())
-    counts = counts.select("window_start", "auction", "num", at=col("window_start"))
-    most = counts.key_by("at").window(time=EVERY_MS).agg(most=max_("num"))
-    most = most.select("window_start", "at", "most")
+    counted = sliding.agg(num=F.count())
+    counts = counted.select("window_start", "auction", "num", at=col("window_start"))
+    highest = counts.key_by("at").window(time=EVERY_MS).agg(most=F.max("num"))
+    most = highest.select("window_start", "at", "most")
     both = counts.key_by("at").join(most.key_by("at"), within=EVERY_MS)
     return both.filter(col("num") == col("most")).select("auction", "num", starttime=col("at"))
 
@@ -295,9 +297,9 @@ def q7(events: Streams, lateness: int = 0) -> Stream:
     """Highest bid: the bids with the highest price of a tumbling window. As in Nexmark, a bid at
     the very end of a window still counts if it has that price."""
     each = events[BID].key_by("auction").window(time=SIZE_MS, lateness=lateness)
-    tops = each.agg(price=max_("price")).with_columns(all=lit(0))
-    highest = tops.key_by("all").window(time=SIZE_MS).agg(price=max_("price"))
-    highest = highest.select("window_start", "window_end", "price")
+    tops = each.agg(price=F.max("price")).with_columns(all=lit(0))
+    windows = tops.key_by("all").window(time=SIZE_MS).agg(price=F.max("price"))
+    highest = windows.select("window_start", "window_end", "price")
     both = events[BID].key_by("price").join(highest.key_by("price"), within=SIZE_MS)
     inside = (col("ts") >= col("window_start")) & (col("ts") <= col("window_end"))
     return both.filter(inside).select("auction", "bidder", "price", "ts")
@@ -307,8 +309,8 @@ def q8(events: Streams, lateness: int = 0) -> Stream:
     """New users: persons who have opened an auction in the tumbling window in which they came."""
     came = events[PERSON].key_by("id", "name").window(time=SIZE_MS, lateness=lateness)
     opened = events[AUCTION].key_by("seller").window(time=SIZE_MS, lateness=lateness)
-    persons = came.agg(n=count()).select("id", "name", "window_start")
-    sellers = opened.agg(n=count()).select("window_start", id=col("seller"))
+    persons = came.agg(n=F.count()).select("id", "name", "window_start")
+    sellers = opened.agg(n=F.count()).select("window_start", id=col("seller"))
     both = persons.key_by("id", "window_start").join(
         sellers.key_by("id", "window_start"), within=SIZE_MS
     )
@@ -322,14 +324,14 @@ def sessions(events: Streams, lateness: int = 0) -> Stream:
     periods = events[BID].key_by("bidder").window(time=EVERY_MS, lateness=lateness)
     emit = {
         "bidder": col("bidder"),
-        "begun": at_start("window_start"),
+        "begun": F.at_start("window_start"),
         "ended": col("window_start"),
-        "bids": at_start("bids"),
+        "bids": F.at_start("bids"),
     }
     found = (
-        periods.agg(bids=count())
+        periods.agg(bids=F.count())
         .key_by("bidder")
-        .sessions(start=col("bids") >= BURST, end=col("bids") == 1, emit=emit, timeout=TIMEOUT_MS)
+        .spans(start=col("bids") >= BURST, end=col("bids") == 1, emit=emit, timeout=TIMEOUT_MS)
     )
     # An end that comes with the very row that makes the session time out still ends it.
     return found.filter(col("ended") - col("begun") <= TIMEOUT_MS)
