@@ -36,7 +36,8 @@ does:
   nobody waits to hear that it is done.
 
 Two things are not states, because they go on across transitions. `work` is the order that the
-replica is busy with: it is finished in whatever state the replica is then. `retain_after` is the
+replica is busy with: given while it replays, it may be done when the replica is active or
+retired. `retain_after` is the
 epoch up to which nothing may be needed any more until the replica could be rebuilt; it belongs to
 one view, which may come while the replica replays or when it is active.
 
@@ -568,15 +569,19 @@ class Replica:
 
     def check_invariants(self) -> None:
         """What goes with each state is there, and nothing else."""
-        replaying, ends = self.state is State.REPLAYING, bool(self.inputs or self.outputs)
-        sound = {
-            "replays up to an epoch": replaying == (self.replaying_to is not None),
-            "has ends of its exchanges": self.has_state == ends,
-            "gets state from a site": self.state is State.STANDBY
-            or (self.state is State.INSTALLING) == (self.source_site is not None),
-            "has heard of producers": self.state is State.SEARCHING or not self.search.told,
-            "is busy": self.computes or not self.work.busy,
-            "owes its state": self.computes or self.follows or not self.donor.due,
-        }
-        for what, holds in sound.items():
-            require(holds, f"{self!r}: {what}, or not; history: {list(self.history)}")
+        state, computes = self.state, self.computes
+        sound = (
+            (state is State.REPLAYING) == (self.replaying_to is not None)
+            and self.has_state == bool(self.outputs or self.inputs)
+            and (state is State.INSTALLING or self.source_site is None or state is State.STANDBY)
+            and (state is not State.INSTALLING or self.source_site is not None)
+            and (state is State.SEARCHING or not self.search.told)
+            and (computes or not self.work.busy)
+            and (computes or state is State.FOLLOWER or not self.donor.due)
+        )
+        if not sound:  # the text is made only if it is needed: this is asked after every event
+            raise InvariantError(
+                f"{self!r} replays to {self.replaying_to}, gets state from {self.source_site}, is "
+                f"busy with {self.work.busy} and owes to {list(self.donor.due)}; "
+                f"history: {list(self.history)}"
+            )

@@ -4,9 +4,9 @@ A replica is busy with at most one order at a time. How many epochs that order h
 one as a rule; several small ones if the replica is behind, as long as the call stays short, since
 the site is deaf meanwhile.
 
-This is apart from the life of the replica because the two do not depend on each other: an order is
-given in one state and may be done in another (the view makes a follower lead, a replica catches
-up), and whatever was begun is finished.
+This is apart from the life of the replica because the two do not depend on each other: an order
+that is given while the replica replays may be done when it is active, and one that is under way
+when a view removes the replica is finished all the same, for nobody.
 """
 
 from __future__ import annotations

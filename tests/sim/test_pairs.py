@@ -22,6 +22,7 @@ from holdfast.api.options import Options
 from holdfast.connectors.sources import Position, Source, SplitReader
 from holdfast.core.controller import State
 from holdfast.core.effects import ProcessBundles
+from holdfast.core.events import ReplicaBehind
 from holdfast.core.ids import SiteId
 from holdfast.core.protection import ProtectionSpec
 from holdfast.core.sequencer import Budget
@@ -404,6 +405,39 @@ def test_word_of_a_replica_that_was_given_up_is_not_taken_for_the_next_one() -> 
     world.stalled = lambda site, order: False
     finish(world)
     assert sum(f"+{joiner}" in line for line in world.log) >= 2
+
+
+def test_state_for_a_joiner_that_was_given_up_is_not_taken_when_it_joins_again() -> None:
+    """All of it is on its way to a slow site that has nothing else to do. The joiner is given up;
+    producers drop what nobody else needs; it joins again, and then the old state arrives."""
+    settings = replace(TINY, partitions=1)
+    world = protected_world(21, sites=3, spares=1, relaunch=False, options=settings)
+
+    def last_sinks_wait(site: SiteId, order: Any) -> bool:
+        return bool(order.task[0] >= 4)  # so that the stream does not end meanwhile
+
+    world.stalled = last_sinks_wait
+    go(world, until=lambda: len(world.records) >= 2)
+    world.crash(SiteId(1))
+    go(world, until=lambda: world.controller.dead and list(joining(world)))
+    task, joiner = next((u, s) for u, s in joining(world) if world.plan.stages[u[0]].operator)
+    donor = world.controller.view.group(task).donor
+    go(world, until=lambda: (task, joiner) in world.controller._ordered)
+    late = hold(world, donor, joiner)
+    go(world, until=lambda: told(late, wire.HandOverEnd, stage=task[0]))
+    world._control(ReplicaBehind(joiner, "it is slow"))
+    assert joiner not in world.controller.view.group(task).joining
+    timers, world._timers = world._timers, []  # it does not join again at once
+    world.stalled = lambda site, order: False
+    epochs = len(world.records) + 8
+    go(world, until=lambda: len(world.records) >= epochs)
+    world.stalled = last_sinks_wait
+    world._timers += timers
+    go(world, until=lambda: joiner in world.controller.view.group(task).joining)
+    go(world, until=lambda: world.nodes[joiner].view.number == world.controller.view.number)
+    late.held = False
+    world.stalled = lambda site, order: False
+    finish(world)
 
 
 def test_the_state_of_a_new_sequencer_is_lost_with_its_connection() -> None:
