@@ -158,6 +158,6 @@ def test_a_source_is_not_read_before_it_is_settled() -> None:
     made = kafka_source("host:9092", "t", schema=SCHEMA)
     with pytest.raises(FlowError, match="before it is known where it begins"):
         made.open(0)
-    settled = made.settled({"begins": [4, 5], "ends": None})
+    settled = made.resolved({"begins": [4, 5], "ends": None})
     assert settled.splits == 2 and isinstance(made, KafkaSource) and made.begins is None
     assert settled.open(1).position() == {"row": 0, "offset": 5}
