@@ -1022,3 +1022,15 @@ def test_a_source_whose_rows_cannot_be_cast_for_want_of_memory_names_no_row(
     monkeypatch.setattr("holdfast.engine.steps.as_array", lambda *_: no_memory(batch))
     with pytest.raises(MemoryError):
         conform(batch, pa.schema([("k", pa.int64())]), "in")
+
+
+def test_of_several_sinks_a_batch_job_gives_those_that_are_named() -> None:
+    flow = Flow("shop")
+    source = flow.source("s", rows(SMALL))
+    source.sink("one", discard())
+    source.sink("two", discard())
+    for job in (flow.batch, flow.stream):
+        with pytest.raises(FlowError, match="'shop' has several sinks: 'one', 'two'"):
+            job(None, {})  # type: ignore[arg-type]
+        with pytest.raises(FlowError, match="'shop' has no sink 'three'"):
+            job(None, {}, sink=["one", "three"])  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from pyspark.sql.window import Window
 from holdfast import Flow, FlowError, KeyedFunction, col
 from holdfast import functions as hf
 from holdfast.core.records import EpochRecord, Range
+from holdfast.plan.planner import plan
 from holdfast.sinks import discard
 from holdfast.sources import rows, spark_batch
 from holdfast.spark import batch as batch_module
@@ -73,8 +74,10 @@ def source(flow: Flow, name: str = "events", schema: pa.Schema = EVENTS, **optio
 
 
 def batch(flow: Flow, spark: SparkSession, inputs: dict[str, DataFrame], **options: Any) -> Any:
-    """Few partitions: every task costs, and the machine is small."""
-    return flow.batch(spark, inputs, partitions=3, **options)
+    """Few partitions: every task costs, and the machine is small. Of several sinks all."""
+    names = [sink.name for sink in plan(flow).sinks]
+    wanted = {"sink": names if len(names) > 1 else None, **options}
+    return flow.batch(spark, inputs, partitions=3, **wanted)
 
 
 def content(df: DataFrame) -> list[str]:

@@ -16,6 +16,7 @@ from holdfast.connectors.sinks import Sink
 from holdfast.connectors.sources import Source
 from holdfast.core.protection import ProtectionSpec
 from holdfast.net.reader import SinkReader
+from holdfast.plan.planner import plan
 from holdfast.protections import pairs
 from holdfast.sinks import outlet, parquet, table
 from holdfast.sources import follow, generator, rows
@@ -109,7 +110,9 @@ def test_it_is_as_if_everything_had_been_streamed(
     assert run.wait(120)
     assert run.records()[0].base == BEFORE, "what the history was read from is not read again"
     alone = four_kinds(rows(whole), lambda _: outlet())
-    results = alone.batch(spark, {"events": in_order(spark, whole)}, with_order=True)
+    names = [sink.name for sink in plan(alone).sinks]
+    before = {"events": in_order(spark, whole)}
+    results = alone.batch(spark, before, sink=names, with_order=True)
     for name, wanted in results.items():
         same(sorted_by_order(pq.read_table(tmp_path / name)), sorted_by_order(wanted.toArrow()))
     assert not list((tmp_path / "at").rglob("*.arrow")), "nothing is left behind"

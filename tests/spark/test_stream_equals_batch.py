@@ -85,8 +85,9 @@ def reading(spark: SparkSession, files: Path, per_batch: int) -> DataFrame:
     )
 
 
-def streaming(flow: Flow, spark: SparkSession, files: Path, per_batch: int) -> Any:
-    return flow.stream(spark, {"events": reading(spark, files, per_batch)}, partitions=3)
+def streaming(flow: Flow, spark: SparkSession, files: Path, per_batch: int, *sinks: str) -> Any:
+    given = {"events": reading(spark, files, per_batch)}
+    return flow.stream(spark, given, partitions=3, sink=sinks or None)
 
 
 def ordered(*names: str) -> Any:
@@ -194,7 +195,7 @@ def test_partition_order_stateless_steps_and_dead_letters(
     some = copied(files, tmp_path / "in", range(2))
     one_by_one = [spark.read.parquet(str(some / f"{n}.parquet")) for n in range(2)]
     wanted = batch(flow, spark, {"events": one_by_one[0].union(one_by_one[1])})
-    streams = streaming(flow, spark, some, 1)
+    streams = streaming(flow, spark, some, 1, "out", "plain", "dead")
     assert set(streams) == {"out", "plain", "dead"}
     for name, df in streams.items():
         agree(written(df, tmp_path / name), wanted[name])
