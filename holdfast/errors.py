@@ -99,7 +99,7 @@ class SinkRewoundError(SinkError):
     fields = ("sink", "committed", "found", "hint")
 
     def __init__(self, sink: str, committed: int, found: int, hint: str) -> None:
-        known = f"epochs up to {committed}" if committed >= 0 else "that it has a record of this flow"
+        known = f"epochs up to {committed}" if committed >= 0 else "a record of this flow"
         has = f"only epochs up to {found}" if found >= 0 else "nothing of this flow"
         super().__init__(
             f"sink {sink!r} went backwards: its store confirmed {known}, but now it has {has}",
