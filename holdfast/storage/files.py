@@ -319,7 +319,7 @@ class Folder:
 
     def damaged(self, name: str, what: str) -> StoreDamagedError:
         return StoreDamagedError(
-            f"{name} at {self.place} is damaged, or not a file of Holdfast: {what}",
+            f"{name} at {self.place} is damaged, or not a file that Holdfast has written: {what}",
             hint=f"run `holdfast check {self.place}` to find all damage and what can be done",
         )
 
