@@ -198,14 +198,13 @@ class OperatorSnapshot:
 
 @dataclass(frozen=True)
 class Agg:
-    """An aggregate bound to its input schema, with the types of its operand (`taken`) and its
-    result (`given`)."""
+    """An aggregate bound to its input schema, with the types of its operand and its result."""
 
     name: str
     kind: str
     expr: Expr | None
-    taken: pa.DataType
-    given: pa.DataType
+    operand_type: pa.DataType
+    result_type: pa.DataType
 
     @classmethod
     def bind(cls, name: str, aggregate: Aggregate, schema: pa.Schema, where: str) -> Agg:
@@ -216,22 +215,23 @@ class Agg:
             )
         if aggregate.expr is None:
             return cls(name, "count", None, pa.int64(), pa.int64())
-        taken = infer(aggregate.expr, schema, f"{where}, aggregate {name!r}")
-        numeric = is_plain(taken) and not pa.types.is_boolean(taken)
+        operand = infer(aggregate.expr, schema, f"{where}, aggregate {name!r}")
+        numeric = is_plain(operand) and not pa.types.is_boolean(operand)
         if aggregate.kind in ("sum", "mean") and not numeric:
             raise FlowError(
-                f"{where}: {aggregate.kind} of {aggregate.expr} needs numbers, not {taken}"
+                f"{where}: {aggregate.kind} of {aggregate.expr} needs numbers, not {operand}"
             )
-        if aggregate.kind in ("max", "min") and not (numeric or pa.types.is_temporal(taken)):
+        if aggregate.kind in ("max", "min") and not (numeric or pa.types.is_temporal(operand)):
             raise FlowError(
-                f"{where}: {aggregate.kind} of {aggregate.expr} needs numbers or times, not {taken}"
+                f"{where}: {aggregate.kind} of {aggregate.expr} needs numbers or times, "
+                f"not {operand}"
             )
-        given = taken
+        result = operand
         if aggregate.kind == "mean":
-            given = pa.float64()
+            result = pa.float64()
         elif aggregate.kind == "sum":
-            given = pa.float64() if pa.types.is_floating(taken) else pa.int64()
-        return cls(name, aggregate.kind, aggregate.expr, taken, given)
+            result = pa.float64() if pa.types.is_floating(operand) else pa.int64()
+        return cls(name, aggregate.kind, aggregate.expr, operand, result)
 
     @cached_property
     def field(self) -> Field:
@@ -240,22 +240,22 @@ class Agg:
             case "count":
                 return Field(pa.int64())
             case "sum" | "mean":
-                whole = self.kind == "sum" and not pa.types.is_floating(self.given)
+                whole = self.kind == "sum" and not pa.types.is_floating(self.result_type)
                 return Field(pa.int64() if whole else pa.float64())
             case "max" | "min":
-                return Field(self.taken, _neutral(self.taken_field.dtype, self.kind))
+                return Field(self.operand_type, _neutral(self.operand_field.dtype, self.kind))
             case _:
-                return self.taken_field
+                return self.operand_field
 
     @cached_property
-    def taken_field(self) -> Field:
+    def operand_field(self) -> Field:
         """The form in which state stores the operand itself."""
-        return Field(self.taken)
+        return Field(self.operand_type)
 
     @cached_property
-    def given_field(self) -> Field:
+    def result_field(self) -> Field:
         """The conversion of the result to Arrow."""
-        return Field(self.given)
+        return Field(self.result_type)
 
     @property
     def ufunc(self) -> np.ufunc:
@@ -270,7 +270,7 @@ class Agg:
     @property
     def bounded(self) -> bool:
         """Whether it sums integers, which may overflow."""
-        return self.kind == "sum" and pa.types.is_integer(self.given)
+        return self.kind == "sum" and pa.types.is_integer(self.result_type)
 
     def numbers(self, column: Column) -> np.ndarray:
         """Convert an operand to numpy in its own type; raise for a null."""
@@ -279,7 +279,7 @@ class Agg:
                 f"{self.kind}({self.expr}) got a null; "
                 f"filter out such rows or use fill_null() before aggregating"
             )
-        values = self.taken_field.stored(column)
+        values = self.operand_field.stored(column)
         if self.bounded and values.dtype == np.uint64 and values.size and values.max() > LARGEST:
             raise OverflowError(
                 f"{self.kind}({self.expr}) got a number that does not fit into int64"
@@ -293,7 +293,7 @@ class Agg:
 
     def column(self, batch: pa.RecordBatch) -> Column:
         assert self.expr is not None
-        return broadcast(self.expr.eval(batch), batch.num_rows, self.taken)
+        return broadcast(self.expr.eval(batch), batch.num_rows, self.operand_type)
 
 
 LARGEST = int(np.iinfo(np.int64).max)

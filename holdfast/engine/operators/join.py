@@ -64,11 +64,13 @@ class WindowJoin(KeyedOperator):
         self.right_names: dict[str, str] = {}  # column of the right side -> its name in the output
         for f in right.schema:
             if f.name not in keys:
-                given = f.name + suffix if f.name in names else f.name
-                if given in names:
-                    raise FlowError(f"{where}: both sides have a column {given!r}; pass suffix=...")
-                self.right_names[f.name] = given
-                names.add(given)
+                output_name = f.name + suffix if f.name in names else f.name
+                if output_name in names:
+                    raise FlowError(
+                        f"{where}: both sides have a column {output_name!r}; pass suffix=..."
+                    )
+                self.right_names[f.name] = output_name
+                names.add(output_name)
         fields = [*left.schema]
         fields += [
             pa.field(new, right.schema.field(old).type) for old, new in self.right_names.items()

@@ -54,11 +54,11 @@ class RowWindow(KeyedOperator):
                 shared.setdefault(repr(agg.expr), []).append(agg)
         self.rings = {aggs[0].name: aggs for aggs in shared.values()}
         fields = [source.schema.field(k) for k in keys]
-        fields += [pa.field(a.name, a.given) for a in self.aggs]
+        fields += [pa.field(a.name, a.result_type) for a in self.aggs]
         self.outputs["out"] = Port(pa.schema(fields), source.width, delay=source.delay)
 
     def _allocate(self) -> None:
-        fields = {n: Field(aggs[0].taken, width=self.rows) for n, aggs in self.rings.items()}
+        fields = {n: Field(aggs[0].operand_type, width=self.rows) for n, aggs in self.rings.items()}
         self.table = StateTable({"__n": Field(pa.int64()), **fields}, self.partitions)
         self._peaks = dict.fromkeys(self.rings, 0)
         """Upper bounds of the absolute values in each ring: small bounds rule out overflow."""
@@ -139,10 +139,10 @@ class RowWindow(KeyedOperator):
         port = self.outputs["out"]
         arrays = [origin.column(k) for k in self.keys]
         for agg in self.aggs:
-            result, field = take_column(results[agg.name], restore), agg.given_field
+            result, field = take_column(results[agg.name], restore), agg.result_field
             if not agg.picks:
                 result = field.loaded(result.astype(field.dtype, copy=False), None)
-            arrays.append(as_array(result, agg.given))
+            arrays.append(as_array(result, agg.result_type))
         return pa.RecordBatch.from_arrays([*arrays, *order_arrays(origin)], schema=port.full_schema)
 
 
@@ -198,7 +198,7 @@ class _Windows:
         if not earlier.any():
             return here
         kept = table.get(name, self.due_slot[earlier], first[earlier] % self.rows)
-        return overlaid(as_array(here, agg.taken), earlier, kept)
+        return overlaid(as_array(here, agg.operand_type), earlier, kept)
 
     def _start(self, agg: Agg) -> np.ndarray:
         return np.full(self.due.size, agg.field.allocate(1)[0], agg.field.dtype)

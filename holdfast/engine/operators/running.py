@@ -26,7 +26,7 @@ class RunningAggregate(KeyedOperator):
         self.aggs = [Agg.bind(n, a, source.schema, where) for n, a in aggregates.items()]
         self.needs[0] |= columns_of(list(aggregates.values()))
         fields = [source.schema.field(k) for k in keys]
-        fields += [pa.field(a.name, a.given) for a in self.aggs]
+        fields += [pa.field(a.name, a.result_type) for a in self.aggs]
         self.outputs["out"] = Port(pa.schema(fields), source.width, delay=source.delay)
 
     def _allocate(self) -> None:

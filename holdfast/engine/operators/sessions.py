@@ -53,10 +53,10 @@ class Sessions(KeyedOperator):
             if not pa.types.is_boolean(kind):
                 raise FlowError(f"{where}: {what}={condition} has the type {kind}, not bool")
         for name in source.schema.names:
-            taken = AtStart.PREFIX + name
-            if taken in source.schema.names:
+            reserved = AtStart.PREFIX + name
+            if reserved in source.schema.names:
                 raise FlowError(
-                    f"{where}: the column name {taken!r} is reserved for at_start({name!r})",
+                    f"{where}: the column name {reserved!r} is reserved for at_start({name!r})",
                     hint="rename the column",
                 )
         opened = [pa.field(AtStart.PREFIX + f.name, f.type) for f in source.schema]

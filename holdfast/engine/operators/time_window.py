@@ -65,7 +65,7 @@ class TimeWindow(KeyedOperator):
         self.time_kind = source.schema.field(on).type
         fields = [source.schema.field(k) for k in keys]
         fields += [pa.field(START, self.time_kind), pa.field(END, self.time_kind)]
-        fields += [pa.field(a.name, a.given) for a in self.aggs]
+        fields += [pa.field(a.name, a.result_type) for a in self.aggs]
         self.outputs["out"] = Port(pa.schema(fields), 3, START, self.hold + size)
         self.outputs["late"] = Port(source.schema, source.width)
         self.needs[0] |= columns_of(list(aggregates.values())) | {on}
@@ -222,7 +222,7 @@ class TimeWindow(KeyedOperator):
             value = self.table.get(agg.name, slots)
             if agg.kind == "mean":
                 value = pa.array(self.table[agg.name][slots] / self.table["__n"][slots])
-            columns.append(as_array(value, agg.given))
+            columns.append(as_array(value, agg.result_type))
         columns += [pa.array(c) for c in (seq[order], window, hashed[order])]
         return pa.RecordBatch.from_arrays(columns, schema=port.full_schema)
 
