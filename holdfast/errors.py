@@ -1,9 +1,9 @@
-"""Every error a user of Holdfast can meet, in one place.
+"""All errors that Holdfast raises.
 
-Three kinds are never mixed. *Our bug* is an `InvariantError`, raised by `require` (which, unlike
-`assert`, also runs under ``python -O``). *A peer's violation* is a `ProtocolError`. *The user's or
-the environment's* are the others, each saying what failed, where, and what to do. All of them
-survive pickling, because Spark carries exceptions between processes.
+There are three kinds. A bug in Holdfast is an `InvariantError`, raised by `require`, which, unlike
+`assert`, also runs under ``python -O``. A protocol violation by a peer is a `ProtocolError`. All
+others are errors of the user or the environment; each states what failed, where, and what to do.
+All errors can be pickled, because Spark sends exceptions between processes.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, ClassVar
 
 
 class HoldfastError(Exception):
-    """Base of all errors raised by Holdfast."""
+    """Base class of all errors that Holdfast raises."""
 
     fields: ClassVar[tuple[str, ...]] = ("message", "hint")
-    """The attributes that are sent to another process, which calls `rebuilt` with them."""
+    """Attributes sent to another process, which passes them to `rebuilt`."""
 
     @classmethod
     def rebuilt(cls, detail: Mapping[str, Any]) -> HoldfastError:
-        """The error whose `fields` these are."""
+        """Create the error from its `fields`."""
         if cls.fields != HoldfastError.fields:
             return cls(**detail)
         return cls(detail["message"], hint=detail.get("hint"))
@@ -44,23 +44,23 @@ def _rebuild(
 
 
 class FlowError(HoldfastError):
-    """The flow, as written, cannot run: an unknown column, a cycle, a name used twice."""
+    """The flow is invalid: for example an unknown column, a cycle or a duplicate name."""
 
 
 class StoreDamagedError(FlowError):
-    """A file of a store is not what was written: it was cut, changed or exchanged."""
+    """A file of a store was truncated, modified or replaced after it was written."""
 
 
 class StoreTakenError(FlowError):
-    """Another process goes on from a store, or writes to it."""
+    """Another process owns the store: it has resumed from it or writes to it."""
 
 
 class InputError(HoldfastError):
-    """A source delivered rows that do not fit the schema it was declared with."""
+    """A source delivered rows that do not match its declared schema."""
 
 
 class OperatorError(HoldfastError):
-    """A step raised, or returned something of the wrong shape, while the flow ran."""
+    """A step or operator raised, or returned a result of the wrong shape, while the flow ran."""
 
     fields = ("flow", "stage", "operator", "epoch", "row", "cause")
 
@@ -70,33 +70,36 @@ class OperatorError(HoldfastError):
         super().__init__(
             f"flow {flow!r}, stage {stage!r}, operator {operator!r}, epoch {epoch}: {cause}\n"
             f"  at row: {row}",
-            hint='write Flow(..., on_error="dead-letter") to put such rows aside and go on',
+            hint='set Flow(..., on_error="dead-letter") to divert such rows and continue',
         )
         self.flow, self.stage, self.operator = flow, stage, operator
         self.epoch, self.row, self.cause = epoch, row, cause
 
 
 class HungError(HoldfastError):
-    """A call of a stage's code, such as a user's function, does not come to an end."""
+    """A call of a stage's code, such as a user's function, does not return."""
 
 
 class OutOfMemoryError(HoldfastError):
-    """A site has no more memory for the flow's state or rows. No row is to blame for it."""
+    """A site ran out of memory for the flow's state or rows. No single row is the cause."""
 
 
 class SinkError(HoldfastError):
-    """A store outside refuses a sink's rows, or is not as the sink needs it."""
+    """An external store rejects a sink's rows, or does not meet the sink's requirements."""
 
 
 class SinkRewoundError(SinkError):
-    """A store outside has less than it has confirmed before: a standby was promoted that lacked the
-    last transactions, an older backup was restored, or what says how far the rows reach was
-    deleted. Going on would leave a gap or repeat rows."""
+    """An external store has less than it confirmed before.
+
+    A standby of the store was promoted that lacked the last transactions, an older backup was
+    restored, or the record of the last durable epoch was deleted. Continuing would skip or repeat
+    rows.
+    """
 
     fields = ("sink", "committed", "found", "hint")
 
     def __init__(self, sink: str, committed: int, found: int, hint: str) -> None:
-        known = f"epochs up to {committed}" if committed >= 0 else "that it knew this flow"
+        known = f"epochs up to {committed}" if committed >= 0 else "a record of this flow"
         has = f"only epochs up to {found}" if found >= 0 else "nothing of this flow"
         super().__init__(
             f"sink {sink!r} went backwards: its store confirmed {known}, but now it has {has}",
@@ -106,52 +109,52 @@ class SinkRewoundError(SinkError):
 
 
 class HostError(HoldfastError):
-    """The host (Spark, or this machine) cannot carry the flow as asked."""
+    """The host (Spark, or this machine) cannot run the flow as requested."""
 
 
 class SiteLostError(HoldfastError):
-    """A site died and its partitions were not protected."""
+    """A site died whose partitions were not protected."""
 
 
 class Superseded(HoldfastError):
-    """Somebody else leads the flow, or has committed since: what was meant to be done is void."""
+    """Another party leads the flow or has committed in the meantime; the commit had no effect."""
 
     fields = ("flow", "term", "cause")
 
     def __init__(self, *, flow: str, term: int, cause: str) -> None:
         super().__init__(
-            f"flow {flow!r}: term {term} may not commit: {cause}",
-            hint="read the entry again; only whoever leads now may go on from there",
+            f"flow {flow!r}: term {term} cannot commit: {cause}",
+            hint="read the entry again; only the current leader can commit",
         )
         self.flow, self.term, self.cause = flow, term, cause
 
 
 class ArbiterAway(HoldfastError):
-    """The arbiter cannot be reached just now; whether the call took effect is not known."""
+    """The arbiter is unreachable. It is unknown whether the call took effect."""
 
     fields = ("where", "cause")
 
     def __init__(self, *, where: str, cause: str) -> None:
         super().__init__(
-            f"the arbiter at {where} cannot be reached: {cause}",
-            hint="data flows on and membership is frozen until it answers; try again",
+            f"the arbiter at {where} is unreachable: {cause}",
+            hint="rows continue to flow, and membership is frozen until it answers; try again",
         )
         self.where, self.cause = where, cause
 
 
 class DivergenceError(HoldfastError):
-    """A frame is not what its digest says: two parties disagree about the same rows."""
+    """A frame does not match its digest: two parties disagree about the same rows."""
 
 
 class ProtocolError(HoldfastError):
-    """A peer sent something that the protocol does not allow."""
+    """A peer sent a message that the protocol does not allow."""
 
 
 class InvariantError(HoldfastError):
-    """Holdfast itself is wrong: please report it with the message."""
+    """Holdfast has a bug: please report it with the message."""
 
 
 def require(condition: object, message: str) -> None:
-    """Stop with an `InvariantError` unless `condition` holds; never stripped by ``-O``."""
+    """Raise an `InvariantError` unless `condition` holds; ``-O`` does not strip this check."""
     if not condition:
         raise InvariantError(message)

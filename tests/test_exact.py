@@ -180,7 +180,7 @@ def test_an_unsigned_number_that_int64_has_no_room_for_is_refused(name: str) -> 
     batch = pa.record_batch({"k": [1, 2, 3], "ts": [1, 2, 3], "x": x})
     flow = Flow("f")
     SUMS[name](given_(flow, batch, event_time="ts").key_by("k")).sink("out", discard())
-    with pytest.raises(OperatorError, match=r"no room for[\s\S]*sequence number 1"):
+    with pytest.raises(OperatorError, match=r"does not fit into int64[\s\S]*sequence number 1"):
         run(flow, Input.of(s=batch))
 
 
@@ -283,14 +283,14 @@ def test_encoded_columns_are_decoded_where_they_enter() -> None:
 )
 def test_a_type_without_plain_values_is_refused_by_name(kind: pa.DataType) -> None:
     schema = pa.schema([("k", pa.int64()), ("x", kind)])
-    with pytest.raises(FlowError, match=r"'x' is .* cannot carry"):
+    with pytest.raises(FlowError, match=r"'x' has the unsupported type"):
         Flow("f").source("s", generator(lambda *_: None, schema))  # type: ignore[arg-type]
-    with pytest.raises(FlowError, match=r"'x' is .* cannot carry"):
+    with pytest.raises(FlowError, match=r"'x' has the unsupported type"):
         given_(Flow("f"), THREE).map(lambda b: b, schema)
 
 
 def test_an_expression_may_not_encode() -> None:
-    with pytest.raises(FlowError, match=r"dictionary.* cannot carry[\s\S]*use string"):
+    with pytest.raises(FlowError, match=r"unsupported type dictionary[\s\S]*use string"):
         given_(Flow("f"), THREE).select(y=col("name").cast(pa.dictionary(pa.int8(), pa.string())))
 
 
@@ -336,7 +336,7 @@ def test_an_event_time_that_is_made_later_is_refused_with_its_row() -> None:
         with pytest.raises(OperatorError) as caught:
             run(flow, Input.of(s=batch))
         assert json.loads(caught.value.row.split(": ", 1)[1])["at"] == LARGEST
-        assert "too near to the ends of int64" in caught.value.cause
+        assert "too close to the ends of int64" in caught.value.cause
 
 
 @pytest.mark.parametrize(

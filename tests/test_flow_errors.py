@@ -572,19 +572,19 @@ STEPS: dict[str, tuple[Callable[[Stream], Stream], set[int], str, str]] = {
         lambda s: s.key_by("k").agg(sy=F.sum("y"), n=F.count(), fx=F.first("x")),
         Y_NULL,
         "running aggregate",
-        "met a null",
+        "got a null",
     ),
     "row window": (
         lambda s: s.key_by("k").window(rows=2).agg(sy=F.sum("y"), my=F.max("y")),
         Y_NULL,
         "row window",
-        "met a null",
+        "got a null",
     ),
     "time window": (
         lambda s: s.key_by("k").window(time=10, lateness=10).agg(sy=F.sum("y"), n=F.count()),
         Y_NULL,
         "time window",
-        "met a null",
+        "got a null",
     ),
     "spans": (
         lambda s: s.key_by("k").spans(
@@ -773,7 +773,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "nothing": (lambda b: None, "returned NoneType, not an Arrow batch"),
     "no column": (lambda b: b.select(["k"]), "no column 'x'"),
     "type": (lambda b: b.set_column(1, "x", pa.array(["?"] * b.num_rows)), "'x' as string"),
-    "fewer rows": (lambda b: b.slice(1), "took 1 rows and gave 0"),
+    "fewer rows": (lambda b: b.slice(1), "got 1 rows and returned 0"),
     "null": (lambda b: b.set_column(1, "x", pa.nulls(b.num_rows, pa.int64())), "a null in 'x'"),
 }
 PROMISED = pa.schema([("k", pa.int64()), pa.field("x", pa.int64(), nullable=False)])
@@ -829,11 +829,11 @@ def test_a_flat_map_that_breaks_its_promise(given: Any, cause: str) -> None:
     ("given", "cause"),
     [
         (([0], {}), "no column 'ratio'"),
-        (([0], {"ratio": [1, 2]}), "named 1 rows, but gave 2 values of 'ratio'"),
+        (([0], {"ratio": [1, 2]}), "returned 1 rows, but 2 values of 'ratio'"),
         (([0, 0], {"ratio": [1, 2]}), "ascending order"),
         (([7], {"ratio": [1]}), "outside of them"),
         (([-1], {"ratio": [1]}), "outside of them"),
-        ((np.array([False]), {"ratio": [1]}), "by number, not as bool"),
+        ((np.array([False]), {"ratio": [1]}), "row numbers, not as bool"),
         (([0], {"ratio": ["text"]}), "text"),
         (None, "NoneType"),
     ],

@@ -184,7 +184,7 @@ def test_a_split_without_rows_holds_it_until_idle() -> None:
     mark = Watermark([A, B], [(10, 0)])
     assert mark.advance(A, np.arange(2), np.array([5, 25]))[0].size == 0
     assert mark.value == Track.NEVER
-    mark.let_go(B)
+    mark.mark_idle(B)
     assert mark.value == 25
     seqs, marks = mark.advance(A, np.arange(2, 4), np.array([7, 31]))
     assert (seqs.tolist(), marks.tolist()) == ([3], [31])
@@ -192,7 +192,7 @@ def test_a_split_without_rows_holds_it_until_idle() -> None:
 
 def test_an_idle_split_that_wakes_never_pulls_it_back() -> None:
     mark = Watermark([A, B], [(10, 0)])
-    mark.let_go(B)
+    mark.mark_idle(B)
     mark.advance(A, np.arange(1), np.array([50]))
     assert mark.advance(B, np.arange(1, 3), np.array([20, 30]))[0].size == 0
     assert mark.value == 50
@@ -206,18 +206,18 @@ def test_an_idle_split_that_wakes_never_pulls_it_back() -> None:
 def test_with_all_splits_idle_it_is_where_the_first_of_them_is(told: list) -> None:
     """Whatever order they are told in; a split without rows has nothing to say."""
     mark = Watermark([A, B, C], [(10, 0)])
-    mark.let_go(C)
+    mark.mark_idle(C)
     mark.advance(A, np.arange(1), np.array([50]))
     mark.advance(B, np.arange(1, 2), np.array([20]))
     for splits in told:
-        mark.let_go(*splits)
+        mark.mark_idle(*splits)
     assert mark.value == 50
 
 
 def test_a_flow_that_goes_on_waits_for_all_splits_again() -> None:
     """Their sources have yet to be heard of: rows of one that is slow must not be late."""
     mark = Watermark([A, B], [(10, 0)])
-    mark.let_go(B)
+    mark.mark_idle(B)
     rows = Range(*A, 0, 1, pack_step(0, 50)), Range(*A, 1, 2, pack_step(1, 90))
     mark.track(EpochRecord(0, 0, rows[:1]))
     assert mark.value == 50

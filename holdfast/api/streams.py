@@ -38,7 +38,7 @@ from holdfast.engine.operators.base import KeyedOperator, Port, require_columns
 from holdfast.engine.operators.custom import CustomOperator, KeyedFunction
 from holdfast.engine.operators.join import WindowJoin
 from holdfast.engine.operators.running import RunningAggregate
-from holdfast.engine.operators.sessions import Spans, TimedSpans
+from holdfast.engine.operators.spans import Spans, TimedSpans
 from holdfast.engine.steps import Filter, FlatMap, Select, Step, UserMap
 from holdfast.engine.types import refuse_type
 from holdfast.errors import FlowError

@@ -1,13 +1,13 @@
 """The arbiter: the one place where a flow's views and its leadership are committed.
 
-It holds one `Entry` per flow and changes it only by compare-and-set. Whoever gets the next
-version in has decided; everybody else finds out by `Superseded`. So two leaders cannot both
-commit, however long one of them was stopped, and no term ever has two holders. It knows neither
-what a view is nor what is done with it: the value is opaque bytes.
+The arbiter holds one `Entry` per flow and changes it only by compare-and-set. The first party to
+write the next version wins; all others get `Superseded`. Two leaders therefore cannot both commit,
+however long one of them was paused, and no term has two holders. The arbiter does not interpret
+the value: it is opaque bytes.
 
-A call takes milliseconds, at most about two seconds, and then raises `ArbiterAway`: the caller
-freezes membership and goes on. Whether the call took effect is then not known; saying it again
-is safe, because `lead` and `commit` recognise what the same caller has already got in.
+A call takes milliseconds. After at most about two seconds it raises `ArbiterAway`: the caller
+freezes membership and keeps running. It is then unknown whether the call took effect. Retrying is
+safe, because `lead` and `commit` recognise an earlier write of the same caller.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast.errors import FlowError, Superseded
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is decided. `version` counts every change, `term` every change of leader."""
+    """The committed state of a flow. `version` counts changes, `term` counts changes of leader."""
 
     version: int = 0
     term: int = 0
@@ -32,58 +32,60 @@ class Entry:
 
 
 class Arbiter(ABC):
-    """One party's access to the entry of one flow; the parties of a flow have one each."""
+    """One party's access to the entry of one flow. Each party has its own object."""
 
     def __init__(self, flow: str) -> None:
         self.flow = flow
         self._term = 0
-        """The term led through this object, as far as it knows; 0 for none."""
+        """The term that this object last led, as far as it knows; 0 if none."""
 
     @abstractmethod
     def read(self) -> Entry:
-        """The latest entry; ``Entry()`` if there never was one. Its holder may be dead by now."""
+        """Return the latest entry, or ``Entry()`` if there is none. Its holder may be dead."""
 
     @abstractmethod
     def commit(self, expected: Entry, value: bytes) -> Entry:
-        """Put `value` after `expected`, for the leader; `Superseded` unless it still may."""
+        """Write `value` as the version after `expected`; raise `Superseded` if this party does not
+        lead the term of `expected`, or another version was committed."""
 
     @abstractmethod
     def lead(self, holder: str, despite: Entry | None = None) -> Entry | None:
-        """Become the leader, in a new term, if nobody is; None if somebody else leads.
+        """Become the leader in a new term; return None if another party leads.
 
-        The value stays. A leader that asks again gets the latest entry of its term. `despite` is
-        the entry of a leader that is known to be dead: its lease need not run out first.
+        The value does not change. A leader that calls `lead` again gets the latest entry of its
+        term. `despite` is the entry of a leader known to be dead: `lead` does not wait for the
+        lease of that entry to expire.
         """
 
     @abstractmethod
     def renew(self, entry: Entry) -> bool:
-        """Extend the lease of `entry`'s term; False, for good, if that has run out."""
+        """Extend the lease of `entry`'s term; return False, permanently, if it has expired."""
 
     @abstractmethod
     def resign(self, entry: Entry) -> None:
-        """Give the lease of `entry`'s term up, so that another can lead at once."""
+        """Give up the lease of `entry`'s term, so that another party can lead immediately."""
 
-    def close(self) -> None:  # noqa: B027 (most have nothing to let go of)
-        """Let go of connections. A leader resigns first."""
+    def close(self) -> None:  # noqa: B027 (most have nothing to close)
+        """Close connections. A leader calls `resign` first."""
 
     def _superseded(self, expected: Entry, now: Entry) -> Superseded:
         if now.version == expected.version:
-            cause = "it is not led from here, or its lease has run out"
+            cause = "this process does not lead the flow, or its lease has expired"
         else:
             cause = (
                 f"version {expected.version} is now {now.version}, in term {now.term} "
-                f"of {now.holder or 'nobody'}"
+                f"of {now.holder or '(no leader)'}"
             )
         return Superseded(flow=self.flow, term=expected.term, cause=cause)
 
 
 def following(entry: Entry, value: bytes) -> Entry:
-    """What a commit of `value` after `entry` makes."""
+    """Return the entry that a commit of `value` after `entry` creates."""
     return replace(entry, version=entry.version + 1, value=value)
 
 
 def pack(value: bytes, **header: int | str) -> bytes:
-    """A line of JSON, then the value as it is."""
+    """Encode a header as one line of JSON, followed by the raw value."""
     return json.dumps(header).encode() + b"\n" + value
 
 
@@ -96,16 +98,16 @@ _HOST = r"([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d+)?"
 
 
 def arbiter(url: str | None, flow: str, lease_s: float) -> Arbiter:
-    """The arbiter at `url` for `flow`.
+    """Return the arbiter at `url` for `flow`.
 
-    None is for a flow in one application, ``file:/path`` (or the plain path) for several on one
-    host, ``zk://host:port,host:port`` for several hosts.
+    None suits a flow in one application, ``file:/path`` (or the plain path) several applications
+    on one host, ``zk://host:port,host:port`` several hosts.
     """
     where = f"flow {flow!r}, arbiter {url!r}"
     if flow in ("", ".", ".."):
-        raise FlowError(f"{where}: a flow of this name cannot have an entry")
+        raise FlowError(f"{where}: the flow name {flow!r} is not valid", hint="use another name")
     if not lease_s > 0:
-        raise FlowError(f"{where}: a lease of {lease_s} s is none")
+        raise FlowError(f"{where}: the lease must be positive, not {lease_s} s")
     if url is None:
         from holdfast.arbiter.memory import MemoryArbiter
 
@@ -114,12 +116,13 @@ def arbiter(url: str | None, flow: str, lease_s: float) -> Arbiter:
         from holdfast.arbiter.zookeeper import ZooKeeperArbiter
 
         return ZooKeeperArbiter(url.removeprefix("zk://"), flow, lease_s)
-    # Relative to what? Two applications would soon have two arbiters, which is worse than none.
+    # A relative path depends on the working directory: two applications would use two arbiters,
+    # and both could lead.
     path = re.fullmatch(r"(?:file:(?://)?)?(/[^/].*)", url)
     if path is None:
         raise FlowError(
-            f"{where}: not the address of an arbiter",
-            hint="write 'file:/absolute/path' on one host, 'zk://host:port,host:port' across hosts",
+            f"{where}: not an arbiter URL",
+            hint="use 'file:/absolute/path' on one host, 'zk://host:port,host:port' across hosts",
         )
     from holdfast.arbiter.file import FileArbiter
 

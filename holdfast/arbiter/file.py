@@ -1,18 +1,19 @@
 """An arbiter in a directory, for several applications on one host.
 
-Every version is a file of its own, written whole under another name and then linked to its
-number. The link is the compare-and-set: the kernel lets only one party make a name. There is no
-lock, so a party that is stopped or killed anywhere holds nobody up.
+Each version is a file. A party writes it under a temporary name and then links it to the name of
+its version number. The link is the compare-and-set: the kernel lets only one party create a name.
+There is no lock, so a party that is paused or killed at any point blocks no other.
 
-Old versions are removed, so a party that slept for long may link a number that is free *again*.
-It looks before it believes: a number was removed only when later ones existed, and the latest
-is never removed, so a link counts only if nothing later is there. This rests on the listing being
-a snapshot. It is: a few dozen names are one system call, during which Linux keeps links out.
+Old versions are removed, so a party that was paused for long may link a number that is free
+*again*. `_append` therefore lists the directory after linking: a version is removed only when later
+ones exist, and the latest is never removed, so a link counts only if no later version exists. This
+requires the listing to be a snapshot. It is: a few dozen names fit into one system call, during
+which Linux blocks new links.
 
-Renewals replace one small file per term, which only the leader of that term writes. Times are
-CLOCK_BOOTTIME, which all processes of a host share and which goes on while it sleeps; they mean
-nothing elsewhere, so the records of another host are refused. Those of an earlier boot count,
-their leases do not: whoever held one is gone.
+A renewal replaces one small file per term, which only the leader of that term writes. Times are
+CLOCK_BOOTTIME, which all processes of a host share and which advances during suspend. They mean
+nothing on another host, so records of another host are refused. Records of an earlier boot count,
+but their leases do not: the holders died with that boot.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from pathlib import Path
 from urllib.parse import quote
 
 from holdfast.arbiter import Entry, pack, unpack
-from holdfast.arbiter.leased import LeasedArbiter, Record
+from holdfast.arbiter.leased import LeasedArbiter, VersionRecord
 from holdfast.errors import ArbiterAway, HostError
 
 KEPT = 16
-"""So many versions stay, so that a reader finds what it has just seen in the listing."""
+"""Versions kept, so that a reader can open the version that it has just listed."""
 
 
 class FileArbiter(LeasedArbiter):
-    """The files are in a directory under `path` that bears the flow's name."""
+    """An arbiter whose files are in the directory ``path/flow``."""
 
     def __init__(self, path: str, flow: str, lease_s: float) -> None:
         super().__init__(flow, lease_s)
@@ -46,24 +47,24 @@ class FileArbiter(LeasedArbiter):
             self._boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         except OSError as error:
             raise HostError(
-                f"flow {flow!r}: no arbiter can be in {path!r}: {error}",
-                hint="a file arbiter needs Linux and a local directory it may write to",
+                f"flow {flow!r}: cannot create an arbiter in {path!r}: {error}",
+                hint="a file arbiter needs Linux and a writable local directory",
             ) from error
         self._host = f"{socket.gethostname()} {_machine_id()}"
 
     def _clock_ns(self) -> int:
         return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
-    def _latest(self) -> Record:
+    def _latest(self) -> VersionRecord:
         with self._reached():
             while True:
                 version = self._latest_version()
                 if version == 0:
-                    return Record()
-                with contextlib.suppress(FileNotFoundError):  # removed: there are many later ones
+                    return VersionRecord()
+                with contextlib.suppress(FileNotFoundError):  # removed: later versions exist
                     return self._decode(version, self._version_file(version).read_bytes())
 
-    def _append(self, record: Record) -> bool:
+    def _append(self, record: VersionRecord) -> bool:
         entry = record.entry
         with self._reached():
             temporary = self._write(
@@ -80,18 +81,18 @@ class FileArbiter(LeasedArbiter):
             try:
                 os.link(temporary, self._version_file(entry.version))
             except (FileExistsError, FileNotFoundError):
-                return False  # lost, or lost so long ago that the temporary file was removed
+                return False  # another party won, perhaps long ago: it removes temporary files
             finally:
                 temporary.unlink(missing_ok=True)
             _fsync(self.directory)
             if self._latest_version() != entry.version:
                 return False
-        self._remove_what_is_older(entry)
+        self._remove_older(entry)
         return True
 
-    def _until_ns(self, record: Record) -> int:
+    def _until_ns(self, record: VersionRecord) -> int:
         with self._reached(), contextlib.suppress(FileNotFoundError):
-            # Only this boot's records say until when, and only this boot's leases count.
+            # `until_ns` is 0 for a record of an earlier boot, whose lease does not count.
             return int(self._lease_file(record.entry.term).read_bytes()) if record.until_ns else 0
         return record.until_ns
 
@@ -100,17 +101,17 @@ class FileArbiter(LeasedArbiter):
             temporary = self._write(f"lease-{term:012d}", str(until_ns).encode(), durable=False)
             os.replace(temporary, self._lease_file(term))
 
-    def _decode(self, version: int, data: bytes) -> Record:
+    def _decode(self, version: int, data: bytes) -> VersionRecord:
         header, value = unpack(data)
         if header["boot"] != self._boot and header["host"] != self._host:
             raise HostError(
-                f"flow {self.flow!r}: the arbiter in {self.directory} is that of another host: "
+                f"flow {self.flow!r}: the arbiter in {self.directory} belongs to another host: "
                 f"{header['host'].split()[0]}",
-                hint="a file arbiter serves one host: use zk://host:port for several, "
-                "or remove the directory if nothing uses it any more",
+                hint="a file arbiter serves one host: use zk://host:port for several hosts, "
+                "or remove the directory if no flow uses it",
             )
         until_ns = header["until_ns"] if header["boot"] == self._boot else 0
-        return Record(Entry(version, header["term"], header["holder"], value), until_ns)
+        return VersionRecord(Entry(version, header["term"], header["holder"], value), until_ns)
 
     def _version_file(self, version: int) -> Path:
         return self.directory / f"version-{version:012d}"
@@ -127,18 +128,19 @@ class FileArbiter(LeasedArbiter):
         with temporary.open("xb") as file:
             file.write(data)
             file.flush()
-            if durable:  # no lease outlives the host, and none should wait for a busy disk
+            if durable:  # a lease ends with the host, so it need not wait for a busy disk
                 os.fsync(file.fileno())
         return temporary
 
-    def _remove_what_is_older(self, entry: Entry) -> None:
-        """Also what the dead left behind: it belongs to a version or a term that is over."""
-        over = {"version-": entry.version - KEPT, "temporary-": entry.version}
-        over |= {"lease-": entry.term - 1, "temporary-lease-": entry.term - 1}
+    def _remove_older(self, entry: Entry) -> None:
+        """Remove old versions and leases, and temporary files of dead parties: these belong to a
+        version or term that has ended."""
+        ended = {"version-": entry.version - KEPT, "temporary-": entry.version}
+        ended |= {"lease-": entry.term - 1, "temporary-lease-": entry.term - 1}
         with contextlib.suppress(OSError):
             for name in os.listdir(self.directory):
                 parts = re.match(r"([a-z-]+)(\d+)", name)
-                if parts and int(parts[2]) <= over.get(parts[1], 0):
+                if parts and int(parts[2]) <= ended.get(parts[1], 0):
                     (self.directory / name).unlink(missing_ok=True)
 
     @contextlib.contextmanager

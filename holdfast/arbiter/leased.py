@@ -1,10 +1,10 @@
-"""Leadership by a lease that is a time on a clock that all parties share.
+"""Leadership by a lease: a time on a clock that all parties share.
 
-Safety never rests on the lease: every change of the entry is a compare-and-set of its version.
-The lease only says when a contender may try. It is exact all the same, by two orders of events.
-A contender reads the clock before it reads the lease. A leader reads the clock again after it has
-written the new lease, and calls itself renewed only if the old one was still running. So whoever
-finds a lease run out has seen every renewal that any leader was told about.
+Safety does not depend on the lease: every change of the entry is a compare-and-set of its version.
+The lease only decides when a contender may try. It is exact nevertheless, because of two orders of
+events. A contender reads the clock before it reads the lease. A leader reads the clock again after
+it has written the new lease, and counts as renewed only if the old lease was still valid then. A
+contender that finds a lease expired has therefore seen every renewal that succeeded.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from holdfast.arbiter import Arbiter, Entry, following
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """A version as stored. `until_ns` is the lease its leader began with."""
+class VersionRecord:
+    """A stored version. `until_ns` is the end of the first lease of its leader."""
 
     entry: Entry = field(default_factory=Entry)
     until_ns: int = 0
 
 
 class LeasedArbiter(Arbiter):
-    """The rules, over five primitives."""
+    """The rules of leadership, over five primitives that a subclass implements."""
 
     def __init__(self, flow: str, lease_s: float) -> None:
         super().__init__(flow)
@@ -34,19 +34,19 @@ class LeasedArbiter(Arbiter):
     def _clock_ns(self) -> int: ...
 
     @abstractmethod
-    def _latest(self) -> Record: ...
+    def _latest(self) -> VersionRecord: ...
 
     @abstractmethod
-    def _append(self, record: Record) -> bool:
-        """Make `record` the latest one if its version is free, and never was taken."""
+    def _append(self, record: VersionRecord) -> bool:
+        """Make `record` the latest one, unless its version is or ever was in use."""
 
     @abstractmethod
-    def _until_ns(self, record: Record) -> int:
-        """When the lease of the record's term ends, or ended."""
+    def _until_ns(self, record: VersionRecord) -> int:
+        """Return when the lease of the record's term ends, or ended."""
 
     @abstractmethod
     def _extend(self, term: int, until_ns: int) -> None:
-        """Set the lease of `term`. Only the leader of the term does so."""
+        """Set the lease of `term`. Only the leader of that term calls this."""
 
     def read(self) -> Entry:
         return self._latest().entry
@@ -56,7 +56,7 @@ class LeasedArbiter(Arbiter):
         if not self._leads(record, expected.term):
             raise self._superseded(expected, record.entry)
         if record.entry == wanted:
-            return wanted  # said before, when the answer got lost
+            return wanted  # a retry: the first call took effect
         if record.entry.version != expected.version or not self._append(
             replace(record, entry=wanted)
         ):
@@ -72,7 +72,7 @@ class LeasedArbiter(Arbiter):
             mine = last.term == self._term and last.holder == holder
             return last if mine else None
         entry = Entry(last.version + 1, last.term + 1, holder, last.value)
-        if not self._append(Record(entry, self._clock_ns() + self._lease_ns)):
+        if not self._append(VersionRecord(entry, self._clock_ns() + self._lease_ns)):
             return None
         self._term = entry.term
         return entry
@@ -85,7 +85,7 @@ class LeasedArbiter(Arbiter):
         self._extend(entry.term, now + self._lease_ns)
         if self._clock_ns() < until:
             return True
-        self.resign(entry)  # too late: a contender may have looked in between
+        self.resign(entry)  # too late: a contender may have read the expired lease
         return False
 
     def resign(self, entry: Entry) -> None:
@@ -93,5 +93,5 @@ class LeasedArbiter(Arbiter):
             self._extend(entry.term, 0)
             self._term = 0
 
-    def _leads(self, record: Record, term: int) -> bool:
+    def _leads(self, record: VersionRecord, term: int) -> bool:
         return term == self._term == record.entry.term and self._clock_ns() < self._until_ns(record)

@@ -1,13 +1,13 @@
 """An arbiter in ZooKeeper, for applications on several hosts.
 
-`/holdfast/<flow>/entry` holds the entry; the znode's version is the entry's. An ephemeral znode
-beside it, `leader`, lives as long as the leader's session, which takes the place of the lease:
-kazoo's own thread keeps it alive, and it ends when the process is stopped or cut off for the
-session's time-out. The server bounds that time-out, by default to at least 4 s.
+The znode `/holdfast/<flow>/entry` holds the entry; its version is the entry's version. The
+ephemeral znode `leader` next to it lives as long as the leader's session. The session replaces the
+lease: a thread of kazoo keeps it alive, and it ends when the process is paused or disconnected for
+longer than the session timeout. The server bounds this timeout, by default to at least 4 s.
 
-`lead` makes the leader znode and the new term in one transaction, and `commit` goes through only
-while both are as they were. So a leader znode always belongs to the term in the entry. Nothing
-of ours runs in kazoo's threads.
+`lead` creates the leader znode and the new term in one transaction, and `commit` succeeds only
+while neither has changed. A leader znode therefore always belongs to the term in the entry. None
+of our code runs in kazoo's threads.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ try:
     from kazoo.client import KazooClient, TransactionRequest
 except ImportError as error:
     raise HostError(
-        "an arbiter in ZooKeeper needs the package kazoo, which is not installed",
+        "an arbiter in ZooKeeper requires the package kazoo, which is not installed",
         hint="pip install 'holdfast[zookeeper]'",
     ) from error
 
 ANSWER_S_MAX = 0.8
-"""How long to wait for a connection and an answer."""
+"""Maximum time to wait for a connection and an answer, in seconds."""
 
 LOG = logging.getLogger("holdfast.arbiter")
-LOG.addHandler(logging.NullHandler())  # callers hear of a lost connection by ArbiterAway
+LOG.addHandler(logging.NullHandler())  # callers get ArbiterAway when the connection is lost
 
 
 class ZooKeeperArbiter(Arbiter):
-    """`hosts` are ``host:port,host:port``. The session begins in the background."""
+    """An arbiter at ``host:port,host:port``. The session starts in the background."""
 
     def __init__(self, hosts: str, flow: str, lease_s: float) -> None:
         super().__init__(flow)
@@ -57,7 +57,7 @@ class ZooKeeperArbiter(Arbiter):
 
     def read(self) -> Entry:
         def sync_and_get() -> Any:
-            self._client.sync_async(self._entry)  # one server may lag behind the others
+            self._client.sync_async(self._entry)  # this server may lag behind the others
             return self._client.get_async(self._entry)
 
         try:
@@ -80,7 +80,7 @@ class ZooKeeperArbiter(Arbiter):
             return wanted
         entry = self.read()
         if entry == wanted and self._leads(expected.term):
-            return wanted  # said before, when the answer got lost
+            return wanted  # a retry: the first call took effect
         raise self._superseded(expected, entry)
 
     def lead(self, holder: str, despite: Entry | None = None) -> Entry | None:
@@ -88,7 +88,7 @@ class ZooKeeperArbiter(Arbiter):
         last = self.read()
         deposed = owner is not None and despite is not None and despite.term == last.term
         if owner is not None and not deposed:
-            # If it is this session, it leads already, or its earlier `lead` went through unheard.
+            # This session may lead already: an earlier `lead` succeeded and its answer was lost.
             if owner != self._session() or last.holder != holder:
                 return None
             self._term = last.term
@@ -118,7 +118,7 @@ class ZooKeeperArbiter(Arbiter):
         last = self.read()
 
         def change(transaction: TransactionRequest) -> None:
-            transaction.check(self._entry, last.version)  # never a successor's znode
+            transaction.check(self._entry, last.version)  # never delete the znode of a successor
             transaction.delete(self._leader)
 
         if last.term == self._term != 0:
@@ -126,10 +126,10 @@ class ZooKeeperArbiter(Arbiter):
         self._term = 0
 
     def close(self) -> None:
-        """End the session, and with it a leadership; wait for that only a little."""
+        """End the session, and with it any leadership; wait for at most `ANSWER_S_MAX`."""
 
         def stop() -> None:
-            with contextlib.suppress(Exception):  # kazoo raises plain ones if it takes long
+            with contextlib.suppress(Exception):  # kazoo raises a bare Exception on a timeout
                 self._client.stop()
                 self._client.close()
 
@@ -145,7 +145,7 @@ class ZooKeeperArbiter(Arbiter):
         return identity[0] if identity else -1
 
     def _owner(self) -> int | None:
-        """The session that leads."""
+        """Return the id of the session that leads, or None."""
 
         def sync_and_look() -> Any:
             self._client.sync_async(self._leader)
@@ -155,7 +155,7 @@ class ZooKeeperArbiter(Arbiter):
         return stat.ephemeralOwner if stat else None
 
     def _transact(self, change: Callable[[TransactionRequest], None]) -> bool:
-        """Whether the change was made; it is made as a whole or not at all."""
+        """Apply a change atomically; return whether it was applied."""
 
         def send() -> Any:
             transaction = self._client.transaction()
@@ -169,10 +169,11 @@ class ZooKeeperArbiter(Arbiter):
         return not failures
 
     def _ask(self, send: Callable[[], Any]) -> Any:
-        """The answer to what `send` sends, or `ArbiterAway`.
+        """Return the answer to the request of `send`, or raise `ArbiterAway`.
 
-        A request that hits the end of the session is sent again in the next one. That is safe for
-        all of ours: the leader znode has gone with the session, and versions are never used twice.
+        A request that fails because the session expired is sent again in the next session. This is
+        safe for all requests here: the leader znode vanished with the session, and versions are
+        never reused.
         """
         deadline = time.monotonic() + ANSWER_S_MAX
         while True:

@@ -1,9 +1,9 @@
-"""Batches in the engine: user columns, followed by the columns that say where a row stands.
+"""Batches in the engine: user columns, followed by the columns of the order key.
 
-The place of a row in the recorded input order is its *order key*: the sequence number of the
-input row it comes from (``__o0``) and, where one input row can cause several output rows, more
-columns that tell those apart (``__o1``, ...). How many there are is known from the plan, never
-from the data. Comparing order keys is all that an ordered merge has to do.
+The *order key* is a row's place in the recorded input order. It has the sequence number of the
+input row (``__o0``) and, where one input row can produce several output rows, further columns that
+distinguish these (``__o1``, ...). The plan determines the number of columns, not the data. An
+ordered merge only compares order keys.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import pyarrow as pa
 from holdfast.engine.keys import _hash_column, mix, segment_sums
 
 DECODE_ERROR = "__decode_error"
-"""The column that says what is wrong with a row that could not be read: null, or an error and the
-row's text, as a JSON array. Such a row is null in all others, and is treated like one that a step
-raised on."""
+"""The column of decode errors: null, or the error and the row's text as a JSON array. A row with a
+decode error is null in all other columns, and is handled like a row that a step raised on."""
 
 _PREFIX = "__o"
 _NULL_DIGEST = np.uint64(0x9AE16A3B2F90404F)
@@ -36,17 +35,17 @@ def is_order_name(name: str) -> bool:
 
 
 def user_names(schema: pa.Schema) -> list[str]:
-    """The columns without those of the order key."""
+    """Return the names of the columns outside the order key."""
     return [n for n in schema.names if not is_order_name(n)]
 
 
 def with_order(schema: pa.Schema, width: int) -> pa.Schema:
-    """`schema` plus the columns of an order key of `width`."""
+    """Return `schema` plus the columns of an order key of `width`."""
     return pa.schema([*schema, *(pa.field(n, pa.int64(), False) for n in order_names(width))])
 
 
 def order_of(batch: pa.RecordBatch) -> list[np.ndarray]:
-    """The order key's columns, the most significant first."""
+    """Return the columns of the order key, the most significant first."""
     return [batch.column(n).to_numpy() for n in batch.schema.names if is_order_name(n)]
 
 
@@ -74,15 +73,16 @@ def take_column(column: np.ndarray | pa.Array, rows: np.ndarray) -> np.ndarray |
 
 
 def overlaid(column: pa.Array, where: np.ndarray, others: pa.Array) -> pa.Array:
-    """A column with `others`, in their order, at the rows where `where` is true. By `take`, which
-    unlike `if_else` knows every type."""
+    """Replace the rows of a column where `where` is true by `others`, in order. This uses `take`,
+    which, unlike `if_else`, supports every type."""
     rows = np.arange(len(column))
     rows[where] = np.arange(len(column), len(column) + len(others))
     return pa.concat_arrays([column, others]).take(pa.array(rows))
 
 
 def row_values(batch: pa.RecordBatch, at: int) -> dict[str, Any]:
-    """A row in Python's values, for people to read. A time that Python has none for is a number."""
+    """Return a row as Python values, for messages. A time that Python cannot represent becomes a
+    number."""
     row: dict[str, Any] = {}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:
@@ -99,7 +99,7 @@ def concat(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
 
 
 def merge(batches: Iterable[pa.RecordBatch], schema: pa.Schema) -> pa.RecordBatch:
-    """All rows of `batches` in the order of their order keys."""
+    """Return all rows of `batches`, sorted by order key."""
     filled = [b for b in batches if b.num_rows]
     if not filled:
         return empty(schema)
@@ -116,7 +116,7 @@ def sort(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def build(columns: dict[str, object], schema: pa.Schema) -> pa.RecordBatch:
-    """A batch of `schema` from numpy or Arrow columns, cast where that loses nothing."""
+    """Create a batch of `schema` from numpy or Arrow columns; casts must be lossless."""
     return pa.RecordBatch.from_arrays(
         [as_array(columns[f.name], f.type) for f in schema], schema=schema
     )
@@ -131,7 +131,7 @@ def as_array(values: object, kind: pa.DataType) -> pa.Array:
 
 
 def row_digests(batch: pa.RecordBatch) -> np.ndarray:
-    """A 64-bit digest of each row; the digest of a frame is the sum of those of its rows."""
+    """Return a 64-bit digest of each row; the digest of a frame is the sum of its rows' digests."""
     total = np.zeros(batch.num_rows, np.uint64)
     for position, column in enumerate(batch.columns):
         odd = np.uint64(0x9E3779B97F4A7C15 + 2 * position)
@@ -151,7 +151,8 @@ def _digest_words(column: pa.Array) -> np.ndarray:
 
 
 def _digest_nested(column: pa.Array) -> np.ndarray:
-    """Of structs and lists: what is in them, each by its place; null is none of them."""
+    """Digest structs and lists from their items and the items' positions; null has a digest of its
+    own."""
     if pa.types.is_struct(column.type):
         fields = [column.field(i) for i in range(column.type.num_fields)]
         total = _digest_together(fields, len(column))
@@ -176,7 +177,7 @@ def _digest_together(columns: Sequence[pa.Array], rows: int) -> np.ndarray:
 
 
 def _items(column: pa.Array) -> tuple[np.ndarray, list[pa.Array]]:
-    """Of lists and maps: where each begins, and the last ends, in the columns of their items."""
+    """Return the offsets of lists or maps, and the columns of their items."""
     if pa.types.is_fixed_size_list(column.type):
         size = column.type.list_size
         return (column.offset + np.arange(len(column) + 1)) * size, [column.values]
@@ -187,8 +188,8 @@ def _items(column: pa.Array) -> tuple[np.ndarray, list[pa.Array]]:
 
 
 def _digest_numbers(column: pa.Array) -> np.ndarray:
-    """The numbers themselves, and one for null that is as good as any: what a row gets may not
-    depend on whether others of its batch are null."""
+    """Return the numbers themselves, and a fixed word for null: the digest of a row must not depend
+    on nulls in other rows of its batch."""
     if column.null_count == 0:
         words = column.to_numpy()
         return words.view(np.uint64) if words.dtype.kind == "f" else words
@@ -198,7 +199,7 @@ def _digest_numbers(column: pa.Array) -> np.ndarray:
 
 
 def content_of(batch: pa.RecordBatch) -> tuple[bytes, ...]:
-    """The rows as bytes: the same for the same rows in the same order, and for no others."""
+    """Return the rows as bytes, which are equal only for the same rows in the same order."""
     if batch.num_rows == 0:
         return ()
     plain = all(c.null_count == 0 and pa.types.is_primitive(c.type) for c in batch.columns)
@@ -208,18 +209,19 @@ def content_of(batch: pa.RecordBatch) -> tuple[bytes, ...]:
 
 
 def frame_digests(batch: pa.RecordBatch, partition: np.ndarray, partitions: int) -> np.ndarray:
-    """The digest of every consumer partition's frame, given each row's partition."""
+    """Return the digest of each consumer partition's frame, given each row's partition."""
     digests = np.zeros(partitions, np.uint64)
     np.add.at(digests, partition, row_digests(batch))
     return digests
 
 
 class Track:
-    """How the watermark moves during one epoch: the steps that any operator can notice.
+    """The watermark during one epoch, as the steps that an operator can notice.
 
     ``marks[i]`` is the watermark from the row ``seqs[i]`` on (that row included); ``seqs[0]`` is
-    below every row of the epoch and carries the watermark the epoch starts with. Ingress thins
-    the steps to those that cross a boundary of some event-time operator, so a track is short.
+    below every row of the epoch and has the watermark at the start of the epoch. The ingress
+    reduces the steps to those that cross a boundary of some event-time operator, so a track is
+    short.
     """
 
     START = np.iinfo(np.int64).min
@@ -233,7 +235,7 @@ class Track:
 
     @classmethod
     def flat(cls, mark: int) -> Track:
-        """A track on which nothing moves."""
+        """Return a track on which the watermark does not move."""
         return cls(np.array([cls.START]), np.array([mark]))
 
     @property
@@ -242,7 +244,7 @@ class Track:
 
     @property
     def is_sound(self) -> bool:
-        """Whether it begins before all rows, and the watermark only ever rises."""
+        """Whether the track begins before all rows and the watermark only rises."""
         return bool(
             self.seqs[0] == self.START
             and np.all(self.seqs[1:] >= self.seqs[:-1])
@@ -250,19 +252,19 @@ class Track:
         )
 
     def before(self, seqs: np.ndarray) -> np.ndarray:
-        """The watermark that each row finds, its own time not counted."""
+        """Return the watermark before each row, without the row's own time."""
         return self.marks[np.searchsorted(self.seqs, seqs, "left") - 1]
 
     def crossing(self, marks: np.ndarray) -> np.ndarray:
-        """The sequence number at which the watermark reaches each of `marks`."""
+        """Return the sequence number at which the watermark reaches each of `marks`."""
         return self.seqs[np.searchsorted(self.marks, marks, "left")]
 
     def begun_at(self, seq: int) -> Track:
-        """The same, if its epoch comes after others and begins with the row `seq`."""
+        """Return the same track for an epoch that follows others and begins with the row `seq`."""
         return Track(np.append(seq, self.seqs[1:]), self.marks)
 
     def split(self, seq: int) -> tuple[Track, Track]:
-        """The track up to the row `seq` (included), and from there on."""
+        """Split the track after the row `seq`."""
         at = int(np.searchsorted(self.seqs, seq, "right"))
         rest = np.concatenate([[self.START], self.seqs[at:]])
         return (
@@ -272,7 +274,7 @@ class Track:
 
     @classmethod
     def merged(cls, tracks: Sequence[Track]) -> Track:
-        """Join the tracks of several ingresses: each knows the steps of its own rows."""
+        """Merge the tracks of several ingresses, each of which has the steps of its own rows."""
         if len(tracks) <= 1:
             return tracks[0] if tracks else UNMOVED
         seqs = np.concatenate([t.seqs for t in tracks])
@@ -292,11 +294,11 @@ class Track:
 
 
 UNMOVED = Track.flat(Track.NEVER)
-"""The track of a flow in which nothing watches event time."""
+"""The track of a flow without event-time operators."""
 
 
 def to_ipc(batch: pa.RecordBatch) -> pa.Buffer:
-    """A batch with its schema, for whoever does not know that."""
+    """Encode a batch with its schema."""
     out = pa.BufferOutputStream()
     with pa.ipc.new_stream(out, batch.schema) as writer:
         writer.write_batch(batch)
@@ -304,14 +306,14 @@ def to_ipc(batch: pa.RecordBatch) -> pa.Buffer:
 
 
 def from_ipc(data: pa.Buffer | bytes) -> pa.RecordBatch:
-    """The inverse of `to_ipc`; the rows stay in `data`, uncopied."""
+    """Decode a batch of `to_ipc` without copying: the rows refer to `data`."""
     with pa.ipc.open_stream(data) as reader:
         return reader.read_next_batch()
 
 
 def validate(batch: pa.RecordBatch) -> None:
-    """Whether all of it can be read: an offset that is wrong would have us read memory that is not
-    ours. What the values are is not looked at: text that is no UTF-8 came in that way."""
+    """Raise unless all values can be read safely: a wrong offset would read foreign memory. The
+    values themselves are not checked: text that is not UTF-8 entered the flow that way."""
     batch.validate()
     for column in batch.columns:
         bare = _layout(column.type)
@@ -321,7 +323,7 @@ def validate(batch: pa.RecordBatch) -> None:
 
 @lru_cache(maxsize=1024)
 def _layout(kind: pa.DataType) -> pa.DataType:
-    """A type with the same buffers, of which any values are valid."""
+    """Return a type with the same buffers for which every value is valid."""
     if pa.types.is_string(kind):
         return pa.binary()
     if pa.types.is_large_string(kind):
@@ -344,8 +346,8 @@ def _layout(kind: pa.DataType) -> pa.DataType:
 
 
 def cut(batch: pa.RecordBatch, nbytes_max: int) -> Iterator[pa.RecordBatch]:
-    """The same rows in batches of about this size at the most, or of one row. Batches that share
-    most of their bytes (a dictionary) are not cut further."""
+    """Split a batch into batches of about `nbytes_max` at most, or of one row. Batches that share
+    most of their bytes (a dictionary) are not split further."""
     waiting = [batch]
     while waiting:
         first = waiting.pop()

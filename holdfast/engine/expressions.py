@@ -1,8 +1,8 @@
 """Expressions over the columns of a batch, written like Spark's: ``col("dst") % 10``.
 
-An expression is a small tree. It is evaluated on whole columns: with numpy where every operand is
-a plain number without nulls, and with Arrow's kernels otherwise. Both ways give the same types, so
-the schema of a result is learned by evaluating the tree on an empty batch.
+An expression is a small tree, evaluated on whole columns: with numpy if every operand is a plain
+number without nulls, and with Arrow's kernels otherwise. Both return the same types, so evaluating
+the tree on an empty batch gives the type of its result.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import pyarrow.compute as pc
 from holdfast.errors import FlowError
 
 Column: TypeAlias = np.ndarray | pa.Array
-"""A column inside the engine: numpy for plain numbers without nulls, Arrow for all else."""
+"""A column inside the engine: numpy for plain numbers without nulls, otherwise Arrow."""
 
 
 class Expr:
-    """One node of an expression. Build them with `col` and `lit` and Python's operators."""
+    """A node of an expression. Build expressions with `col`, `lit` and Python's operators."""
 
     def columns(self) -> Iterator[str]:
-        """The names of the input columns that the expression reads."""
+        """Return the names of the input columns that the expression reads."""
         raise NotImplementedError
 
     def eval(self, batch: pa.RecordBatch) -> Any:
-        """The value over `batch`: a `Column`, or a scalar for a literal."""
+        """Return the value over `batch`: a `Column`, or a scalar for a literal."""
         raise NotImplementedError
 
     def __add__(self, other: Any) -> Expr:
@@ -86,7 +86,7 @@ class Expr:
         return Binary("|", self, wrap(other))
 
     def __invert__(self) -> Expr:
-        return Call("not", self)
+        return Unary("not", self)
 
     def __neg__(self) -> Expr:
         return Binary("-", lit(0), self)
@@ -96,12 +96,12 @@ class Expr:
 
     def __bool__(self) -> bool:
         raise FlowError(
-            f"the expression {self} has no truth value of its own",
-            hint="combine conditions with & | ~ and put each in parentheses",
+            f"the expression {self} has no truth value",
+            hint="combine conditions with & | ~, each in parentheses",
         )
 
     def is_null(self) -> Expr:
-        return Call("is_null", self)
+        return Unary("is_null", self)
 
     def fill_null(self, value: Any) -> Expr:
         return FillNull(self, value)
@@ -129,7 +129,7 @@ class Lit(Expr):
         if isinstance(value, np.ndarray | pa.Array | pa.ChunkedArray):
             raise FlowError(
                 f"lit() takes one value for all rows, not {type(value).__name__}",
-                hint="a list as the value of every row is lit([1, 2])",
+                hint="use lit([1, 2]) for a list as the value of every row",
             )
         self.value = _constant(value) if isinstance(value, pa.Scalar) else value
 
@@ -182,7 +182,7 @@ class Binary(Expr):
         return f"({self.left} {self.op} {self.right})"
 
 
-class Call(Expr):
+class Unary(Expr):
     def __init__(self, op: str, arg: Expr) -> None:
         self.op, self.arg = op, arg
 
@@ -226,7 +226,9 @@ class FillNull(Expr):
     def eval(self, batch: pa.RecordBatch) -> Any:
         value = self.arg.eval(batch)
         kind = type_of(value)
-        fill = pa.scalar(self.value, kind)  # looked at even without a null, to find a misfit early
+        fill = pa.scalar(
+            self.value, kind
+        )  # converted even without a null, so that a wrong type fails early
         return unwrap(pc.fill_null(value, fill)) if isinstance(value, _ARROW_FORMS) else value
 
     def __repr__(self) -> str:
@@ -234,7 +236,7 @@ class FillNull(Expr):
 
 
 def col(name: str) -> Expr:
-    """The column `name` of the rows at hand."""
+    """The column `name` of the input."""
     return Col(name)
 
 
@@ -253,13 +255,13 @@ def wrap(value: Any) -> Expr:
 
 
 def computed(exprs: Mapping[str, Any], where: str) -> dict[str, Expr]:
-    """New columns as a user gives them. Text is refused: it may mean a column or a constant, and
-    what is not meant would go unnoticed."""
+    """Convert a user's new columns to expressions. A string is refused, because it could mean a
+    column or a constant, and the wrong choice would go unnoticed."""
     for name, value in exprs.items():
         if isinstance(value, str):
             raise FlowError(
-                f"{where}: {name}={value!r} may be a column or a text",
-                hint=f"write col({value!r}) for the column, lit({value!r}) for the constant",
+                f"{where}: {name}={value!r} is ambiguous: a column or a constant",
+                hint=f"use col({value!r}) for the column, lit({value!r}) for the constant",
             )
     return {name: wrap(value) for name, value in exprs.items()}
 
@@ -298,12 +300,12 @@ _NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
 
 
 def is_plain(kind: pa.DataType) -> bool:
-    """Whether columns of this type are numpy arrays inside the engine (when without nulls)."""
+    """Return whether columns of this type, if without nulls, are numpy arrays in the engine."""
     return any(test(kind) for test in _NUMBERS)
 
 
 def type_of(value: Any) -> pa.DataType:
-    """The Arrow type of what `Expr.eval` gives."""
+    """Return the Arrow type of a result of `Expr.eval`."""
     if isinstance(value, _ARROW_FORMS):
         return value.type
     if isinstance(value, np.ndarray | np.generic):
@@ -312,7 +314,7 @@ def type_of(value: Any) -> pa.DataType:
 
 
 def unwrap(array: pa.Array) -> Column:
-    """Arrow to the engine's form: numpy without copying where that is possible."""
+    """Convert Arrow to the engine's form: numpy, if possible without copying."""
     if isinstance(array, pa.Scalar):
         return _constant(array)
     if array.null_count == 0 and is_plain(array.type):
@@ -328,14 +330,14 @@ _ARROW_FORMS = (pa.Array, pa.Scalar)
 
 
 def _constant(scalar: pa.Scalar) -> Any:
-    """A typed constant in the engine's form: numpy's for a number, Arrow's for all else."""
+    """Convert a typed constant to the engine's form: numpy for a number, otherwise Arrow."""
     if not scalar.is_valid or not is_plain(scalar.type):
         return scalar
     return np.dtype(scalar.type.to_pandas_dtype()).type(scalar.as_py())
 
 
 def _as_arrow(value: Any) -> Any:
-    """An Arrow array, or a scalar for a constant, which has no length of its own."""
+    """Convert a value to an Arrow array, or to a scalar if it is a constant."""
     if isinstance(value, _ARROW_FORMS):
         return value
     return pa.array(value) if isinstance(value, np.ndarray) else pa.scalar(value)
@@ -350,8 +352,8 @@ def _refuse_zero(expr: Binary, divisor: Any) -> None:
 
 
 def _eval_arrow(op: str, left: Any, right: Any) -> Column:
-    """The null-aware way. Between numbers it is numpy's operator still, so that a row's value does
-    not depend on whether there is a null in some other row."""
+    """Evaluate an operator with nulls. Numbers still use numpy's operator, so that a row's value
+    does not depend on nulls in other rows."""
     operands = [_as_arrow(side) for side in (left, right)]
     kinds = [a.type for a in operands]
     logical = op in ("&", "|") and all(pa.types.is_boolean(k) for k in kinds)
@@ -361,7 +363,7 @@ def _eval_arrow(op: str, left: Any, right: Any) -> Column:
 
 
 def _masked(op: str, *sides: Any) -> Any:
-    """numpy's operator where both sides are present, null elsewhere."""
+    """Apply numpy's operator where both sides are present; other rows are null."""
     rows = [len(s) for s in sides if isinstance(s, pa.Array | np.ndarray)]
     null = np.zeros(max(rows, default=1), bool)
     filled = []
@@ -370,11 +372,11 @@ def _masked(op: str, *sides: Any) -> Any:
             null |= pc.is_null(side).to_numpy(zero_copy_only=False)
             one = pa.scalar(1, pa.int64()).cast(side.type)
             side = pc.fill_null(side, one).to_numpy(zero_copy_only=False)
-        elif isinstance(side, pa.Scalar):  # a constant that is no number: null in every row
+        elif isinstance(side, pa.Scalar):  # a null constant: null in every row
             null[:] = True
             side = np.dtype(side.type.to_pandas_dtype()).type(1)
         filled.append(side)
     with np.errstate(all="ignore"):
-        made = np.broadcast_to(_NUMPY[op](*filled), null.shape)
-    array = pa.array(made, mask=null)
+        result = np.broadcast_to(_NUMPY[op](*filled), null.shape)
+    array = pa.array(result, mask=null)
     return array if rows else array[0]

@@ -1,4 +1,4 @@
-"""Rows grouped by slot, in order within each group; and folds over such groups."""
+"""Rows grouped by slot, in order within each group, and folds over such groups."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ _LONG = 32
 
 
 class Groups:
-    """The rows of a batch sorted by slot, their order kept within each slot.
+    """The rows of a batch, stably sorted by slot.
 
-    ``rows`` maps sorted positions to rows of the batch; group `g` has ``slots[g]`` and covers the
-    sorted positions from ``starts[g]``, ``lengths[g]`` of them.
+    ``rows`` maps sorted positions to rows of the batch. Group `g` has the slot ``slots[g]`` and
+    covers ``lengths[g]`` sorted positions from ``starts[g]`` on.
     """
 
     def __init__(self, slots: np.ndarray) -> None:
@@ -35,14 +35,15 @@ class Groups:
         return self.starts + self.lengths - 1
 
     def ranks(self) -> np.ndarray:
-        """For each sorted position, how many rows of its group come before it."""
+        """Return for each sorted position the number of earlier rows in its group."""
         return np.arange(self.rows.size) - np.repeat(self.starts, self.lengths)
 
     def fold(self, ufunc: np.ufunc, initial: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Running fold of `values` (in sorted positions) per group, from ``initial[g]`` on.
+        """Return the running fold of `values` (in sorted positions) per group, from
+        ``initial[g]`` on.
 
-        Strictly one after another, so that float results do not depend on where epochs were cut.
-        Long groups are folded by numpy's sequential `accumulate`, one call each; short ones all
+        The fold is strictly sequential, so that float results do not depend on epoch boundaries.
+        Long groups use numpy's sequential `accumulate`, one call per group; short groups are folded
         together, one pass per rank.
         """
         out = np.empty(values.size, np.result_type(initial, values))
@@ -64,13 +65,13 @@ class Groups:
         return out
 
     def in_row_order(self, positions: np.ndarray) -> np.ndarray:
-        """Where to find, in `positions` (sorted positions, once each), those of ascending rows."""
+        """Return the permutation that puts `positions` (distinct sorted ones) into row order."""
         where = np.full(self.rows.size, -1)
         where[self.rows[positions]] = np.arange(positions.size)
         return where[where >= 0]
 
     def scattered(self, sorted_values: np.ndarray) -> np.ndarray:
-        """Values by sorted position, put back into the rows' own order."""
+        """Convert values by sorted position to values by row."""
         out = np.empty_like(sorted_values)
         out[self.rows] = sorted_values
         return out

@@ -1,8 +1,8 @@
-"""Values that are no numbers, kept as Arrow has them: text, lists, structs, maps, decimals.
+"""Non-numeric values of keyed state, stored in Arrow: text, lists, structs, maps, decimals.
 
-A column of state has a number for each slot, and a `Heap` says which value the number stands for.
-Values never leave Arrow, so nothing about them can change: a null inside a list stays one, beside
-NaN, and an empty list is not a null list.
+A column of state stores an index for each slot, and a `Heap` maps the index to a value. Values stay
+in Arrow format, so they are preserved exactly: a null inside a list remains distinct from NaN, and
+an empty list from a null list.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import numpy as np
 import pyarrow as pa
 
 _MERGED_BYTES_MAX = 256 << 20
-"""Larger arrays are not put together: offsets of 32 bits reach 2 GB, and copying takes time."""
+"""Maximum size of a merged array: 32-bit offsets limit it to 2 GB, and copying takes time."""
 
 
 class Heap:
-    """Values of one type, numbered in the order in which they came. They are held in arrays of
-    falling size, so that adding some replicas each of the others a logarithmic number of times.
+    """Values of one type, indexed in the order in which they were added. They are held in arrays of
+    decreasing size, so that each value is copied a logarithmic number of times.
 
     >>> heap = Heap(pa.array([None], pa.list_(pa.float64())))
     >>> numbers = heap.append(pa.array([[1.0, None], []], pa.list_(pa.float64())))
@@ -31,8 +31,8 @@ class Heap:
         self.nbytes = self._arrays[0].nbytes
 
     def append(self, values: pa.Array) -> np.ndarray:
-        """Add values; their numbers. They are copied: whatever they were a part of can go. If there
-        is no memory for it, nothing has changed."""
+        """Add values and return their indexes. The values are copied, so the caller's buffers can
+        be freed. If the allocation fails, the heap is unchanged."""
         kept, together = len(self._arrays), [values]
         rows, nbytes = len(values), values.nbytes
         while kept and len(self._arrays[kept - 1]) < 2 * rows:
@@ -51,7 +51,7 @@ class Heap:
         return numbers
 
     def take(self, numbers: np.ndarray) -> pa.Array:
-        """The values of these numbers."""
+        """Return the values at these indexes."""
         if len(self._arrays) == 1:
             return self._arrays[0].take(pa.array(numbers))
         where = np.searchsorted(self._starts, numbers, "right") - 1
@@ -70,7 +70,8 @@ class Heap:
         return pa.concat_arrays(parts).take(pa.array(back))
 
     def copied_into(self, heap: Heap, numbers: np.ndarray) -> np.ndarray:
-        """Add the values of these numbers to another heap, array by array; their numbers there."""
+        """Add the values at these indexes to another heap, array by array; return their indexes
+        there."""
         order = np.argsort(numbers)
         ends = np.searchsorted(numbers[order], [*self._starts[1:], self.size]).tolist()
         there, first = np.empty_like(numbers), 0
@@ -81,13 +82,13 @@ class Heap:
         return there
 
     def frozen(self) -> Heap:
-        """The same values under the same numbers, whatever is added to this one later."""
-        replica = Heap.__new__(Heap)
-        replica._arrays, replica._starts = list(self._arrays), list(self._starts)
-        replica.size, replica.nbytes = self.size, self.nbytes
-        return replica
+        """Return a heap with the same values and indexes, which later additions do not change."""
+        frozen = Heap.__new__(Heap)
+        frozen._arrays, frozen._starts = list(self._arrays), list(self._starts)
+        frozen.size, frozen.nbytes = self.size, self.nbytes
+        return frozen
 
 
 def _copied(arrays: list[pa.Array]) -> pa.Array:
-    """Arrays as one that shares no memory with them: also one array alone is copied."""
+    """Concatenate arrays into one that shares no memory with them; a single array is copied."""
     return pa.concat_arrays([*arrays, arrays[0].slice(0, 0)])

@@ -1,10 +1,10 @@
-"""Keys: their identity, their partition, and the table from key to state slot.
+"""Keys: their identity, their partition, and the index from key to state slot.
 
-A key of up to 64 bits of plain numbers is its own identity, packed into one word (a second word
-says which of its columns are null). Any wider key, or one with strings, is identified by 128 bits
-of hash, as git identifies files: two different keys would have to collide in both words. Hashes
-depend on the values alone, never on the process, the run or Python's hash seed, so every site and
-every Spark executor puts a key into the same partition.
+A key of at most 64 bits of plain numbers is its own identity, packed into one word; a second word
+has the null bits of its columns. A wider key, or one with strings, is identified by a 128-bit hash,
+as git identifies files: two different keys would have to collide in both words. Hashes depend only
+on the values, not on the process, the run or Python's hash seed, so all sites and Spark executors
+assign a key to the same partition.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _GOLDEN, _MIX1, _MIX2 = _U(0x9E3779B97F4A7C15), _U(0xBF58476D1CE4E5B9), _U(0x94D
 
 
 class KeyWords(NamedTuple):
-    """The identity of each row's key: one word, and a second where it is needed."""
+    """The identity of each row's key: one word, and a second one where needed."""
 
     low: np.ndarray
     high: np.ndarray | None
@@ -30,7 +30,7 @@ class KeyWords(NamedTuple):
 
 
 def key_words(columns: list[pa.Array]) -> KeyWords:
-    """Identify the key of every row, given the key's columns."""
+    """Return the identity of every row's key, given the key's columns."""
     if sum(_bits(c.type) for c in columns) <= 64:
         return _pack(columns)
     low = np.zeros(len(columns[0]), _U)
@@ -43,10 +43,10 @@ def key_words(columns: list[pa.Array]) -> KeyWords:
 
 
 def partition_of(words: KeyWords, partitions: int) -> np.ndarray:
-    """The partition of every key, as uint16."""
+    """Return the partition of every key, as uint16."""
     z = words.low.view(_U) * _GOLDEN
     if words.high is not None:
-        # A row without nulls has a zero second word and must land where it lands without one.
+        # Without nulls the second word is zero, and the partition must be the same as without it.
         z ^= words.high.view(_U) * _MIX1
     z ^= z >> _U(31)
     z *= _MIX2
@@ -83,7 +83,7 @@ def _pack(columns: list[pa.Array]) -> KeyWords:
 
 
 def _plain_word(column: pa.Array) -> np.ndarray:
-    """The bits of a number as an unsigned word; equal numbers have equal bits."""
+    """Return the bits of each number as an unsigned word; equal numbers have equal bits."""
     kind = column.type
     if pa.types.is_temporal(kind):
         column = column.view(pa.int32() if kind.bit_width == 32 else pa.int64())
@@ -112,7 +112,7 @@ def _hash_column(column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
             return np.where(missing, _MIX2, mix(word)), np.where(missing, _MIX1, mix(~word))
         return mix(word), mix(~word)
     if pa.types.is_decimal(column.type) and column.type.bit_width < 128:
-        # There is no dictionary of these; the number is the same in a wider type.
+        # Arrow cannot dictionary-encode these; a wider type has the same number.
         column = column.cast(pa.decimal128(column.type.precision, column.type.scale))
     elif pa.types.is_interval(column.type):
         column = column.view(pa.binary(column.type.bit_width // 8))
@@ -140,19 +140,19 @@ def _hash_binary(values: pa.Array) -> tuple[np.ndarray, np.ndarray]:
 
 
 def segment_sums(words: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-    """The sum of the words from each offset to the next."""
+    """Return the sum of the words from each offset to the next."""
     total = np.concatenate([np.zeros(1, _U), np.cumsum(words, dtype=_U)])
     ends = offsets - offsets[0]
     return total[ends[1:]] - total[ends[:-1]]
 
 
 class KeyIndex:
-    """A growing table from key to slot (0, 1, 2, ...), looked up a whole column at a time.
+    """A hash table from key to slot (0, 1, 2, ...), looked up a whole column at a time.
 
-    Open addressing with linear probing, at most half full. Every round of probing is one numpy
-    pass over the rows that are not yet settled; almost all settle in the first.
+    It uses open addressing with linear probing and is at most half full. Each round of probing is
+    one numpy pass over the rows that are still unresolved; the first round resolves almost all.
 
-    If there is no memory for new keys, the index is as it was before.
+    If the allocation for new keys fails, the index is unchanged.
     """
 
     def __init__(self, capacity: int = 512) -> None:
@@ -163,7 +163,7 @@ class KeyIndex:
         self._high: np.ndarray | None = None
         self._slot = np.full(1 << self._bits, -1, np.int32)
         self._begun: tuple[int, list[np.ndarray]] = (0, [])
-        """What `undo` goes back to: how many keys there were, and where others are since."""
+        """What `undo` restores: the number of keys, and the places of the keys added since."""
 
     def _home(self, words: KeyWords) -> np.ndarray:
         z = words.low.view(_U) * _MIX1
@@ -180,31 +180,31 @@ class KeyIndex:
         return self._low.nbytes + self._slot.nbytes + high
 
     def lookup(self, words: KeyWords) -> tuple[np.ndarray, np.ndarray]:
-        """The slot of every row's key, and the rows that brought a new key, in slot order. Until
-        `settle`, which the next call does, too, `undo` takes the new keys out again."""
+        """Return the slot of every row's key, and the rows with new keys, in slot order. `undo`
+        removes the new keys until `settle` is called, which the next `lookup` does as well."""
         self.settle()
         try:
-            while (found := self._lookup(words)) is None:
-                pass  # the table grew; every row starts from its new home
+            while (result := self._lookup(words)) is None:
+                pass  # the table grew: start again from the new home places
         except BaseException:
             self.undo()
             raise
-        return found
+        return result
 
     def settle(self) -> None:
-        """The keys that are new are there to stay."""
+        """Keep the new keys: `undo` no longer removes them."""
         self._begun = (self.size, [])
 
     def undo(self) -> None:
-        """Take the keys out again that are not settled. They are the last that went in, so no
-        other key's way to its place leads past them."""
+        """Remove the keys added since `settle`. They were added last, so no other key's probe
+        sequence passes over them."""
         size, placed = self._begun
         for where in placed:
             self._slot[where] = -1
         self.size = size
 
     def _lookup(self, words: KeyWords) -> tuple[np.ndarray, np.ndarray] | None:
-        """As `lookup`; None if there was no room, and the table has been made larger."""
+        """Like `lookup`; return None if there was no room and the table was enlarged."""
         if words.high is not None and self._high is None:
             self._high = np.zeros(self._mask + 1, np.int64)
         if self._high is not None and words.high is None:
@@ -215,10 +215,10 @@ class KeyIndex:
         hit &= slots >= 0
         if hit.all():
             return slots.astype(np.int64), _NO_ROWS
-        fresh: list[np.ndarray] = []
+        new_rows: list[np.ndarray] = []
         pending = np.flatnonzero(~hit)
         while pending.size:
-            extra = self._insert(pending, at, words, fresh)
+            extra = self._insert(pending, at, words, new_rows)
             if extra:
                 self.undo()
                 self._grow(extra)
@@ -230,17 +230,17 @@ class KeyIndex:
             slots[pending[hit]] = found[hit]
             pending = pending[~hit]
             at[pending] = (at[pending] + 1) & self._mask
-        rows = np.concatenate(fresh) if fresh else _NO_ROWS
+        rows = np.concatenate(new_rows) if new_rows else _NO_ROWS
         assert rows.size == self.size - self._begun[0]
         return slots.astype(np.int64), rows
 
     def find(self, words: KeyWords) -> np.ndarray:
-        """The slot of every row's key, -1 for one that has none."""
+        """Return the slot of every row's key; -1 for unknown keys."""
         if (words.high is None) != (self._high is None):
             zeros = np.zeros(words.low.size, np.int64)
             if self._high is not None:
                 words = KeyWords(words.low, zeros)
-            else:  # no key with a second word is there
+            else:  # no known key has a second word
                 known = words.high == 0 if words.high is not None else zeros == 0
                 return np.where(known, self.find(KeyWords(words.low, None)), -1)
         at = self._home(words)
@@ -261,10 +261,10 @@ class KeyIndex:
         return same
 
     def _insert(
-        self, pending: np.ndarray, at: np.ndarray, words: KeyWords, fresh: list[np.ndarray]
+        self, pending: np.ndarray, at: np.ndarray, words: KeyWords, new_rows: list[np.ndarray]
     ) -> int:
-        """Let rows that point at an empty place claim it; the first row of each place wins. If
-        there is not enough room: for how many keys there must be in addition to settled ones."""
+        """Insert the keys of rows whose place is empty; the first row of each place wins. Return
+        0, or, if there is no room, the number of keys to make room for beyond the settled ones."""
         where = at[pending]
         empty = self._slot[where] < 0
         if not empty.any():
@@ -272,14 +272,16 @@ class KeyIndex:
         rows, where = pending[empty], where[empty]
         if self.size + rows.size > (self._mask + 1) // 2:
             return int(self.size - self._begun[0] + rows.size)
-        claim = -2 - np.arange(rows.size, dtype=np.int32)  # below 0, so the place stays empty
+        claim = -2 - np.arange(
+            rows.size, dtype=np.int32
+        )  # negative, so the place still counts as empty
         self._slot[where[::-1]] = claim[::-1]
         won = self._slot[where] == claim
         rows, where = rows[won], where[won]
         self._begun[1].append(where)
         self._place(where, words.take(rows), np.arange(self.size, self.size + rows.size))
         self.size += rows.size
-        fresh.append(rows)
+        new_rows.append(rows)
         return 0
 
     def _place(self, where: np.ndarray, words: KeyWords, slots: np.ndarray) -> None:
@@ -289,7 +291,7 @@ class KeyIndex:
         self._slot[where] = slots
 
     def _grow(self, extra: int) -> None:
-        """Make room for so many more keys. All of it is made before any of it is used."""
+        """Make room for `extra` more keys. All arrays are allocated before any is replaced."""
         bits = self._bits
         while self.size + extra > (1 << bits) // 2:
             bits += 1
@@ -304,7 +306,7 @@ class KeyIndex:
         vars(self).update(vars(grown))
 
     def _fill(self, words: KeyWords, slots: np.ndarray) -> None:
-        """Put different keys into an empty table that has room for them."""
+        """Insert distinct keys into an empty table that has room for them."""
         at = self._home(words)
         pending = np.arange(slots.size)
         while pending.size:
@@ -318,7 +320,7 @@ _NO_ROWS = np.empty(0, np.int64)
 
 
 def key_hash(words: KeyWords) -> np.ndarray:
-    """What orders the results of different keys that stand at the same row."""
+    """Return a hash of each key, which orders results of different keys at the same row."""
     z = words.low.view(np.uint64).copy()
     if words.high is not None:
         z ^= mix(words.high.view(np.uint64))

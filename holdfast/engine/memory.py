@@ -1,9 +1,9 @@
-"""Running out of memory: what the limit is, and how to tell such an error from a bad row.
+"""Out-of-memory errors: the limits of the process, and how to tell them from a bad row.
 
-A process that runs out of memory says nothing about the row that it happened at: another row would
-have done the same a moment later, and with it every other replica, which holds the same state. So
-such an error is neither searched for a row nor answered by a dead letter, and no replica is failed
-for it: the flow stops and says what needed the memory, and how much there was.
+When a process runs out of memory, the current row is not the cause: another row would have failed a
+moment later, and so would every other replica, which holds the same state. Such an error therefore
+triggers neither a search for a bad row nor a dead letter, and no replica is failed for it. The flow
+stops with an error that names the stage, its state and the limit.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ NO_STATE = "The stage has no state"
 
 
 def limits() -> dict[str, int]:
-    """What bounds the memory of this process, in bytes: the machine's memory, the process's own
-    limit (which spark.executor.pyspark.memory sets), and the container's."""
-    found = {"of the machine": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
+    """Return the memory limits of this process, in bytes: the machine's memory, the process limit
+    (which spark.executor.pyspark.memory sets), and the limit of the control group."""
+    by_name = {"of the machine": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
-        found["of the process (RLIMIT_AS)"] = soft
+        by_name["of the process (RLIMIT_AS)"] = soft
     for path in _CGROUP:
         try:
             with open(path) as file:
@@ -35,18 +35,18 @@ def limits() -> dict[str, int]:
         except OSError:
             continue
         if text.isdigit() and int(text) < _UNLIMITED:
-            found[f"of its control group ({path})"] = int(text)
-    return found
+            by_name[f"of its control group ({path})"] = int(text)
+    return by_name
 
 
 def limit_bytes() -> int:
-    """The smallest of all limits."""
+    """Return the smallest limit."""
     return min(limits().values())
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether this error, or one that it was raised from, means that there is no more memory.
-    (Those of numpy and Arrow are `MemoryError`s.)"""
+    """Return whether this error, or one of its causes, means that the process is out of memory.
+    (The errors of numpy and Arrow are `MemoryError`s.)"""
     while error is not None:
         if isinstance(error, MemoryError | OutOfMemoryError):
             return True
@@ -57,25 +57,25 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def out_of_memory(where: str, held: str, cause: BaseException) -> OutOfMemoryError:
-    """The error that stops a flow: `where` it happened, and what is `held` there."""
+    """Return the error that stops a flow: `where` it happened, and the state `held` there."""
     name, nbytes = min(limits().items(), key=lambda item: item[1])
-    said = f"{type(cause).__name__}: {cause}".rstrip(": ")
+    detail = f"{type(cause).__name__}: {cause}".rstrip(": ")
     return OutOfMemoryError(
-        f"{where}: out of memory ({said}). {held}; the process has {_used()}, and the limit {name} "
-        f"is {_mb(nbytes)}",
+        f"{where}: out of memory ({detail}). {held}; the process uses {_used()}, and the limit "
+        f"{name} is {_mb(nbytes)}",
         hint="give the sites more memory or spread the state over more sites; bound the state with "
-        "windows or time-outs; let less be in flight with Options(budget=Budget(...)). Every "
-        "replica of a partition has the same state, so none was failed for this",
+        "windows or timeouts; reduce the rows in flight with Options(budget=Budget(...)). Every "
+        "replica of a partition has the same state, so no replica was failed",
     )
 
 
 @contextmanager
 def naming(where: Callable[[], str], held: Callable[[], str]) -> Iterator[None]:
-    """Have what runs out of memory in here say where that is, and what is held."""
+    """Turn an out-of-memory error in this context into one that names the place and the state."""
     try:
         yield
     except OutOfMemoryError:
-        raise  # it has been said
+        raise  # it has the place already
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -83,12 +83,13 @@ def naming(where: Callable[[], str], held: Callable[[], str]) -> Iterator[None]:
 
 
 def state_size(keys: int, nbytes: int) -> str:
-    """How large the state of a stage is, in words."""
-    return f"The state of the stage here is {keys:,} keys in {_mb(nbytes)}"
+    """Describe the size of a stage's state."""
+    return f"The stage holds {keys:,} keys in {_mb(nbytes)} of state here"
 
 
 def _used() -> str:
-    """What counts towards RLIMIT_AS, and what counts towards the other limits."""
+    """Describe the mapped memory, which RLIMIT_AS limits, and the resident memory, which the
+    other limits apply to."""
     resident = f"{_mb(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)} resident"
     try:
         with open("/proc/self/statm") as file:

@@ -1,17 +1,17 @@
 """Keyed state: one table for all the partitions of an operator that a site holds.
 
-A table is a set of numpy columns indexed by slot, and a `KeyIndex` from key to slot. Numbers and
-times are in the columns themselves; of everything else (text, lists, structs) a column has numbers
-that stand for values in a `Heap`, which stay as Arrow has them. The partition of a slot is itself a
-column, so operators never see partitions, and the state of any of them can be taken out and put in
-as an Arrow batch. Slots are grouped into chunks that know the epoch they last changed in:
-increments, spilling and moves read that.
+A table consists of numpy columns indexed by slot, and a `KeyIndex` from key to slot. Numbers and
+times are stored in the columns themselves. For all other types (text, lists, structs) a column
+stores indexes into a `Heap`, which holds the values in Arrow format. The partition of a slot is
+itself a column, so operators never see partitions, and the state of any partition can be extracted
+and installed as an Arrow batch. Slots are grouped into chunks, and each chunk records the epoch of
+its last change, for incremental extraction.
 
-Whatever a table needs more memory for is allocated before anything is changed: if there is none,
-the table is as it was before.
+A table allocates memory before it changes anything: if an allocation fails, the table is
+unchanged.
 
-Whoever writes to slots calls `touch` first. So a `Snapshot` can hand out the table as it was at one
-moment while the table goes on: what is about to change is saved for it, row by row.
+Code that writes to slots calls `touch` first. A `Snapshot` can therefore return the table as it was
+at one moment while the table changes: the table saves rows to it before it overwrites them.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ _UNBORN = np.iinfo(np.int64).max
 _NULL = "__null."
 _GARBAGE_MIN = 1 << 16
 STANDBY = "standby"
-"""Who follows a table's changes, if nobody else is named: whoever stands by."""
+"""The default reader of a table's changes: the standbys."""
 
 _Where = np.ndarray | tuple[np.ndarray, np.ndarray]
-"""Slots; and which of the values there, where a key has several."""
+"""Slots, and the positions within them if a key has several values."""
 
 _Rows = dict[str, np.ndarray]
-"""Some rows of a table, or all: columns, identities, and the null masks of columns with nulls."""
+"""Rows of a table: columns, key identities, and the null masks of columns with nulls."""
 
 
 @dataclass(frozen=True)
 class Field:
-    """One column of state: its Arrow type, the value of a new key, and how many per key.
+    """One column of state: its Arrow type, the value of a new key, and the values per key.
 
-    Without a value for new keys, these start with 0, or with null where the type has no numbers.
+    Without `fill`, a new key starts with 0, or with null if the type is stored in a heap.
     """
 
     kind: pa.DataType
@@ -58,20 +58,20 @@ class Field:
 
     @cached_property
     def fixed(self) -> bool:
-        """Whether numpy can store it: numbers, and times as numbers. All else is in a heap."""
+        """Whether numpy stores the values: numbers, and times as numbers. Others are in a heap."""
         if pa.types.is_temporal(self.kind):
             return bool(self.kind.bit_width <= 64)
         return is_plain(self.kind)
 
     @cached_property
     def dtype(self) -> np.dtype:
-        """How numpy stores it, or its numbers in the heap."""
+        """The numpy type of the values, or of the indexes into the heap."""
         if is_plain(self.kind):
             return np.dtype(self.kind.to_pandas_dtype())
         return np.dtype(f"i{self.kind.bit_width // 8}" if self.fixed else np.int64)
 
     def allocate(self, slots: int) -> np.ndarray:
-        """What new keys start with; of a heap it is the first value."""
+        """Return a column of values of new keys; in a heap this is the value at index 0."""
         shape = (slots,) if self.width is None else (slots, self.width)
         fill = self.fill if self.fixed and self.fill is not None else 0
         return np.full(shape, fill, self.dtype)
@@ -80,7 +80,7 @@ class Field:
         return Heap(pa.array([self.fill], self.kind))
 
     def stored(self, values: Column) -> np.ndarray:
-        """A column of fixed width in the form in which the state keeps it (nulls as any value)."""
+        """Convert a column of fixed width to numpy; nulls become arbitrary values."""
         if isinstance(values, np.ndarray):
             return values
         if pa.types.is_temporal(self.kind):
@@ -90,14 +90,14 @@ class Field:
         )
 
     def loaded(self, values: np.ndarray, mask: np.ndarray | None) -> pa.Array:
-        """The inverse of `stored`."""
+        """Convert values back to Arrow: the inverse of `stored`."""
         if is_plain(self.kind):
             return pa.array(values, self.kind, mask=mask, from_pandas=False)
         return pa.array(values, mask=mask).view(self.kind)
 
 
 class StateTable:
-    """State per key, a slot each. Read ``table["name"][slots]``; `touch` them, then write."""
+    """State with one slot per key. Read ``table["name"][slots]``; call `touch` before writing."""
 
     def __init__(self, fields: Mapping[str, Field], partitions: int) -> None:
         self.fields = dict(fields)
@@ -106,11 +106,11 @@ class StateTable:
         self._touched: np.ndarray | None = None
         self._removed: dict[str, list[pa.RecordBatch]] = {}
         self.removals = 0
-        """How many keys have been removed so far."""
+        """Keys removed so far."""
         self._reset(512)
 
     def _reset(self, capacity: int) -> None:
-        self._snapshots: list[Snapshot] = []  # those so far have the arrays given up here
+        self._snapshots: list[Snapshot] = []  # existing ones keep the old arrays
         self._capacity = capacity
         self._index = KeyIndex(capacity)
         self._low = np.zeros(capacity, np.int64)
@@ -120,7 +120,7 @@ class StateTable:
         self._dead_count = 0
         self._changed = np.full((capacity >> CHUNK_BITS) + 1, -1, np.int64)
         self._columns = {name: f.allocate(capacity) for name, f in self.fields.items()}
-        self._null: dict[str, np.ndarray] = {}  # made for a column when it gets its first null
+        self._null: dict[str, np.ndarray] = {}  # created with the first null of a column
         self._heaps = {name: f.new_heap() for name, f in self.fields.items() if not f.fixed}
         self._compacted = {name: heap.nbytes for name, heap in self._heaps.items()}
         if self._born is not None:
@@ -129,9 +129,12 @@ class StateTable:
             self._touched = np.full(capacity, -1)
 
     def follow(self, *, births: bool, changes: Collection[str] = ()) -> None:
-        """Know from now on in which epoch each key's state began (before all others, if it is there
-        now); and for these followers, in which it last changed, and which were removed since the
-        last snapshot of each; or know it no longer."""
+        """Start or stop tracking changes.
+
+        `births` tracks the epoch in which each key's state began; existing keys count as epoch 0.
+        `changes` names the readers of changes: for them the table tracks the epoch of each key's
+        last change, and the keys removed since the reader's last snapshot.
+        """
         born = self._born if births else None
         if births and born is None:
             born = np.full(self._capacity, _UNBORN)
@@ -140,24 +143,25 @@ class StateTable:
         if changes and touched is None:
             touched = np.full(self._capacity, -1)
         self._born, self._touched = born, touched
-        self._removed = {whose: self._removed.get(whose, []) for whose in changes}
+        self._removed = {reader: self._removed.get(reader, []) for reader in changes}
 
     def oldest(self) -> int | None:
-        """The epoch in which the oldest state began, if births are followed and there is any."""
+        """Return the epoch in which the oldest state began; None if there is no state or births
+        are not tracked."""
         if self._born is None or not self.size:
             return None
         born = self._born[: self._index.size]
-        found = int(born.min(where=~self._dead[: self._index.size], initial=_UNBORN))
-        return None if found == _UNBORN else found
+        oldest = int(born.min(where=~self._dead[: self._index.size], initial=_UNBORN))
+        return None if oldest == _UNBORN else oldest
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """A column of numbers or times, indexed by slot. One of anything else can be read and
-        written in the same way, as Python's values, one by one: `get` and `put` are faster."""
+        """Return a column of numbers or times, indexed by slot. Columns of other types can be read
+        and written in the same way as Python values, but `get` and `put` are faster."""
         return _Objects(self, name) if name in self._heaps else self._columns[name]  # type: ignore[return-value]
 
     @property
     def size(self) -> int:
-        """How many keys have state."""
+        """The number of keys with state."""
         return self._index.size - self._dead_count
 
     @property
@@ -172,28 +176,28 @@ class StateTable:
 
     @property
     def row_bytes(self) -> int:
-        """About what a key is given out with, which is less than it takes here."""
-        given = {n: a for n, a in self._arrays().items() if n != "__touched"}
+        """The approximate size of a key's row in a snapshot, which is less than in the table."""
+        sent = {n: a for n, a in self._arrays().items() if n != "__touched"}
         values = (h.nbytes // h.size * (self.fields[n].width or 1) for n, h in self._heaps.items())
-        return 8 + sum(a[:1].nbytes for a in given.values()) + sum(values)
+        return 8 + sum(a[:1].nbytes for a in sent.values()) + sum(values)
 
     def live(self) -> np.ndarray:
-        """All slots that hold state."""
+        """Return all slots that hold state."""
         return np.flatnonzero(~self._dead[: self._index.size])
 
     def keys(self, slots: np.ndarray) -> list[tuple[int, int]]:
-        """The words of these slots' keys, as plain numbers."""
+        """Return the words of these slots' keys as Python integers."""
         words = zip(self._low[slots].tolist(), self._high[slots].tolist(), strict=True)
         return list(words)
 
     def held(self) -> list[int]:
-        """The partitions that hold state."""
+        """Return the partitions that hold state."""
         return np.unique(self._part[self.live()]).tolist()
 
     def slots(self, words: KeyWords, partition: np.ndarray | None = None) -> np.ndarray:
-        """The slot of every row's key; keys not seen before get fresh ones.
+        """Return the slot of every row's key; new keys get new slots.
 
-        `partition` is given where the state is keyed by more than the key that partitions it.
+        The caller passes `partition` if the state is keyed by more than the partitioning key.
         """
         try:
             slots, rows = self._index.lookup(words)
@@ -208,7 +212,7 @@ class StateTable:
         return slots
 
     def find(self, words: KeyWords) -> np.ndarray:
-        """The slot of every row's key, -1 for one without state."""
+        """Return the slot of every row's key; -1 for keys without state."""
         slots = self._index.find(words)
         slots[self._dead[slots] & (slots >= 0)] = -1
         return slots
@@ -228,8 +232,8 @@ class StateTable:
     def put(
         self, name: str, slots: np.ndarray, values: Column, at: np.ndarray | None = None
     ) -> None:
-        """Store a column of any type, nulls included; of a slot named twice the last one stays.
-        `at`: which of its values, where a key has several."""
+        """Store a column of any type, including nulls. If a slot occurs twice, its last value wins.
+        `at` gives the position within each slot if a key has several values."""
         field = self.fields[name]
         where = slots if at is None else (slots, at)
         if field.fixed:
@@ -238,7 +242,8 @@ class StateTable:
             self._put_on_heap(name, where, as_array(values, field.kind))
 
     def _stored(self, name: str, values: Column) -> tuple[np.ndarray, np.ndarray | None]:
-        """A column as it is stored, and where it is null, for which there is room then."""
+        """Convert a column to its stored form, and return its null mask; allocate the column's
+        null array if it gets its first null."""
         if name in self._heaps:
             return self._heaps[name].append(as_array(values, self.fields[name].kind)), None
         stored = self.fields[name].stored(values)
@@ -259,9 +264,9 @@ class StateTable:
         numbers = np.arange(heap.size, heap.size + len(values))
         try:
             column[where] = numbers
-            stays = column[where] == numbers
-            if not stays.all():  # of a slot named twice, only the last value is kept
-                rows = np.flatnonzero(stays)
+            wins = column[where] == numbers
+            if not wins.all():  # a slot occurs twice: keep only its last value
+                rows = np.flatnonzero(wins)
                 values = values.take(pa.array(rows))
                 at = where[rows] if isinstance(where, np.ndarray) else tuple(w[rows] for w in where)  # type: ignore[assignment]
             column[at] = heap.append(values)
@@ -270,7 +275,7 @@ class StateTable:
             raise
 
     def get(self, name: str, slots: np.ndarray, at: np.ndarray | None = None) -> pa.Array:
-        """The stored column as Arrow, nulls included."""
+        """Return the stored column as Arrow, including nulls."""
         where = slots if at is None else (slots, at)
         values = self._columns[name][where]
         if name in self._heaps:
@@ -279,7 +284,7 @@ class StateTable:
         return self.fields[name].loaded(values, None if null is None else null[where])
 
     def backup(self, slots: np.ndarray) -> dict[str, tuple[np.ndarray, np.ndarray | None]]:
-        """What these slots hold, for `put_back` before anything is touched again."""
+        """Copy the contents of these slots, for `put_back` before the next `touch`."""
         return {
             name: (column[slots], self._null[name][slots] if name in self._null else None)
             for name, column in self._columns.items()
@@ -288,7 +293,7 @@ class StateTable:
     def put_back(
         self, slots: np.ndarray, held: Mapping[str, tuple[np.ndarray, np.ndarray | None]]
     ) -> None:
-        """Undo what was done to these slots since `backup`."""
+        """Undo the changes of these slots since `backup`."""
         for name, (values, null) in held.items():
             self._columns[name][slots] = values
             if name in self._null:
@@ -306,7 +311,7 @@ class StateTable:
         self._part[new] = partition
 
     def _enlarge(self, least: int) -> None:
-        """All arrays are made before any of them is used."""
+        """Enlarge all arrays. All are allocated before any is replaced."""
         capacity = self._capacity
         while capacity < least:
             capacity *= 2
@@ -325,11 +330,11 @@ class StateTable:
             columns[name][: self._capacity] = self._columns[name]
         nulls = {name: _extended(null, capacity, 0) for name, null in self._null.items()}
         larger |= {"_columns": columns, "_null": nulls, "_capacity": capacity}
-        larger["_snapshots"] = []  # those so far have the arrays given up here
+        larger["_snapshots"] = []  # existing ones keep the old arrays
         vars(self).update(larger)
 
     def touch(self, slots: np.ndarray, epoch: int) -> None:
-        """Announce that these slots change in `epoch`: to be called before the first write."""
+        """Record that these slots change in `epoch`. Call this before the first write."""
         self._save(slots)
         for name, heap in self._heaps.items():
             if heap.nbytes > 2 * self._compacted[name] + _GARBAGE_MIN:
@@ -341,9 +346,9 @@ class StateTable:
             self._touched[slots] = epoch
 
     def _compact(self, name: str) -> None:
-        """Let go of values that were replaced. Snapshots have the numbers and values so far."""
+        """Drop replaced values from a heap. Snapshots keep the old indexes and values."""
         column, size = self._columns[name], self._index.size
-        held = column > 0  # number 0 is what new keys start with
+        held = column > 0  # index 0 is the value of new keys
         held[size:] = False
         held[:size][self._dead[:size]] = False
         heap = self.fields[name].new_heap()
@@ -353,8 +358,8 @@ class StateTable:
         self._compacted[name] = heap.nbytes
 
     def renew(self, slots: np.ndarray, epoch: int) -> None:
-        """Like `touch`, where nothing that these slots have held counts any more: what they are
-        about to hold begins in `epoch`."""
+        """Like `touch`, for slots whose old contents no longer count: their state now begins in
+        `epoch`."""
         self.touch(slots, epoch)
         if self._born is not None:
             self._born[slots] = epoch
@@ -369,9 +374,9 @@ class StateTable:
         after: int | None = None,
         whose: str = STANDBY,
     ) -> Snapshot:
-        """Freeze the state of some partitions (all, by default) as it is now; with `after`, what
-        has changed after this epoch, which is that of the follower's last snapshot, if changes are
-        followed."""
+        """Return a snapshot of some partitions (by default all). With `after`, and if changes are
+        tracked, the snapshot has only the rows changed after this epoch, which must be that of the
+        last snapshot of the reader `whose`."""
         snapshot = Snapshot(self, partitions, after)
         self._snapshots.append(snapshot)
         if whose in self._removed:
@@ -379,7 +384,7 @@ class StateTable:
         return snapshot
 
     def removed(self, whose: str = STANDBY) -> pa.RecordBatch:
-        """The keys that were removed since the follower's last snapshot. Some may have come
+        """Return the keys removed since the last snapshot of the reader `whose`. Some may exist
         again."""
         keys = pa.schema([("__low", pa.int64()), ("__high", pa.int64())])
         table = pa.Table.from_batches(self._removed.get(whose, []), keys).combine_chunks()
@@ -387,15 +392,15 @@ class StateTable:
         return batch
 
     def take_out(self, keys: pa.RecordBatch) -> None:
-        """Remove what `removed` has given elsewhere."""
+        """Remove the keys that `removed` returned in another table."""
         high = keys.column("__high").to_numpy()
         slots = self.find(KeyWords(keys.column("__low").to_numpy(), high if high.any() else None))
         self.remove(slots[slots >= 0])
 
     def remove(self, slots: np.ndarray) -> None:
-        """Forget the state of these slots. Slots handed out before are void afterwards.
+        """Remove the state of these slots. Slots returned before this call are invalid afterwards.
 
-        Their columns stay as they are until the slots are revived, so there is nothing to save.
+        The columns do not change until the slots are reused, so snapshots need no saved rows.
         """
         slots = distinct(slots)
         slots = slots[~self._dead[slots]]
@@ -412,8 +417,8 @@ class StateTable:
     def extract(
         self, partitions: Iterable[int] | None = None, since: int | None = None
     ) -> pa.RecordBatch:
-        """The state of some partitions (all, by default) as a batch; `since`: only chunks that
-        changed after that epoch."""
+        """Return the state of some partitions (by default all) as a batch; with `since`, only
+        chunks that changed after that epoch."""
         slots = self.live()
         if partitions is not None:
             slots = slots[self._in(partitions, self._part[slots])]
@@ -422,7 +427,7 @@ class StateTable:
         return _batch(self.fields, self._heaps, _rows(self._arrays(), self._changed, slots))
 
     def within(self, state: pa.RecordBatch, first: int, end: int) -> pa.RecordBatch:
-        """Of what `extract` gave, the rows of the partitions ``[first, end)``."""
+        """Filter a result of `extract` for the partitions ``[first, end)``."""
         part = state.column("__part").to_numpy()
         return state.filter(pa.array((first <= part) & (part < end)))
 
@@ -439,7 +444,7 @@ class StateTable:
         return {**own, **self._columns, **nulls}
 
     def install(self, state: pa.RecordBatch) -> None:
-        """Put in what `extract` gave, here or elsewhere; keys already present are overwritten."""
+        """Install a result of `extract` of this or another table; existing keys are overwritten."""
         high = state.column("__high").to_numpy()
         words = KeyWords(state.column("__low").to_numpy(), high if high.any() else None)
         columns: dict[str, tuple[np.ndarray, np.ndarray | None]] = {}
@@ -462,20 +467,20 @@ class StateTable:
             self._touched[slots] = state.column("__touched").to_numpy()
 
     def drop(self, partitions: Iterable[int]) -> None:
-        """Forget the state of some partitions, as when they move away."""
+        """Remove the state of some partitions, for example when they move to another site."""
         gone = set(partitions)
         self._restore(self.extract([p for p in range(self.partitions) if p not in gone]))
 
     def _restore(self, state: pa.RecordBatch) -> None:
-        """Have this state and no other, in arrays that fit it."""
-        fresh = copy.copy(self)
-        fresh._reset(max(512, 1 << (state.num_rows - 1).bit_length() if state.num_rows else 512))
-        fresh.install(state)
-        vars(self).update(vars(fresh))
+        """Replace all state by this one, in arrays of a matching size."""
+        restored = copy.copy(self)
+        restored._reset(max(512, 1 << (state.num_rows - 1).bit_length() if state.num_rows else 512))
+        restored.install(state)
+        vars(self).update(vars(restored))
 
 
 class _Objects:
-    """A column that is no numpy array, as if it were one of Python's values."""
+    """A column stored in a heap, with the interface of a numpy array of Python values."""
 
     def __init__(self, table: StateTable, name: str) -> None:
         self._table, self._name = table, name
@@ -496,11 +501,12 @@ class _Objects:
 
 
 class Snapshot:
-    """A table as it was at one moment, given out part by part while the table goes on.
+    """A table as it was at one moment, read in parts while the table changes.
 
-    It reads the arrays that the table had then. Before the table overwrites rows of them it has
-    them saved here; once it has moved to other arrays, these are the snapshot's alone. Used by the
-    thread that writes to the table, and read to the end or closed: until then it costs.
+    It reads the arrays that the table had at that moment. The table saves rows here before it
+    overwrites them; once the table uses other arrays, only the snapshot uses the old ones. The
+    thread that writes to the table must also read the snapshot, to the end or until it closes it:
+    an open snapshot costs memory and slows writes.
     """
 
     def __init__(
@@ -510,24 +516,24 @@ class Snapshot:
         self._arrays = table._arrays()
         self._heaps = {name: heap.frozen() for name, heap in table._heaps.items()}
         self._changed = table._changed.copy()
-        self._due = ~table._dead[: table._index.size]  # slots neither given out nor saved
+        self._due = ~table._dead[: table._index.size]  # slots neither returned nor saved
         if partitions is not None:
             self._due &= table._in(partitions, table._part[: self._due.size])
         if after is not None and table._touched is not None:
             self._due &= table._touched[: self._due.size] > after
         self._arrays.pop("__touched", None)
-        self._at = 0  # no slot below is due
+        self._at = 0  # no slot before this one is due
         self._saved: list[_Rows] = []
         self.rows_left = int(np.count_nonzero(self._due))
         self._row_bytes = table.row_bytes
 
     @property
     def nbytes_left(self) -> int:
-        """About how much is still to be given out."""
+        """The approximate number of bytes not yet returned."""
         return self.rows_left * self._row_bytes
 
     def save(self, slots: np.ndarray) -> None:
-        """Keep what these slots hold, as they are about to change."""
+        """Save the rows of these slots, which are about to change."""
         slots = slots[slots < self._due.size]
         slots = distinct(slots[self._due[slots]])
         if slots.size:
@@ -535,7 +541,7 @@ class Snapshot:
             self._due[slots] = False
 
     def next(self, rows_max: int) -> pa.RecordBatch | None:
-        """More of the state, in the form `StateTable.install` takes; None when it is complete."""
+        """Return the next rows, in the form of `StateTable.install`; None at the end."""
         parts = self._pop_saved(rows_max)
         room = rows_max - sum(_length(p) for p in parts)
         slots = self._find_due(room)
@@ -549,7 +555,7 @@ class Snapshot:
         return batch
 
     def close(self) -> None:
-        """Give up what is left."""
+        """Discard the remaining rows."""
         self._table._snapshots = [s for s in self._table._snapshots if s is not self]
         self._arrays, self._heaps, self._saved = {}, {}, []
         self._due = np.empty(0, bool)
@@ -572,7 +578,7 @@ class Snapshot:
         return parts
 
     def _find_due(self, room: int) -> np.ndarray:
-        """Some of the slots that are due, unless there is no room or none is."""
+        """Return up to `room` due slots; none if there is no room or no due slot."""
         while room > 0 and self._at < self._due.size:
             stop = self._at + max(room, _SCANNED)
             slots = np.flatnonzero(self._due[self._at : stop])[:room] + self._at
@@ -583,13 +589,13 @@ class Snapshot:
 
 
 def distinct(slots: np.ndarray) -> np.ndarray:
-    """Each slot once, ascending: ten times as fast as `np.unique`, which hashes."""
+    """Return the distinct slots, ascending: ten times as fast as `np.unique`, which hashes."""
     slots = np.sort(slots)
     return slots[np.append(True, slots[1:] != slots[:-1])] if slots.size else slots
 
 
 def _rows(arrays: _Rows, changed: np.ndarray, slots: np.ndarray) -> _Rows:
-    """A replica of these slots' rows."""
+    """Copy the rows of these slots."""
     rows = {name: array.take(slots, axis=0) for name, array in arrays.items()}
     return rows | {"__changed": changed[slots >> CHUNK_BITS]}
 
@@ -605,7 +611,7 @@ def _joined(parts: list[_Rows]) -> _Rows:
 
 
 def _batch(fields: Mapping[str, Field], heaps: Mapping[str, Heap], rows: _Rows) -> pa.RecordBatch:
-    """Rows as `StateTable.install` takes them."""
+    """Convert rows to the batch that `StateTable.install` takes."""
     own = ("__low", "__high", "__part", "__changed", "__born", "__touched")
     arrays = {n: pa.array(rows[n]) for n in own if n in rows}
     for name, field in fields.items():

@@ -1,7 +1,7 @@
-"""Stateless steps: what happens to rows between two exchanges, one after another.
+"""Stateless steps, which process rows between two exchanges.
 
-A step takes a batch and gives one, keeps the order columns with the rows they belong to, and
-knows which columns it reads, so that the plan can leave out the others before they travel.
+A step maps a batch to a batch, keeps the order key of each row, and declares the columns that it
+reads, so that the plan can drop all others before an exchange.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from holdfast.errors import FlowError
 
 
 class Step:
-    """Base of the stateless steps."""
+    """Base class of the stateless steps."""
 
     label = "step"
     port: Port
 
     def needs(self, wanted: set[str]) -> set[str]:
-        """The input columns it reads when `wanted` of its output are used."""
+        """Return the input columns that the step reads to compute the output columns `wanted`."""
         raise NotImplementedError
 
     def run(self, batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -41,7 +41,7 @@ class Step:
 
 
 class Select(Step):
-    """Compute columns; with `keep`, beside those that are there."""
+    """Computes columns; with `keep`, in addition to the existing ones."""
 
     label = "select"
 
@@ -56,7 +56,7 @@ class Select(Step):
         self.port = Port(pa.schema(list(fields.values())), source.width, *self._time(source))
 
     def _time(self, source: Port) -> tuple[str | None, int]:
-        """The event time goes on under whatever name its column has now."""
+        """Return the event time's name after this step, and its delay."""
         for name, expr in self.exprs.items():
             if isinstance(expr, Col) and expr.name == source.event_time:
                 return name, source.delay
@@ -72,7 +72,7 @@ class Select(Step):
             expr = self.exprs[field.name]
             if isinstance(expr, Col):
                 if expr.name not in have:
-                    continue  # pruned: nobody downstream reads it
+                    continue  # pruned: no later operator reads it
                 arrays.append(batch.column(expr.name))
             elif have.issuperset(expr.columns()):
                 value = broadcast(expr.eval(batch), batch.num_rows, field.type)
@@ -84,12 +84,14 @@ class Select(Step):
 
 
 class Filter(Step):
+    """Keeps the rows for which a condition is true."""
+
     label = "filter"
 
     def __init__(self, source: Port, condition: Expr, where: str) -> None:
         kind = infer(condition, source.schema, where)
         if not pa.types.is_boolean(kind):
-            raise FlowError(f"{where}: {condition} is not a condition but {kind}")
+            raise FlowError(f"{where}: the condition {condition} has the type {kind}, not bool")
         self.condition, self.port = condition, source
 
     def needs(self, wanted: set[str]) -> set[str]:
@@ -100,7 +102,7 @@ class Filter(Step):
 
 
 class UserMap(Step):
-    """A user's function over whole batches, one output row for each input row."""
+    """A user's function over whole batches, with one output row per input row."""
 
     def __init__(
         self, source: Port, function: Callable[..., Any], schema: pa.Schema, form: str, where: str
@@ -129,14 +131,14 @@ class UserMap(Step):
         result = _checked(result, self.port.schema, self.label)
         if result.num_rows != batch.num_rows:
             raise TypeError(
-                f"{self.label}() took {batch.num_rows} rows and gave {result.num_rows}; "
-                f"map gives one for each, use filter or flat_map otherwise"
+                f"{self.label}() got {batch.num_rows} rows and returned {result.num_rows}; "
+                f"map needs one output row per input row, otherwise use filter or flat_map"
             )
         return _with_order_of(batch, result.columns, list(self.port.schema))
 
 
 class FlatMap(Step):
-    """A user's function that gives any number of rows for each, and says for each its origin."""
+    """A user's function that returns any number of rows per input row, and their origins."""
 
     def __init__(
         self, source: Port, function: Callable[..., Any], schema: pa.Schema, where: str
@@ -152,15 +154,17 @@ class FlatMap(Step):
         return set(self.source.schema.names)
 
     def run(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        given = self.function(batch.select(self.source.schema.names))
-        if not isinstance(given, tuple) or len(given) != 2:
+        returned = self.function(batch.select(self.source.schema.names))
+        if not isinstance(returned, tuple) or len(returned) != 2:
             raise TypeError(
-                f"{self.label}() must return (batch, origins), not {type(given).__name__}"
+                f"{self.label}() must return (batch, origins), not {type(returned).__name__}"
             )
-        result = _checked(given[0], self.port.schema, self.label)
-        origin = np.asarray(given[1])
+        result = _checked(returned[0], self.port.schema, self.label)
+        origin = np.asarray(returned[1])
         if origin.size != result.num_rows:
-            raise TypeError(f"{self.label}() gave {result.num_rows} rows and {origin.size} origins")
+            raise TypeError(
+                f"{self.label}() returned {result.num_rows} rows and {origin.size} origins"
+            )
         if origin.size and (
             origin.min() < 0 or origin.max() >= batch.num_rows or np.any(origin[1:] < origin[:-1])
         ):
@@ -172,7 +176,7 @@ class FlatMap(Step):
 
 
 class Branch(Step):
-    """Widen the order key at a union, and tell its branches apart where they share input rows."""
+    """Widens the order key at a union, and numbers its branches if they share input rows."""
 
     label = "union"
 
@@ -204,7 +208,7 @@ def _with_order_of(
 
 
 def _time_of(source: Port, schema: pa.Schema) -> str | None:
-    """The event time after a user's function: the column of the same name and type."""
+    """Return the event time after a user's function: the column of the same name and type."""
     name = source.event_time
     if name is None or name not in schema.names:
         return None
@@ -212,7 +216,7 @@ def _time_of(source: Port, schema: pa.Schema) -> str | None:
 
 
 def _checked(result: Any, schema: pa.Schema, label: str) -> pa.RecordBatch:
-    """A user's result, if it has the columns it promised."""
+    """Convert a user's result to `schema`; raise if it does not match."""
     if isinstance(result, pa.Table):
         result = pa.RecordBatch.from_struct_array(result.to_struct_array().combine_chunks())
     if not isinstance(result, pa.RecordBatch):
@@ -221,7 +225,7 @@ def _checked(result: Any, schema: pa.Schema, label: str) -> pa.RecordBatch:
     for field in schema:
         if field.name not in result.schema.names:
             raise TypeError(
-                f"{label}() returned no column {field.name!r}; it promised {schema.names}"
+                f"{label}() returned no column {field.name!r}; declared: {schema.names}"
             )
         column = result.column(field.name)
         try:
@@ -236,7 +240,7 @@ def _checked(result: Any, schema: pa.Schema, label: str) -> pa.RecordBatch:
 
 
 def conform(batch: pa.RecordBatch, schema: pa.Schema, source: str) -> pa.RecordBatch:
-    """A source's rows in its declared schema, or an `InputError` that names the row."""
+    """Convert a source's rows to its declared schema, or raise an `InputError` with the row."""
     from holdfast.errors import InputError
 
     if batch.schema.equals(schema) and not any(
@@ -263,15 +267,15 @@ def conform(batch: pa.RecordBatch, schema: pa.Schema, source: str) -> pa.RecordB
         if bad is not None:
             row = row_values(batch, bad) if batch.num_rows else "(none)"
             raise InputError(
-                f"source {source!r}: row does not fit the schema at {field.name!r} ({field.type}): "
-                f"{why}\n  row {bad} of its batch: {row}"
+                f"source {source!r}: row does not match the schema at {field.name!r} "
+                f"({field.type}): {why}\n  row {bad} of its batch: {row}"
             )
         arrays.append(column)
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def _first_misfit(column: pa.Array, kind: pa.DataType) -> int:
-    """Bisect for the first value that cannot be cast."""
+    """Return the position of the first value that cannot be cast, by bisection."""
     low, high = 0, len(column)
     while high - low > 1:
         middle = (low + high) // 2

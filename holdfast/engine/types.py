@@ -1,9 +1,9 @@
-"""Which Arrow types the columns of a flow have.
+"""The Arrow types of a flow's columns.
 
-Between sites a column travels by its type alone, so one that needs more to be read (a dictionary)
-cannot; and not every kernel knows every layout. So columns that are encoded are decoded where they
-enter a flow: what a dictionary's codes or a view stand for is plain values. What has no plain
-values is refused where the flow is written.
+Sites send a column with its type only, so a column that needs more to be read (a dictionary) cannot
+be sent; and not every Arrow kernel supports every layout. Encoded columns, such as
+dictionaries and views, are therefore decoded to plain values where they enter a flow. Types without
+plain values are refused when the flow is built.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LEAVES = (
 
 @lru_cache(maxsize=1024)
 def plain_type(kind: pa.DataType) -> pa.DataType | None:
-    """The type of the same values without encoding; None if there is none."""
+    """Return the type of the same values without encoding; None if there is none."""
     if isinstance(kind, pa.BaseExtensionType):
         return None
     if any(test(kind) for test in _LEAVES):
@@ -54,7 +54,7 @@ def _plain_nested(kind: pa.DataType) -> pa.DataType | None:
     plain = []
     for field in fields:
         inner = plain_type(field.type)
-        # Arrow 26 takes, and sends, lists of the type null so that nobody can read them again.
+        # With Arrow 26, lists of the type null cannot be read again after `take` and sending.
         if inner is None or pa.types.is_null(inner):
             return None
         plain.append(field.with_type(inner))
@@ -69,24 +69,24 @@ def _plain_nested(kind: pa.DataType) -> pa.DataType | None:
 
 
 def plain_schema(schema: pa.Schema, where: str) -> pa.Schema:
-    """The schema of the same columns without encoding."""
+    """Return the schema of the same columns without encoding."""
     fields = []
     for field in schema:
         kind = plain_type(field.type)
         if kind is None:
             raise FlowError(
-                f"{where}: the column {field.name!r} is {field.type}, which a flow cannot carry",
-                hint="cast it to a type of plain values before",
+                f"{where}: the column {field.name!r} has the unsupported type {field.type}",
+                hint="cast it to a type of plain values first",
             )
         fields.append(field if kind == field.type else field.with_type(kind))
     return schema if fields == list(schema) else pa.schema(fields, schema.metadata)
 
 
 def refuse_type(kind: pa.DataType, what: str) -> None:
-    """Refuse a type that is encoded, or has no plain values, where nothing would decode it."""
+    """Raise for a type that is encoded or has no plain values, where no step decodes it."""
     plain = plain_type(kind)
     if plain != kind:
         raise FlowError(
-            f"{what} is {kind}, which a flow cannot carry",
+            f"{what} has the unsupported type {kind}",
             hint="use a type of plain values" if plain is None else f"use {plain}",
         )

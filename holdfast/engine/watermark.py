@@ -1,15 +1,15 @@
-"""The watermark: how far event time has come, row by row, in the recorded input order.
+"""The watermark: the progress of event time, row by row, in the recorded input order.
 
-At a row it is the least, over all splits of all sources that declare an event time, of the largest
-time that the split has shown up to and including that row; it never falls. So splits that are each
-in order have no late rows, in whatever turns they are read. A split that has shown no row yet holds
-it at `Track.NEVER`; one that is idle, or has ended, does not hold it at all. If all are idle, it is
-where the first of them is.
+Each split of a source with an event time has a largest time, up to and including the current row.
+The watermark is the minimum of these over all splits, and it never decreases. Splits that are each
+in order therefore have no late rows, however their reads interleave. A split without rows holds the
+watermark at `Track.NEVER`; a split that is idle or has ended does not hold it. If all splits are
+idle, the watermark is the maximum of their largest times.
 
-A block of rows is announced with the *steps* of its own largest time, thinned to those that some
-event-time operator can notice. They become part of the epoch record, and the watermark is a
-function of the records. What leaves this module is thinned in the same way, so a track stays short
-however many rows there are. The batch job and the live ingress both compute it here, and only here.
+A source announces a block of rows with the *steps* of the block's largest time, reduced to those
+that some event-time operator can notice. The steps become part of the epoch record, so the
+watermark is a function of the records. The tracks that this module returns are reduced in the same
+way and stay short for any number of rows. The batch job and the ingress both use this module.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from holdfast.engine.state import Field
 from holdfast.errors import InputError
 
 Steps = tuple[np.ndarray, np.ndarray]
-"""Sequence numbers, and the watermark from each of those rows on."""
+"""Sequence numbers, and the watermark from each of these rows on."""
 
 Boundaries = Sequence[tuple[int, int]]
-"""(period, offset) of every set of watermarks at which some operator does something."""
+"""(period, offset) of each series of watermarks at which some operator acts."""
 
 _NO_STEPS: Steps = (np.empty(0, np.int64), np.empty(0, np.int64))
 
 
-class _Saved(msgspec.Struct):
-    """A watermark as it is handed over and stored."""
+class _SavedWatermark(msgspec.Struct):
+    """A watermark in a hand-over or a checkpoint."""
 
     value: int
     splits: list[tuple[int, int, int, bool]]
-    """Source, number, largest time, whether it is idle."""
+    """Source, number, largest time, and whether the split is idle."""
 
 
 class Watermark:
-    """The watermark over rows that come range by range, each of one split and in order.
+    """The watermark over ranges of rows. Each range belongs to one split and is in order.
 
     >>> mark = Watermark([(0, 0)], boundaries=[(10, 0)])
     >>> seqs, marks = mark.advance((0, 0), np.arange(5), np.array([3, 12, 11, 19, 25]))
@@ -60,17 +60,17 @@ class Watermark:
 
     @property
     def value(self) -> int:
-        """The watermark after everything that was said so far."""
+        """The current watermark."""
         return self._value
 
     def track(self, record: EpochRecord) -> Track:
-        """How an epoch moves it, from the steps in its record."""
+        """Advance by an epoch, using the steps in its record, and return the epoch's track."""
         start = self._value
         return track_of(self.follow(record, _recorded), start)
 
     def follow(self, record: EpochRecord, steps_of: Callable[[Range, int], Steps]) -> list[Steps]:
-        """Take an epoch. `steps_of` says how the largest time of a range rises, by sequence number;
-        the range begins with the one it is given."""
+        """Advance by an epoch and return its steps. `steps_of` returns the steps of a range's
+        largest time, given the range and its first sequence number."""
         seq, steps = record.base, []
         if record.awake:
             self._idle[:] = False
@@ -81,16 +81,16 @@ class Watermark:
             seq += r.rows
         if record.idle:
             before = self._value
-            self.let_go(*record.idle)
-            # Behind the last row: only rows have a place in the order.
+            self.mark_idle(*record.idle)
+            # The step is at the last row, because only rows have sequence numbers.
             steps.append(self._steps(np.array([seq - 1]), np.array([self._value]), before))
         if record.ended:
             steps.append(self.end(seq))
         return steps
 
     def advance(self, split: tuple[int, int], seqs: np.ndarray, times: np.ndarray) -> Steps:
-        """Take the split's next rows, in order, or those at which its largest time may rise; give
-        the steps at them that matter."""
+        """Advance by the split's next rows, in order, or by those at which its largest time may
+        rise. Return the steps that cross a boundary."""
         if seqs.size == 0:
             return _NO_STEPS
         at = self._wake(split)
@@ -100,32 +100,32 @@ class Watermark:
         before, self._value = self._value, int(marks[-1])
         return self._steps(seqs, marks, before)
 
-    def let_go(self, *splits: tuple[int, int]) -> None:
-        """These splits are idle: they hold nothing back until they have a row again."""
+    def mark_idle(self, *splits: tuple[int, int]) -> None:
+        """Mark splits as idle: they do not hold the watermark until their next row."""
         self._idle[[self._at[split] for split in splits if split in self._at]] = True
         if not self._at:
             return
-        # If all are idle, none holds it back: it is where the first of them is.
+        # If all are idle, none holds the watermark: it is the largest time of all splits.
         held = int(self._tops.max()) if self._idle.all() else self._held_at()
         self._value = max(self._value, held)
 
     def end(self, seq: int) -> Steps:
-        """The input has ended before `seq`, which no row has: everything closes there."""
+        """End the input before `seq`, which no row has: all windows close there."""
         self._value = Track.END
         return np.array([seq], np.int64), np.array([Track.END], np.int64)
 
     def save(self) -> bytes:
-        """All it knows, for the `restore` of another watermark."""
+        """Encode the watermark, for the `restore` of another one."""
         splits = [
             (source, number, int(self._tops[at]), bool(self._idle[at]))
             for (source, number), at in self._at.items()
         ]
-        return msgspec.msgpack.encode(_Saved(self._value, splits))
+        return msgspec.msgpack.encode(_SavedWatermark(self._value, splits))
 
     def restore(self, saved: bytes) -> None:
-        """Go on from where the one that was saved has come to. A split that it did not know, as the
-        batch job over a history knows only one of each source, has shown no row yet."""
-        known = msgspec.msgpack.decode(saved, type=_Saved)
+        """Continue from a saved watermark. A split that it does not contain counts as a split
+        without rows: the batch job over a history has only one split per source."""
+        known = msgspec.msgpack.decode(saved, type=_SavedWatermark)
         self._value = known.value
         for source, number, top, idle in known.splits:
             at = self._at.get((source, number))
@@ -142,7 +142,7 @@ class Watermark:
         return at
 
     def _held_at(self, but: int | None = None) -> int:
-        """Where the splits that count (leaving out one) hold the watermark."""
+        """Return the smallest largest time of the splits that are not idle, except `but`."""
         counts = ~self._idle
         if but is not None:
             counts[but] = False
@@ -155,8 +155,8 @@ def _recorded(r: Range, seq: int) -> Steps:
 
 
 def block_steps(times: np.ndarray, first: int, boundaries: Boundaries) -> bytes:
-    """The steps of a block of rows, of which the first has the offset `first`: that row, and those
-    at which the largest time so far crosses a boundary. Packed as `core.records` has them.
+    """Return the steps of a block of rows that begins at the offset `first`: its first row, and the
+    rows at which the largest time crosses a boundary. They are packed as in `core.records`.
 
     >>> packed = block_steps(np.array([3, 12, 11, 19, 25]), 100, [(10, 0)])
     >>> np.frombuffer(packed, np.int64).reshape(-1, 2).tolist()
@@ -168,7 +168,7 @@ def block_steps(times: np.ndarray, first: int, boundaries: Boundaries) -> bytes:
 
 
 def _moves(line: np.ndarray, boundaries: Boundaries) -> np.ndarray:
-    """For each but the first of some rising marks, whether it crosses a boundary."""
+    """Return for each of these rising marks, except the first, whether it crosses a boundary."""
     moved = np.zeros(line.size - 1, bool)
     for period, offset in boundaries:
         cell = cells(line, period, offset)
@@ -177,13 +177,14 @@ def _moves(line: np.ndarray, boundaries: Boundaries) -> np.ndarray:
 
 
 def cells(marks: np.ndarray, period: int, offset: int) -> np.ndarray:
-    """``floor((marks - offset) / period)`` for an offset below the period, without overflow."""
+    """Return ``floor((marks - offset) / period)`` without overflow, if the offset is below the
+    period."""
     quotient, rest = np.divmod(marks, period)
     return quotient - (rest < offset)
 
 
 def track_of(steps: Sequence[Steps], start: int = Track.NEVER) -> Track:
-    """The track that begins at the mark `start` and takes those of these steps that lead up."""
+    """Return the track that begins at the mark `start` and has the rising ones of these steps."""
     seqs = np.concatenate([np.array([Track.START]), *(s for s, _ in steps)])
     marks = np.concatenate([np.array([start]), *(m for _, m in steps)])
     up = np.append(True, marks[1:] > np.maximum.accumulate(marks)[:-1])
@@ -191,15 +192,15 @@ def track_of(steps: Sequence[Steps], start: int = Track.NEVER) -> Track:
 
 
 REACH_MAX = 1 << 57
-"""How far apart in event time an operator may look, and how far its results may be behind."""
+"""Maximum event time that an operator may span, and that its results may trail the watermark."""
 _ROOM = 1 << 59
-"""How far the event times of a source stay away from the ends of int64. There `Track.NEVER` and
-`Track.END` are, and from there on adding up durations would lead round to the other end. Those that
-operators make of them are nearer by `REACH_MAX` at most, and so is the end of a window."""
+"""Minimum distance of a source's event times from the ends of int64. `Track.NEVER` and `Track.END`
+are at these ends, and adding durations to times close to them would overflow. Times that operators
+compute, and ends of windows, are closer by at most `REACH_MAX`."""
 
 
 def event_times(batch: pa.RecordBatch, name: str) -> np.ndarray:
-    """The event time of every row, in the units of its column."""
+    """Return the event time of every row, in the unit of its column."""
     array = batch.column(name)
     if array.null_count:
         raise ValueError(f"the event time {name!r} is null")
@@ -207,21 +208,21 @@ def event_times(batch: pa.RecordBatch, name: str) -> np.ndarray:
 
 
 def operator_times(batch: pa.RecordBatch, name: str) -> np.ndarray:
-    """The event times of rows that an operator takes, which any column may have been made into."""
+    """Return the event times of an operator's input, which a step may have computed."""
     times = event_times(batch, name)
     at = _first_beyond(times, (Track.END - _ROOM // 2) // _finest(batch.schema.field(name).type))
     if at is not None:
-        raise ValueError(f"the event time {name!r} is {times[at]}, too near to the ends of int64")
+        raise ValueError(f"the event time {name!r} is {times[at]}, too close to the ends of int64")
     return times
 
 
 def reach_max(kind: pa.DataType) -> int:
-    """`REACH_MAX` for event times of this type."""
+    """Return `REACH_MAX` for event times of this type."""
     return REACH_MAX // _finest(kind)
 
 
 def _finest(kind: pa.DataType) -> int:
-    """In how many parts a unit is looked at: seconds are also counted in milliseconds."""
+    """Return the subdivision of a unit: seconds are also counted in milliseconds."""
     return 1000 if pa.types.is_timestamp(kind) and kind.unit == "s" else 1
 
 
@@ -232,12 +233,12 @@ def _first_beyond(times: np.ndarray, limit: int) -> int | None:
 
 
 def source_times(batch: pa.RecordBatch, name: str, source: str) -> np.ndarray:
-    """The event times of a source's rows; a row without one is the source's fault, and named."""
+    """Return the event times of a source's rows; raise an `InputError` for a row without one."""
     if (
         DECODE_ERROR in batch.schema.names
         and batch.column(DECODE_ERROR).null_count < batch.num_rows
     ):
-        return _times_of_the_others(batch, name, source)
+        return _decoded_times(batch, name, source)
     array = batch.column(name)
     if array.null_count:
         row = row_values(batch, array.is_null().index(True).as_py())
@@ -247,17 +248,17 @@ def source_times(batch: pa.RecordBatch, name: str, source: str) -> np.ndarray:
     at = _first_beyond(times, limit)
     if at is not None:
         raise InputError(
-            f"source {source!r}: the event time {name!r} is {times[at]}, which is too near to the "
-            f"ends of int64 to work with\n  row: {row_values(batch, at)}",
-            hint=f"times are between {-limit} and {limit}; leave such rows out before the source",
+            f"source {source!r}: the event time {name!r} is {times[at]}, which is too close to the "
+            f"ends of int64\n  row: {row_values(batch, at)}",
+            hint=f"use times between {-limit} and {limit}; remove other rows before the source",
         )
     return times
 
 
-def _times_of_the_others(batch: pa.RecordBatch, name: str, source: str) -> np.ndarray:
-    """Rows that could not be read have no time, and do not move the watermark."""
-    fine = np.flatnonzero(batch.column(DECODE_ERROR).is_null().to_numpy(zero_copy_only=False))
+def _decoded_times(batch: pa.RecordBatch, name: str, source: str) -> np.ndarray:
+    """Like `source_times`; rows with a decode error get `Track.NEVER`, which moves no watermark."""
+    valid = np.flatnonzero(batch.column(DECODE_ERROR).is_null().to_numpy(zero_copy_only=False))
     times = np.full(batch.num_rows, Track.NEVER)
     rest = batch.select([n for n in batch.schema.names if n != DECODE_ERROR])
-    times[fine] = source_times(take(rest, fine), name, source)
+    times[valid] = source_times(take(rest, valid), name, source)
     return times

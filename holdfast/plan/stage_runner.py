@@ -1,9 +1,10 @@
-"""Running one stage: its operator and its steps over the rows of one epoch.
+"""Runs one stage: its operator and its steps over the rows of one epoch.
 
-The same code runs in a site, in the batch job and under Structured Streaming. Errors of user code
-are found here: the rows that raise are bisected for, and named in an `OperatorError` or put aside
-as dead letters, as the flow chose. That there is no more memory is the fault of no row: it stops
-the flow with an `OutOfMemoryError`, which names the stage and the size of its state.
+The same code runs in a site, in the batch job and under Structured Streaming. It handles errors of
+user code: it bisects the batch to find the rows that raise, and raises an `OperatorError` that
+names the row or diverts the rows as dead letters, as the flow's `on_error` says. Running out of
+memory is not the fault of a row: it stops the flow with an `OutOfMemoryError`, which names the
+stage and the size of its state.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _DEAD_PORT = Port(DEAD_LETTER, 3)
 
 
 class StageRunner:
-    """One stage with its state, on one site, for the partitions that it holds there."""
+    """A stage and its state, for the partitions that one site holds."""
 
     def __init__(self, plan: Plan, stage: Stage, partitions: int) -> None:
         self.plan, self.stage = plan, stage
@@ -50,20 +51,20 @@ class StageRunner:
         self._dead: list[pa.RecordBatch] = []
         self.dead_rows = 0
         self._read = {e.register for e in stage.outputs} | {s.source for s in stage.steps}
-        self._gives_dead_letters = DEAD in self._read
+        self._emits_dead_letters = DEAD in self._read
         self._over_dead = _descendants(stage, DEAD)
 
     def run_source(self, batch: pa.RecordBatch, epoch: int) -> dict[int, pa.RecordBatch]:
-        """Send a source's rows (with their order key) through the stage's steps."""
+        """Run the stage's steps over a source's rows, which have their order key."""
         with self._naming(epoch):
             return self._finish({"out": self._without_decode_errors(batch, epoch)}, epoch)
 
     def place(self, epoch: int) -> str:
-        """Where in the flow this is, for errors."""
+        """Describe the flow, stage and epoch for error messages."""
         return f"flow {self.plan.flow!r}, stage {self.stage.name!r}, epoch {epoch}"
 
     def _naming(self, epoch: int) -> AbstractContextManager[None]:
-        """Whatever runs out of memory in here says where that was."""
+        """Return a context that adds flow, stage, epoch and state size to out-of-memory errors."""
         return naming(partial(self.place, epoch), self._state_size)
 
     def _state_size(self) -> str:
@@ -71,7 +72,7 @@ class StageRunner:
         return state_size(operator.state_rows(), operator.state_bytes()) if operator else NO_STATE
 
     def _without_decode_errors(self, batch: pa.RecordBatch, epoch: int) -> pa.RecordBatch:
-        """Rows that the source could not read are like rows that a step raised on."""
+        """Divert rows that the source could not decode, like rows that a step raised on."""
         if DECODE_ERROR not in batch.schema.names:
             return batch
         decode_errors = batch.column(DECODE_ERROR)
@@ -80,24 +81,24 @@ class StageRunner:
         batch = pa.RecordBatch.from_arrays(
             [batch.column(n) for n in names], schema=pa.schema([declared.field(n) for n in names])
         )
-        fine = decode_errors.is_null().to_numpy(zero_copy_only=False)
-        if fine.all():
+        valid = decode_errors.is_null().to_numpy(zero_copy_only=False)
+        if valid.all():
             return batch
-        for at in np.flatnonzero(~fine).tolist():
+        for at in np.flatnonzero(~valid).tolist():
             cause, row = json.loads(decode_errors[at].as_py())
-            self._set_aside("read", "in", batch.slice(at, 1), epoch, cause, row)
-        return take(batch, np.flatnonzero(fine))
+            self._divert("read", "in", batch.slice(at, 1), epoch, cause, row)
+        return take(batch, np.flatnonzero(valid))
 
     def run_keyed(
         self, inputs: list[list[pa.RecordBatch]], track: Track, epoch: int
     ) -> dict[int, pa.RecordBatch]:
-        """Process an epoch: `inputs` has, for each exchange into the stage, its batches."""
+        """Process an epoch; `inputs` holds the batches of each exchange into the stage."""
         return self.run_merged(self.merged(inputs), track, epoch)
 
     def run_merged(
         self, merged: list[pa.RecordBatch], track: Track, epoch: int
     ) -> dict[int, pa.RecordBatch]:
-        """Process an epoch: `merged` has, for each input of the head, its rows in order."""
+        """Process an epoch; `merged` holds each input of the head, in sequence order."""
         assert self.operator is not None
         with self._naming(epoch):
             registers = self._operate(merged, track, epoch)
@@ -109,7 +110,8 @@ class StageRunner:
             return self._finish(kept, epoch)
 
     def merged(self, inputs: list[list[pa.RecordBatch]]) -> list[pa.RecordBatch]:
-        """One batch for each input of the head, in sequence order."""
+        """Merge the batches of the exchanges into one batch per input of the head, in sequence
+        order."""
         arity = 1 + max(e.input for e in self.stage.inputs)
         merged = []
         for position in range(arity):
@@ -124,7 +126,7 @@ class StageRunner:
         for planned in self.stage.steps:
             if planned.target not in self._over_dead:
                 registers[planned.target] = self._step(planned, registers[planned.source], epoch)
-        if self._gives_dead_letters:
+        if self._emits_dead_letters:
             registers[DEAD] = concat([empty(_DEAD_PORT.full_schema), *self._dead])
             self._dead = []
         for planned in self.stage.steps:
@@ -132,7 +134,7 @@ class StageRunner:
                 registers[planned.target] = self._step(planned, registers[planned.source], epoch)
         return {e.id: registers[e.register].select(e.schema.names) for e in self.stage.outputs}
 
-    # --- user code, and what happens when it raises ---------------------------------------------
+    # --- user code and its errors ---------------------------------------------------------------
 
     def _step(self, planned: PlannedStep, batch: pa.RecordBatch, epoch: int) -> pa.RecordBatch:
         step = planned.step
@@ -146,7 +148,7 @@ class StageRunner:
             if is_out_of_memory(error):
                 raise
             if batch.num_rows == 1:
-                self._put_aside(step.label, planned.target, batch, epoch, error)
+                self._divert_failed(step.label, planned.target, batch, epoch, error)
                 return self._step(planned, batch.slice(0, 0), epoch)
             half = batch.num_rows // 2
             parts = [batch.slice(0, half), batch.slice(half)]
@@ -156,8 +158,9 @@ class StageRunner:
     def _operate(
         self, inputs: list[pa.RecordBatch], track: Track, epoch: int
     ) -> dict[str, pa.RecordBatch]:
-        """Run the operator. It raises before it changes state, and does not mind how rows are cut
-        into calls, so a batch with bad rows can be fed to it in ever smaller pieces."""
+        """Run the operator. An operator raises before it changes state, and its results do not
+        depend on how rows are split into calls, so a batch with bad rows is split in half until
+        the bad row is alone."""
         assert self.operator is not None
         try:
             with np.errstate(all="ignore"):
@@ -165,15 +168,15 @@ class StageRunner:
         except Exception as error:
             rows = sum(b.num_rows for b in inputs)
             if rows == 0 or is_out_of_memory(error):
-                raise  # no row is to blame
+                raise  # no row is the cause
             if rows == 1:
                 position = next(i for i, b in enumerate(inputs) if b.num_rows)
                 place = f"in{position}"
-                self._put_aside(self.operator.label, place, inputs[position], epoch, error)
+                self._divert_failed(self.operator.label, place, inputs[position], epoch, error)
                 return self.operator.process([b.slice(0, 0) for b in inputs], track, epoch)
             first, second = _halves(inputs)
-            # The watermark's step at the first row of the second half comes after that row; and
-            # after those of the first half that stand at the same place.
+            # The watermark moves after the row at `seq`, so its step there belongs to the second
+            # half, even if rows of the first half have the same sequence number.
             seq = min(int(order_of(b)[0][0]) for b in second if b.num_rows)
             tracks = track.split(seq - 1)
             results = [
@@ -182,15 +185,15 @@ class StageRunner:
             ]
             return {name: sort(concat([r[name] for r in results])) for name in results[0]}
 
-    def _put_aside(
+    def _divert_failed(
         self, label: str, place: str, batch: pa.RecordBatch, epoch: int, error: Exception
     ) -> None:
         cause = f"{type(error).__name__}: {error}"
         user = batch.select(user_names(batch.schema))
         row = json.dumps(row_values(user, 0), default=str)
-        self._set_aside(label, place, batch, epoch, cause, row, error)
+        self._divert(label, place, batch, epoch, cause, row, error)
 
-    def _set_aside(
+    def _divert(
         self,
         label: str,
         place: str,
@@ -200,8 +203,8 @@ class StageRunner:
         row: str,
         error: Exception | None = None,
     ) -> None:
-        """Stop at the one row of `batch`, or make a dead letter of it. A step over dead letters
-        always stops: there is nowhere left to put them."""
+        """Raise an error for the one row of `batch`, or divert it as a dead letter. A step over
+        dead letters always raises, because dead letters cannot be diverted again."""
         if self.plan.on_error == "stop" or place in self._over_dead:
             raise OperatorError(
                 flow=self.plan.flow,
@@ -213,30 +216,31 @@ class StageRunner:
             ) from error
         self.dead_rows += 1
         arrays = [pa.array([v], pa.string()) for v in (self.stage.name, label, cause, row)]
-        order = [int(order_of(batch)[0][0]), self.stage.id, _tell_apart(batch, place)]
+        order = [int(order_of(batch)[0][0]), self.stage.id, _dead_letter_order(batch, place)]
         arrays += [pa.array([o], pa.int64()) for o in order]
         self._dead.append(pa.RecordBatch.from_arrays(arrays, schema=_DEAD_PORT.full_schema))
 
 
 def _descendants(stage: Stage, register: str) -> set[str]:
-    """The registers that steps of `stage` fill, directly or not, from `register`."""
-    found = {register}
+    """Return the registers that steps of `stage` compute from `register`, directly or not."""
+    reached = {register}
     for planned in stage.steps:
-        if planned.source in found:
-            found.add(planned.target)
-    return found - {register}
+        if planned.source in reached:
+            reached.add(planned.target)
+    return reached - {register}
 
 
-def _tell_apart(batch: pa.RecordBatch, place: str) -> int:
-    """A number for the one row of `batch` at `place` in its stage: several rows with the same
-    sequence number may be put aside, on different sites, and need places of their own."""
+def _dead_letter_order(batch: pa.RecordBatch, place: str) -> int:
+    """Return the last column of the order key of a dead letter: a digest of its row's order key
+    and its `place` in the stage. Sites may divert several rows with the same sequence number, and
+    each dead letter needs an order key of its own."""
     order = batch.select([n for n in batch.schema.names if is_order_name(n)])
     named = order.append_column("place", pa.array([place]))
     return int(row_digests(named).view(np.int64)[0])
 
 
 def _halves(inputs: list[pa.RecordBatch]) -> tuple[list[pa.RecordBatch], list[pa.RecordBatch]]:
-    """The first half of all rows in their order, and the second; of equals, by input."""
+    """Split all rows into a first and a second half by order key; the input breaks ties."""
     width = max(len(order_of(b)) for b in inputs)
     columns: list[list[np.ndarray]] = [[] for _ in range(width + 1)]
     for position, batch in enumerate(inputs):
@@ -246,9 +250,9 @@ def _halves(inputs: list[pa.RecordBatch]) -> tuple[list[pa.RecordBatch], list[pa
             columns[level].append(order[level] if level < len(order) else zero)
         columns[width].append(zero + position)
     ranked = np.lexsort([np.concatenate(c) for c in reversed(columns)])
-    early = np.zeros(ranked.size, bool)
-    early[ranked[: ranked.size // 2]] = True
-    parts = np.split(early, np.cumsum([b.num_rows for b in inputs])[:-1])
+    in_first = np.zeros(ranked.size, bool)
+    in_first[ranked[: ranked.size // 2]] = True
+    parts = np.split(in_first, np.cumsum([b.num_rows for b in inputs])[:-1])
     first = [take(b, np.flatnonzero(e)) for b, e in zip(inputs, parts, strict=True)]
     second = [take(b, np.flatnonzero(~e)) for b, e in zip(inputs, parts, strict=True)]
     return first, second

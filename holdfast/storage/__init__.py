@@ -1,2 +1,2 @@
-"""Files of checkpoints: their layout, their checksums, who may write them, and what a flow
-restores."""
+"""Checkpoint files: their layout, their checksums, their owner, and the restore points of a
+flow."""

@@ -1,7 +1,7 @@
-"""Files of a local or shared file system: every call through which a sink touches one.
+"""The file system calls of a sink, on a local or shared file system.
 
-Tests put a disk in its place that fails, stops writers at any call, or loses power. Paths are
-strings, and whatever fails is the operating system's `OSError`.
+Tests replace `Disk` by one that fails, pauses writers at any call, or loses power. Paths are
+strings, and every failure is an `OSError` of the operating system.
 """
 
 from __future__ import annotations
@@ -13,28 +13,29 @@ from typing import BinaryIO
 
 NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 _FOOTER_END = 8
-"""A parquet file ends with the length of its footer, in four bytes, and ``PAR1``."""
+"""Size of the end of a parquet file: the length of its footer in four bytes, and ``PAR1``."""
 
 
 class Disk:
-    """What is written outlives a loss of power once it is synced: a file's content by `sync`, its
-    name by `sync_folder` of the folder it is in."""
+    """A file system. A file survives a power failure once it is synced: `sync` makes its content
+    durable, and `sync_folder` of its folder makes its name durable."""
 
     def make_folders(self, path: str) -> None:
-        """Make a folder, and those above it, durably. Those that are there are synced, too: whoever
-        made them may have died before it could."""
-        above = os.path.dirname(path)
-        if above == path:
+        """Create a folder and its parents durably. Existing folders are synced, too: the process
+        that created them may have died before it synced them."""
+        parent = os.path.dirname(path)
+        if parent == path:
             return
-        self.make_folders(above)
+        self.make_folders(parent)
         if not self.exists(path):
             with contextlib.suppress(FileExistsError):
                 self.make_folder(path)
-        with contextlib.suppress(PermissionError):  # one in which nobody here can have made it
-            self.sync_folder(above)
+        # A parent that is not readable is one in which no process of this user created `path`.
+        with contextlib.suppress(PermissionError):
+            self.sync_folder(parent)
 
     def make_folder(self, path: str) -> None:
-        """Make one folder; the one above it must be there."""
+        """Create one folder; its parent must exist."""
         os.mkdir(path)
 
     def list(self, path: str) -> list[str]:
@@ -48,7 +49,7 @@ class Disk:
         return True
 
     def create(self, path: str) -> BinaryIO:
-        """A new file; the name must not be taken."""
+        """Create a file; the name must not exist."""
         return open(path, "xb")
 
     def sync(self, file: BinaryIO) -> None:
@@ -60,13 +61,13 @@ class Disk:
         try:
             os.fsync(fd)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # some network file systems sync names by themselves
+            if error.errno != errno.EINVAL:  # some network file systems sync names themselves
                 raise
         finally:
             os.close(fd)
 
     def link(self, source: str, target: str) -> None:
-        """Give a file a second name, which must not be taken."""
+        """Create a hard link; the name must not exist."""
         os.link(source, target)
 
     def rename(self, source: str, target: str) -> None:
@@ -76,7 +77,7 @@ class Disk:
         os.unlink(path)
 
     def remove_folder(self, path: str) -> None:
-        """Remove a folder that must be empty."""
+        """Remove a folder, which must be empty."""
         os.rmdir(path)
 
     def read(self, path: str) -> bytes:
@@ -85,8 +86,8 @@ class Disk:
             return file.read()
 
     def footer(self, path: str) -> bytes:
-        """The end of a parquet file: as much as its last bytes say that its footer takes, or all of
-        a file that is shorter."""
+        """Return the end of a parquet file, from the start of its footer: its last bytes say how
+        long the footer is. Return all of a file that is shorter."""
         fd = os.open(path, os.O_RDONLY)
         with open(fd, "rb") as file:
             size = file.seek(0, os.SEEK_END)

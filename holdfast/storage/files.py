@@ -1,14 +1,14 @@
-"""Files of a store: Arrow streams that say whether they are whole, in a folder that any disk holds.
+"""Files of a store: Arrow streams with checksums, in a folder on a local or remote file system.
 
-A file ends with a *trailer*: how many bytes and rows come before it, and the checksum of these and
-of the file's name. Whoever reads the file checks all three before it looks at any row, so a file
-that was cut, changed or exchanged is refused by name. The checksum is CRC-32: it finds every change
-of up to 32 neighbouring bits, and of all others all but one in four billion; it is the fastest one
-of the standard library (2.5 GB/s here; SHA-256 1.7, BLAKE2b 0.9). It is no protection against
-somebody who changes files on purpose.
+A file ends with a *trailer*: the number of bytes and rows before it, and a checksum of the file's
+name and of everything before the checksum. A reader checks all three before it uses any row, so it
+refuses a file that was truncated, modified or replaced, and names it. The checksum is CRC-32: it
+detects every change within 32 adjacent bits, and all but one in four billion other changes. It is
+the fastest checksum of the standard library (2.5 GB/s measured; SHA-256 1.7, BLAKE2b 0.9). It does
+not protect against deliberate changes.
 
-A file gets its name when it is whole. On a local disk what is written with `sync` outlives a loss
-of power: first the file's contents, then its name, then the names of the folders that it is in.
+A file gets its name when it is complete. On a local disk, a file written with `sync` survives a
+power failure: its contents are synced first, then its name, then the names of its folders.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from holdfast.engine.batches import validate
 from holdfast.errors import FlowError, StoreDamagedError
 
 PART_ROWS = 50_000
-"""Rows of a batch that are written, and later read, at once."""
+"""Maximum rows per batch written to a file, and later read at once."""
 TRAILER = struct.Struct("<8sQQI")
-"""Magic, bytes before the trailer, rows, and the checksum of all that comes before it."""
+"""Magic, bytes before the trailer, rows, and the checksum of everything before it."""
 MAGIC = b"HOLDFST2"
 SUFFIX, HIDDEN = ".arrow", ".part"
 BUFFER_BYTES = 1 << 20
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class FileInfo(msgspec.Struct, frozen=True, array_like=True):
-    """What a manifest says of a file: its length with the trailer, its rows, its checksum."""
+    """A manifest's description of a file: its length with the trailer, its rows, its checksum."""
 
     nbytes: int
     rows: int
@@ -50,7 +50,7 @@ class FileInfo(msgspec.Struct, frozen=True, array_like=True):
 
 
 def located(place: str) -> str:
-    """The same folder for every process: a URL as it is, a path made absolute.
+    """Return a place that means the same folder in every process: URLs unchanged, paths absolute.
 
     >>> located("s3://bucket/calls"), located("file:/tmp/calls")
     ('s3://bucket/calls', '/tmp/calls')
@@ -64,38 +64,38 @@ def is_remote(place: str) -> bool:
     return "://" in place and not place.startswith("file:")
 
 
-class Disk(Protocol):
-    """What a folder needs of a file system. Paths are absolute."""
+class FolderDisk(Protocol):
+    """The file system of a `Folder`. Paths are absolute."""
 
     is_local: bool
-    """Whether there is something to sync, and a name can be taken exclusively."""
+    """Whether files need syncing, and `link` creates a name exclusively."""
 
     def open(self, path: str) -> Any:
-        """A new file to write to, and to close; its folders are made."""
+        """Create a file for writing, and its folders. The caller closes it."""
 
     def read(self, path: str) -> pa.Buffer: ...
 
     def sync(self, path: str) -> None:
-        """Have a file's contents, or a folder's names, outlive a loss of power."""
+        """Make a file's contents, or the names in a folder, survive a power failure."""
 
     def move(self, path: str, to: str) -> None:
-        """Give a file another name, in place of whatever has it."""
+        """Rename a file, replacing any file of the new name."""
 
     def link(self, path: str, to: str) -> None:
-        """Give a file a second name; FileExistsError if there is a file of that name."""
+        """Create a hard link; raise FileExistsError if the name exists."""
 
     def sizes(self, paths: Sequence[str]) -> list[int | None]:
-        """The lengths of files; None for those that are not there."""
+        """Return the lengths of files; None for missing ones."""
 
     def list(self, path: str) -> list[tuple[str, bool]]:
-        """All that is in a folder and in those below it; whether it is a file."""
+        """List a folder recursively: each path, and whether it is a file."""
 
     def remove(self, path: str) -> None:
-        """A file, or a folder with everything in it, if it is there."""
+        """Remove a file, or a folder with its contents, if it exists."""
 
 
 class LocalDisk:
-    """This machine's, or a file system that it has mounted."""
+    """A file system of this machine, local or mounted."""
 
     is_local = True
 
@@ -104,7 +104,7 @@ class LocalDisk:
         return open(path, "xb", buffering=BUFFER_BYTES)
 
     def _make(self, path: str) -> None:
-        """Make a folder. One that is new outlives a loss of power only if its name does."""
+        """Create a folder and its parents, and sync their names."""
         if not os.path.isdir(path):
             self._make(os.path.dirname(path))
             with contextlib.suppress(FileExistsError):
@@ -132,11 +132,11 @@ class LocalDisk:
         return [os.path.getsize(path) if os.path.isfile(path) else None for path in paths]
 
     def list(self, path: str) -> list[tuple[str, bool]]:
-        found: list[tuple[str, bool]] = []
+        entries: list[tuple[str, bool]] = []
         for folder, folders, files in os.walk(path):
-            found += [(os.path.join(folder, name), False) for name in folders]
-            found += [(os.path.join(folder, name), True) for name in files]
-        return found
+            entries += [(os.path.join(folder, name), False) for name in folders]
+            entries += [(os.path.join(folder, name), True) for name in files]
+        return entries
 
     def remove(self, path: str) -> None:
         if os.path.isdir(path) and not os.path.islink(path):
@@ -150,7 +150,7 @@ class LocalDisk:
 
 
 class RemoteDisk:
-    """Wherever pyarrow gets to. What is written there is durable when it has been closed."""
+    """A file system that pyarrow supports. A file there is durable once it is closed."""
 
     is_local = False
 
@@ -172,15 +172,15 @@ class RemoteDisk:
         self._files.move(path, to)
 
     def link(self, path: str, to: str) -> None:
-        raise NotImplementedError("there are no links in an object store")
+        raise NotImplementedError("object stores do not support hard links")
 
     def sizes(self, paths: Sequence[str]) -> list[int | None]:
-        found = self._files.get_file_info(list(paths))
-        return [info.size if info.is_file else None for info in found]
+        infos = self._files.get_file_info(list(paths))
+        return [info.size if info.is_file else None for info in infos]
 
     def list(self, path: str) -> list[tuple[str, bool]]:
-        where = pafs.FileSelector(path, allow_not_found=True, recursive=True)
-        return [(info.path, bool(info.is_file)) for info in self._files.get_file_info(where)]
+        selector = pafs.FileSelector(path, allow_not_found=True, recursive=True)
+        return [(info.path, bool(info.is_file)) for info in self._files.get_file_info(selector)]
 
     def remove(self, path: str) -> None:
         info = self._files.get_file_info(path)
@@ -191,25 +191,25 @@ class RemoteDisk:
                 self._files.delete_file(path)
 
 
-def disk_of(place: str) -> tuple[Disk, str]:
-    """The file system that a folder is on, and its path there."""
+def disk_of(place: str) -> tuple[FolderDisk, str]:
+    """Return the file system of a folder, and the folder's path there."""
     if not is_remote(place):
         return LocalDisk(), located(place)
     try:
         files, root = pafs.FileSystem.from_uri(place)
     except (pa.ArrowException, OSError) as error:
-        raise FlowError(f"cannot get to {place}: {error}") from error
+        raise FlowError(f"cannot access {place}: {error}") from error
     return RemoteDisk(files), root.rstrip("/")
 
 
 class Folder:
-    """A folder on this machine, or wherever pyarrow gets to (``s3://``, ``hdfs://``, ...)."""
+    """A folder on this machine, or on a file system of pyarrow (``s3://``, ``hdfs://``, ...)."""
 
     def __init__(self, place: str) -> None:
         self.place = place
         self._disk, self._root = disk_of(place)
         self._synced: set[str] = set()
-        """Folders whose own names outlive a loss of power."""
+        """Folders whose own names are synced."""
 
     @property
     def is_local(self) -> bool:
@@ -220,7 +220,7 @@ class Folder:
     def write(
         self, name: str, batches: Sequence[pa.RecordBatch], *, sync: bool = False
     ) -> FileInfo:
-        """Add a file; it is there when it is whole. With `sync` it outlives a loss of power."""
+        """Add a file; it appears when it is complete. With `sync` it survives a power failure."""
         return self._write(name, name, batches, sync)
 
     def _write(
@@ -236,13 +236,13 @@ class Folder:
         return out.info
 
     def growing(self, name: str, schema: pa.Schema, *, sync: bool = False) -> Growing:
-        """A file that is written a part at a time. With `sync` what is in it outlives a loss of
-        power; `Folder.sync` is for its name."""
+        """Open a file to be written batch by batch. With `sync` its contents survive a power
+        failure; `Folder.sync` syncs its name."""
         return Growing(self._disk, f"{self._root}/{name}", name, schema, sync)
 
     def sync(self, name: str) -> None:
-        """The names of files like this one outlive a loss of power, too, and so do those of the
-        folders it is in. Another process may have made these, and not have synced them yet."""
+        """Sync the names in the file's folder, and the names of that folder and its parents.
+        Another process may have created these folders and not synced them yet."""
         if not self.is_local:
             return
         folder = os.path.dirname(f"{self._root}/{name}")
@@ -253,19 +253,19 @@ class Folder:
             self._disk.sync(folder)
 
     def put(self, name: str, value: msgspec.Struct) -> FileInfo:
-        """Write a value, in place of what has the name. It outlives a loss of power."""
+        """Write a value, replacing any file of that name. It survives a power failure."""
         return self.write(name, [_batch_of(value)], sync=True)
 
     def create(self, name: str, value: msgspec.Struct) -> bool:
-        """Write a value under a name that nobody has taken: whether this call was the one that
-        took it. Only on a local disk."""
+        """Write a value under a new name; return False if the name exists. Only on a local
+        disk."""
         hidden = f"{name}.{uuid.uuid4().hex}{HIDDEN}"
         try:
             self._write(hidden, name, [_batch_of(value)], True)
             self._disk.link(f"{self._root}/{hidden}", f"{self._root}/{name}")
         except FileExistsError:
             return False
-        except FileNotFoundError:  # one that has taken the folder meanwhile has cleared it up
+        except FileNotFoundError:  # a later owner of the folder has removed the hidden file
             return False
         finally:
             self.remove(hidden)
@@ -275,22 +275,22 @@ class Folder:
     # --- reading --------------------------------------------------------------------------------
 
     def get(self, name: str, kind: type[T]) -> T:
-        """What `put` has written."""
+        """Read a value that `put` or `create` wrote."""
         try:
             return msgspec.msgpack.decode(self.read_data(name)[0], type=kind)
         except msgspec.MsgspecError as error:
-            raise self.damaged(name, f"it holds no {kind.__name__}: {error}") from error
+            raise self.damaged(name, f"it does not contain a {kind.__name__}: {error}") from error
 
     def read_data(self, name: str) -> Sequence[bytes]:
-        """The rows of a file that has one column, of bytes, and at least one row."""
+        """Return the rows of a file with one column of bytes and at least one batch."""
         batches = self.read(name)
         wanted = pa.schema([("data", pa.binary())])
         if not batches or any(batch.schema != wanted for batch in batches):
-            raise self.damaged(name, "it holds other columns")
+            raise self.damaged(name, "it is empty or has other columns")
         return [data for batch in batches for data in batch.column("data").to_pylist()]
 
     def read(self, name: str, expected: FileInfo | None = None) -> list[pa.RecordBatch]:
-        """The rows of a file, if it is whole, and the one that is `expected`."""
+        """Return the rows of a file; raise if it is damaged or not the `expected` file."""
         try:
             data = self._disk.read(f"{self._root}/{name}")
         except FileNotFoundError:
@@ -300,7 +300,7 @@ class Folder:
         try:
             info, body = unsealed(name, data)
             if expected is not None and info != expected:
-                raise ValueError(f"it is another file than the manifest names: {info}")
+                raise ValueError(f"it is not the file that the manifest lists: {info}")
             batches = list(pa.ipc.open_stream(body)) if body.size else []
             rows = sum(batch.num_rows for batch in batches)
             if rows != info.rows:
@@ -313,45 +313,45 @@ class Folder:
 
     def _missing(self, name: str) -> FlowError:
         return FlowError(
-            f"what the flow begins with is not at {self.place} ({name} is missing)",
-            hint="the folder must be one that the driver and all executors reach",
+            f"no restore point at {self.place}: {name} is missing",
+            hint="use a folder that the driver and all executors can access",
         )
 
     def damaged(self, name: str, what: str) -> StoreDamagedError:
         return StoreDamagedError(
-            f"{name} at {self.place} is damaged, or nothing that Holdfast has written: {what}",
-            hint=f"`holdfast check {self.place}` says what else is, and what can be done",
+            f"{name} at {self.place} is damaged, or not a file that Holdfast has written: {what}",
+            hint=f"run `holdfast check {self.place}` to find all damage and what can be done",
         )
 
-    # --- what is there --------------------------------------------------------------------------
+    # --- listing and removing -------------------------------------------------------------------
 
     def sizes(self, names: Iterable[str]) -> dict[str, int | None]:
-        """The lengths of files; None of those that are not there."""
+        """Return the lengths of files; None for missing ones."""
         names = list(names)
-        found = self._disk.sizes([f"{self._root}/{name}" for name in names])
-        return dict(zip(names, found, strict=True))
+        sizes = self._disk.sizes([f"{self._root}/{name}" for name in names])
+        return dict(zip(names, sizes, strict=True))
 
     def folders(self, name: str) -> list[str]:
-        """The folders right in a folder of this one."""
+        """List the direct subfolders of a subfolder."""
         depth = name.count("/") + 1
-        found = (path for path, is_file in self._listed(name) if not is_file)
-        return sorted(path for path in found if path.count("/") == depth)
+        paths = (path for path, is_file in self._listed(name) if not is_file)
+        return sorted(path for path in paths if path.count("/") == depth)
 
     def list(self, name: str = "", suffix: str = SUFFIX) -> list[str]:
-        """The names of all whole files in a folder of this one."""
+        """List the names of all complete files in this folder or a subfolder, recursively."""
         return sorted(n for n, is_file in self._listed(name) if is_file and n.endswith(suffix))
 
     def unfinished(self) -> Sequence[str]:
-        """Files that somebody has begun to write, or had when it was lost."""
+        """List the files that a process is writing, or was writing when it died."""
         return self.list(suffix=HIDDEN)
 
     def _listed(self, name: str) -> Sequence[tuple[str, bool]]:
         path = f"{self._root}/{name}" if name else self._root
         start = len(self._root) + 1
-        return [(found[start:], is_file) for found, is_file in self._disk.list(path)]
+        return [(listed[start:], is_file) for listed, is_file in self._disk.list(path)]
 
     def remove(self, name: str = "") -> None:
-        """Remove everything, or a folder or file of this one, if it is there."""
+        """Remove this folder, or a subfolder or file of it, if it exists."""
         path = f"{self._root}/{name}" if name else self._root
         self._synced.discard(path)
         self._disk.remove(path)
@@ -362,22 +362,22 @@ def _batch_of(value: msgspec.Struct) -> pa.RecordBatch:
 
 
 def sealed(nbytes: int, rows: int, crc: int) -> tuple[FileInfo, bytes]:
-    """What is known of a file with so many bytes and rows, and its trailer."""
+    """Return the `FileInfo` and the trailer of a file, given the checksum of its name and body."""
     head = TRAILER.pack(MAGIC, nbytes, rows, 0)[:-4]
     crc = zlib.crc32(head, crc)
     return FileInfo(nbytes + TRAILER.size, rows, crc), TRAILER.pack(MAGIC, nbytes, rows, crc)
 
 
 def unsealed(name: str, data: pa.Buffer) -> tuple[FileInfo, pa.Buffer]:
-    """What the trailer of a file of this name says, and what comes before it; ValueError if these
-    differ."""
+    """Return the `FileInfo` and the body of a file; raise ValueError if its trailer does not match
+    its name and body."""
     nbytes = data.size - TRAILER.size
     if nbytes < 0:
-        raise ValueError(f"it has {data.size} bytes, and was cut off")
+        raise ValueError(f"it is truncated: it has only {data.size} bytes")
     body = data.slice(0, nbytes)
     magic, length, rows, crc = TRAILER.unpack(memoryview(data)[nbytes:])
     if magic != MAGIC:
-        raise ValueError("it was cut off, or is of an earlier version: it has no trailer")
+        raise ValueError("it has no trailer: it is truncated, or of an earlier version")
     if length != nbytes:
         raise ValueError(f"it has {nbytes} bytes instead of {length}")
     info, _ = sealed(nbytes, rows, zlib.crc32(body, zlib.crc32(name.encode())))
@@ -386,8 +386,8 @@ def unsealed(name: str, data: pa.Buffer) -> tuple[FileInfo, pa.Buffer]:
     return info, body
 
 
-class _Summing:
-    """Passes on what is written, and knows its length and checksum."""
+class _ChecksumWriter:
+    """Passes data to a file and tracks its length and checksum."""
 
     closed = False
 
@@ -410,19 +410,21 @@ class _Summing:
 
 
 class Growing:
-    """A file that is being written. It is there when it is closed, and not at all if that fails."""
+    """A file that is being written. It appears when it is closed, or never if that fails."""
 
-    def __init__(self, disk: Disk, path: str, name: str, schema: pa.Schema, sync: bool) -> None:
+    def __init__(
+        self, disk: FolderDisk, path: str, name: str, schema: pa.Schema, sync: bool
+    ) -> None:
         self._disk, self._path, self._sync = disk, path, sync
         self._hidden = f"{path}.{uuid.uuid4().hex}{HIDDEN}"
         self._rows, self._info = 0, cast(FileInfo | None, None)
         self._out = disk.open(self._hidden)
-        self._summing = _Summing(self._out, name)
-        self._writer = pa.ipc.new_stream(pa.PythonFile(self._summing, mode="w"), schema)
+        self._checksum = _ChecksumWriter(self._out, name)
+        self._writer = pa.ipc.new_stream(pa.PythonFile(self._checksum, mode="w"), schema)
 
     @property
     def info(self) -> FileInfo:
-        """Of a file that was closed."""
+        """The description of the file, once it is closed."""
         assert self._info is not None
         return self._info
 
@@ -432,7 +434,7 @@ class Growing:
 
     def close(self) -> None:
         self._writer.close()
-        info, trailer = sealed(self._summing.nbytes, self._rows, self._summing.crc)
+        info, trailer = sealed(self._checksum.nbytes, self._rows, self._checksum.crc)
         self._out.write(trailer)
         self._out.close()
         if self._sync:
@@ -441,7 +443,7 @@ class Growing:
         self._info = info
 
     def abandon(self) -> None:
-        """Leave nothing behind."""
+        """Close and remove the file."""
         with contextlib.suppress(OSError, pa.ArrowException):
             self._out.close()
         with contextlib.suppress(OSError):

@@ -1,16 +1,17 @@
-"""Who may write to a store: the *generations* of a flow, of which the last one has the folder.
+"""Ownership of a store: the *generations* of a flow. The last generation owns the folder.
 
-Whoever starts a flow in a folder, or resumes one from it, claims the next generation, and exactly
-one process gets it. It is claimed before the claimant looks at what is there; a generation that is
-not the last any more finds that out after it has written something and before anybody acts on it.
-So what an earlier generation adds late counts for nothing, and as every file bears the number of
-its generation it overwrites nothing either.
+A process that starts a flow in a folder, or resumes one from it, claims the next generation, and
+exactly one process gets it. It claims the generation before it reads the folder. A generation
+checks that it is still the last one after it has written a file and before anything depends on
+that file. Files that an earlier generation adds late therefore have no effect, and they overwrite
+nothing, because every file name carries the number of its generation.
 
-On a local disk a claim is a name that only one process can make (a hard link). Object stores could
-do the same by a conditional put, but pyarrow has none. What they have is that a listing shows all
-that was put before it. So claimants put *bids* under names of their own and then list: one that
-sees no other bid has won, and any later one sees its bid. Of two that see each other neither has
-won; both withdraw, and try again after a random time. That is safe always, and live in practice.
+On a local disk a claim is a name that only one process can create (a hard link). Object stores
+could do the same with a conditional put, but pyarrow does not offer one. A listing of an object
+store does show every earlier put. So claimants put *bids* under unique names and then list: a
+claimant that sees no other bid has won, and every later claimant sees its bid. If two see each
+other, neither has won; both withdraw and retry after a random time. This is always safe, and in
+practice it terminates.
 """
 
 from __future__ import annotations
@@ -30,15 +31,17 @@ from holdfast.storage import layout
 from holdfast.storage.files import Folder
 
 BIDS_MAX = 20
+"""Maximum bids of one claimant."""
 RIVAL_S = 3.0
-"""A bid that stays for so long has won, or whoever made it is lost."""
+"""A bid that stays longer, in seconds, has won, or its process has died."""
 LOOK_S = 0.1
+"""Interval between two listings, in seconds."""
 
 Pause = Callable[[float], None]
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """For whoever wants to know who it was; only the name of its file counts."""
+    """The process that claimed a generation, for messages. Only the name of its file counts."""
 
     token: str
     flow: str
@@ -53,13 +56,13 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 def last_generation(folder: Folder) -> int:
-    """The one that has the folder; -1 if nobody has had it."""
+    """Return the generation that owns the folder; -1 if there is none."""
     return layout.latest(folder.list(layout.GENERATIONS))
 
 
 def claim(folder: Folder, flow: str, after: int | None = None, pause: Pause = time.sleep) -> int:
-    """Claim the generation after the last one, or after the one that was seen to be the last. If
-    another process is faster this one is refused."""
+    """Claim the generation that follows the last one, or follows `after`. Raise `StoreTakenError`
+    if another process is faster."""
     generation = 1 + (last_generation(folder) if after is None else after)
     mine = Claim(uuid.uuid4().hex, flow, socket.gethostname(), os.getpid(), time.time())
     won = (
@@ -67,7 +70,7 @@ def claim(folder: Folder, flow: str, after: int | None = None, pause: Pause = ti
         if folder.is_local
         else _bid(folder, generation, mine, pause)
     )
-    # Entries of old are removed, so one that slept may get a number that is free again.
+    # Old claims are removed, so a process that was paused may get a number that is free again.
     if not won or last_generation(folder) > generation:
         raise taken(folder, generation)
     return generation
@@ -77,7 +80,7 @@ def _link(folder: Folder, generation: int, mine: Claim) -> bool:
     name = layout.generation_file(generation)
     if folder.create(name, mine):
         return True
-    try:  # on a network file system the answer may be to a call that was repeated
+    try:  # a network file system may repeat the call, and fail although the link exists
         return folder.get(name, Claim).token == mine.token
     except FlowError:
         return False
@@ -101,24 +104,24 @@ def _bid(folder: Folder, generation: int, mine: Claim, pause: Pause) -> bool:
 
 
 def _rivals(folder: Folder, generation: int, mine: str) -> list[str]:
-    found = folder.list(layout.GENERATIONS)
-    return [n for n in found if n != mine and (layout.generation_of(n) or 0) >= generation]
+    names = folder.list(layout.GENERATIONS)
+    return [n for n in names if n != mine and (layout.generation_of(n) or 0) >= generation]
 
 
 def check(folder: Folder, generation: int) -> None:
-    """Raise unless this generation still has the folder."""
+    """Raise unless this generation still owns the folder."""
     last = last_generation(folder)
     if last > generation:
         raise taken(folder, last)
     if last < generation:
         raise FlowError(
-            f"{folder.place} is not what it was: the entry of this flow is gone from it",
-            hint="was the folder removed, or replaced, while the flow ran?",
+            f"{folder.place} has changed: it no longer has the claim of this flow",
+            hint="check whether the folder was removed or replaced while the flow ran",
         )
 
 
 def holder(folder: Folder, generation: int) -> Claim | None:
-    """Whoever has claimed a generation, as far as can be read."""
+    """Return the claim of a generation; None if there is none or it cannot be read."""
     for name in folder.list(layout.GENERATIONS):
         if layout.generation_of(name) == generation:
             try:
@@ -132,13 +135,14 @@ def taken(folder: Folder, generation: int) -> StoreTakenError:
     other = holder(folder, generation)
     who = f" ({other.who})" if other is not None else ""
     return StoreTakenError(
-        f"another flow goes on from {folder.place}{who}, so this one must not",
-        hint="only one can: end whatever has been started with checkpoint= or restore_from= there",
+        f"another process owns the store {folder.place}{who}",
+        hint="only one flow can use a store: stop the one that was started with checkpoint= or "
+        "restore_from= there",
     )
 
 
 def withdraw(folder: Folder, generation: int) -> None:
-    """Leave a folder in which nothing was stored as it was found."""
+    """Remove the claim of a generation that has stored nothing."""
     for name in folder.list(layout.GENERATIONS):
         if layout.generation_of(name) == generation:
             folder.remove(name)

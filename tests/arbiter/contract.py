@@ -92,7 +92,7 @@ class Contract:
         with pytest.raises(Superseded):
             b.commit(b.read(), b"nobody leads")
         led(a, "a")
-        with pytest.raises(Superseded, match="not led from here"):
+        with pytest.raises(Superseded, match="does not lead the flow"):
             b.commit(b.read(), b"another leads")
         assert not b.renew(b.read())
         b.resign(b.read())
@@ -123,7 +123,7 @@ class Contract:
         a = party()
         entry = led(a, "a")
         self.expire(a)
-        with pytest.raises(Superseded, match="has run out"):
+        with pytest.raises(Superseded, match="has expired"):
             a.commit(entry, b"void")
         assert not a.renew(entry)
         assert led(a, "a") == Entry(2, 2, "a", b"")

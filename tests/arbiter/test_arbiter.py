@@ -15,7 +15,7 @@ import pytest
 
 from holdfast.arbiter import Arbiter, Entry, arbiter
 from holdfast.arbiter.file import KEPT, FileArbiter
-from holdfast.arbiter.memory import MemoryArbiter, Store
+from holdfast.arbiter.memory import ArbiterMemory, MemoryArbiter
 from holdfast.errors import ArbiterAway, FlowError, HoldfastError, HostError, Superseded
 from tests.arbiter.contract import PROCESSES, Contract, ContractBetweenProcesses, MakeParty, led
 
@@ -23,7 +23,7 @@ from tests.arbiter.contract import PROCESSES, Contract, ContractBetweenProcesses
 class TestMemory(Contract):
     @pytest.fixture
     def party(self) -> Iterator[MakeParty]:
-        store = Store()
+        store = ArbiterMemory()
         yield lambda: MemoryArbiter("flow", self.LEASE_S, store)
 
 
@@ -217,7 +217,7 @@ NO_SERVERS = ["zk://", "zk:host:1", "zk://host:port", "zk://a:1,,b:2", "zk://a:1
 
 @pytest.mark.parametrize("url", [*NO_PATHS, *NO_SERVERS])
 def test_addresses_of_nothing(url: str) -> None:
-    with pytest.raises(FlowError, match="not the address of an arbiter"):
+    with pytest.raises(FlowError, match="not an arbiter URL"):
         arbiter(url, "flow", 1)
 
 
@@ -225,9 +225,9 @@ def test_what_else_cannot_be() -> None:
     assert isinstance(arbiter(None, "flow", 1), MemoryArbiter)
     with pytest.raises(FlowError, match="lease"):
         arbiter(None, "flow", 0)
-    with pytest.raises(FlowError, match="of this name"):
+    with pytest.raises(FlowError, match="is not valid"):
         arbiter(None, "..", 1)
-    with pytest.raises(HostError, match="no arbiter can be in"):
+    with pytest.raises(HostError, match="cannot create an arbiter in"):
         arbiter("/proc/nowhere", "flow", 1)
 
 

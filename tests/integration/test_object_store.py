@@ -94,6 +94,6 @@ def test_of_those_who_resume_at_once_one_wins(store: object_store.Server) -> Non
         assert len(won) <= 1
         if not won:  # all have seen each other, and given up
             generations.claim(Folder(url), "f", last)
-        with pytest.raises(StoreTakenError, match="another flow goes on from"):
+        with pytest.raises(StoreTakenError, match="another process owns the store"):
             generations.check(Folder(url), last)
         generations.check(Folder(url), last + 1)

@@ -227,7 +227,7 @@ def test_a_side_of_a_join_loses_no_rows(act: str) -> None:
 
     def shown(side: _Side) -> Any:
         rows = sorted(side.extract().to_pylist(), key=lambda r: r["t"])
-        fresh = [(e, b.num_rows) for e, b in side._fresh["standby"]]
+        fresh = [(e, b.num_rows) for e, b in side._unread["standby"]]
         return rows, fresh, list(side._births), side._floor
 
     def change(side: _Side) -> None:

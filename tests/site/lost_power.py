@@ -80,7 +80,7 @@ class LossyDisk:
             return file.data[: len(file.data) // 2]
         return file.synced or b""
 
-    # --- as `holdfast.storage.files.Disk` ---------------------------------------------------------
+    # --- as `holdfast.storage.files.FolderDisk` ---------------------------------------------------
 
     def open(self, path: str) -> _File:
         for folder in reversed(_above(os.path.dirname(path))):

@@ -234,7 +234,7 @@ def test_it_is_lost_before_its_first_checkpoint_and_while_it_goes_on(
     second = start(
         kept, mixed(made(RATE), out), restore_from=store, checkpoint=Checkpoint(store, interval=0.2)
     )
-    with pytest.raises(FlowError, match="another flow goes on from"):
+    with pytest.raises(FlowError, match="another process owns the store"):
         first.wait(PATIENCE_S)
     assert second.wait(PATIENCE_S)
     assert second.records()[0].epoch == 0, "what was known came again"
@@ -272,7 +272,7 @@ def test_of_two_that_resume_at_once_one_goes_on(
     refused = [error for error in ended if error is not None]
     assert len(ended) == 2 and len(refused) == 1
     # One that is overtaken while it starts may find that the other has removed what it reads.
-    assert any(said in str(refused[0]) for said in ("another flow goes on from", "is missing"))
+    assert any(said in str(refused[0]) for said in ("another process owns", "is missing"))
     found = results(out)
     for name, wanted in undisturbed.items():
         assert found[name].equals(wanted), name
@@ -341,7 +341,7 @@ def test_what_cannot_be_gone_on_from_is_refused(kept: list[Run], tmp_path: Path)
     delta.rename(tmp_path / "moved")
     go_on(f"{delta.name} is missing")
     delta.write_bytes(b"nothing of ours")
-    go_on("is damaged, or nothing that Holdfast has written")
+    go_on("is damaged, or not a file that Holdfast has written")
     (tmp_path / "moved").rename(delta)
     (manifest,) = (store / "manifests").iterdir()
     data = manifest.read_bytes()

@@ -349,5 +349,5 @@ def test_a_past_that_is_not_there_is_named(tmp_path: Path) -> None:
     egress = with_restore_point(Log(), tmp_path)
     (tmp_path / "results" / "0.arrow").unlink()
     egress.begin()
-    with pytest.raises(FlowError, match=r"not at .* \(results/0.arrow is missing\)"):
+    with pytest.raises(FlowError, match=r"no restore point at .*: results/0.arrow is missing"):
         egress.replay_results()

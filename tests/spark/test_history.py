@@ -167,5 +167,5 @@ def test_what_cannot_be_a_history_is_refused(spark: SparkSession, tmp_path: Path
         with pytest.raises(FlowError, match=message):
             flow.start(history=given)
     poisoned = before.selectExpr("id", "k", "cast(null as double) as v", "ts", "on")
-    with pytest.raises(FlowError, match=r"history of flow 'four kinds' .* met a null"):
+    with pytest.raises(FlowError, match=r"history of flow 'four kinds' .* got a null"):
         flow.start(history=poisoned, options=Options(history_folder=str(tmp_path)))

@@ -1,10 +1,9 @@
-"""What the engine asks of a keyed operator.
+"""The interface of a keyed operator.
 
-An operator is made where the flow is written: it checks its input there and says what it gives,
-what it reads and which event-time boundaries it watches. A site copies it and calls `open`, which
-allocates state for all the partitions the site holds. From then on `process` gets, for each epoch,
-all rows of these partitions in sequence order. No operator ever sees a protocol, a partition or a
-clock.
+An operator is created when the flow is built: it checks its input schema and declares its outputs,
+the columns that it reads and its event-time boundaries. A site copies it and calls `open`, which
+allocates state for all partitions that the site holds. `process` then gets, for each epoch, all
+rows of these partitions in sequence order. Operators know no protocol, no partitions and no clock.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from holdfast.errors import FlowError
 class Port:
     """One output of an operator: its user columns and the width of its order key.
 
-    `delay` is how far, in event time, its rows may trail the watermark at their place in the
-    order: what event-time operators after it have to allow for.
+    `delay` is the maximum event time by which its rows may trail the watermark at their place in
+    the order. Downstream event-time operators must allow for it.
     """
 
     schema: pa.Schema
@@ -47,17 +46,18 @@ class Port:
 
 
 class KeyedOperator:
-    """Base of the keyed operators. Subclasses fill in the attributes and the two methods."""
+    """Base class of the keyed operators. Subclasses set the attributes and implement `_allocate`,
+    `tables` and `process`."""
 
     label = "keyed"
     ordered = True
-    """Whether the result depends on the order of rows of different producers."""
+    """Whether the result depends on the order of rows from different producers."""
     bounded = False
-    """Whether its state comes from recent rows only, however long it has been at work."""
+    """Whether its state depends on recent rows only, however long it has run."""
     horizon = 0
-    """Of a bounded operator: how far behind the watermark, in event time, such a row may be."""
+    """Maximum event time by which such a row trails the watermark, if `bounded`."""
     clocked = False
-    """Whether results stand where the watermark moved: at rows of any source."""
+    """Whether results are placed where the watermark moved, which may be at rows of any source."""
 
     def __init__(self, keys: Sequence[str], inputs: Sequence[Port]) -> None:
         self.keys = list(keys)
@@ -69,42 +69,42 @@ class KeyedOperator:
         self.late_rows = 0
 
     def open(self, partitions: int) -> Self:
-        """A working replica with empty state."""
+        """Return a copy of the operator with empty state."""
         opened = copy.copy(self)
         opened.partitions = partitions
         opened._allocate()
         return opened
 
     def needed(self, position: int, used: set[str]) -> set[str]:
-        """The columns of an input that it reads, given which of its outputs are used."""
+        """Return the columns of an input that the operator reads, given the outputs in use."""
         for name, port in self.outputs.items():
             if name in used and port.schema is self.inputs[position].schema:
-                return set(port.schema.names)  # rows of the input are given out as they came
+                return set(port.schema.names)  # this output emits rows of the input unchanged
         return self.needs[position]
 
     def _allocate(self) -> None:
         raise NotImplementedError
 
     def tables(self) -> dict[str, StateTable]:
-        """The state, for whoever snapshots, moves or measures it."""
+        """Return the state tables by name, for snapshots, moves and metrics."""
         raise NotImplementedError
 
     def process(
         self, inputs: list[pa.RecordBatch], track: Track, epoch: int
     ) -> dict[str, pa.RecordBatch]:
-        """Take one epoch's rows (a batch per input, each in order) and give those it causes."""
+        """Process the rows of one epoch (one batch per input, in order) and return the results."""
         raise NotImplementedError
 
     def refuse_sums(self, agg: Agg, batch: pa.RecordBatch, rows: np.ndarray) -> None:
-        """Raise if there are `rows` of `batch` that take their key's sum out of int64: instead of
-        a sum that is wrong. To be called before the rows have changed any state."""
+        """Raise an OverflowError if `rows` is not empty: these rows of `batch` make the sum of
+        their key overflow int64. Call this before the rows change any state."""
         if rows.size == 0:
             return
         row = int(rows.min())
         key = ", ".join(f"{k}={batch.column(k)[row]}" for k in self.keys)
         raise OverflowError(
             f"{agg.kind}({agg.expr}) of the key ({key}) does not fit into int64; "
-            f"sum a .cast(pa.float64()) if that is exact enough"
+            f"cast the operand with .cast(pa.float64()) if its precision is sufficient"
         )
 
     def words(self, batch: pa.RecordBatch) -> KeyWords:
@@ -117,20 +117,21 @@ class KeyedOperator:
         return sum(t.nbytes for t in self.tables().values())
 
     def given_bytes(self) -> int:
-        """About what it would give out of its state, if all of it went elsewhere."""
+        """Return the approximate size of a snapshot of all state."""
         return sum(t.size * t.row_bytes for t in self.tables().values())
 
     def removals(self) -> int:
-        """How many keys it has forgotten so far."""
+        """Return the number of keys removed so far."""
         return sum(t.removals for t in self.tables().values())
 
     def came_from(self, epoch: int) -> int:
-        """After which epoch the rows came that the state after `epoch` comes from."""
+        """Return an epoch such that the state after `epoch` depends only on rows of later epochs
+        than it."""
         born = [b for t in self.tables().values() if (b := t.oldest()) is not None]
         return min([epoch, *(b - 1 for b in born)])
 
     def extract(self, partitions: Sequence[int] | None = None) -> dict[str, pa.RecordBatch]:
-        """The state of some partitions, to be installed elsewhere."""
+        """Return the state of some partitions, to be installed in another operator."""
         return {name: t.extract(partitions) for name, t in self.tables().items()}
 
     def install(self, state: dict[str, pa.RecordBatch]) -> None:
@@ -138,7 +139,7 @@ class KeyedOperator:
             self.tables()[name].install(batch)
 
     def extras(self) -> dict[str, int]:
-        """What it knows besides its tables, in plain values."""
+        """Return the state outside the tables, as plain values."""
         return {"late_rows": self.late_rows}
 
     def install_extras(self, extras: Mapping[str, int]) -> None:
@@ -150,15 +151,15 @@ class KeyedOperator:
         partitions: Sequence[int] | None = None,
         whose: str = STANDBY,
     ) -> OperatorSnapshot:
-        """Freeze the state of some partitions (all, by default): `process` may go on while it is
-        given out. With `after`, only what has changed since the snapshot after that epoch that was
-        made for the same follower of changes."""
+        """Return a snapshot of some partitions (by default all), which can be read while `process`
+        continues. With `after`, it has only the rows changed after that epoch, which must be the
+        epoch of the last snapshot for the same reader of changes, `whose`."""
         return OperatorSnapshot(self.tables(), self.extras(), after, partitions, whose)
 
 
 class OperatorSnapshot:
-    """An operator as it was between two epochs. A fresh one with all the parts and the `extras`
-    installed goes on from there to the same results. To be read to the end or closed."""
+    """The state of an operator between two epochs. A new operator with all parts and the `extras`
+    installed continues with the same results. Read it to the end or close it."""
 
     def __init__(
         self,
@@ -170,7 +171,7 @@ class OperatorSnapshot:
     ) -> None:
         self.extras = extras
         self.gone = {n: t.removed(whose) for n, t in tables.items() if after is not None}
-        """The keys that are not there any more, to be forgotten before the rest is installed."""
+        """The removed keys by table, to be removed before the rest is installed."""
         self._tables = {n: t.snapshot(partitions, after, whose) for n, t in tables.items()}
 
     @property
@@ -179,11 +180,11 @@ class OperatorSnapshot:
 
     @property
     def nbytes_left(self) -> int:
-        """About how much is still to be given out."""
+        """The approximate number of bytes not yet returned."""
         return sum(t.nbytes_left for t in self._tables.values())
 
     def next(self, rows_max: int) -> tuple[str, pa.RecordBatch] | None:
-        """A table's name and more of its rows, for `install`; None when the state is complete."""
+        """Return a table's name and its next rows, for `install`; None at the end."""
         for name, table in self._tables.items():
             part = table.next(rows_max)
             if part is not None:
@@ -191,123 +192,126 @@ class OperatorSnapshot:
         return None
 
     def close(self) -> None:
-        """Give up what is left."""
+        """Discard the remaining rows."""
         for table in self._tables.values():
             table.close()
 
 
 @dataclass(frozen=True)
 class Agg:
-    """An aggregate bound to its input: the types it takes, keeps and gives."""
+    """An aggregate bound to its input schema, with the types of its operand and its result."""
 
     name: str
     kind: str
     expr: Expr | None
-    taken: pa.DataType
-    given: pa.DataType
+    operand_type: pa.DataType
+    result_type: pa.DataType
 
     @classmethod
     def bind(cls, name: str, aggregate: Aggregate, schema: pa.Schema, where: str) -> Agg:
         if not isinstance(aggregate, Aggregate):
             raise FlowError(
                 f"{where}: {name}={aggregate!r} is not an aggregate",
-                hint='write for example total=F.sum("x") or n=F.count()',
+                hint='use for example total=F.sum("x") or n=F.count()',
             )
         if aggregate.expr is None:
             return cls(name, "count", None, pa.int64(), pa.int64())
-        taken = infer(aggregate.expr, schema, f"{where}, aggregate {name!r}")
-        numeric = is_plain(taken) and not pa.types.is_boolean(taken)
+        operand = infer(aggregate.expr, schema, f"{where}, aggregate {name!r}")
+        numeric = is_plain(operand) and not pa.types.is_boolean(operand)
         if aggregate.kind in ("sum", "mean") and not numeric:
             raise FlowError(
-                f"{where}: {aggregate.kind} of {aggregate.expr} needs numbers, not {taken}"
+                f"{where}: {aggregate.kind} of {aggregate.expr} needs numbers, not {operand}"
             )
-        if aggregate.kind in ("max", "min") and not (numeric or pa.types.is_temporal(taken)):
+        if aggregate.kind in ("max", "min") and not (numeric or pa.types.is_temporal(operand)):
             raise FlowError(
-                f"{where}: {aggregate.kind} of {aggregate.expr} needs numbers or times, not {taken}"
+                f"{where}: {aggregate.kind} of {aggregate.expr} needs numbers or times, "
+                f"not {operand}"
             )
-        given = taken
+        result = operand
         if aggregate.kind == "mean":
-            given = pa.float64()
+            result = pa.float64()
         elif aggregate.kind == "sum":
-            given = pa.float64() if pa.types.is_floating(taken) else pa.int64()
-        return cls(name, aggregate.kind, aggregate.expr, taken, given)
+            result = pa.float64() if pa.types.is_floating(operand) else pa.int64()
+        return cls(name, aggregate.kind, aggregate.expr, operand, result)
 
     @cached_property
     def field(self) -> Field:
-        """The state it folds into, starting from the neutral element."""
+        """The state of the fold, which starts with the neutral element."""
         match self.kind:
             case "count":
                 return Field(pa.int64())
             case "sum" | "mean":
-                whole = self.kind == "sum" and not pa.types.is_floating(self.given)
+                whole = self.kind == "sum" and not pa.types.is_floating(self.result_type)
                 return Field(pa.int64() if whole else pa.float64())
             case "max" | "min":
-                return Field(self.taken, _neutral(self.taken_field.dtype, self.kind))
+                return Field(self.operand_type, _neutral(self.operand_field.dtype, self.kind))
             case _:
-                return self.taken_field
+                return self.operand_field
 
     @cached_property
-    def taken_field(self) -> Field:
-        """How the operand itself is kept."""
-        return Field(self.taken)
+    def operand_field(self) -> Field:
+        """The form in which state stores the operand itself."""
+        return Field(self.operand_type)
 
     @cached_property
-    def given_field(self) -> Field:
-        """How the result is made into Arrow."""
-        return Field(self.given)
+    def result_field(self) -> Field:
+        """The conversion of the result to Arrow."""
+        return Field(self.result_type)
 
     @property
     def ufunc(self) -> np.ufunc:
-        # Spark orders NaN above all numbers: max keeps it, min avoids it. So do these.
+        # Spark orders NaN above all numbers: max returns it, min avoids it. These do the same.
         return {"max": np.maximum, "min": np.fmin}.get(self.kind, np.add)
 
     @property
     def picks(self) -> bool:
-        """Whether it gives one of the values as it is, which may be null, instead of a fold."""
+        """Whether the result is one of the values, possibly null, instead of a fold."""
         return self.kind in ("first", "last")
 
     @property
     def bounded(self) -> bool:
-        """Whether it adds up whole numbers, which may become larger than its type can say."""
-        return self.kind == "sum" and pa.types.is_integer(self.given)
+        """Whether it sums integers, which may overflow."""
+        return self.kind == "sum" and pa.types.is_integer(self.result_type)
 
     def numbers(self, column: Column) -> np.ndarray:
-        """An operand as numpy in the type it is taken in; a null is refused."""
+        """Convert an operand to numpy in its own type; raise for a null."""
         if isinstance(column, pa.Array) and column.null_count:
             raise ValueError(
-                f"{self.kind}({self.expr}) met a null; "
-                f"filter such rows out or use fill_null() before aggregating"
+                f"{self.kind}({self.expr}) got a null; "
+                f"filter out such rows or use fill_null() before aggregating"
             )
-        values = self.taken_field.stored(column)
+        values = self.operand_field.stored(column)
         if self.bounded and values.dtype == np.uint64 and values.size and values.max() > LARGEST:
-            raise OverflowError(f"{self.kind}({self.expr}) met a number that int64 has no room for")
+            raise OverflowError(
+                f"{self.kind}({self.expr}) got a number that does not fit into int64"
+            )
         return values
 
     def values(self, batch: pa.RecordBatch) -> np.ndarray:
-        """The operand over `batch`, as numpy in the type it is folded in."""
+        """Evaluate the operand over `batch`, as numpy in the type of the fold."""
         values = self.numbers(self.column(batch)).astype(self.field.dtype, copy=False)
         return one_zero(values) if self.kind in ("max", "min") else values
 
     def column(self, batch: pa.RecordBatch) -> Column:
         assert self.expr is not None
-        return broadcast(self.expr.eval(batch), batch.num_rows, self.taken)
+        return broadcast(self.expr.eval(batch), batch.num_rows, self.operand_type)
 
 
 LARGEST = int(np.iinfo(np.int64).max)
 
 
 def peak(values: np.ndarray) -> int:
-    """The largest magnitude."""
+    """Return the largest absolute value; 0 if there are no values."""
     return max(int(values.max()), -int(values.min())) if values.size else 0
 
 
 def overflows(
     groups: Groups, initial: np.ndarray, values: np.ndarray, folded: np.ndarray
 ) -> np.ndarray:
-    """The sorted positions at which a group's sum leaves int64, given what `Groups.fold` has made
-    of it: those where two numbers of one sign have a sum of the other."""
+    """Return the sorted positions at which a group's sum overflows int64, given the result of
+    `Groups.fold`: those where two numbers of the same sign have a sum of the other sign."""
     if peak(initial) + peak(values) * int(groups.lengths.max(initial=0)) <= LARGEST:
-        return np.empty(0, np.int64)  # which one pass over the values is enough to know
+        return np.empty(0, np.int64)  # the cheap check: one pass over the values
     before = np.empty_like(folded)
     before[1:] = folded[:-1]
     before[groups.starts] = initial
@@ -315,7 +319,7 @@ def overflows(
 
 
 def one_zero(values: np.ndarray) -> np.ndarray:
-    """Floats with -0.0 as 0.0: which of the two a maximum gives is up to the processor."""
+    """Replace -0.0 by 0.0: which of the two a maximum returns depends on the processor."""
     return values + values.dtype.type(0) if values.dtype.kind == "f" else values
 
 
@@ -327,7 +331,7 @@ def _neutral(dtype: np.dtype, kind: str) -> float:
 
 
 def broadcast(value: Column, rows: int, kind: pa.DataType) -> Column:
-    """A literal, which has no length of its own, as a column."""
+    """Convert a literal, which has no length, to a column; return columns unchanged."""
     if isinstance(value, np.ndarray) and value.ndim == 1:
         return value
     if isinstance(value, pa.Array):
@@ -337,7 +341,7 @@ def broadcast(value: Column, rows: int, kind: pa.DataType) -> Column:
 
 
 def holds(condition: Expr, batch: pa.RecordBatch) -> np.ndarray:
-    """Where a condition is true; null is not."""
+    """Return where a condition is true; null counts as false."""
     value = broadcast(condition.eval(batch), batch.num_rows, pa.bool_())
     if isinstance(value, pa.Array):
         value = value.fill_null(False).to_numpy(zero_copy_only=False)
@@ -345,14 +349,14 @@ def holds(condition: Expr, batch: pa.RecordBatch) -> np.ndarray:
 
 
 def infer(expr: Expr, schema: pa.Schema, where: str) -> pa.DataType:
-    """The type of an expression over rows of `schema`."""
+    """Return the type of an expression over rows of `schema`."""
     require_columns(expr.columns(), schema, where)
     batch = empty(schema)
     try:
         value = expr.eval(batch)
     except Exception as error:
         raise FlowError(
-            f"{where}: {expr} does not fit the columns {describe(schema)}: {error}"
+            f"{where}: cannot evaluate {expr} over the columns {describe(schema)}: {error}"
         ) from error
     kind = type_of(value)
     refuse_type(kind, f"{where}: {expr}")

@@ -1,4 +1,4 @@
-"""A keyed operator of one's own: subclass `KeyedFunction` and pass it to ``.apply(...)``."""
+"""User-defined keyed operators: subclass `KeyedFunction` and pass it to ``.apply(...)``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast.errors import FlowError
 
 
 class Rows:
-    """What a `KeyedFunction` gets: rows in sequence order, each with the slot of its key."""
+    """The input of a `KeyedFunction`: rows in sequence order, each with the slot of its key."""
 
     def __init__(self, batch: pa.RecordBatch, slots: np.ndarray) -> None:
         self.batch, self.slots = batch, slots
@@ -28,24 +28,24 @@ class Rows:
         return self.batch.num_rows
 
     def __getitem__(self, name: str) -> Column:
-        """A column: numpy for numbers without nulls, Arrow otherwise."""
+        """Return a column: numpy for numbers without nulls, otherwise Arrow."""
         return unwrap(self.batch.column(name))
 
     def groups(self) -> Groups:
-        """The rows grouped by key, in order within each."""
+        """Return the rows grouped by key, in order within each group."""
         return Groups(self.slots)
 
 
 class KeyedFunction:
     """State per key, and a function of (rows, state).
 
-    Rows of many keys come in one call, in sequence order; ``rows.slots`` says where each row's
-    key has its state. What a key's rows do to its state, and what they emit, must depend on
-    that key's rows alone, never on how they were cut into calls.
+    One call gets rows of many keys, in sequence order; ``rows.slots`` has the slot of each row's
+    key in the state. The new state of a key, and the rows it emits, must depend only on that key's
+    rows, never on how the rows are split into calls.
 
-    Numbers and times are numpy arrays: ``state["last"][rows.slots]``. Text, lists and the like are
-    Arrow: read them with ``state.get(name, slots)`` and write them with ``state.put(name, slots,
-    values)``.
+    Numbers and times are numpy arrays: ``state["last"][rows.slots]``. Other types, such as text and
+    lists, are Arrow: read them with ``state.get(name, slots)`` and write them with
+    ``state.put(name, slots, values)``.
 
     >>> class Jump(KeyedFunction):
     ...     '''Emit each value that differs from its key's previous one by more than 10.'''
@@ -64,12 +64,12 @@ class KeyedFunction:
     """
 
     state: ClassVar[dict[str, tuple[pa.DataType, Any]]] = {}
-    """Name of each column of state, its type, and its value for a new key."""
+    """The columns of state: name, type, and value of a new key."""
     output: ClassVar[pa.Schema] = pa.schema([])
-    """The columns of the result (the key's columns come before them)."""
+    """The columns of the result. The key's columns are added before them."""
 
     def process(self, rows: Rows, state: StateTable) -> tuple[np.ndarray, dict[str, Any]]:
-        """Update `state`; return the rows (ascending) that emit something, and their columns."""
+        """Update `state`; return the rows (ascending) that emit a result, and the columns."""
         raise NotImplementedError
 
 
@@ -114,7 +114,7 @@ class CustomOperator(KeyedOperator):
             rows, columns = self.function.process(Rows(batch, slots), self.table)
             out = self._output(batch, np.asarray(rows), columns)
         except Exception:
-            # The state is as if the rows had never come, so that they can be tried one by one.
+            # Undo the changes, so that the caller can retry the rows one by one.
             self.table.put_back(touched, before)
             raise
         return {"out": out}
@@ -128,15 +128,19 @@ class CustomOperator(KeyedOperator):
         for name in self.function.output.names:
             if len(columns[name]) != rows.size:
                 raise TypeError(
-                    f"process() named {rows.size} rows, "
-                    f"but gave {len(columns[name])} values of {name!r}"
+                    f"process() returned {rows.size} rows, "
+                    f"but {len(columns[name])} values of {name!r}"
                 )
         if rows.size and rows.dtype.kind not in "iu":
-            raise TypeError(f"process() must name the emitting rows by number, not as {rows.dtype}")
+            raise TypeError(
+                f"process() must return emitting rows as row numbers, not as {rows.dtype}"
+            )
         if np.any(rows[1:] <= rows[:-1]):
-            raise TypeError("process() must name the emitting rows once each, in ascending order")
+            raise TypeError("process() must return the emitting rows once each, in ascending order")
         if rows.size and (rows[0] < 0 or rows[-1] >= batch.num_rows):
-            raise TypeError(f"process() got {batch.num_rows} rows and named one outside of them")
+            raise TypeError(
+                f"process() got {batch.num_rows} rows and returned a row number outside of them"
+            )
         origin = take(batch, rows) if rows.size else batch.slice(0, 0)
         port = self.outputs["out"]
         arrays = [
@@ -147,20 +151,20 @@ class CustomOperator(KeyedOperator):
 
 
 def _field(name: str, spec: object, where: str) -> Field:
-    """A column of state as the user declared it."""
+    """Convert a user's declaration of a column of state."""
     if name.startswith("__"):
-        raise FlowError(f"{where}: the name {name!r} of a state is reserved (it starts with __)")
+        raise FlowError(f"{where}: the state name {name!r} is reserved (it starts with __)")
     if not (isinstance(spec, tuple) and len(spec) == 2 and isinstance(spec[0], pa.DataType)):
-        hint = "give (type, value of a new key)"
-        raise FlowError(f"{where}: state {name!r} is {spec!r}", hint=hint)
+        hint = "use (type, value of a new key)"
+        raise FlowError(f"{where}: state {name!r} has the invalid declaration {spec!r}", hint=hint)
     refuse_type(spec[0], f"{where}: state {name!r}")
     field = Field(*spec)
     try:
         if field.fixed and field.fill is None:
-            raise TypeError(f"{field.kind} is kept as numbers")
+            raise TypeError(f"{field.kind} is stored as numbers")
         field.loaded(field.allocate(1), None) if field.fixed else field.new_heap()
     except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-        hint = "times are kept as whole numbers; only text and the like can start as None"
+        hint = "times are stored as integers; only types such as text can start as None"
         raise FlowError(
             f"{where}: state {name!r} cannot start as {spec[1]!r}: {error}", hint=hint
         ) from error

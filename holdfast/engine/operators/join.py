@@ -1,12 +1,12 @@
-"""Symmetric window join: pairs of rows with equal keys whose times are at most `within` apart. A
-null is equal to nothing, so rows with one in their key are in no pair and are not kept.
+"""Symmetric window join: pairs of rows with equal keys whose times differ by at most `within`. A
+null equals nothing, so rows with a null in their key are in no pair and are not kept.
 
-A pair stands, in the order, where the later of its two rows stands; where both sides may have
-rows of the same place, one more column says which side's was the later.
+The order key of a pair begins with that of the later of its two rows. If both sides may have rows
+of the same order key, one more column has the side of the later row.
 
-Lateness is judged in buckets of `within`: a row is late when the watermark has passed the end of
-its bucket plus the allowed lateness before it comes. So a row that is kept can only meet rows that
-are kept, and what no row can meet any more is forgotten; neither depends on where epochs are cut.
+Lateness is decided in buckets of `within`: a row is late if the watermark has passed the end of its
+bucket plus the allowed lateness before the row. A kept row can therefore match only kept rows, and
+rows that no later row can match are removed. Neither depends on epoch boundaries.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from holdfast.errors import FlowError
 
 
 class WindowJoin(KeyedOperator):
+    """The window join of two inputs."""
+
     label = "window join"
     bounded = True
 
@@ -62,11 +64,13 @@ class WindowJoin(KeyedOperator):
         self.right_names: dict[str, str] = {}  # column of the right side -> its name in the output
         for f in right.schema:
             if f.name not in keys:
-                given = f.name + suffix if f.name in names else f.name
-                if given in names:
-                    raise FlowError(f"{where}: both sides have a column {given!r}; pass suffix=...")
-                self.right_names[f.name] = given
-                names.add(given)
+                output_name = f.name + suffix if f.name in names else f.name
+                if output_name in names:
+                    raise FlowError(
+                        f"{where}: both sides have a column {output_name!r}; pass suffix=..."
+                    )
+                self.right_names[f.name] = output_name
+                names.add(output_name)
         fields = [*left.schema]
         fields += [
             pa.field(new, right.schema.field(old).type) for old, new in self.right_names.items()
@@ -94,34 +98,35 @@ class WindowJoin(KeyedOperator):
         kept, late = [], []
         for batch, on in zip(inputs, self.on, strict=True):
             mark = track.before(column(batch, "__o0"))
-            fresh = self._bucket_end(operator_times(batch, on)) > mark
-            kept.append(take(batch, np.flatnonzero(fresh & self._known(batch))))
-            late.append(take(batch, np.flatnonzero(~fresh)))
+            on_time = self._bucket_end(operator_times(batch, on)) > mark
+            kept.append(take(batch, np.flatnonzero(on_time & self._joinable(batch))))
+            late.append(take(batch, np.flatnonzero(~on_time)))
         self.late_rows += sum(b.num_rows for b in late)
         pairs = [self._pairs(kept[0], self.sides[1], flip=False)]
         self.sides[0].add(kept[0], epoch)
-        # The new rows of the left are in by now: this finds old-new and new-new pairs alike.
+        # The left side has its new rows now: this finds both old-new and new-new pairs.
         pairs.append(self._pairs(kept[1], self.sides[0], flip=True))
         self.sides[1].add(kept[1], epoch)
-        self._forget(track.final)
+        self._expire(track.final)
         out = sort(concat(pairs))
         return {"out": out, "late": late[0], "late_right": late[1]}
 
-    def _known(self, batch: pa.RecordBatch) -> np.ndarray:
-        """The rows that can have a partner: as in SQL, a key with a null in it is equal to none,
-        not even to itself."""
-        known = np.ones(batch.num_rows, bool)
+    def _joinable(self, batch: pa.RecordBatch) -> np.ndarray:
+        """Return which rows can be in a pair: as in SQL, a key with a null equals no key, not even
+        itself."""
+        joinable = np.ones(batch.num_rows, bool)
         for key in self.keys:
             column = batch.column(key)
             if column.null_count:
-                known &= column.is_valid().to_numpy(zero_copy_only=False)
-        return known
+                joinable &= column.is_valid().to_numpy(zero_copy_only=False)
+        return joinable
 
     def _bucket_end(self, times: np.ndarray) -> np.ndarray:
-        """The watermark from which on rows of these times are late."""
+        """Return the watermark from which rows of these times are late."""
         return (times // self.within + 1) * self.within + self.hold
 
-    def _forget(self, mark: int) -> None:
+    def _expire(self, mark: int) -> None:
+        """Remove the rows that no row after the watermark `mark` can match."""
         if mark == Track.NEVER:
             return
         if mark == Track.END:
@@ -134,7 +139,7 @@ class WindowJoin(KeyedOperator):
 
     def _pairs(self, probe: pa.RecordBatch, side: _Side, flip: bool) -> pa.RecordBatch:
         schema = self.outputs["out"].full_schema
-        found = [empty(schema)]
+        pairs = [empty(schema)]
         if probe.num_rows:
             words = self.words(probe)
             times = event_times(probe, self.on[1 if flip else 0])
@@ -142,12 +147,12 @@ class WindowJoin(KeyedOperator):
                 mine, theirs = run.matches(words)
                 other = event_times(run.batch, self.on[0 if flip else 1])
                 mine_at, theirs_at = times[mine], other[theirs]
-                # Without their difference, which may be more than int64 has room for.
+                # This does not compute the difference, which may overflow int64.
                 near = theirs_at >= mine_at - self.within
                 near &= theirs_at <= mine_at + self.within
                 a, b = take(probe, mine[near]), take(run.batch, theirs[near])
-                found.append(self._joined(b, a) if flip else self._joined(a, b))
-        return concat(found)
+                pairs.append(self._joined(b, a) if flip else self._joined(a, b))
+        return concat(pairs)
 
     def _joined(self, left: pa.RecordBatch, right: pa.RecordBatch) -> pa.RecordBatch:
         port = self.outputs["out"]
@@ -158,7 +163,7 @@ class WindowJoin(KeyedOperator):
         left_later = _after(a, b)
         order = [np.where(left_later, x, y) for x, y in zip(a, b, strict=True)]
         order += [np.where(left_later, y, x) for x, y in zip(a, b, strict=True)]
-        if self.shared:  # rows i and j of one source may be joined as (i, j) and as (j, i)
+        if self.shared:  # rows i and j of one source may be in the pairs (i, j) and (j, i)
             order.append(left_later.astype(np.int64))
         columns |= {n: pa.array(c) for n, c in zip(order_names(port.width), order, strict=True)}
         schema = port.full_schema
@@ -171,7 +176,7 @@ def _padded(order: list[np.ndarray], width: int) -> list[np.ndarray]:
 
 
 def _after(a: list[np.ndarray], b: list[np.ndarray]) -> np.ndarray:
-    """Where the order key `a` is above `b`."""
+    """Return where the order key `a` is greater than `b`."""
     above = np.zeros(a[0].size, bool)
     equal = np.ones(a[0].size, bool)
     for x, y in zip(a, b, strict=True):
@@ -189,7 +194,7 @@ class _Run:
         self.batch = take(batch, rows)
 
     def matches(self, words: KeyWords) -> tuple[np.ndarray, np.ndarray]:
-        """All pairs (row of the probe, row of this run) with equal keys."""
+        """Return all pairs (row of the probe, row of this run) with equal keys."""
         low = self.words.low
         start = np.searchsorted(low, words.low, "left")
         length = np.searchsorted(low, words.low, "right") - start
@@ -204,9 +209,9 @@ class _Run:
 
 
 class _Side:
-    """The rows of one input that a row of the other may still meet: runs of growing size."""
+    """The rows of one input that rows of the other may still match, in runs of decreasing size."""
 
-    removals = 0  # a standby knows itself what is too old
+    removals = 0  # a standby drops old rows itself, given the floor
 
     def __init__(self, keys: list[str], schema: pa.Schema, on: str, partitions: int) -> None:
         self.keys, self.schema, self.on, self.partitions = keys, schema, on, partitions
@@ -214,16 +219,16 @@ class _Side:
         self._floor = Track.NEVER
         self._births: deque[tuple[int, int]] = deque()
         """By epoch: the latest time of its rows."""
-        self._fresh: dict[str, list[tuple[int, pa.RecordBatch]]] = {}
-        """By follower of changes and epoch: the rows since its last snapshot."""
+        self._unread: dict[str, list[tuple[int, pa.RecordBatch]]] = {}
+        """By reader of changes: the epochs and rows since its last snapshot."""
 
     def follow(self, *, births: bool, changes: Collection[str] = ()) -> None:
-        """Know from now on for these followers which rows have come since the last snapshot of
-        each. When rows came is known anyway."""
-        self._fresh = {whose: self._fresh.get(whose, []) for whose in changes}
+        """Start or stop tracking, for these readers of changes, the rows added since the last
+        snapshot of each. The epochs of rows are always tracked."""
+        self._unread = {reader: self._unread.get(reader, []) for reader in changes}
 
     def oldest(self) -> int | None:
-        """The first epoch of which a row may still be held."""
+        """Return the first epoch of which a row may still be held."""
         while self._births and self._births[0][1] < self._floor:
             self._births.popleft()
         return self._births[0][0] if self._births else None
@@ -251,18 +256,18 @@ class _Side:
         runs = [*self.runs, self._run(batch)]
         while len(runs) > 1 and runs[-2].batch.num_rows < 2 * runs[-1].batch.num_rows:
             runs[-2:] = [self._run(concat([runs[-2].batch, runs[-1].batch]))]
-        # Nothing is changed before all of it is there.
+        # All allocations are done: change the state only now.
         self.runs = runs
         self._births.append((epoch, latest))
-        for fresh in self._fresh.values():
-            fresh.append((epoch, batch))
+        for unread in self._unread.values():
+            unread.append((epoch, batch))
 
     def clear(self) -> None:
         self.runs = []
         self._births.clear()
 
     def forget(self, oldest: int) -> None:
-        """Drop rows with a time below `oldest`, once at least half of a run is that old."""
+        """Drop rows with a time below `oldest` from runs of which at least half is that old."""
         if oldest <= self._floor:
             return
         kept: list[_Run] = []
@@ -278,16 +283,16 @@ class _Side:
     def extract(
         self, partitions: Sequence[int] | None = None, since: int | None = None
     ) -> pa.RecordBatch:
-        """The rows of some partitions; increments are not finer than everything."""
+        """Return the rows of some partitions. `since` is ignored: all rows are returned."""
         batch = concat([empty(self.schema), *(r.batch for r in self.runs)])
         return self.wanted(batch, partitions, self._floor)
 
     def held(self) -> list[int]:
-        """The partitions that hold rows."""
+        """Return the partitions that hold rows."""
         return np.unique(self._partition(self.extract())).tolist()
 
     def within(self, state: pa.RecordBatch, first: int, end: int) -> pa.RecordBatch:
-        """Of what `extract` gave, the rows of the partitions ``[first, end)``."""
+        """Filter a result of `extract` for the partitions ``[first, end)``."""
         return self.wanted(state, range(first, end), Track.NEVER)
 
     def _partition(self, batch: pa.RecordBatch) -> np.ndarray:
@@ -296,8 +301,8 @@ class _Side:
     def wanted(
         self, batch: pa.RecordBatch, partitions: Sequence[int] | None, oldest: int
     ) -> pa.RecordBatch:
-        """The rows of some partitions that are not forgotten, whether they are still in runs or
-        not: when those go depends on how the runs came about."""
+        """Return the rows of some partitions with a time of at least `oldest`. Runs may still have
+        older rows: when these are dropped depends on how the runs were merged."""
         held = event_times(batch, self.on) >= oldest
         if partitions is not None:
             held &= np.isin(self._partition(batch), list(partitions))
@@ -310,18 +315,18 @@ class _Side:
         whose: str = STANDBY,
     ) -> _SideSnapshot:
         batches = [run.batch for run in self.runs]
-        if after is not None and whose in self._fresh:
-            batches = [batch for epoch, batch in self._fresh[whose] if epoch > after]
-        if whose in self._fresh:
-            self._fresh[whose] = []
+        if after is not None and whose in self._unread:
+            batches = [batch for epoch, batch in self._unread[whose] if epoch > after]
+        if whose in self._unread:
+            self._unread[whose] = []
         return _SideSnapshot(self, partitions, self._floor, batches)
 
     def removed(self, whose: str = STANDBY) -> pa.RecordBatch:
-        """Which rows are not held any more: those before this time."""
+        """Return the time before which rows are removed."""
         return pa.record_batch({"floor": [self._floor]})
 
     def take_out(self, gone: pa.RecordBatch) -> None:
-        """What `removed` has given elsewhere."""
+        """Remove the rows that `removed` of another replica describes."""
         self.forget(gone.column("floor")[0].as_py())
 
     def install(self, state: pa.RecordBatch) -> None:
@@ -334,7 +339,7 @@ class _Side:
 
 
 class _SideSnapshot:
-    """What `Snapshot` is to a table: runs are never changed, so it only has to hold on to them."""
+    """The `Snapshot` of a side. Runs never change, so it only keeps references to them."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Row-count window: after every `every`-th row of a key, the aggregates of its last `rows` rows.
 
-While a key has had fewer than `rows`, the window holds those it has had.
+If a key has had fewer than `rows` rows, the window has all of them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from holdfast.errors import FlowError
 
 
 class RowWindow(KeyedOperator):
+    """The row-count window."""
+
     label = "row window"
 
     def __init__(
@@ -42,9 +44,7 @@ class RowWindow(KeyedOperator):
         super().__init__(keys, [source])
         for what, value in (("rows", rows), ("every", every)):
             if not isinstance(value, int) or value < 1:
-                raise FlowError(
-                    f"{where}: {what} must be a whole number of at least 1, not {value!r}"
-                )
+                raise FlowError(f"{where}: {what} must be an integer of at least 1, not {value!r}")
         self.rows, self.every = rows, every
         self.aggs = [Agg.bind(n, a, source.schema, where) for n, a in aggregates.items()]
         self.needs[0] |= columns_of(list(aggregates.values()))
@@ -55,14 +55,14 @@ class RowWindow(KeyedOperator):
                 shared.setdefault(repr(agg.expr), []).append(agg)
         self.rings = {aggs[0].name: aggs for aggs in shared.values()}
         fields = [source.schema.field(k) for k in keys]
-        fields += [pa.field(a.name, a.given) for a in self.aggs]
+        fields += [pa.field(a.name, a.result_type) for a in self.aggs]
         self.outputs["out"] = Port(pa.schema(fields), source.width, delay=source.delay)
 
     def _allocate(self) -> None:
-        fields = {n: Field(aggs[0].taken, width=self.rows) for n, aggs in self.rings.items()}
+        fields = {n: Field(aggs[0].operand_type, width=self.rows) for n, aggs in self.rings.items()}
         self.table = StateTable({"__n": Field(pa.int64()), **fields}, self.partitions)
         self._peaks = dict.fromkeys(self.rings, 0)
-        """No number in a ring is larger: so mostly no sum of a window can be too large."""
+        """Upper bounds of the absolute values in each ring: small bounds rule out overflow."""
 
     def tables(self) -> dict[str, StateTable]:
         return {"history": self.table}
@@ -87,7 +87,7 @@ class RowWindow(KeyedOperator):
             for name, aggs in self.rings.items():
                 results |= self._fold(name, aggs, operands[name], windows, batch)
         except OverflowError:
-            self.table.remove(groups.slots[seen == 0])  # those that were new
+            self.table.remove(groups.slots[seen == 0])  # remove the new keys
             raise
         for name, aggs in self.rings.items():
             picking = [a for a in aggs if a.picks]
@@ -101,7 +101,7 @@ class RowWindow(KeyedOperator):
 
     @staticmethod
     def _numbers(aggs: list[Agg], column: Column) -> np.ndarray | None:
-        """What is folded, for those that fold. First and last values may be null; no others."""
+        """Return the operand of the folds, None without folds. Only first and last accept nulls."""
         folding = [a.numbers(column) for a in aggs if not a.picks]
         return folding[0] if folding else None
 
@@ -134,21 +134,21 @@ class RowWindow(KeyedOperator):
     def _output(
         self, batch: pa.RecordBatch, groups: Groups, due: np.ndarray, results: dict[str, Column]
     ) -> pa.RecordBatch:
-        """Put the results, which are grouped by key, back into the order of their rows."""
+        """Build the output: sort the results, which are grouped by key, into row order."""
         restore = groups.in_row_order(due)
         origin = take(batch, groups.rows[due[restore]])
         port = self.outputs["out"]
         arrays = [origin.column(k) for k in self.keys]
         for agg in self.aggs:
-            result, field = take_column(results[agg.name], restore), agg.given_field
+            result, field = take_column(results[agg.name], restore), agg.result_field
             if not agg.picks:
                 result = field.loaded(result.astype(field.dtype, copy=False), None)
-            arrays.append(as_array(result, agg.given))
+            arrays.append(as_array(result, agg.result_type))
         return pa.RecordBatch.from_arrays([*arrays, *order_arrays(origin)], schema=port.full_schema)
 
 
 class _Windows:
-    """The windows that end at the rows `due`, all stepped through together from old to new."""
+    """The windows that end at the rows `due`. All are computed together, from old to new rows."""
 
     def __init__(
         self, rows: int, groups: Groups, index: np.ndarray, base: np.ndarray, due: np.ndarray
@@ -174,9 +174,9 @@ class _Windows:
         return dict(results)
 
     def wrong_sums(self, values: np.ndarray, ring: np.ndarray) -> np.ndarray:
-        """The rows at which the sum of the window does not fit into int64. Sums are taken of the
-        upper and lower half of each number, so what counts is the sum itself, not what it is on
-        the way."""
+        """Return the rows at which the sum of the window does not fit into int64. The upper and
+        lower halves of the numbers are summed separately, so only the final sum counts, not
+        intermediate ones."""
         upper, lower = (np.zeros(self.due.size, np.int64) for _ in range(2))
         for age in range(self.rows):
             value, present = self._at_age(age, values, ring)
@@ -188,7 +188,8 @@ class _Windows:
         return self.groups.rows[self.due[wrong]]
 
     def pick(self, agg: Agg, column: Column, table: StateTable, name: str) -> Column:
-        """The value of each window's first or last row, null or not; `column` is by row."""
+        """Return the value, possibly null, of each window's first or last row; `column` is by
+        row."""
         if agg.kind == "last":
             return take_column(column, self.groups.rows[self.due])
         age = self.count - 1
@@ -198,7 +199,7 @@ class _Windows:
         if not earlier.any():
             return here
         kept = table.get(name, self.due_slot[earlier], first[earlier] % self.rows)
-        return overlaid(as_array(here, agg.taken), earlier, kept)
+        return overlaid(as_array(here, agg.operand_type), earlier, kept)
 
     def _start(self, agg: Agg) -> np.ndarray:
         return np.full(self.due.size, agg.field.allocate(1)[0], agg.field.dtype)
@@ -206,11 +207,12 @@ class _Windows:
     def _at_age(
         self, age: int, values: np.ndarray, ring: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """The value `age` rows before each window's end, and where there is one (None: all)."""
+        """Return the value `age` rows before each window's end, and where it exists (None:
+        everywhere)."""
         if age == 0:
             return values[self.due], None
         wanted = self.due_index - age
-        value = values[np.maximum(self.due - age, 0)]  # right where the row is in this batch
+        value = values[np.maximum(self.due - age, 0)]  # correct if the row is in this batch
         earlier = np.flatnonzero(wanted < self.due_base)
         value[earlier] = ring[self.due_slot[earlier], wanted[earlier] % self.rows]
         present = wanted >= 0
@@ -227,7 +229,7 @@ class _Windows:
             agg.ufunc(so_far, value, out=so_far, where=present, dtype=so_far.dtype)
 
     def remember(self, column: Column, table: StateTable, name: str) -> None:
-        """Keep the last `rows` values of every key in its ring; `column` is by row."""
+        """Store the last `rows` values of every key in its ring; `column` is by row."""
         groups = self.groups
         rows, slots, index = groups.rows, groups.sorted_slots, self.index
         left = np.repeat(groups.starts + groups.lengths, groups.lengths) - np.arange(rows.size)

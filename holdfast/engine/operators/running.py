@@ -16,6 +16,8 @@ from holdfast.engine.state import Field, StateTable
 
 
 class RunningAggregate(KeyedOperator):
+    """The running aggregate."""
+
     label = "running aggregate"
 
     def __init__(
@@ -25,7 +27,7 @@ class RunningAggregate(KeyedOperator):
         self.aggs = [Agg.bind(n, a, source.schema, where) for n, a in aggregates.items()]
         self.needs[0] |= columns_of(list(aggregates.values()))
         fields = [source.schema.field(k) for k in keys]
-        fields += [pa.field(a.name, a.given) for a in self.aggs]
+        fields += [pa.field(a.name, a.result_type) for a in self.aggs]
         self.outputs["out"] = Port(pa.schema(fields), source.width, delay=source.delay)
 
     def _allocate(self) -> None:
@@ -39,21 +41,23 @@ class RunningAggregate(KeyedOperator):
         self, inputs: list[pa.RecordBatch], track: Track, epoch: int
     ) -> dict[str, pa.RecordBatch]:
         batch = inputs[0]
-        operands = {a.name: self._operand(a, batch) for a in self.aggs}  # the part that can raise
+        operands = {
+            a.name: self._operand(a, batch) for a in self.aggs
+        }  # may raise, so before any change
         slots = self.table.slots(self.words(batch))
         groups = Groups(slots)
         seen = self.table["__n"][groups.slots]
         try:
             folds = {a.name: self._folded(a, operands[a.name], groups, batch) for a in self.aggs}
         except OverflowError:
-            self.table.remove(groups.slots[seen == 0])  # those that were new
+            self.table.remove(groups.slots[seen == 0])  # remove the new keys
             raise
         self.table.touch(groups.slots, epoch)
         counts = groups.scattered(np.repeat(seen, groups.lengths) + groups.ranks() + 1)
         columns: dict[str, object] = {k: batch.column(k) for k in self.keys}
         for agg in self.aggs:
-            given = operands[agg.name], folds[agg.name]
-            columns[agg.name] = self._advance(agg, *given, slots, groups, seen, counts)
+            operand, folded = operands[agg.name], folds[agg.name]
+            columns[agg.name] = self._advance(agg, operand, folded, slots, groups, seen, counts)
         self.table["__n"][groups.slots] = seen + groups.lengths
         out = build(columns, self.outputs["out"].schema)
         arrays = [*out.columns, *order_arrays(batch)]
@@ -69,7 +73,7 @@ class RunningAggregate(KeyedOperator):
     def _folded(
         self, agg: Agg, operand: Column, groups: Groups, batch: pa.RecordBatch
     ) -> np.ndarray | None:
-        """The value of a fold after every row, in sorted positions."""
+        """Return the value of a fold after every row, in sorted positions; None without a fold."""
         if agg.kind == "count" or agg.picks:
             return None
         initial, values = self.table[agg.name][groups.slots], operand[groups.rows]
@@ -89,7 +93,7 @@ class RunningAggregate(KeyedOperator):
         seen: np.ndarray,
         counts: np.ndarray,
     ) -> object:
-        """Put the batch into one aggregate's state and give its value after every row."""
+        """Update one aggregate's state and return its value after every row."""
         if agg.kind == "count":
             return counts
         if agg.kind == "last":

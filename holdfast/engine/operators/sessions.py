@@ -1,12 +1,12 @@
 """Spans of rows with an explicit start and end, as in the papers' network-monitoring flow.
 
-A start row opens its key's span (and replaces one that is open); an end row closes it and
-emits one row. An end without an open span, and rows that are neither, cause nothing.
+A start row opens its key's span, replacing an open one; an end row closes it and emits one row.
+An end without an open span, and rows that are neither start nor end, have no effect.
 
-With a time-out, a span is over at the row that moves the watermark to the event time of its
-start plus the time-out, whatever epoch that row was put into: it is forgotten, and given out on the
-port ``expired`` at that row's place in the order. A start for which that has happened before it
-comes is late: it opens nothing, is counted, and given out on the port ``late``.
+With a timeout, a span expires at the row that moves the watermark to the event time of its start
+plus the timeout, whatever epoch that row is in: the span is removed, and emitted on the port
+``expired`` at that row's place in the order. A start whose span would have expired before the
+start's own row is late: it opens nothing, is counted, and emitted on the port ``late``.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from holdfast.errors import FlowError
 
 
 class Spans(KeyedOperator):
+    """Spans without a timeout."""
+
     label = "spans"
 
     def __init__(
@@ -45,15 +47,18 @@ class Spans(KeyedOperator):
             if not isinstance(condition, Expr):
                 raise FlowError(
                     f"{where}: {what}={condition!r} is not an expression",
-                    hint='write for example col("cmd") == 1',
+                    hint='use for example col("cmd") == 1',
                 )
             kind = infer(condition, source.schema, f"{where}, {what}")
             if not pa.types.is_boolean(kind):
-                raise FlowError(f"{where}: {what}={condition} is not a condition but {kind}")
+                raise FlowError(f"{where}: {what}={condition} has the type {kind}, not bool")
         for name in source.schema.names:
-            taken = AtStart.PREFIX + name
-            if taken in source.schema.names:
-                raise FlowError(f"{where}: {taken!r} means at_start({name!r}); rename the column")
+            reserved = AtStart.PREFIX + name
+            if reserved in source.schema.names:
+                raise FlowError(
+                    f"{where}: the column name {reserved!r} is reserved for at_start({name!r})",
+                    hint="rename the column",
+                )
         opened = [pa.field(AtStart.PREFIX + f.name, f.type) for f in source.schema]
         both = pa.schema([*source.schema, *opened])
         fields = [pa.field(n, infer(e, both, f"{where}, emit {n!r}")) for n, e in emit.items()]
@@ -81,8 +86,8 @@ class Spans(KeyedOperator):
             return {"out": empty(self.outputs["out"].full_schema)}
         groups = Groups(self.table.slots(self.words(batch)))
         starts = starts[groups.rows]
-        # What a row finds open: the row before it in its group, if that is a start; for the
-        # first row of a group, what the state says.
+        # A span is open before a row if the previous row of its group is a start; for the
+        # first row of a group, the state decides.
         was_open = np.empty(starts.size, bool)
         was_open[1:] = starts[:-1]
         was_open[groups.starts] = self.table["__open"][groups.slots]
@@ -124,7 +129,7 @@ class Spans(KeyedOperator):
         closing: np.ndarray,
         from_state: np.ndarray,
     ) -> pa.Array:
-        """A column of the rows that opened the spans now closing."""
+        """Return a column of the rows that opened the spans now closing."""
         kept = self.table.get(name, groups.sorted_slots[closing[from_state]])
         if from_state.all():
             return kept
@@ -149,8 +154,8 @@ class Spans(KeyedOperator):
 
 
 class TimedSpans(Spans):
-    """Spans with a time-out. Only open ones are in the table: so what is known comes from starts
-    that the watermark is not past by more than the time-out."""
+    """Spans with a timeout. The table has only open spans, so the state depends only on
+    starts that trail the watermark by less than the timeout."""
 
     bounded = True
     clocked = True
@@ -171,7 +176,7 @@ class TimedSpans(Spans):
             raise FlowError(f"{where}: timeout must be positive")
         self.on, self.wait = on, timeout + source.delay
         self.horizon = self.wait
-        # A span may be over at any time, so every move of the watermark counts.
+        # A span may expire at any time, so every step of the watermark counts.
         self.boundaries = [(1, 0)]
         self.needs[0].add(on)
         begun = [f.name for f in source.schema if f.name in {on, *self.kept} - set(keys)]
@@ -182,8 +187,8 @@ class TimedSpans(Spans):
         self.outputs["late"] = Port(source.schema, source.width)
 
     def _timed(self, port: Port) -> Port:
-        """The event time of a result is that of its end or, if it has only that, of its start,
-        which may be behind the watermark by as much as spans last."""
+        """Return `port` with its event time: that of the span's end or, if only the start's is
+        emitted, of its start, which may trail the watermark by the timeout."""
         for name, expr in self.emit.items():
             if isinstance(expr, Col) and expr.name == self.on:
                 return replace(port, event_time=name)
@@ -214,14 +219,14 @@ class TimedSpans(Spans):
         late = starts & (over <= mark)
         rows = np.flatnonzero((starts | ends) & ~late)
         if rows.size or track.final >= self._next_over:
-            given = self._follow(take(whole, rows), over[rows], mark[rows], track, epoch)
+            results = self._follow(take(whole, rows), over[rows], mark[rows], track, epoch)
         else:
-            given = {n: empty(self.outputs[n].full_schema) for n in ("out", "expired")}
+            results = {n: empty(self.outputs[n].full_schema) for n in ("out", "expired")}
         self.late_rows += int(np.count_nonzero(late))
-        return given | {"late": take(whole, np.flatnonzero(late))}
+        return results | {"late": take(whole, np.flatnonzero(late))}
 
     def _over(self, batch: pa.RecordBatch, starts: np.ndarray) -> np.ndarray:
-        """The watermark at which a span that a row opens is over; never, if it opens none."""
+        """Return the watermark at which the span of a start expires; `NEVER` for other rows."""
         over = np.full(starts.size, Track.NEVER)
         rows = np.flatnonzero(starts)
         over[rows] = operator_times(take(batch, rows), self.on) + self.wait
@@ -235,7 +240,7 @@ class TimedSpans(Spans):
         track: Track,
         epoch: int,
     ) -> dict[str, pa.RecordBatch]:
-        """Take starts and ends, of which each finds a watermark, and forget what is over."""
+        """Process starts and ends, given the watermark before each, and remove expired spans."""
         words = self.words(batch)
         slots = self._slots(words, over != Track.NEVER)
         known = np.flatnonzero(slots >= 0)
@@ -245,7 +250,7 @@ class TimedSpans(Spans):
         try:
             out = self._emit(batch, groups, rows.closing())
         except Exception:
-            self.table.remove(groups.slots[rows.held == Track.NEVER])  # those that were new
+            self.table.remove(groups.slots[rows.held == Track.NEVER])  # remove the new keys
             raise
         opened = rows.over_before(track.final)
         idle = self._idle(groups.slots, track.final)
@@ -259,8 +264,8 @@ class TimedSpans(Spans):
         return {"out": out, "expired": expired}
 
     def _slots(self, words: KeyWords, starts: np.ndarray) -> np.ndarray:
-        """The slot of every row's key; -1 for an end that has nothing to end, so that it does not
-        bring its key into the table."""
+        """Return the slot of every row's key; -1 for an end whose key has no state, so that an end
+        does not add its key to the table."""
         slots = np.empty(starts.size, np.int64)
         opening, ending = np.flatnonzero(starts), np.flatnonzero(~starts)
         if opening.size:
@@ -270,7 +275,7 @@ class TimedSpans(Spans):
         return slots
 
     def _idle(self, but: np.ndarray, mark: int) -> np.ndarray:
-        """The spans that are over by `mark`, but for those of keys with rows of their own."""
+        """Return the slots of spans expired by `mark`, except `but`: slots with new rows."""
         if mark < self._next_over:
             return np.empty(0, np.int64)
         live = self.table.live()
@@ -289,7 +294,7 @@ class TimedSpans(Spans):
         slots: np.ndarray,
         track: Track,
     ) -> pa.RecordBatch:
-        """Spans that have timed out: opened by these rows, or held in these slots."""
+        """Return the expired spans: those opened by these rows and those in these slots."""
         port = self.outputs["expired"]
         if rows.size + slots.size == 0:
             return empty(port.full_schema)
@@ -313,7 +318,7 @@ class TimedSpans(Spans):
         slots: np.ndarray,
         epoch: int,
     ) -> None:
-        """Remember what these rows have opened, instead of whatever was there."""
+        """Store the spans that these rows opened, replacing earlier ones."""
         if rows.size == 0:
             return
         self.table.renew(slots, epoch)
@@ -325,11 +330,11 @@ class TimedSpans(Spans):
 
 
 class _Ranked:
-    """Starts and ends by key, in order within each: what they open, and what they find of it.
+    """Starts and ends grouped by key, in order within each group.
 
-    ``over[i]`` is the watermark at which the span that a row opens is over (never, for an end),
-    ``mark[i]`` the one that the row finds. Its key's span until then is that of the row before
-    it in its group, if that is a start; for the first row of a group, what the state has `held`.
+    ``over[i]`` is the watermark at which the span of a start expires (`NEVER` for an end), and
+    ``mark[i]`` is the watermark before the row. The span before a row is that of the previous
+    row of its group, if this is a start; for the first row of a group, it is the `held` one.
     """
 
     def __init__(
@@ -342,18 +347,18 @@ class _Ranked:
         self._until[groups.starts] = held
 
     def closing(self) -> np.ndarray:
-        """The ends that find a span open."""
+        """Return the ends that close an open span."""
         return np.flatnonzero((self.over == Track.NEVER) & (self._until > self.mark))
 
     def over_before(self, final: int) -> np.ndarray:
-        """The starts whose spans are over before the next row of their key or, without one, by
-        the watermark `final`."""
+        """Return the starts whose spans expire before the next row of their key or, if there is
+        none, by the watermark `final`."""
         then = np.empty_like(self.mark)
         then[:-1] = self.mark[1:]
         then[self.groups.lasts] = final
         return np.flatnonzero((self.over != Track.NEVER) & (self.over <= then))
 
     def found_over(self) -> np.ndarray:
-        """The slots of what was held and is over before the first row of its key."""
+        """Return the slots of held spans that expire before the first row of their key."""
         first = self.mark[self.groups.starts]
         return self.groups.slots[(self.held != Track.NEVER) & (self.held <= first)]

@@ -1,8 +1,8 @@
 """Event-time windows, tumbling and sliding.
 
 A window ``[start, end)`` closes at the row that moves the watermark to ``end + lateness``, and its
-result stands at that row's place in the order, whatever epoch the row was put into. A row all of
-whose windows have closed before it is late: it is counted, and given out on the port ``late``.
+result has that row's place in the order, whatever epoch the row is in. A row is late if all its
+windows closed before it: it is counted, and emitted on the port ``late``.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ START, END = "window_start", "window_end"
 
 
 class TimeWindow(KeyedOperator):
+    """The event-time window."""
+
     label = "time window"
     bounded = True
     clocked = True
@@ -54,7 +56,7 @@ class TimeWindow(KeyedOperator):
             raise FlowError(f"{where}: time and every must be positive and lateness not negative")
         if every > size:
             raise FlowError(
-                f"{where}: every={every} is longer than time={size}: rows would be lost"
+                f"{where}: every={every} is longer than time={size}: rows would be in no window"
             )
         self.on, self.size, self.every = on, size, every
         self.hold = lateness + source.delay
@@ -64,7 +66,7 @@ class TimeWindow(KeyedOperator):
         self.time_kind = source.schema.field(on).type
         fields = [source.schema.field(k) for k in keys]
         fields += [pa.field(START, self.time_kind), pa.field(END, self.time_kind)]
-        fields += [pa.field(a.name, a.given) for a in self.aggs]
+        fields += [pa.field(a.name, a.result_type) for a in self.aggs]
         self.outputs["out"] = Port(pa.schema(fields), 3, START, self.hold + size)
         self.outputs["late"] = Port(source.schema, source.width)
         self.needs[0] |= columns_of(list(aggregates.values())) | {on}
@@ -81,7 +83,7 @@ class TimeWindow(KeyedOperator):
         self.table = StateTable(base | fields, self.partitions)
         self._next_close = Track.END
         self._peaks = dict.fromkeys((a.name for a in self.aggs if a.bounded), 0)
-        """No sum in the table is larger: so mostly none can become too large."""
+        """Upper bounds of the absolute sums in the table: small bounds rule out overflow."""
 
     def tables(self) -> dict[str, StateTable]:
         return {"windows": self.table}
@@ -104,24 +106,24 @@ class TimeWindow(KeyedOperator):
         return {"out": out, "late": take(batch, late)}
 
     def _close_at(self, window: np.ndarray) -> np.ndarray:
-        """The watermark at which each window closes."""
+        """Return the watermark at which each window closes."""
         return window * self.every + (self.size + self.hold)
 
     def _fold(self, batch: pa.RecordBatch, track: Track, epoch: int) -> np.ndarray:
-        """Add the rows to their windows; the rows that are late for all of them."""
+        """Add the rows to their open windows; return the rows that are late."""
         times = operator_times(batch, self.on)
         rows, window = self._assign(times)
         mark = track.before(column(batch, "__o0"))
         open_ = self._close_at(window) > mark[rows]
-        caught = np.zeros(times.size, bool)
-        caught[rows[open_]] = True
+        on_time = np.zeros(times.size, bool)
+        on_time[rows[open_]] = True
         rows, window = rows[open_], window[open_]
         if rows.size:
             self._add(batch, rows, window, epoch)
-        return np.flatnonzero(~caught)
+        return np.flatnonzero(~on_time)
 
     def _assign(self, times: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Every (row, window) pair, row by row: window `w` covers [w*every, w*every + size)."""
+        """Return all (row, window) pairs by row; window `w` covers [w*every, w*every + size)."""
         newest = times // self.every
         per_row = -(-self.size // self.every)
         if per_row == 1:
@@ -132,7 +134,7 @@ class TimeWindow(KeyedOperator):
         return rows[inside], window[inside]
 
     def _add(self, batch: pa.RecordBatch, rows: np.ndarray, window: np.ndarray, epoch: int) -> None:
-        # Whatever can raise comes before the first change of state.
+        # Everything that can raise precedes the first change of state.
         operands = {a.name: self._operand(a, batch, rows) for a in self.aggs}
         words = self.words(batch).take(rows)
         slots = self.table.slots(_with_window(words, window), partition_of(words, self.partitions))
@@ -140,10 +142,12 @@ class TimeWindow(KeyedOperator):
         try:
             self._check_sums(operands, batch, rows, slots)
         except OverflowError:
-            self.table.remove(slots[seen == 0])  # those that were new
+            self.table.remove(slots[seen == 0])  # remove the new keys
             raise
         self.table.touch(slots, epoch)
-        opening = np.flatnonzero(seen == 0)[::-1]  # backwards: of a slot's rows the first one stays
+        opening = np.flatnonzero(seen == 0)[
+            ::-1
+        ]  # reversed: the first row of a slot is written last
         first_slots, first_rows = slots[opening], rows[opening]
         self.table["__window"][first_slots] = window[opening]
         self.table["__hash"][first_slots] = key_hash(words.take(opening))
@@ -168,7 +172,7 @@ class TimeWindow(KeyedOperator):
         rows: np.ndarray,
         slots: np.ndarray,
     ) -> None:
-        """Refuse rows that take a window's sum, folded in order, out of int64."""
+        """Raise if a row makes a window's sum, folded in order, overflow int64."""
         for agg in self.aggs:
             if not agg.bounded:
                 continue
@@ -219,13 +223,13 @@ class TimeWindow(KeyedOperator):
             value = self.table.get(agg.name, slots)
             if agg.kind == "mean":
                 value = pa.array(self.table[agg.name][slots] / self.table["__n"][slots])
-            columns.append(as_array(value, agg.given))
+            columns.append(as_array(value, agg.result_type))
         columns += [pa.array(c) for c in (seq[order], window, hashed[order])]
         return pa.RecordBatch.from_arrays(columns, schema=port.full_schema)
 
 
 def _with_window(words: KeyWords, window: np.ndarray) -> KeyWords:
-    """The identity of (key, window)."""
+    """Return the identity of (key, window)."""
     if words.high is None:
         return KeyWords(words.low, window)
     return KeyWords(words.low, window ^ mix(words.high.view(np.uint64)).view(np.int64))
