@@ -368,7 +368,7 @@ def test_sources_that_differ_when_read_twice_are_noticed() -> None:
     stage = next(s for s in planned.stages if s.kind == "keyed")
     task = stream_module._BucketTask(planned, stage, 3, stage.outputs)
     beats = [blocks.heartbeats(Track.flat(mark), [2]).to_pandas() for mark in (10, 20)]
-    with pytest.raises(InputError, match="'windows': the sources gave other rows when read again"):
+    with pytest.raises(InputError, match="'windows': the sources returned different rows"):
         task.run(0, beats, None, bytes)
 
 
