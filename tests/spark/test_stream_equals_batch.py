@@ -300,8 +300,8 @@ def test_what_does_not_watch_the_watermark_has_no_ingress(spark: SparkSession, f
     keyed.agg(n=count()).sink("running", discard())
     planned = plan(flow)
     windows, running = planned.sinks
-    assert stream_module._watches(planned, windows)
-    assert not stream_module._watches(planned, running)
+    assert stream_module._uses_watermark(planned, windows)
+    assert not stream_module._uses_watermark(planned, running)
     assert stream_module._TimedJob.stateful(planned, windows) == 2
     assert stream_module._Job.stateful(planned, running) == 1
 
@@ -315,7 +315,7 @@ def ingress(*names: str) -> Any:
     planned = plan(flow)
     entries = []
     for s in planned.sources:
-        rows = stream_module._Rows(s.name, EVENTS, EVENTS, [], 1)
+        rows = stream_module._SourceRows(s.name, EVENTS, EVENTS, [], 1)
         entries.append(stream_module._Entry(rows, s, blocks.ToBlocks(s.outputs, 3)))
     return stream_module._IngressTask(planned, entries, 3)
 
