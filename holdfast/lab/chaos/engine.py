@@ -37,7 +37,7 @@ from holdfast.lab.chaos.faults import (
 )
 from holdfast.lab.chaos.namespaces import Network
 from holdfast.lab.chaos.proxy import CONTROL, Proxy
-from holdfast.lab.workloads.paced import Watched
+from holdfast.lab.workloads.paced import WatchedRun
 
 KILLS = (KILL, TWO_KILLS, EXECUTOR)
 TICK_S = 0.01
@@ -95,7 +95,7 @@ class Chaos:
 
     def __init__(
         self,
-        run: Watched,
+        run: WatchedRun,
         lease_s: float,
         proxy: Proxy,
         network: Network | None,
