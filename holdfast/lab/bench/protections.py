@@ -46,7 +46,7 @@ from typing import Any
 
 from rich.console import Console
 
-from holdfast.advise.measure import STATUS_MS, watched
+from holdfast.advise.measure import STATUS_MS, observe
 from holdfast.api.options import Options
 from holdfast.api.protection import Protection, active, none, pairs, passive, rollback, upstream
 from holdfast.control.run import Run
@@ -147,7 +147,7 @@ def facts(work: str, name: str) -> dict[str, Any]:
         flow = protected_flow(name, tempfile.mkdtemp(dir=work), RATE, none(), head=head)
         begun, options = time.monotonic(), Options(status_ms=STATUS_MS)
         with flow.start(sites=SITES, partitions=PARTITIONS, options=options) as run:
-            measured[kind] = watched(run, SITES, begun, FACTS_S).to_dict()
+            measured[kind] = observe(run, SITES, begun, FACTS_S).to_dict()
             run.stop(drain=False)
     return measured
 
