@@ -105,23 +105,23 @@ def _kill_driver(apps: Apps, console: Console) -> None:
     assert leader is not None
     usual, process = _gap_ms(apps), apps.processes[leader]
     below = tree(process.pid)
-    gone = {s["site"] for s in apps.status()["sites"] if s["pid"] in below}
+    killed = {s["site"] for s in apps.status()["sites"] if s["pid"] in below}
     console.print(
         f"\n[bold]kill -9 of the Spark driver of the leading application {leader}[/] "
         f"(process {process.pid}), with all its sites"
     )
     os.killpg(process.pid, signal.SIGKILL)
-    _recovered(apps, console, usual, gone)
+    _recovered(apps, console, usual, killed)
 
 
-def _recovered(apps: Apps, console: Console, usual: float, gone: set[int]) -> None:
+def _recovered(apps: Apps, console: Console, usual: float, killed: set[int]) -> None:
     """Wait for recovery; print how long the output paused, and how long recovery took."""
     begun, gaps = time.monotonic(), [0.0]
 
     def protected() -> bool:
         gaps.append(_gap_ms(apps))
         seen = {s["site"] for s in apps.status()["sites"]}
-        return gone.isdisjoint(seen) and time.monotonic() - begun > 1.0 and apps.protected
+        return killed.isdisjoint(seen) and time.monotonic() - begun > 1.0 and apps.protected
 
     with console.status("recovering ..."):
         _wait(apps, protected)
@@ -168,7 +168,7 @@ def _packets(spark: SparkSession, count: int) -> DataFrame:
     them."""
     make = DmzRows()
 
-    def made(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def generate(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
             n = batch.column(0)
             packets = make(0, n[0].as_py(), batch.num_rows)
@@ -178,7 +178,7 @@ def _packets(spark: SparkSession, count: int) -> DataFrame:
     # Spark has no binary type of a fixed length.
     fields = [pa.field(f.name, pa.binary()) if f.name == "payload" else f for f in SCHEMA]
     schema = pa.schema([*fields, ("n", pa.int64())])
-    return spark.range(0, count, 1, 4).mapInArrow(made, spark_schema(schema))
+    return spark.range(0, count, 1, 4).mapInArrow(generate, spark_schema(schema))
 
 
 def _summary(df: DataFrame) -> tuple[int, int]:

@@ -93,11 +93,11 @@ class Job:
 
     def result(self, sink: Stage, with_order: bool) -> DataFrame:
         schema = blocks.sink_schema(sink, with_order)
-        made = []
+        results = []
         for producer, exchanges in blocks.by_producer(self.plan, sink):
             outlet = blocks.ToRows(exchanges, schema)
-            made.append(self._run(producer, outlet))
-        return reduce(DataFrame.unionAll, made)
+            results.append(self._run(producer, outlet))
+        return reduce(DataFrame.unionAll, results)
 
     def _run(self, stage: Stage, outlet: blocks.Outlet) -> DataFrame:
         planned, lean = blocks.shipped(self.plan, stage)
@@ -184,16 +184,16 @@ class _Merge:
 
     def below(self, seq: int) -> list[list[pa.RecordBatch]]:
         """Remove and return the rows below the sequence number `seq`, per exchange."""
-        taken = []
+        ready = []
         for exchange, batches in self.held.items():
             early = [b.column("__o0").to_numpy() < seq for b in batches]
-            taken.append([b.filter(pa.array(e)) for b, e in zip(batches, early, strict=True)])
+            ready.append([b.filter(pa.array(e)) for b, e in zip(batches, early, strict=True)])
             kept = [b.filter(pa.array(~e)) for b, e in zip(batches, early, strict=True)]
             self.held[exchange] = [b for b in kept if b.num_rows]
         self._rows = sum(b.num_rows for held in self.held.values() for b in held)
         # A fixed goal would filter the rows of long overlaps again and again.
         self._goal = 2 * self._rows + blocks.BLOCK_ROWS
-        return taken
+        return ready
 
     def rest(self) -> list[list[pa.RecordBatch]]:
         return list(self.held.values())

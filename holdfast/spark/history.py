@@ -48,7 +48,7 @@ class History:
     def __init__(
         self,
         flow: Flow,
-        given: Any,
+        history: Any,
         partitions: int,
         at: str | None = None,
         progress: Progress | None = None,
@@ -57,10 +57,10 @@ class History:
         folder."""
         names = [s.name for s in plan(flow).sources]
         where = f"flow {flow.name!r}, history"
-        if isinstance(given, Mapping):
-            self.inputs: dict[str, DataFrame] = dict(given)
+        if isinstance(history, Mapping):
+            self.inputs: dict[str, DataFrame] = dict(history)
         elif len(names) == 1:
-            self.inputs = {names[0]: given}
+            self.inputs = {names[0]: history}
         else:
             raise FlowError(
                 f"{where}: the flow has several sources", hint=f"pass a dict by name: {names}"
@@ -184,14 +184,14 @@ def _jobs(spark: SparkSession, described: str, progress: Progress | None) -> Ite
     }
     tracker = context.statusTracker()
 
-    def look() -> None:
+    def report() -> None:
         while progress is not None and not finished.wait(LOOK_S):
             infos = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(group)]
             stages = {s for info in infos if info is not None for s in info.stageIds}
             seen = [i for i in map(tracker.getStageInfo, stages) if i is not None]
             progress(sum(i.numCompletedTasks for i in seen), sum(i.numTasks for i in seen))
 
-    watcher = threading.Thread(target=look, daemon=True, name="holdfast-history")
+    watcher = threading.Thread(target=report, daemon=True, name="holdfast-history")
     watcher.start()
     context.setJobGroup(group, described, interruptOnCancel=True)
     try:

@@ -316,6 +316,6 @@ def _unpacker(kind: T.DataType) -> Encode:
             of_key, of_value = _unpacker(kind.keyType), _unpacker(kind.valueType)
             return lambda value: {of_key(k): None if v is None else of_value(v) for k, v in value}
         case T.StructType():
-            made, codec = T.Row(*kind.names), RowCodec(kind, "")
-            return lambda value: made(*codec.decode(value))
+            row_class, codec = T.Row(*kind.names), RowCodec(kind, "")
+            return lambda value: row_class(*codec.decode(value))
     return lambda value: value

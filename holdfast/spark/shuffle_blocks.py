@@ -48,13 +48,13 @@ def pack(
     outputs: Mapping[int, pa.RecordBatch], exchanges: Sequence[Exchange], partitions: int
 ) -> pa.RecordBatch:
     """Pack a stage's output rows into shuffle blocks for the given `exchanges`."""
-    made: list[ShuffleBlock] = []
+    packed: list[ShuffleBlock] = []
     for exchange in exchanges:
         batch = outputs[exchange.id]
         for bucket, rows in _by_bucket(batch, exchange.keys, partitions):
             low = int(rows.column("__o0").to_numpy().min())
-            made.append((exchange.id, bucket, low, to_bytes(rows)))
-    return table(made)
+            packed.append((exchange.id, bucket, low, to_bytes(rows)))
+    return table(packed)
 
 
 def heartbeats(track: Track, buckets: Iterable[int]) -> pa.RecordBatch:
@@ -64,8 +64,8 @@ def heartbeats(track: Track, buckets: Iterable[int]) -> pa.RecordBatch:
     return table([(HEARTBEAT, bucket, bucket, data) for bucket in buckets])
 
 
-def table(made: Sequence[ShuffleBlock]) -> pa.RecordBatch:
-    columns = list(zip(*made, strict=True)) or [()] * 4
+def table(packed: Sequence[ShuffleBlock]) -> pa.RecordBatch:
+    columns = list(zip(*packed, strict=True)) or [()] * 4
     arrays = [pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
 

@@ -621,7 +621,7 @@ class _RowAdapter:
     def checked(self, outputs: Iterable[Any] | None) -> Iterator[Any]:
         for output in outputs or ():
             if not (isinstance(output, Row) and hasattr(output, "__fields__")):
-                raise TypeError(f"{self._label} gave {output!r}, which is not a Row with names")
+                raise TypeError(f"{self._label} returned {output!r}, which is not a Row with names")
             yield output
 
     def batches(self, outputs: list[Any], schema: pa.Schema) -> list[pa.RecordBatch]:
@@ -646,10 +646,10 @@ class _FrameAdapter:
 
     def checked(self, outputs: Iterable[Any] | None) -> Iterator[Any]:
         if isinstance(outputs, pd.DataFrame):
-            raise TypeError(f"{self._label} gave a DataFrame instead of an iterator of them")
+            raise TypeError(f"{self._label} returned a DataFrame instead of an iterator of them")
         for output in outputs or ():
             if not isinstance(output, pd.DataFrame):
-                raise TypeError(f"{self._label} gave {type(output).__name__}, not a DataFrame")
+                raise TypeError(f"{self._label} returned {type(output).__name__}, not a DataFrame")
             if len(output):
                 yield output
 
@@ -666,13 +666,13 @@ class _FrameAdapter:
     def _batch(self, frame: pd.DataFrame, schema: pa.Schema) -> pa.RecordBatch:
         if len(frame.columns) != len(schema):
             raise TypeError(
-                f"{self._label} gave {len(frame.columns)} columns, but its result schema has "
+                f"{self._label} returned {len(frame.columns)} columns, but its result schema has "
                 f"{len(schema)}"
             )
         if all(isinstance(name, str) for name in frame.columns):
             missing = [n for n in schema.names if n not in frame.columns]
             if missing:
-                raise TypeError(f"{self._label} gave no column {missing[0]!r}")
+                raise TypeError(f"{self._label} returned no column {missing[0]!r}")
             frame = frame[schema.names]
         else:
             frame = frame.set_axis(schema.names, axis=1)

@@ -127,15 +127,15 @@ class _Job:
 
     def result(self, sink: Stage) -> DataFrame:
         schema = blocks.sink_schema(sink, with_order=False)
-        made = []
+        results = []
         for producer, exchanges in blocks.by_producer(self.plan, sink):
             if producer.kind == "source":
-                made.append(self._source(producer, blocks.ToRows(exchanges, schema)))
+                results.append(self._source(producer, blocks.ToRows(exchanges, schema)))
             else:
                 opening = blocks.Opening(exchanges, schema)
                 sent = self._keyed(producer, exchanges)
-                made.append(sent.mapInArrow(opening, blocks.spark_schema(schema)))
-        return reduce(DataFrame.unionAll, made)
+                results.append(sent.mapInArrow(opening, blocks.spark_schema(schema)))
+        return reduce(DataFrame.unionAll, results)
 
     def _source(self, stage: Stage, outlet: blocks.Outlet) -> DataFrame:
         df = self.inputs[stage.name]
@@ -376,17 +376,17 @@ class _IngressTask:
             seq = int.from_bytes(saved[:8], "little")
             mark.restore(saved[8:])
         start, steps = mark.value, []
-        made: list[pa.RecordBatch] = []
+        outputs: list[pa.RecordBatch] = []
         held = self._held(frames)
         for entry in self.entries:
             for split, batch in self._by_split(entry, held.get(entry.stage.id, [])):
                 rows = self._numbered(entry, batch, seq)
                 seq += rows.num_rows
                 steps.append(self._advance(mark, entry, split, rows))
-                made += self._sent(entry, rows)
-        made.append(blocks.heartbeats(track_of(steps, start), range(self.partitions)))
+                outputs += self._sent(entry, rows)
+        outputs.append(blocks.heartbeats(track_of(steps, start), range(self.partitions)))
         state = seq.to_bytes(8, "little") + mark.save()
-        return [packed.to_pandas() for packed in made], uuid.uuid4().bytes, state
+        return [packed.to_pandas() for packed in outputs], uuid.uuid4().bytes, state
 
     def _watermark(self) -> Watermark:
         timed = [e for e in self.entries if e.stage.event_time is not None]
@@ -463,14 +463,14 @@ class _BucketTask:
                 _install(runner.operator, load())
         inputs, beats = self._arrived(frames)
         track = Track.from_bytes(beats[0][1]) if beats else UNMOVED
-        made = list(self.outlet(runner.run_keyed(inputs, track, _micro_batch())))
+        outputs = list(self.outlet(runner.run_keyed(inputs, track, _micro_batch())))
         if beats and self.outlet.exchanges[0].keys is not None:
             # All stages have the same number of buckets, so one heartbeat from each reaches all.
-            made.append(blocks.heartbeats(track, [beats[0][0]]))
+            outputs.append(blocks.heartbeats(track, [beats[0][0]]))
         new_token = uuid.uuid4().bytes
         data = _extract(runner.operator)
         _live.keep(place, new_token, runner)
-        return [packed.to_pandas() for packed in made], new_token, data
+        return [packed.to_pandas() for packed in outputs], new_token, data
 
     def _arrived(
         self, frames: Iterable[Any]
@@ -545,9 +545,9 @@ def _in_pandas(df: DataFrame, task: _Task) -> DataFrame:
 
     def process(key: Any, frames: Iterator[Any], state: Any) -> Iterator[Any]:
         token, data = state.get if state.exists else (None, b"")
-        made, token, data = task.run(int(key[0]), frames, token, lambda: data)
+        outputs, token, data = task.run(int(key[0]), frames, token, lambda: data)
         state.update((token, data))
-        yield from made
+        yield from outputs
 
     grouped = df.groupBy("bucket")
     return grouped.applyInPandasWithState(process, blocks.DDL, _STATE_DDL, "append", "NoTimeout")
@@ -571,12 +571,12 @@ class _Processor(StatefulProcessor):
     def handleInputRows(self, key: Any, rows: Iterator[Any], timerValues: Any) -> Iterator[Any]:
         stored = self.token.get()
         token = None if stored is None else bytes(stored[0])
-        made, new_token, data = self.task.run(
+        outputs, new_token, data = self.task.run(
             int(key[0]), rows, token, lambda: bytes(self.data.get()[0])
         )
         self.token.update((new_token,))
         self.data.update((data,))
-        yield from made
+        yield from outputs
 
     def close(self) -> None:
         pass

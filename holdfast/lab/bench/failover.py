@@ -480,12 +480,12 @@ def kill_driver(apps: Apps) -> Kill:
         raise HostError("no application leads")
     lives, root = apps.lives[leader], apps.processes[leader].pid
     below = tree(root)
-    gone = {s["site"] for s in apps.status()["sites"] if s["pid"] in below}
+    killed = {s["site"] for s in apps.status()["sites"] if s["pid"] in below}
 
     def recovered() -> bool:
         # The next leader starts with the last leader's view, which also says "protected".
         status = apps.status()
-        known = gone <= {int(site) for site in status["dead"]}
+        known = killed <= {int(site) for site in status["dead"]}
         # On a busy machine the killed application may already be restarted and lead again.
         back = status["time"] > at and apps.lives[leader] > lives
         return bool(known and back and status["protected"])

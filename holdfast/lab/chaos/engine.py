@@ -67,7 +67,7 @@ class Done:
     """Whether the fault ended before that, because the flow had come to need the victims."""
 
     @property
-    def gone(self) -> bool:
+    def deaths_complete(self) -> bool:
         """Whether all victims that must die have been declared dead."""
         required = {Deaths.ALL: len(self.victims), Deaths.ONE: 1, Deaths.NONE: 0}
         return self.spared or len(self.dead) >= required[self.kind.deaths]
@@ -181,7 +181,7 @@ class Chaos:
             if int(site) not in self.dead:
                 self._note_death(int(site), why)
         for done in list(self._open):
-            if done.gone and done.over and status["protected"]:
+            if done.deaths_complete and done.over and status["protected"]:
                 done.recovered_at = time.time()
                 self._open.remove(done)
 
@@ -202,7 +202,7 @@ class Chaos:
         """
         due, done, _ = heal
         late = time.monotonic() - due
-        if late < 0 or done.gone:
+        if late < 0 or done.deaths_complete:
             return late >= 0
         if late > SPARED_LEASES * self._lease_s:
             partitions = self._run.status()["partitions"]

@@ -140,7 +140,7 @@ def candidates(fault: ChaosFault, living: Collection[int]) -> list[tuple[int, ..
 
 
 def survivable(
-    partitions: Sequence[Mapping[str, Any]], gone: Collection[int], rebuilt: Collection[str] = ()
+    partitions: Sequence[Mapping[str, Any]], lost: Collection[int], rebuilt: Collection[str] = ()
 ) -> bool:
     """Return whether every task keeps a replica that can continue immediately without these sites.
 
@@ -148,7 +148,7 @@ def survivable(
     source, which keeps a replica. `partitions` comes from ``run.status()``. A joining replica does
     not count, and neither does the last of several replicas that is still replaying.
     """
-    return all(set(able(p)) - set(gone) for p in partitions if p["stage"] not in rebuilt)
+    return all(set(able(p)) - set(lost) for p in partitions if p["stage"] not in rebuilt)
 
 
 def able(partition: Mapping[str, Any]) -> list[int]:

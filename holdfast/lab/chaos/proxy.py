@@ -67,8 +67,8 @@ class Proxy:
     def forget(self, site: int) -> None:
         """Close all routes of a site that has ended."""
         with self._lock:
-            gone = [self._routes.pop(key) for key in list(self._routes) if site in key]
-        for route in gone:
+            routes = [self._routes.pop(key) for key in list(self._routes) if site in key]
+        for route in routes:
             self._loop.call_soon_threadsafe(route.close)
 
     def close(self) -> None:

@@ -325,13 +325,13 @@ def sessions(events: Streams, lateness: int = 0) -> Stream:
         "ended": col("window_start"),
         "bids": at_start("bids"),
     }
-    found = (
+    bursts = (
         periods.agg(bids=count())
         .key_by("bidder")
         .sessions(start=col("bids") >= BURST, end=col("bids") == 1, emit=emit, timeout=TIMEOUT_MS)
     )
     # An end on the same row that makes the session time out still ends it.
-    return found.filter(col("ended") - col("begun") <= TIMEOUT_MS)
+    return bursts.filter(col("ended") - col("begun") <= TIMEOUT_MS)
 
 
 QUERIES: dict[str, Callable[[Streams, int], Stream]] = {
