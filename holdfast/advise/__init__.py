@@ -1,2 +1,2 @@
-"""How a flow could be protected: what it does is measured, what protections would cost and take
-is predicted by models that were fitted to a benchmark, and the cheapest that will do is named."""
+"""Proposes protections for a flow: it measures the flow, predicts cost and recovery time of each
+protection with models fitted to a benchmark, and names the cheapest ones within bounds."""

@@ -1,4 +1,4 @@
-"""``holdfast advise``: measure, propose, and say why."""
+"""``holdfast advise``: measures a flow, proposes protections, and prints the reasons."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ def advise(
     json_file: str | None = None,
     console: Console | None = None,
 ) -> Advice:
-    """Measure a flow, print what to do about it, and return that."""
+    """Measure a flow, and print and return the advice."""
     console = console or Console()
     if sites < 2:
-        raise FlowError("nothing can be protected on a single site", hint="--sites 2 or more")
+        raise FlowError("protection needs at least two sites", hint="use --sites 2 or more")
     if seconds <= 0:
         raise FlowError(f"--seconds must be positive, not {seconds:g}")
     constants = fit(read_figures(fit_file)) if fit_file else shipped_constants()
     console.print(
-        f"{flow.name}: {seconds:g} s on {sites} processes, unprotected, with nothing written",
+        f"{flow.name}: {seconds:g} s on {sites} processes, without protection, with no output",
         highlight=False,
     )
     facts = measure(flow, sites=sites, partitions=partitions, seconds=seconds)
@@ -76,11 +76,12 @@ def advise(
 
 
 def refit(fit_file: str, json_file: str | None, console: Console) -> Constants:
-    """Print the constants that a benchmark's figures give, and write the file that is shipped."""
+    """Fit the constants to a benchmark's figures and print them; with `json_file`, write a new file
+    of shipped constants."""
     figures = read_figures(fit_file)
     constants = fit(figures)
-    shipped_ones = shipped_constants().to_dict()
-    rows = [(name, value, shipped_ones[name]) for name, value in constants.to_dict().items()]
+    current = shipped_constants().to_dict()
+    rows = [(name, value, current[name]) for name, value in constants.to_dict().items()]
     show("Constants of the models", ("", fit_file, "shipped"), rows, console)
     if json_file:
         origin = "the figures of `holdfast bench protections`"
@@ -90,9 +91,9 @@ def refit(fit_file: str, json_file: str | None, console: Console) -> Constants:
 
 
 def check(flow: Flow, advice: Advice) -> None:
-    """Plan the flow as proposed: nothing is proposed that would be refused."""
+    """Plan the flow as proposed, so that the advice is never one that the planner refuses."""
     nodes = nodes_by_stage(flow)
-    kept = flow.protection, {name: node.protection for name, node in nodes.items()}
+    before = flow.protection, {name: node.protection for name, node in nodes.items()}
     try:
         flow.protection = protection_of(overall(advice.choices))
         for position, choice in advice.choices.items():
@@ -100,9 +101,9 @@ def check(flow: Flow, advice: Advice) -> None:
             node.protection = protection_of(choice)
         plan(flow)
     finally:
-        flow.protection = kept[0]
+        flow.protection = before[0]
         for name, node in nodes.items():
-            node.protection = kept[1][name]
+            node.protection = before[1][name]
 
 
 def protection_of(choice: Choice) -> Protection:
@@ -122,18 +123,18 @@ def protection_of(choice: Choice) -> Protection:
 
 
 def report(advice: Advice, origin: str, console: Console) -> None:
-    """Print everything; `origin` says what the models were fitted to."""
+    """Print the advice; `origin` names the figures that the models were fitted to."""
     facts = advice.facts
     _show_measured(facts, console)
     _show_proposed(advice, console)
     for proposed in advice.proposed:
         name = facts.stages[proposed.stage].name
         console.print(f"{name}: {proposed.choice}: {proposed.why}", highlight=False)
-    _show_turned_down(advice, console)
+    _show_alternatives(advice, console)
     for note in advice.notes:
         console.print(f"note: {note}", highlight=False)
     if advice.missed:
-        console.print("Nothing is within the bounds; this comes closest:", highlight=False)
+        console.print("Nothing is within the bounds; this is the closest:", highlight=False)
         for missed in advice.missed:
             console.print(f"  {missed}", highlight=False)
     console.print("\nWrite:\n", highlight=False)
@@ -142,7 +143,7 @@ def report(advice: Advice, origin: str, console: Console) -> None:
     for line in (imported, *advice.code()):
         console.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
     console.print(
-        f"\nThe models were fitted to {origin}.\nOn a local Spark master replicas can only be in "
+        f"\nThe models were fitted to {origin}.\nOn a local Spark master, replicas can only be in "
         'different processes: add failure_domain="process".',
         highlight=False,
     )
@@ -169,7 +170,7 @@ def _show_measured(facts: FlowFacts, console: Console) -> None:
 
 def _life(bounded: bool, life_s: float | None) -> str:
     if not bounded:
-        return "for ever"
+        return "unlimited"
     return "unknown" if life_s is None else in_time(1e3 * life_s)
 
 
@@ -202,22 +203,22 @@ def _show_proposed(advice: Advice, console: Console) -> None:
     show(title, columns, rows, console)
 
 
-def _more(extra: float, found: Prediction) -> str:
-    """Bytes, relative to what is sent without protection."""
-    return f"{100 * extra / found.plain_bytes:+.0f} %" if found.plain_bytes else ""
+def _more(extra: float, predicted: Prediction) -> str:
+    """Return additional bytes relative to those sent without protection."""
+    return f"{100 * extra / predicted.plain_bytes:+.0f} %" if predicted.plain_bytes else ""
 
 
-def _figures(found: Prediction) -> tuple[str, str, str, str]:
+def _figures(predicted: Prediction) -> tuple[str, str, str, str]:
     return (
-        in_percent(found.overhead),
-        _more(found.extra_bytes * found.plain_bytes, found),
-        in_time(found.recovery_ms),
-        in_bytes(found.memory_bytes),
+        in_percent(predicted.overhead),
+        _more(predicted.extra_bytes * predicted.plain_bytes, predicted),
+        in_time(predicted.recovery_ms),
+        in_bytes(predicted.memory_bytes),
     )
 
 
-def _show_turned_down(advice: Advice, console: Console) -> None:
-    columns = ("turned down", "protection", "costs", "bytes", "recovery", "memory", "why")
+def _show_alternatives(advice: Advice, console: Console) -> None:
+    columns = ("rejected", "protection", "costs", "bytes", "recovery", "memory", "why")
     rows = []
     for proposed in advice.proposed:
         name = advice.facts.stages[proposed.stage].name
@@ -226,7 +227,7 @@ def _show_turned_down(advice: Advice, console: Console) -> None:
             rows.append((name, other.name, *figures, other.why))
             name = ""
     if rows:
-        table = Table(title="Otherwise, the flow as a whole", title_justify="left")
+        table = Table(title="The whole flow with the alternatives", title_justify="left")
         for column in columns:
             text = column in (columns[0], columns[1], columns[-1])
             table.add_column(column, justify="left" if text else "right")

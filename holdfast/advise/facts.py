@@ -1,7 +1,7 @@
-"""What a flow does, as far as the models need to know it: rates, state, and where time goes.
+"""The measurements of a flow that the models need: rates, state, and the use of processor time.
 
-Everything comes from looks at a run (`Look`): rates from the first and the last, so that what was
-before (processes that start, modules that are loaded) does not count; state is where it is largest.
+All come from samples of a run (`Sample`). Rates are computed from the first and the last sample, so
+that the start of processes and the loading of modules do not count. State is the largest sample.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ class StageFacts:
     rows_out: float
     calls: float
     removals: float
-    """Keys that are forgotten."""
+    """Keys removed."""
     work: float
-    """How many processors it keeps busy."""
+    """Number of processors it keeps busy."""
     keys: int
     state_bytes: int
     given_bytes: int
-    """What the state would be on its way to another site."""
+    """Size of the state when it is sent to another site."""
     bounded: bool
-    """Whether its state comes from recent rows only."""
+    """Whether its state depends on recent rows only."""
     life_s: float | None
-    """How far back these rows are at most, in seconds of the stream; None if that is not known."""
+    """Maximum age of these rows, in seconds of the stream; None if it is not known."""
     ordered: bool = True
-    """Whether it merges in the recorded order: if not, its replicas would differ."""
+    """Whether it merges in the recorded order; otherwise its replicas would differ."""
     by: tuple[str, ...] = ()
-    """The columns that are its key."""
+    """Its key columns."""
 
     @property
     def key_bytes(self) -> float:
@@ -50,7 +50,7 @@ class StageFacts:
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """What an exchange carries: between which stages, by position, and how many bytes a second."""
+    """Bytes per second that an exchange carries, and the positions of its two stages."""
 
     producer: int
     consumer: int
@@ -63,11 +63,11 @@ class FlowFacts:
     sites: int
     seconds: float
     cores: float
-    """How many processors all sites keep busy, with everything that is not a stage's work."""
+    """Number of processors that all sites keep busy, including work outside of stages."""
     stages: tuple[StageFacts, ...]
     carried: tuple[Carried, ...]
     uniform: bool = True
-    """Whether all ways between two stages are equally long, as `rollback` needs it."""
+    """Whether all paths between two stages have the same length, as `rollback` requires."""
 
     @property
     def keyed(self) -> list[int]:
@@ -90,23 +90,23 @@ class FlowFacts:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, said: Mapping[str, Any]) -> FlowFacts:
-        stages = tuple(StageFacts(**{**s, "by": tuple(s.get("by", ()))}) for s in said["stages"])
-        carried = tuple(Carried(**c) for c in said["carried"])
-        return cls(**{**said, "stages": stages, "carried": carried})
+    def from_dict(cls, data: Mapping[str, Any]) -> FlowFacts:
+        stages = tuple(StageFacts(**{**s, "by": tuple(s.get("by", ()))}) for s in data["stages"])
+        carried = tuple(Carried(**c) for c in data["carried"])
+        return cls(**{**data, "stages": stages, "carried": carried})
 
 
 @dataclass(frozen=True)
-class Look:
-    """What a run had done at some moment."""
+class Sample:
+    """The cumulative counters of a run at one moment."""
 
     at: float
     sites: Sequence[Mapping[str, Any]]
     times: Mapping[int, int]
-    """By source: the latest event time that had been seen."""
+    """The latest event time so far, by source."""
 
     @classmethod
-    def at_run(cls, run: Run) -> Look:
+    def of(cls, run: Run) -> Sample:
         return cls(time.monotonic(), run.status()["sites"], _times(run.records()))
 
     def total(self, what: str, stage: str) -> float:
@@ -123,17 +123,17 @@ class Look:
 
 
 def _times(records: Sequence[EpochRecord]) -> dict[int, int]:
-    found: dict[int, int] = {}
+    latest: dict[int, int] = {}
     for record in records:
         for part in record.ranges:
             if part.time_max is not None:
-                found[part.source] = max(part.time_max, found.get(part.source, part.time_max))
-    return found
+                latest[part.source] = max(part.time_max, latest.get(part.source, part.time_max))
+    return latest
 
 
-def between(plan: Plan, sites: int, looks: Sequence[Look], uniform: bool = True) -> FlowFacts:
-    """What the flow has done from the first look to the last."""
-    first, last = looks[0], looks[-1]
+def between(plan: Plan, sites: int, samples: Sequence[Sample], uniform: bool = True) -> FlowFacts:
+    """Compute the facts of a flow from the first sample to the last."""
+    first, last = samples[0], samples[-1]
     seconds = last.at - first.at
     speed = _speed(first, last)
 
@@ -141,7 +141,7 @@ def between(plan: Plan, sites: int, looks: Sequence[Look], uniform: bool = True)
         return (last.total(what, stage.name) - first.total(what, stage.name)) / seconds
 
     def most(what: str, stage: Stage) -> int:
-        return int(max(look.total(what, stage.name) for look in looks))
+        return int(max(sample.total(what, stage.name) for sample in samples))
 
     stages = []
     for stage in plan.stages:
@@ -176,13 +176,13 @@ def between(plan: Plan, sites: int, looks: Sequence[Look], uniform: bool = True)
     cores = max(cores, sum(s.work for s in stages), 1e-9)
     if not any(s.rows_in for s in stages if s.kind == "source"):
         raise FlowError(
-            f"flow {plan.flow!r} got no row in {seconds:.1f} s, so there is nothing to go by",
-            hint="see whether its sources have rows, or give it more time with --seconds",
+            f"flow {plan.flow!r} got no rows in {seconds:.1f} s, so nothing could be measured",
+            hint="check that its sources have rows, or measure for longer with --seconds",
         )
     return FlowFacts(plan.flow, sites, seconds, cores, tuple(stages), tuple(carried), uniform)
 
 
-def _speed(first: Look, last: Look) -> float:
-    """How much event time passes in a second: of several sources, where it is slowest."""
+def _speed(first: Sample, last: Sample) -> float:
+    """Return how much event time passes per second; of several sources, that of the slowest."""
     passed = [t - first.times[s] for s, t in last.times.items() if s in first.times]
     return min(passed, default=0) / (last.at - first.at)

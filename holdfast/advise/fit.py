@@ -1,8 +1,8 @@
-"""The constants of the models, from what ``holdfast bench protections`` has measured.
+"""Fits the constants of the models to the figures of ``holdfast bench protections``.
 
-Every constant is the median, over the flows that tell anything about it, of what makes the model
-give the measured figure: one after the other, each with those before it. Nothing is weighted and
-nothing is left out; what cannot be (a cost below zero, by chance) is zero.
+Every constant is the median, over the flows that depend on it, of the values with which the model
+reproduces the measured figure. The constants are fitted one after the other, each with those before
+it. No flow is weighted or left out; an impossible value (a cost below zero, by chance) is zero.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 from holdfast.advise.facts import FlowFacts
 from holdfast.advise.model import (
-    ANEW,
-    TWICE,
+    REBUILDS,
+    TWO_REPLICAS,
     Choice,
     Constants,
     checkpoint_bytes,
@@ -29,28 +29,29 @@ from holdfast.advise.model import (
 from holdfast.errors import FlowError
 
 SHIPPED = "constants.json"
-"""Beside this file. ``holdfast bench protections --json FILE``, then ``holdfast advise --fit FILE
---json holdfast/advise/constants.json`` rebuilds it."""
+"""The file of constants in this package. Rebuild it with ``holdfast bench protections --json FILE``
+and ``holdfast advise --fit FILE --json holdfast/advise/constants.json``."""
 CHECKPOINT_MS = 1_000
 """The interval of passive standby in the benchmark."""
-NOTHING = Constants(0, 0, 0, 1, 0, 0, 0, 0, 0)
+ZERO = Constants(0, 0, 0, 1, 0, 0, 0, 0, 0)
 FLOWS = ("events", "dmz", "stateless")
 """The flows of the benchmark."""
 
 
 def by_flow(figures: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The figures of each flow, by protection: those of *events* stand beside the other flows."""
-    found = {"events": {k: v for k, v in figures.items() if k not in FLOWS}}
-    found |= {name: dict(figures[name]) for name in FLOWS if name in figures}
-    return {name: said for name, said in found.items() if said}
+    """Return the figures of each flow by protection. In the JSON, those of *events* are at the top
+    level, beside the other flows."""
+    flows = {"events": {k: v for k, v in figures.items() if k not in FLOWS}}
+    flows |= {name: dict(figures[name]) for name in FLOWS if name in figures}
+    return {name: of_flow for name, of_flow in flows.items() if of_flow}
 
 
 class _Measured:
-    """One flow of the benchmark: what it did, at full speed and at the rate of the kills, and what
-    came out under each protection."""
+    """One flow of the benchmark: its facts at maximum rate and at the rate of the kills, and its
+    figures under each protection."""
 
-    def __init__(self, said: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        self.said = {name: figures for name, figures in said.items() if name != "none"}
+    def __init__(self, figures: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+        self.figures = {name: values for name, values in figures.items() if name != "none"}
         self.full = FlowFacts.from_dict(facts["full"])
         self.paced = FlowFacts.from_dict(facts["paced"])
         self.ends = ends_share(self.full)
@@ -60,23 +61,27 @@ class _Measured:
         return self.full.keyed
 
     def choices(self, name: str) -> dict[int, Choice]:
-        """What a protection is for each stage: where nothing can be rebuilt, passive standby."""
+        """Return the effective protection of each stage: passive standby if a stage cannot be
+        rebuilt."""
         standby = Choice("passive", CHECKPOINT_MS)
         if name == "passive":
             return dict.fromkeys(self.keyed, standby)
         bounded = {i for i in self.keyed if self.full.stages[i].bounded}
-        return {i: Choice(name) if name in TWICE or i in bounded else standby for i in self.keyed}
+        return {
+            i: Choice(name) if name in TWO_REPLICAS or i in bounded else standby for i in self.keyed
+        }
 
     def kinds(self, name: str) -> set[str]:
         return {choice.name for choice in self.choices(name).values()}
 
     def slowdown(self, name: str) -> float:
-        return 1.0 / self.said[name]["rate"] - 1.0
+        return 1.0 / self.figures[name]["rate"] - 1.0
 
     def gap_ms(self, name: str) -> float:
-        """The longest of all kills: who asks how long a recovery takes wants it to be shorter."""
-        said = self.said[name]
-        return said.get("gaps_ms", {}).get("max", said["gap_ms"])
+        """Return the longest gap of all kills: a predicted recovery time should be an upper
+        bound."""
+        figures = self.figures[name]
+        return figures.get("gaps_ms", {}).get("max", figures["gap_ms"])
 
     def again_ms(self, name: str) -> float:
         choices = self.choices(name)
@@ -84,27 +89,27 @@ class _Measured:
         return sum(work_again_ms(self.paced, i, span) for i, span in spans.items())
 
     def has(self, *names: str) -> list[str]:
-        return [name for name in names if name in self.said]
+        return [name for name in names if name in self.figures]
 
 
 def fit(figures: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> Constants:
-    """The constants by which the models give these figures, as the benchmark's JSON has them.
+    """Return the constants with which the models reproduce these figures of the benchmark's JSON.
 
-    What the benchmark's flows do is in the figures; if not, in `facts`, by default those that were
-    measured for the constants that are shipped.
+    The facts of the benchmark's flows are in the figures; if not, in `facts`, by default those that
+    were measured for the shipped constants.
     """
     flows = _measured(figures, facts)
-    # If there is no flow that has nothing but ends, they cost what the stages between them cost.
+    # Without a flow that has only sources and sinks, they cost the same as the stages between them.
     only_ends = [m for m in flows if not m.keyed] or flows
     ends = _median(
-        (m.slowdown(name) for m in only_ends for name in m.has(*TWICE)),
-        "the cost of pairs at the ends",
+        (m.slowdown(name) for m in only_ends for name in m.has(*TWO_REPLICAS)),
+        "the cost of sources and sinks that are pairs",
     )
     replica = _median(
         (
             (m.slowdown(name) - ends * m.ends) / (1.0 - m.ends)
             for m in flows
-            for name in m.has(*TWICE)
+            for name in m.has(*TWO_REPLICAS)
             if m.keyed
         ),
         "the cost of a second replica",
@@ -113,26 +118,28 @@ def fit(figures: Mapping[str, Any], facts: Mapping[str, Any] | None = None) -> C
     checkpoint = _median(
         (c for m in flows for c in _checkpoint(m, state)), "the cost of a checkpoint"
     )
-    felt = [(m, name, m.gap_ms(name)) for m in flows if m.keyed for name in m.said]
-    route = _median((g for _, name, g in felt if name in TWICE), "how long pairs recover")
-    asked = [(m, name, g - route) for m, name, g in felt if m.kinds(name) <= set(ANEW)]
-    ask = _median((g for _, _, g in asked), "how long upstream backup recovers")
-    remake = _median(
-        (g / m.again_ms(name) for m, name, g in asked if m.again_ms(name)),
-        "how long upstream backup recovers",
+    gaps = [(m, name, m.gap_ms(name)) for m in flows if m.keyed for name in m.figures]
+    route = _median(
+        (g for _, name, g in gaps if name in TWO_REPLICAS), "the recovery time of pairs"
     )
-    stood_by = [(m, name, g - route) for m, name, g in felt if m.kinds(name) == {"passive"}]
-    # A standby that takes over has less to ask for than what is rebuilt.
-    switch = max(0.0, min([ask, *(g for _, _, g in stood_by)]))
+    rebuilt = [(m, name, g - route) for m, name, g in gaps if m.kinds(name) <= set(REBUILDS)]
+    ask = _median((g for _, _, g in rebuilt), "the recovery time of upstream backup")
+    remake = _median(
+        (g / m.again_ms(name) for m, name, g in rebuilt if m.again_ms(name)),
+        "the recovery time of upstream backup",
+    )
+    standby = [(m, name, g - route) for m, name, g in gaps if m.kinds(name) == {"passive"}]
+    # A standby that takes over requests less than a task that is rebuilt.
+    switch = max(0.0, min([ask, *(g for _, _, g in standby)]))
     redo = _median(
-        ((g - switch) / m.again_ms(name) for m, name, g in stood_by),
-        "how long passive standby recovers",
+        ((g - switch) / m.again_ms(name) for m, name, g in standby),
+        "the recovery time of passive standby",
     )
     return Constants(ends, replica, checkpoint, state, route, switch, redo, ask, remake)
 
 
 def _state(flow: _Measured) -> list[float]:
-    """Bytes on the wire for one of the state, from what passive standby sends more."""
+    """Return the bytes on the wire per byte of state, from the extra bytes of passive standby."""
     if not flow.keyed or not flow.has("passive"):
         return []
     choices = flow.choices("passive")
@@ -141,11 +148,11 @@ def _state(flow: _Measured) -> list[float]:
     )
     if with_one == without:
         return []
-    return [(flow.said["passive"]["extra_bytes"] - without) / (with_one - without)]
+    return [(flow.figures["passive"]["extra_bytes"] - without) / (with_one - without)]
 
 
 def _checkpoint(flow: _Measured, state: float) -> list[float]:
-    """Processor seconds for a megabyte of checkpoints."""
+    """Return the processor seconds per megabyte of checkpoints."""
     if not flow.keyed or not flow.has("passive"):
         return []
     choices, constants = flow.choices("passive"), _with(state=state)
@@ -154,33 +161,33 @@ def _checkpoint(flow: _Measured, state: float) -> list[float]:
 
 
 def _with(**values: float) -> Constants:
-    return Constants(**{**NOTHING.to_dict(), **values})
+    return Constants(**{**ZERO.to_dict(), **values})
 
 
-def _median(found: Iterable[float], what: str) -> float:
-    values = list(found)
-    if not values:
+def _median(values: Iterable[float], what: str) -> float:
+    known = list(values)
+    if not known:
         raise FlowError(
-            f"the figures say nothing of {what}",
-            hint="they should be those of `holdfast bench protections --json FILE`",
+            f"the figures have no measurement of {what}",
+            hint="use the output of `holdfast bench protections --json FILE`",
         )
-    return max(0.0, statistics.median(values))
+    return max(0.0, statistics.median(known))
 
 
 def _measured(figures: Mapping[str, Any], facts: Mapping[str, Any] | None) -> list[_Measured]:
     known = shipped()["facts"] if facts is None else facts
     try:
         flows = by_flow(figures)
-        own = {name: said.get("none", {}).get("facts") for name, said in flows.items()}
+        own = {name: of_flow.get("none", {}).get("facts") for name, of_flow in flows.items()}
         return [
-            _Measured(said, own[name] or known[name])
-            for name, said in flows.items()
+            _Measured(of_flow, own[name] or known[name])
+            for name, of_flow in flows.items()
             if own[name] or name in known
         ]
     except (AttributeError, KeyError, TypeError) as error:
         raise FlowError(
-            f"these are not the figures of protections: {error!r}",
-            hint="they should be those of `holdfast bench protections --json FILE`",
+            f"these are not figures of protections: {error!r}",
+            hint="use the output of `holdfast bench protections --json FILE`",
         ) from error
 
 
@@ -188,7 +195,7 @@ def _measured(figures: Mapping[str, Any], facts: Mapping[str, Any] | None) -> li
 
 
 def shipped() -> dict[str, Any]:
-    """The file of constants that comes with Holdfast."""
+    """Return the contents of the shipped file of constants."""
     return json.loads(resources.files("holdfast.advise").joinpath(SHIPPED).read_text())
 
 
@@ -197,18 +204,22 @@ def shipped_constants() -> Constants:
 
 
 def read_figures(path: str) -> dict[str, Any]:
-    """What a benchmark has written."""
+    """Read the figures that a benchmark has written."""
     try:
-        found = json.loads(Path(path).read_text())
+        figures = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise FlowError(f"--fit {path}: {error}") from error
-    if not isinstance(found, dict):
-        raise FlowError(f"--fit {path}: no object of figures")
-    return found
+    if not isinstance(figures, dict):
+        raise FlowError(
+            f"--fit {path}: the file has no JSON object",
+            hint="use the output of `holdfast bench protections --json FILE`",
+        )
+    return figures
 
 
 def document(figures: Mapping[str, Any], origin: str) -> dict[str, Any]:
-    """What belongs into the file of constants, from a benchmark's figures."""
-    own = {name: said.get("none", {}).get("facts") for name, said in by_flow(figures).items()}
-    facts = {name: said for name, said in own.items() if said} or shipped()["facts"]
+    """Return the contents of a file of constants, from a benchmark's figures."""
+    flows = by_flow(figures)
+    own = {name: of_flow.get("none", {}).get("facts") for name, of_flow in flows.items()}
+    facts = {name: measured for name, measured in own.items() if measured} or shipped()["facts"]
     return {"from": origin, "constants": fit(figures).to_dict(), "facts": facts}

@@ -1,34 +1,36 @@
-"""What a protection would cost a flow, and how long a loss would be felt: pure functions.
+"""Predicts the cost of protections and the recovery time after a loss, with pure functions.
 
-For a stage of a flow on *S* sites: *w* is its work in processors, *C* all that the sites use; *in*
-is what it gets, in bytes a second, *r* its rows a second, *n* the number of its keys, of *z* bytes.
+For a stage of a flow on *S* sites, *w* is its work in processors, and *C* that of all sites; *in*
+is its input in bytes per second, *r* its rows per second, *n* the number of its keys, and *z* their
+size in bytes.
 
-*Rate*, relative to none: ``1 / (1 + slowdown)``, where the slowdown is the sum of
+*Rate*, relative to none: ``1 / (1 + slowdown)``. The slowdown is the sum of
 
-- ``ends · (1 − Σ w / C)``, *w* of all keyed stages, if sources and sinks are pairs: they are so
-  under pairs and active. Otherwise the second replica of an end only follows, and costs nothing;
+- ``ends · (1 − Σ w / C)``, with *w* of all keyed stages, if sources and sinks are pairs, as they
+  are under pairs and active. Otherwise the second replica of a source or sink only follows, and
+  costs nothing;
 - ``replica · w / C`` for a stage under pairs or active, which is computed twice;
-- ``checkpoint · (megabytes of checkpoints a second) / C`` for one under passive.
+- ``checkpoint · (megabytes of checkpoints per second) / C`` for a stage under passive.
 
-*Bytes* between sites. What an exchange carries goes to each replica of its consumer, from a replica
-on the same site if there is one: ``bytes · replicas of consumer · (1 − replicas of producer / S)``.
-A checkpoint every *T* seconds has the keys that were touched since the last one, which are ``n (1 −
-exp(−r T / n))`` and so at most the smaller of *r T* and *n*, of *z* bytes, and 16 bytes for each
-that is gone, times ``state``; and the output, if it goes to what is rebuilt. (What goes to a
-passive standby is in its checkpoints before.)
+*Bytes* between sites. The rows of an exchange go to each replica of its consumer, from a replica on
+the same site if there is one: ``bytes · replicas of consumer · (1 − replicas of producer / S)``. A
+checkpoint every *T* seconds has the keys touched since the last one, which are ``n (1 − exp(−r T /
+n))`` (at most the smaller of *r T* and *n*), of *z* bytes, and 16 bytes for each removed key, times
+``state``. It also has the output that goes to stages that are rebuilt. (A consumer with a passive
+standby has the output in its own checkpoints.)
 
-*Recovery* is how much later than usual the latest row is, behind the moment when the failure is
-known. A lost site had *1 / S* of every stage; what has to be done again is ``Σ w / S · span``: the
-span is *T* under passive, and under upstream the time that the log reaches back.
+*Recovery* is the additional latency of the latest row, counted from the detection of the failure. A
+lost site had *1 / S* of every stage, so the work to repeat is ``Σ w / S · span``. The span is *T*
+under passive, and the length of the log under upstream.
 
 - pairs, active: ``route``;
-- passive: ``route + switch + redo · (what has to be done again)``;
-- upstream, rollback, and ends that are no pairs: ``route + max(ask, remake · (what has to be done
-  again))``.
+- passive: ``route + switch + redo · (work to repeat)``;
+- upstream, rollback, and sources and sinks that are not pairs: ``route + max(ask, remake · (work to
+  repeat))``.
 
-*Memory*: a second replica's state; what producers keep since the last checkpoint, *T · in*; or the
-log, *in* times the life of the state, and of that of the stages after it that are rebuilt. A
-producer that is a pair keeps it twice.
+*Memory*: the state of a second replica; the output that producers retain since the last checkpoint,
+*T · in*; or the log, which is *in* times the life of the state and of the states of the stages
+after it that are rebuilt. A producer that is a pair retains it twice.
 """
 
 from __future__ import annotations
@@ -41,15 +43,15 @@ from typing import Any
 
 from holdfast.advise.facts import FlowFacts
 
-TWICE = ("pairs", "active")
-ANEW = ("upstream", "rollback")
-GONE_BYTES = 16
-"""By which a checkpoint names a key that is no more."""
+TWO_REPLICAS = ("pairs", "active")
+REBUILDS = ("upstream", "rollback")
+REMOVED_KEY_BYTES = 16
+"""Size of a removed key in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What `holdfast.advise.fit` finds in a benchmark."""
+    """The constants of the models, which `holdfast.advise.fit` fits to a benchmark."""
 
     ends: float
     replica: float
@@ -67,14 +69,14 @@ class Constants:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A protection by its name; of passive standby also the interval."""
+    """A protection by name; for passive standby also the interval."""
 
     name: str
     every_ms: int = 0
 
     @property
     def replicas(self) -> int:
-        return 2 if self.name in TWICE else 1
+        return 2 if self.name in TWO_REPLICAS else 1
 
     def __str__(self) -> str:
         return (
@@ -83,11 +85,12 @@ class Choice:
 
 
 Choices = Mapping[int, Choice]
-"""Of every keyed stage, by its position."""
+"""The protection of every keyed stage, by position."""
 
 
 def overall(choices: Choices) -> Choice:
-    """What to say of the whole flow, by which its ends are protected: what most stages have."""
+    """Return the protection of the whole flow, which applies to sources and sinks: that of most
+    stages."""
     every = [c for c in choices.values() if c.name != "none"]
     if not choices:
         return Choice("upstream")
@@ -95,30 +98,30 @@ def overall(choices: Choices) -> Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one keyed stage contributes."""
+class StagePrediction:
+    """The contribution of one keyed stage."""
 
     slowdown: float
     extra_bytes: float
-    """A second, on what arrives at it and on its checkpoints."""
+    """Additional bytes per second of its input and its checkpoints."""
     recovery_ms: float
-    """If nothing but this stage had to recover."""
+    """Recovery time if only this stage had to recover."""
     memory_bytes: float
     log_s: float
-    """How far back what its producers keep for it reaches."""
+    """Seconds of input that its producers retain for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of a whole flow, relative to the same flow without protection."""
+    """The prediction for a whole flow, relative to the same flow without protection."""
 
     rate: float
     extra_bytes: float
     recovery_ms: float
     memory_bytes: float
     plain_bytes: float
-    """What sites send each other without protection, a second."""
-    parts: Mapping[int, Part]
+    """Bytes per second between sites without protection."""
+    parts: Mapping[int, StagePrediction]
 
     @property
     def overhead(self) -> float:
@@ -136,14 +139,14 @@ class Prediction:
 def predict(
     facts: FlowFacts, choices: Choices, constants: Constants, ends: Choice | None = None
 ) -> Prediction:
-    """What the flow would be like if its keyed stages were protected so, and its `ends`: by default
-    as most stages are."""
+    """Predict the flow with these protections of its keyed stages, and that of its `ends` (sources
+    and sinks), by default the protection of most stages."""
     ends = ends or overall(choices)
     replicas = {i: choices.get(i, ends).replicas for i in range(len(facts.stages))}
     parts = {i: _part(facts, i, choices, constants, replicas) for i in choices}
     slowdown = sum(p.slowdown for p in parts.values())
     recovery_ms = _recovery_ms(facts, choices, constants)
-    if ends.name in TWICE:
+    if ends.name in TWO_REPLICAS:
         slowdown += constants.ends * ends_share(facts)
     elif not choices:
         recovery_ms += constants.ask_ms
@@ -166,7 +169,7 @@ def predict(
 
 
 def ends_share(facts: FlowFacts) -> float:
-    """Of all processor time, what keyed stages do not work."""
+    """Return the share of processor time outside of keyed stages."""
     return 1.0 - sum(share(facts, i) for i in facts.keyed)
 
 
@@ -177,7 +180,8 @@ def share(facts: FlowFacts, stage: int) -> float:
 def sent(
     facts: FlowFacts, producer: int, consumer: int, carried: float, replicas: Mapping[int, int]
 ) -> float:
-    """Bytes a second between sites; a stage has one replica unless `replicas` says otherwise."""
+    """Return the bytes per second between sites; a stage has one replica unless it is in
+    `replicas`."""
     here = min(1.0, replicas.get(producer, 1) / facts.sites)
     return carried * replicas.get(consumer, 1) * (1.0 - here)
 
@@ -188,7 +192,7 @@ def _part(
     choices: Choices,
     constants: Constants,
     replicas: Mapping[int, int],
-) -> Part:
+) -> StagePrediction:
     choice = choices[stage]
     extra = sum(
         sent(facts, c.producer, stage, c.bytes, replicas)
@@ -196,7 +200,7 @@ def _part(
         for c in facts.into(stage)
     )
     slowdown = memory = 0.0
-    if choice.name in TWICE:
+    if choice.name in TWO_REPLICAS:
         slowdown = constants.replica * share(facts, stage)
         memory = facts.stages[stage].state_bytes
     if choice.name == "passive":
@@ -207,11 +211,11 @@ def _part(
     log = log_s(facts, stage, choices)
     memory += sum(c.bytes * replicas[c.producer] * log for c in facts.into(stage))
     alone = _recovery_ms(facts, {stage: choice}, constants, log)
-    return Part(slowdown, extra, alone, memory, log)
+    return StagePrediction(slowdown, extra, alone, memory, log)
 
 
 def touched(rows: float, keys: float) -> float:
-    """How many different ones of `keys` keys so many rows have, if none is preferred.
+    """Return the expected number of distinct keys in `rows` rows with uniformly distributed keys.
 
     >>> [round(touched(rows, 1000)) for rows in (0, 10, 1000, 100_000)]
     [0, 10, 632, 1000]
@@ -220,38 +224,38 @@ def touched(rows: float, keys: float) -> float:
 
 
 def checkpoint_bytes(facts: FlowFacts, stage: int, choices: Choices, constants: Constants) -> float:
-    """A second."""
-    said, every_s = facts.stages[stage], choices[stage].every_ms / 1e3
-    keys = touched(said.rows_in * every_s, said.keys)
-    # What a replica has received is let go of, and what a standby has a checkpoint of.
+    """Return the bytes of checkpoints per second."""
+    of_stage, every_s = facts.stages[stage], choices[stage].every_ms / 1e3
+    keys = touched(of_stage.rows_in * every_s, of_stage.keys)
+    # Output is dropped once a consumer with replicas has it, or a standby has it in a checkpoint.
     consumers = [(c, choices.get(c.consumer)) for c in facts.out_of(stage)]
-    kept = [c.bytes for c, choice in consumers if choice is not None and choice.name in ANEW]
-    changed = keys * said.key_bytes / every_s + GONE_BYTES * said.removals
+    kept = [c.bytes for c, choice in consumers if choice is not None and choice.name in REBUILDS]
+    changed = keys * of_stage.key_bytes / every_s + REMOVED_KEY_BYTES * of_stage.removals
     return constants.state * changed + sum(kept)
 
 
 def log_s(facts: FlowFacts, stage: int, choices: Choices) -> float:
-    """How many seconds of its input are kept for a stage, beyond what is under way."""
+    """Return the seconds of input that are retained for a stage, without rows in flight."""
     choice = choices[stage]
     if choice.name == "passive":
         return choice.every_ms / 1e3
-    if choice.name not in ANEW:
+    if choice.name not in REBUILDS:
         return 0.0
     after = [c.consumer for c in facts.out_of(stage)]
-    logs = [log_s(facts, i, choices) for i in after if i in choices and choices[i].name in ANEW]
+    logs = [log_s(facts, i, choices) for i in after if i in choices and choices[i].name in REBUILDS]
     life = facts.stages[stage].life_s
     return (math.inf if life is None else life) + max(logs, default=0.0)
 
 
 def work_again_ms(facts: FlowFacts, stage: int, span_s: float) -> float:
-    """What a site has worked for its part of a stage in so long."""
+    """Return the work of one site for its part of a stage in `span_s` seconds."""
     return 1e3 * facts.stages[stage].work / facts.sites * span_s
 
 
 def _recovery_ms(
     facts: FlowFacts, choices: Choices, constants: Constants, log: float | None = None
 ) -> float:
-    """Of all these stages: a site has partitions of each, and is lost with all of them."""
+    """Return the recovery time of all these stages: a lost site had partitions of each."""
     names = {c.name for c in choices.values()}
     if "none" in names:
         return math.inf
@@ -259,11 +263,11 @@ def _recovery_ms(
         i: work_again_ms(facts, i, log_s(facts, i, choices) if log is None else log)
         for i in choices
     }
-    found = constants.route_ms
+    total = constants.route_ms
     redone = [again[i] for i, c in choices.items() if c.name == "passive"]
-    remade = [again[i] for i, c in choices.items() if c.name in ANEW]
+    remade = [again[i] for i, c in choices.items() if c.name in REBUILDS]
     if redone:
-        found += constants.switch_ms + constants.redo * sum(redone)
+        total += constants.switch_ms + constants.redo * sum(redone)
     if remade:
-        found += max(constants.ask_ms, constants.remake * sum(remade))
-    return found
+        total += max(constants.ask_ms, constants.remake * sum(remade))
+    return total

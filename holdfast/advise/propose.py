@@ -1,7 +1,7 @@
-"""Which protection for which stage: of all that are possible the cheapest that is within bounds.
+"""Proposes a protection for each stage: the cheapest possible combination within bounds.
 
-The stages of a flow are not chosen for one by one. A site has partitions of each and is lost with
-all of them, and what one stage keeps depends on how those after it are protected.
+The protections of the stages depend on each other: a lost site had partitions of every stage, and
+what a stage retains depends on the protection of the stages after it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from holdfast.advise.facts import FlowFacts
 from holdfast.advise.model import (
-    TWICE,
+    TWO_REPLICAS,
     Choice,
     Choices,
     Constants,
@@ -29,14 +29,14 @@ from holdfast.advise.model import (
 from holdfast.api.options import Options
 
 EVERY_MS = (20, 10_000)
-"""Checkpoints are not proposed more often, or more seldom."""
+"""Minimum and maximum of proposed checkpoint intervals."""
 KEPT_BYTES_MAX = Options().kept_bytes_max
-"""What a site may have to keep for another."""
+"""Maximum bytes that a site may have to retain for another."""
 COMBINATIONS_MAX = 5_000
-ALIKE = 0.02
-"""Overheads that differ by less cannot be told apart by measuring: then bytes decide."""
+INDISTINGUISHABLE = 0.02
+"""A difference in overhead too small to measure; within it, the bytes sent decide."""
 NEAR = 0.0005
-"""Overheads that differ by less are the same."""
+"""Resolution of overheads: they are equal if they differ by less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,33 +44,33 @@ class Bounds:
     recovery_ms: float
     overhead: float
 
-    def excess(self, found: Prediction) -> float:
-        """By how much they are missed, each relative to itself; 0 if they are not."""
-        late = found.recovery_ms / max(self.recovery_ms, 1.0) - 1.0
-        dear = found.overhead / max(self.overhead, 0.001) - 1.0
+    def excess(self, predicted: Prediction) -> float:
+        """Return the sum of the relative excess over each bound; 0 if both are met."""
+        late = predicted.recovery_ms / max(self.recovery_ms, 1.0) - 1.0
+        dear = predicted.overhead / max(self.overhead, 0.001) - 1.0
         return max(0.0, late) + max(0.0, dear)
 
-    def missed(self, found: Prediction) -> list[str]:
-        said = []
-        if found.recovery_ms > self.recovery_ms:
-            much, bound = found.recovery_ms, self.recovery_ms
-            said.append(
+    def missed(self, predicted: Prediction) -> list[str]:
+        missed = []
+        if predicted.recovery_ms > self.recovery_ms:
+            much, bound = predicted.recovery_ms, self.recovery_ms
+            missed.append(
                 f"recovery: {in_time(much)} instead of {in_time(bound)}, "
                 f"{in_time(much - bound)} too long"
             )
-        if found.overhead > self.overhead:
-            points = 100 * (found.overhead - self.overhead)
-            said.append(
-                f"overhead: {in_percent(found.overhead)} instead of {in_percent(self.overhead)}, "
-                f"{points:.1f} points too much"
+        if predicted.overhead > self.overhead:
+            much, bound = predicted.overhead, self.overhead
+            missed.append(
+                f"overhead: {in_percent(much)} instead of {in_percent(bound)}, "
+                f"{100 * (much - bound):.1f} points too much"
             )
-        return said
+        return missed
 
 
 @dataclass(frozen=True, slots=True)
 class TurnedDown:
-    """A protection that was not proposed for a stage: why, and what the whole flow would be like
-    with it there; None if it cannot be."""
+    """A protection that was not proposed for a stage: the reason, and the prediction for the whole
+    flow with it; None if it is not possible there."""
 
     name: str
     why: str
@@ -79,7 +79,7 @@ class TurnedDown:
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """For one stage."""
+    """The proposal for one stage."""
 
     stage: int
     choice: Choice
@@ -101,7 +101,7 @@ class Advice:
         return {p.stage: p.choice for p in self.proposed}
 
     def code(self) -> list[str]:
-        """What to write in Python."""
+        """Return the Python code of the proposal."""
         ends = overall(self.choices)
         lines = [f'flow = Flow("{self.facts.flow}", protect={ends})']
         for position, choice in self.choices.items():
@@ -113,7 +113,7 @@ class Advice:
 
     def to_dict(self) -> dict[str, Any]:
         stages = self.facts.stages
-        said = {
+        data = {
             "flow": self.facts.flow,
             "bounds": {"recovery_ms": self.bounds.recovery_ms, "overhead": self.bounds.overhead},
             "fits": not self.missed,
@@ -140,11 +140,11 @@ class Advice:
             "code": self.code(),
             "notes": list(self.notes),
         }
-        return _finite(said)
+        return _finite(data)
 
 
-def _part_of(found: Prediction, stage: int) -> dict[str, float]:
-    part = found.parts[stage]
+def _part_of(predicted: Prediction, stage: int) -> dict[str, float]:
+    part = predicted.parts[stage]
     return {
         "slowdown": part.slowdown,
         "extra_bytes_per_s": part.extra_bytes,
@@ -154,41 +154,41 @@ def _part_of(found: Prediction, stage: int) -> dict[str, float]:
     }
 
 
-def _finite(said: Any) -> Any:
-    """JSON has no infinity."""
-    if isinstance(said, Mapping):
-        return {name: _finite(value) for name, value in said.items()}
-    if isinstance(said, list | tuple):
-        return [_finite(value) for value in said]
-    return None if isinstance(said, float) and not math.isfinite(said) else said
+def _finite(data: Any) -> Any:
+    """Replace infinity, which JSON does not have, by None."""
+    if isinstance(data, Mapping):
+        return {name: _finite(value) for name, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 # --- choosing -----------------------------------------------------------------------------------
 
 
 def propose(facts: FlowFacts, bounds: Bounds, constants: Constants) -> Advice:
-    """The cheapest protection of each stage that is within `bounds`, or what comes closest."""
+    """Propose the cheapest protections within `bounds`, or the closest to them."""
 
     def rank(choices: Choices) -> tuple[float, float, float]:
-        found = predict(facts, choices, constants)
-        overhead = round(found.overhead / NEAR) * NEAR
-        return round(bounds.excess(found), 3), overhead, found.memory_bytes
+        predicted = predict(facts, choices, constants)
+        overhead = round(predicted.overhead / NEAR) * NEAR
+        return round(bounds.excess(predicted), 3), overhead, predicted.memory_bytes
 
     tried = list(_combinations(facts, bounds, constants, rank))
-    found = _sends_least(facts, tried, min(tried, key=rank), bounds, constants)
-    predicted = predict(facts, found, constants)
+    best = _sends_least(facts, tried, min(tried, key=rank), bounds, constants)
+    predicted = predict(facts, best, constants)
     proposed = tuple(
         Proposed(
             stage,
             choice,
-            _why(facts, stage, found, bounds, constants),
-            tuple(_turned_down(facts, stage, found, bounds, constants)),
+            _why(facts, stage, best, bounds, constants),
+            tuple(_turned_down(facts, stage, best, bounds, constants)),
         )
-        for stage, choice in found.items()
+        for stage, choice in best.items()
     )
     missed = bounds.missed(predicted)
     return Advice(
-        facts, bounds, predicted, proposed, tuple(missed), tuple(_notes(facts, found, constants))
+        facts, bounds, predicted, proposed, tuple(missed), tuple(_notes(facts, best, constants))
     )
 
 
@@ -199,41 +199,39 @@ def _sends_least(
     bounds: Bounds,
     constants: Constants,
 ) -> dict[int, Choice]:
-    """Of those within bounds that cost as good as nothing more than the cheapest."""
+    """Return the combination that sends least among those within bounds that are indistinguishable
+    from the cheapest in cost."""
     least = predict(facts, cheapest, constants)
     if bounds.excess(least):
         return cheapest
 
     def rank(choices: Choices) -> tuple[float, float, float]:
-        found = predict(facts, choices, constants)
-        return round(found.extra_bytes, 2), found.memory_bytes, found.overhead
+        predicted = predict(facts, choices, constants)
+        return round(predicted.extra_bytes, 2), predicted.memory_bytes, predicted.overhead
 
-    alike = [
+    similar = [
         choices
         for choices in tried
-        if not bounds.excess(found := predict(facts, choices, constants))
-        and found.overhead <= least.overhead + ALIKE
+        if not bounds.excess(predicted := predict(facts, choices, constants))
+        and predicted.overhead <= least.overhead + INDISTINGUISHABLE
     ]
-    return min(alike, key=rank)
+    return min(similar, key=rank)
 
 
 def refused(facts: FlowFacts, stage: int, name: str) -> str | None:
-    """Why a stage cannot be protected so; None if it can."""
-    said = facts.stages[stage]
-    if not said.ordered:
-        return "it merges in the order of arrival, which replicas would not see alike"
+    """Return why a stage cannot have this protection; None if it can."""
+    of_stage = facts.stages[stage]
+    if not of_stage.ordered:
+        return "it merges in the order of arrival, which differs between replicas"
     if name not in ("upstream", "rollback"):
         return None
     if name == "rollback" and not facts.uniform:
-        return "ways between two stages of this flow are not equally long"
-    if not said.bounded:
-        return (
-            "its state comes from all rows that a key ever had: summary_interval= would make it "
-            "passive"
-        )
-    if said.life_s is None:
-        return "how long its state lives could not be seen, as event time did not pass"
-    kept = facts.bytes_in(stage) / facts.sites * said.life_s
+        return "the paths between two stages of this flow do not have the same length"
+    if not of_stage.bounded:
+        return "its state depends on all rows of a key; with summary_interval= it would be passive"
+    if of_stage.life_s is None:
+        return "the life of its state is unknown, because event time did not advance"
+    kept = facts.bytes_in(stage) / facts.sites * of_stage.life_s
     if kept > KEPT_BYTES_MAX:
         return f"each site would keep {in_bytes(kept)} for it"
     return None
@@ -247,19 +245,21 @@ def _possible(facts: FlowFacts, stage: int) -> list[str]:
 def _combinations(
     facts: FlowFacts, bounds: Bounds, constants: Constants, rank: Any
 ) -> Iterator[dict[int, Choice]]:
-    """All of them; of a flow with very many stages, those on the way to where changing any one
-    stage is no gain."""
+    """Yield all combinations; of a flow with very many stages, those of a hill climb that changes
+    one stage at a time."""
     names = {i: _possible(facts, i) for i in facts.keyed}
     if math.prod(len(n) for n in names.values()) <= COMBINATIONS_MAX:
         for chosen in itertools.product(*names.values()):
-            yield _settled(facts, dict(zip(names, chosen, strict=True)), bounds, constants)
+            yield _with_interval(facts, dict(zip(names, chosen, strict=True)), bounds, constants)
         return
     now = {i: n[-1] for i, n in names.items()}
-    best = _settled(facts, now, bounds, constants)
+    best = _with_interval(facts, now, bounds, constants)
     while True:
         yield best
         others = [
-            _settled(facts, now | {i: name}, bounds, constants) for i in names for name in names[i]
+            _with_interval(facts, now | {i: name}, bounds, constants)
+            for i in names
+            for name in names[i]
         ]
         better = min(others, key=rank)
         if rank(better) >= rank(best):
@@ -267,10 +267,10 @@ def _combinations(
         best, now = better, {i: c.name for i, c in better.items()}
 
 
-def _settled(
+def _with_interval(
     facts: FlowFacts, names: Mapping[int, str], bounds: Bounds, constants: Constants
 ) -> dict[int, Choice]:
-    """With an interval, the same for all stages that have checkpoints."""
+    """Return choices with a checkpoint interval, the same for all passive stages."""
     every_ms = _every_ms(facts, names, bounds, constants)
     return {i: Choice(n, every_ms if n == "passive" else 0) for i, n in names.items()}
 
@@ -278,7 +278,7 @@ def _settled(
 def _every_ms(
     facts: FlowFacts, names: Mapping[int, str], bounds: Bounds, constants: Constants
 ) -> int:
-    """The longest interval within bounds: checkpoints are the cheaper the more seldom they are."""
+    """Return the longest interval within bounds: it makes checkpoints cheapest."""
     passive = [i for i, name in names.items() if name == "passive"]
     if not passive:
         return 0
@@ -292,7 +292,7 @@ def _every_ms(
 
 
 def _rounded(value: float) -> int:
-    """Down, to two digits.
+    """Round down to two digits.
 
     >>> [_rounded(v) for v in (20, 87.5, 728.0, 10_000)]
     [20, 87, 720, 10000]
@@ -307,30 +307,30 @@ def _rounded(value: float) -> int:
 def _why(
     facts: FlowFacts, stage: int, choices: Choices, bounds: Bounds, constants: Constants
 ) -> str:
-    said, choice = facts.stages[stage], choices[stage]
-    twice = f"{in_percent(share(facts, stage))} of the processor time"
+    of_stage, choice = facts.stages[stage], choices[stage]
+    work = f"{in_percent(share(facts, stage))} of the processor time"
     if choice.name == "none":
         return str(refused(facts, stage, "pairs"))
     if choice.name == "upstream":
         return (
-            f"its state comes from the last {in_time(1e3 * (said.life_s or 0.0))}, so it can be "
-            "rebuilt from what its producers keep, and nothing is done or sent twice"
+            f"its state depends on the last {in_time(1e3 * (of_stage.life_s or 0.0))}, so it can "
+            "be rebuilt from retained input, and no work or data is duplicated"
         )
     if choice.name == "passive":
         checkpoints = checkpoint_bytes(facts, stage, choices, constants)
         return (
-            f"checkpoints of {in_bytes(checkpoints)} a second cost less than doing its work twice "
-            f"({twice}), and what came since the last can be done again within the bound"
+            f"checkpoints of {in_bytes(checkpoints)} per second cost less than doing its work "
+            f"twice ({work}), and the work since the last one can be repeated within the bound"
         )
     other = _otherwise(facts, stage, "passive", choices, bounds, constants)
     if predict(facts, other, constants).recovery_ms > bounds.recovery_ms:
-        return f"only a second replica is ready at once; its work is {twice}"
-    found, taken = (predict(facts, c, constants) for c in (other, choices))
-    if found.overhead > taken.overhead:
-        return f"doing its work twice ({twice}) costs less than checkpoints often enough would"
+        return f"only a second replica can take over immediately; its work is {work}"
+    alternative, chosen = (predict(facts, c, constants) for c in (other, choices))
+    if alternative.overhead > chosen.overhead:
+        return f"doing its work twice ({work}) costs less than checkpoints that are frequent enough"
     return (
-        f"doing its work twice ({twice}) costs hardly more than checkpoints often enough would, "
-        "and sends less"
+        f"doing its work twice ({work}) costs hardly more than checkpoints that are frequent "
+        "enough, and sends less"
     )
 
 
@@ -342,15 +342,15 @@ def _otherwise(
     bounds: Bounds,
     constants: Constants,
 ) -> dict[int, Choice]:
-    """The same but for one stage."""
+    """Return the same choices with another protection for one stage."""
     names = {i: c.name for i, c in choices.items()} | {stage: name}
-    return _settled(facts, names, bounds, constants)
+    return _with_interval(facts, names, bounds, constants)
 
 
 def _turned_down(
     facts: FlowFacts, stage: int, choices: Choices, bounds: Bounds, constants: Constants
 ) -> Iterator[TurnedDown]:
-    taken = predict(facts, choices, constants)
+    chosen = predict(facts, choices, constants)
     for name in ("upstream", "rollback", "passive", "pairs", "active"):
         if name == choices[stage].name:
             continue
@@ -359,48 +359,47 @@ def _turned_down(
             yield TurnedDown(f"{name}()", why)
             continue
         other = _otherwise(facts, stage, name, choices, bounds, constants)
-        found = predict(facts, other, constants)
-        why = _same_as(choices[stage].name, name) or _worse(found, taken, bounds)
-        yield TurnedDown(str(other[stage]), why, found)
+        alternative = predict(facts, other, constants)
+        why = _same_as(choices[stage].name, name) or _worse(alternative, chosen, bounds)
+        yield TurnedDown(str(other[stage]), why, alternative)
 
 
-def _same_as(taken: str, name: str) -> str | None:
-    if (taken, name) == ("upstream", "rollback"):
-        return "costs and takes the same; upstream() also takes flows that are not uniform"
-    if (taken, name) == ("pairs", "active"):
-        return "costs and takes the same; for operators whose replicas make rows in another order"
+def _same_as(chosen: str, name: str) -> str | None:
+    if (chosen, name) == ("upstream", "rollback"):
+        return "same cost and recovery; upstream() also supports flows that are not uniform"
+    if (chosen, name) == ("pairs", "active"):
+        return "same cost and recovery; for operators whose replicas differ in the order of rows"
     return None
 
 
-def _worse(found: Prediction, taken: Prediction, bounds: Bounds) -> str:
-    late, dear = found.recovery_ms > bounds.recovery_ms, found.overhead > bounds.overhead
-    if late and found.recovery_ms > taken.recovery_ms:
-        return f"the flow would recover in {in_time(found.recovery_ms)}"
-    if dear and found.overhead > taken.overhead + NEAR:
-        return f"the flow would give up {in_percent(found.overhead)} of its rate"
-    if found.overhead > taken.overhead + NEAR:
-        more = 100 * (found.overhead - taken.overhead)
-        return f"within the bounds, but costs {more:.1f} points more"
-    if round(found.extra_bytes, 2) > round(taken.extra_bytes, 2):
+def _worse(alternative: Prediction, chosen: Prediction, bounds: Bounds) -> str:
+    overhead, recovery_ms = alternative.overhead, alternative.recovery_ms
+    if recovery_ms > bounds.recovery_ms and recovery_ms > chosen.recovery_ms:
+        return f"the flow would recover in {in_time(recovery_ms)}"
+    if overhead > bounds.overhead and overhead > chosen.overhead + NEAR:
+        return f"the flow would lose {in_percent(overhead)} of its rate"
+    if overhead > chosen.overhead + NEAR:
+        return f"within the bounds, but costs {100 * (overhead - chosen.overhead):.1f} points more"
+    if round(alternative.extra_bytes, 2) > round(chosen.extra_bytes, 2):
         return "hardly cheaper, and sends more"
-    return f"hardly cheaper, and keeps {in_bytes(found.memory_bytes)} in memory"
+    return f"hardly cheaper, and keeps {in_bytes(alternative.memory_bytes)} in memory"
 
 
 def _notes(facts: FlowFacts, choices: Choices, constants: Constants) -> Iterator[str]:
-    if overall(choices).name in TWICE:
+    if overall(choices).name in TWO_REPLICAS:
         ends = constants.ends * ends_share(facts)
         yield f"sources and sinks are pairs, which alone costs {in_percent(ends / (1.0 + ends))}"
-    for said in facts.stages:
-        if said.life_s is not None and said.life_s > facts.seconds:
+    for stage in facts.stages:
+        if stage.life_s is not None and stage.life_s > facts.seconds:
             yield (
-                f"the state of {said.name!r} lives for {in_time(1e3 * said.life_s)}, but was "
-                f"looked at for {facts.seconds:.0f} s only: there will be more of it than was seen"
+                f"the state of {stage.name!r} lives for {in_time(1e3 * stage.life_s)}, but was "
+                f"measured for only {facts.seconds:.0f} s: it will grow beyond the measured size"
             )
     if not facts.keyed:
-        yield "there is no keyed stage: nothing but the ends can be protected"
+        yield "there is no keyed stage: only sources and sinks can be protected"
 
 
-# --- how figures are said -------------------------------------------------------------------------
+# --- formatting -----------------------------------------------------------------------------------
 
 
 def in_percent(part: float) -> str:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
     from holdfast.api.graph import Flow
-    from holdfast.spark.stateful import Clock
+    from holdfast.spark.stateful import SparkClock
 
 Origins: TypeAlias = Sequence[int] | np.ndarray | pa.Array
 SparkSchema: TypeAlias = "StructType | str"
@@ -521,7 +521,7 @@ class KeyedStream:
         outputs = self._operate(operator)
         return TimedStream(outputs) if clock is not None else outputs["out"]
 
-    def _clock(self, time_mode: str, lateness: Duration, where: str) -> Clock | None:
+    def _clock(self, time_mode: str, lateness: Duration, where: str) -> SparkClock | None:
         """The watermark that an operator written for Spark is to see, if any."""
         from holdfast.spark import stateful
 

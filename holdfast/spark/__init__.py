@@ -1,4 +1,4 @@
-"""Hosting sites on Spark, Spark at both ends, and the flow as a Spark job.
+"""Sites on Spark, Spark DataFrames as sources and results, and a flow as a Spark job.
 
-The only package that imports pyspark.
+This is the only package that imports pyspark.
 """

@@ -1,9 +1,9 @@
-"""The same flow as an ordinary Spark job over DataFrames: backfill for users, oracle for tests.
+"""Runs a flow as an ordinary Spark job over DataFrames: backfill for users, oracle for tests.
 
-Every input row gets the sequence number that it has, or would have, in a live run; from then on
-the stages run the very code that sites run. A first, small job per source learns how many rows
-each part of it has and how its event times move; the rest is lazy. A keyed stage is one shuffle
-of shuffle blocks, and merges them as it reads, so memory does not grow with the input.
+Every input row gets the sequence number that it has, or would have, in a live run. The stages
+then run the same code as sites do. A small survey job per source counts the rows of each block
+and records how their event times advance; everything else is lazy. A keyed stage is one shuffle
+of shuffle blocks. It merges the blocks while it reads them, so memory does not grow with the input.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BLOCK = "__block"
 _SPLIT_BITS = 20
 _RANGE_ROWS, _RANGES_MAX = 500_000, 64
 _ALONE = (0, 0)
-"""A block of rows by itself, as the only split of the only source."""
+"""The split of a block that is surveyed by itself: the only split of the only source."""
 _SURVEY_DDL = "code long, rows long, at array<long>, marks array<long>"
 
 
@@ -52,7 +52,7 @@ def batch(
     partitions: int = 8,
     with_order: bool = False,
 ) -> dict[str, DataFrame]:
-    """The rows of these sinks, by name; see `Flow.batch`."""
+    """Return the rows of these sinks, by name; see `Flow.batch`."""
     use_this_python(spark)
     planned = blocks.checked_plan(flow, inputs, partitions, streaming=False)
     known = None if records is None else [_as_record(r) for r in records]
@@ -64,12 +64,15 @@ def batch(
 
 
 Keep = Callable[[Stage, KeyedOperator], None]
-"""Called by a task with its operator, when that has seen all rows."""
+"""A task calls it with its operator once the operator has processed all rows."""
 
 
 class Job:
-    """The DataFrames of the stages. Consumers of a stage share one shuffle of its shuffle blocks,
-    which Spark then computes once per query (ReusedExchange)."""
+    """The DataFrames of the stages.
+
+    The consumers of a stage share one shuffle of its shuffle blocks, which Spark then computes once
+    per query (ReusedExchange).
+    """
 
     def __init__(
         self, planned: Plan, order: Order, partitions: int, keep: Keep | None = None
@@ -79,11 +82,11 @@ class Job:
 
     def result(self, sink: Stage, with_order: bool) -> DataFrame:
         schema = blocks.sink_schema(sink, with_order)
-        made = []
+        results = []
         for producer, exchanges in blocks.by_producer(self.plan, sink):
             outlet = blocks.ToRows(exchanges, schema)
-            made.append(self._run(producer, outlet))
-        return reduce(DataFrame.unionAll, made)
+            results.append(self._run(producer, outlet))
+        return reduce(DataFrame.unionAll, results)
 
     def _run(self, stage: Stage, outlet: blocks.Outlet) -> DataFrame:
         planned, lean = blocks.shipped(self.plan, stage)
@@ -97,8 +100,8 @@ class Job:
         return sent.sortWithinPartitions("low").mapInArrow(task, outlet.ddl)
 
     def _sent_to(self, stage: Stage) -> DataFrame:
-        """All shuffle blocks for a keyed stage; with a single producer also those for its
-        siblings."""
+        """Return all shuffle blocks for a keyed stage; with a single producer, also those for the
+        producer's other consumers."""
         producers = blocks.by_producer(self.plan, stage)
         if len(producers) == 1:
             producer = producers[0][0]
@@ -115,7 +118,7 @@ class Job:
 
 
 class _KeyedTask:
-    """Some buckets of a keyed stage, over their shuffle blocks in the order of ``low``."""
+    """Runs some buckets of a keyed stage over their shuffle blocks, which are sorted by ``low``."""
 
     def __init__(
         self,
@@ -148,10 +151,10 @@ class _KeyedTask:
 
 
 class _Merge:
-    """Rows that have come and may still be preceded by others.
+    """Holds rows that later shuffle blocks may still precede.
 
-    Parcels come in the order of their lowest sequence number, so whatever is below the next
-    one's is complete.
+    Shuffle blocks arrive in the order of their lowest sequence number, so all rows below that
+    of the next block are complete.
     """
 
     def __init__(self, exchanges: list[int]) -> None:
@@ -169,16 +172,17 @@ class _Merge:
         self.touched = True
 
     def below(self, seq: int) -> list[list[pa.RecordBatch]]:
-        """Take out the rows below the sequence number `seq`, per exchange."""
-        taken = []
+        """Remove and return the rows below the sequence number `seq`, per exchange."""
+        ready = []
         for exchange, batches in self.held.items():
             early = [b.column("__o0").to_numpy() < seq for b in batches]
-            taken.append([b.filter(pa.array(e)) for b, e in zip(batches, early, strict=True)])
+            ready.append([b.filter(pa.array(e)) for b, e in zip(batches, early, strict=True)])
             kept = [b.filter(pa.array(~e)) for b, e in zip(batches, early, strict=True)]
             self.held[exchange] = [b for b in kept if b.num_rows]
         self._rows = sum(b.num_rows for held in self.held.values() for b in held)
-        self._goal = 2 * self._rows + blocks.BLOCK_ROWS  # or long overlaps are gone through again
-        return taken
+        # A fixed goal would filter the rows of long overlaps again and again.
+        self._goal = 2 * self._rows + blocks.BLOCK_ROWS
+        return ready
 
     def rest(self) -> list[list[pa.RecordBatch]]:
         return list(self.held.values())
@@ -189,11 +193,11 @@ class _Merge:
 
 @dataclass
 class _Read:
-    """A source's DataFrame and how its rows are numbered.
+    """A source's DataFrame and the numbering of its rows.
 
-    A row's *code* says which block (Spark partition, or range of the order columns) and split it
-    is in; ``first[code]`` is the offset of the block's first row in its split. ``ranges[split]``
-    has the offsets at which recorded ranges start and end, and their first sequence numbers.
+    A row's *code* names its block (a Spark partition, or a range of the order columns) and its
+    split. ``first[code]`` is the offset of the block's first row in its split. ``ranges[split]``
+    holds the start and end offsets of the recorded ranges, and their first sequence numbers.
     """
 
     df: DataFrame
@@ -209,14 +213,14 @@ class _Read:
 
     @property
     def splits(self) -> list[int]:
-        """Those that have rows."""
+        """The splits that have rows."""
         return sorted({_split_of(code) for code in self.rows})
 
     def split_rows(self, split: int) -> int:
         return sum(n for code, n in self.rows.items() if _split_of(code) == split)
 
     def locate(self) -> None:
-        """Work out the offset of every block's first row: blocks of a split, one after another."""
+        """Compute the offset of every block's first row; the blocks of a split are contiguous."""
         reached: dict[int, int] = {}
         for code in sorted(self.rows):
             split = _split_of(code)
@@ -224,7 +228,7 @@ class _Read:
             reached[split] = self.first[code] + self.rows[code]
 
     def seqs(self, split: int, offsets: np.ndarray) -> np.ndarray:
-        """The sequence numbers of a split's rows; -1 for those that no epoch has."""
+        """Return the sequence numbers of a split's rows; -1 for rows that are in no epoch."""
         if split not in self.ranges:
             return np.full(offsets.size, -1, np.int64)
         starts, ends, seqs = self.ranges[split]
@@ -239,14 +243,14 @@ def _split_of(code: int) -> int:
 
 @dataclass
 class Order:
-    """All sources with their numbering, and the watermark over their rows."""
+    """The numbering of all sources, and the watermark over their rows."""
 
     sources: dict[int, _Read]
     track: Track
     rows: int
-    """How many sequence numbers there are."""
+    """Number of sequence numbers assigned."""
     mark: bytes
-    """The watermark after the last row, saved; empty if nothing goes by it."""
+    """The saved watermark after the last row; empty if no operator uses event time."""
 
     @classmethod
     def of(
@@ -257,8 +261,8 @@ class Order:
         *,
         ended: bool = True,
     ) -> Order:
-        """That of `records`; without them all rows are in one epoch, which is the last if the
-        input has `ended`."""
+        """Return the order that `records` define; without them, all rows are in one epoch, which is
+        the last one if the input has `ended`."""
         reads = {}
         for stage in planned.sources:
             what = f"Holdfast flow {planned.flow!r} as a batch job: survey of source {stage.name!r}"
@@ -285,28 +289,30 @@ def _as_record(record: EpochRecord | Mapping[str, Any]) -> EpochRecord:
 
 
 def _one_epoch(reads: dict[int, _Read], ended: bool) -> EpochRecord:
-    """Without records: everything in one epoch, source after source and split after split."""
+    """Return one epoch with all rows, source by source and split by split."""
     ranges = [Range(StageId(s), n, 0, r.split_rows(n)) for s, r in reads.items() for n in r.splits]
     return EpochRecord(Epoch(0), 0, tuple(ranges), (), ended, ended)
 
 
 def _number(planned: Plan, reads: dict[int, _Read], records: list[EpochRecord]) -> None:
-    """Tell every source the sequence numbers of its ranges."""
-    found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    """Set the sequence numbers of every source's ranges."""
+    recorded: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     known = set(planned.splits)
     for record in records:
         seq = record.base
         for r in record.ranges:
-            found.setdefault((r.source, r.split), []).append((r.start, r.end, seq))
+            recorded.setdefault((r.source, r.split), []).append((r.start, r.end, seq))
             seq += r.rows
-    for (source, split), ranges in found.items():
+    for (source, split), ranges in recorded.items():
         if source not in reads:
-            raise FlowError(f"flow {planned.flow!r}: the records name {source}, which is no source")
+            raise FlowError(
+                f"flow {planned.flow!r}: the records name stage {source}, which is not a source"
+            )
         read = reads[source]
         if (source, split) not in known:
             raise FlowError(
                 f"flow {planned.flow!r}, source {read.name!r}: there are rows of split {split}, "
-                f"but the source has {sum(s == source for s, _ in known)}"
+                f"but the source has {sum(s == source for s, _ in known)} splits"
             )
         _refuse_missing(planned.flow, read, split, max(end for _, end, _ in ranges))
         read.ranges[split] = np.array(sorted(ranges), np.int64).T
@@ -317,23 +323,23 @@ def _refuse_missing(flow: str, read: _Read, split: int, end: int) -> None:
     if split > 0 and not read.split_column:
         raise FlowError(
             f"{where}: the records name split {split}, but the DataFrame has no column {SPLIT!r}",
-            hint="add one that says which split each row is of",
+            hint="add one with the split of each row",
         )
     if end > read.split_rows(split):
         raise FlowError(
             f"{where}: the records go up to row {end} of split {split}, "
-            f"but the DataFrame has {read.split_rows(split)}"
+            f"but the DataFrame has {read.split_rows(split)} rows of it"
         )
 
 
 def _track(
     planned: Plan, reads: dict[int, _Read], records: list[EpochRecord]
 ) -> tuple[Track, Watermark]:
-    """The watermark over all recorded rows, from the steps that each block has by itself.
+    """Compute the watermark over all recorded rows from the steps within each block.
 
-    A row can only move the watermark if it does so within its own block; so these few rows, in
-    sequence order, are all that has to be looked at. The steps of live records are not believed:
-    the batch job is what a live run is compared with.
+    A row can advance the watermark only if it also does so within its own block, so it is enough to
+    examine these few rows in sequence order. The steps in the records of a live run are ignored,
+    because live runs are checked against the batch job.
     """
     candidates = {s: _candidates(reads[s]) for s, _ in planned.timed_splits}
     mark = Watermark(_timed_splits(planned, reads), planned.boundaries)
@@ -346,8 +352,8 @@ def _track(
 
 
 def _timed_splits(planned: Plan, reads: dict[int, _Read]) -> list[tuple[int, int]]:
-    """The splits whose rows move the watermark. A DataFrame that does not say which split a row is
-    of is one split, however many the source has when it is live."""
+    """Return the splits whose rows advance the watermark. A DataFrame without a split column is one
+    split, regardless of how many the source has in a live run."""
     return [
         (source, split)
         for source, split in planned.timed_splits
@@ -356,7 +362,7 @@ def _timed_splits(planned: Plan, reads: dict[int, _Read]) -> list[tuple[int, int
 
 
 def _candidates(read: _Read) -> Steps:
-    """The rows of a source at which its own largest time may move on, by sequence number."""
+    """Return the rows at which a source's own largest time may advance, by sequence number."""
     seqs, marks = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for code, (at, values) in read.steps.items():
         seqs.append(read.seqs(_split_of(code), read.first[code] + at))
@@ -367,7 +373,7 @@ def _candidates(read: _Read) -> Steps:
 
 
 def _within(candidates: Steps, start: int, end: int) -> Steps:
-    """The candidates in ``[start, end)``."""
+    """Return the candidates in ``[start, end)``."""
     seqs, marks = candidates
     a, b = np.searchsorted(seqs, [start, end])
     return seqs[a:b], marks[a:b]
@@ -377,7 +383,7 @@ def _within(candidates: Steps, start: int, end: int) -> Steps:
 
 
 def _survey(planned: Plan, stage: Stage, df: DataFrame) -> _Read:
-    """Count a source's rows by block and split, and find the steps of their event times."""
+    """Count a source's rows by block and split, and compute the steps of their event times."""
     assert stage.source is not None
     splits = SPLIT in df.columns
     used = [*stage.used["out"], *([SPLIT] if splits else [])]
@@ -397,11 +403,11 @@ def _survey(planned: Plan, stage: Stage, df: DataFrame) -> _Read:
 
 
 def _as_it_is(df: DataFrame, used: list[str]) -> DataFrame:
-    """The DataFrame in its own order: by Spark partition, and as rows come within one.
+    """Return the DataFrame in its own order: by Spark partition, and by position within one.
 
-    What a shuffle gives may come in another order, or be cut otherwise, when it is run again;
-    then the order of one run is kept. So it is with rows from the driver's memory, for which
-    Spark's optimizer works out the partition's number before there are partitions.
+    A shuffle may give its rows in another order, or in other partitions, when Spark runs it again;
+    a local checkpoint keeps the order of one run. Rows from the driver's memory need one too,
+    because Spark's optimizer evaluates the partition number before there are partitions.
     """
     df = df.select(*used)
     how = df._jdf.queryExecution().executedPlan().toString()
@@ -411,9 +417,9 @@ def _as_it_is(df: DataFrame, used: list[str]) -> DataFrame:
 
 
 def _ranged(df: DataFrame, order: list[str], used: list[str]) -> DataFrame:
-    """The DataFrame sorted by `order`, in blocks that are ranges of these columns.
+    """Return the DataFrame sorted by `order`, in blocks that are ranges of these columns.
 
-    Not with ``orderBy``: its ranges are drawn again whenever the DataFrame is run.
+    ``orderBy`` would sample new ranges every time Spark runs the DataFrame.
     """
     df = df.select(*dict.fromkeys([*used, *order]))
     bounds = _bounds(df, order)
@@ -424,7 +430,7 @@ def _ranged(df: DataFrame, order: list[str], used: list[str]) -> DataFrame:
 
 
 def _bounds(df: DataFrame, order: list[str]) -> list[Column]:
-    """Values of the order columns that cut the rows into parts of about equal size."""
+    """Return values of the order columns that split the rows into parts of similar size."""
     rows = df.count()
     parts = min(-(-rows // _RANGE_ROWS), _RANGES_MAX)
     if parts <= 1:
@@ -437,13 +443,13 @@ def _bounds(df: DataFrame, order: list[str]) -> list[Column]:
 
 
 class _Places:
-    """Where rows stand: their code, and their position among the rows of that code."""
+    """Computes the place of rows: their code, and their position among the rows of that code."""
 
     def __init__(self) -> None:
         self.seen: dict[int, int] = {}
 
     def of(self, batch: pa.RecordBatch) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-        """Code, rows of the batch, and position of each, for every code in it."""
+        """Yield each code of the batch with its row indices and the positions of these rows."""
         codes = batch.column(BLOCK).to_numpy().astype(np.int64) << _SPLIT_BITS
         if SPLIT in batch.schema.names:
             codes = codes | batch.column(SPLIT).to_numpy().astype(np.int64)
@@ -455,7 +461,7 @@ class _Places:
 
 
 class _SurveyTask:
-    """Count rows by code; with `on`, also find where their largest time passes a boundary."""
+    """Counts rows by code; with `on`, also finds where their largest time passes a boundary."""
 
     def __init__(
         self, schema: pa.Schema, on: str | None, boundaries: list[tuple[int, int]], name: str
@@ -471,9 +477,9 @@ class _SurveyTask:
             times = self._times(batch)
             for code, rows, at in places.of(batch):
                 mark = marks.setdefault(code, Watermark([_ALONE], self.boundaries))
-                found = steps.setdefault(code, [])
+                moves = steps.setdefault(code, [])
                 if times is not None:
-                    found.append(mark.advance(_ALONE, at, times[rows]))
+                    moves.append(mark.advance(_ALONE, at, times[rows]))
         yield self._result(places.seen, steps)
 
     def _times(self, batch: pa.RecordBatch) -> np.ndarray | None:
@@ -498,7 +504,7 @@ class _SurveyTask:
 
 
 class _SourceTask:
-    """Number a source's rows and send them through the steps of its stage."""
+    """Numbers a source's rows and runs the steps of its stage over them."""
 
     def __init__(
         self,
@@ -530,11 +536,12 @@ class _SourceTask:
         return numbered if (seqs >= 0).all() else numbered.filter(pa.array(seqs >= 0))
 
     def _refuse_change(self, seen: Iterable[tuple[int, int]], done: bool) -> None:
-        """Between the survey and now the DataFrame must not have been cut in another way."""
+        """Raise if the DataFrame has other blocks now than it had during the survey."""
         for code, rows in seen:
             expected = self.read.rows.get(code, 0)
             if rows > expected or (done and rows < expected):
                 raise InputError(
-                    f"source {self.stage.name!r}: its DataFrame gave other rows when read again",
+                    f"source {self.stage.name!r}: the DataFrame returned different rows when Spark "
+                    "read it again",
                     hint="persist() it, or give the source order_by columns",
                 )

@@ -1,8 +1,8 @@
-"""A flow's restore point, made by the batch job: history is computed in parallel, and the flow goes
-on from there as if it had streamed it.
+"""Builds a flow's restore point with the batch job, which processes history in parallel. The flow
+continues from there as if it had streamed the history.
 
-The tasks of keyed stages write the state that they are left with, and those of sinks their results
-in order, straight to a folder (see `holdfast.storage.restore_point`). The driver only sees the
+The tasks of keyed stages write their final state, and those of sinks their results in order,
+directly to a folder (see `holdfast.storage.restore_point`). The driver receives only the file
 names.
 """
 
@@ -34,36 +34,39 @@ from holdfast.storage.layout import RESULTS
 from holdfast.storage.restore_point import RestorePoint, store_state, stored_state
 
 RANGE_ROWS, RANGES_MAX = 500_000, 256
-"""Results are sorted in ranges of so many input rows."""
+"""Input rows per range in which results are sorted, and maximum number of ranges."""
 LOOK_S = 0.2
 _WRITTEN = "range int, number int, file string"
 
 Progress = Callable[[int, int], None]
-"""Is told how many tasks are done, and how many are known of."""
+"""Called with the number of finished tasks, and of all tasks known so far."""
 
 
 class History:
-    """What was before a flow starts: a DataFrame for its source, or for each of several."""
+    """The rows that precede a flow: a DataFrame for its source, or one for each of several."""
 
     def __init__(
         self,
         flow: Flow,
-        given: Any,
+        history: Any,
         partitions: int,
         at: str | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """`partitions` must be as many as the flow will have; `at` is where its folder will be."""
+        """`partitions` must be the flow's number of partitions; `at` is the parent of its
+        folder."""
         names = [s.name for s in plan(flow).sources]
         where = f"flow {flow.name!r}, history"
-        if isinstance(given, Mapping):
-            self.inputs: dict[str, DataFrame] = dict(given)
+        if isinstance(history, Mapping):
+            self.inputs: dict[str, DataFrame] = dict(history)
         elif len(names) == 1:
-            self.inputs = {names[0]: given}
+            self.inputs = {names[0]: history}
         else:
-            raise FlowError(f"{where}: there are several sources", hint=f"a dict by name: {names}")
+            raise FlowError(
+                f"{where}: the flow has several sources", hint=f"pass a dict by name: {names}"
+            )
         if not self.inputs:
-            raise FlowError(f"{where}: it is empty", hint="leave it out")
+            raise FlowError(f"{where}: the dict is empty", hint="leave out history=")
         for name, df in self.inputs.items():
             if not isinstance(df, DataFrame) or not hasattr(df, "_jdf"):
                 raise FlowError(f"{where}: {name!r} is {type(df).__name__}, not a DataFrame")
@@ -74,7 +77,7 @@ class History:
         self.place = f"{(at or _default_place(self.spark, flow.name)).rstrip('/')}/{name}"
 
     def files(self, source: str) -> list[str]:
-        """What a source's history is read from, if that is files."""
+        """Return the files that a source's history is read from, if it is read from files."""
         df = self.inputs.get(source)
         return df.inputFiles() if df is not None else []
 
@@ -93,7 +96,7 @@ class History:
             ) from error
 
     def _all_inputs(self) -> dict[str, DataFrame]:
-        """A source that has none has an empty one."""
+        """Return the inputs of all sources; a source without history gets an empty DataFrame."""
         missing = [s for s in plan(self.flow).sources if s.name not in self.inputs]
         empty = {
             s.name: self.spark.createDataFrame([], blocks.spark_schema(s.ports["out"].schema))
@@ -110,22 +113,22 @@ class History:
         return RestorePoint(self.place, epochs, order.rows, order.mark, state, results)
 
     def _results(self, job: Job, sink: Stage) -> list[str]:
-        """Write what a sink gets for the history, in order; the names of the files."""
+        """Write a sink's results of the history in order, and return the names of the files."""
         ranges = min(RANGES_MAX, -(-job.order.rows // RANGE_ROWS) or 1)
         rows = -(-job.order.rows // ranges) or 1
-        found = job.result(sink, with_order=True)
-        order = [F.col(n) for n in found.columns if n.startswith("__o")]
+        results = job.result(sink, with_order=True)
+        order = [F.col(n) for n in results.columns if n.startswith("__o")]
         at = F.floor(order[0] / F.lit(rows)).cast("int")
         at = F.least(F.greatest(at, F.lit(0)), F.lit(ranges - 1))
-        placed = found.repartitionById(ranges, at).sortWithinPartitions(*order)
+        placed = results.repartitionById(ranges, at).sortWithinPartitions(*order)
         task = WriteResults(self.place, sink)
         written = placed.mapInArrow(task, _WRITTEN).collect()
         return [row.file for row in sorted(written)]
 
 
 class KeepState:
-    """Writes the state of an operator, a file for each partition and table. A task that is run
-    again writes the same."""
+    """Writes the state of an operator, one file per partition and table. A retried task writes the
+    same files."""
 
     def __init__(self, place: str) -> None:
         self.place = place
@@ -135,7 +138,7 @@ class KeepState:
 
 
 class WriteResults:
-    """Writes the rows of one range, a file for each epoch that they will be."""
+    """Writes the rows of one range, one file per epoch that the flow will deliver."""
 
     def __init__(self, place: str, sink: Stage) -> None:
         self.place, self.sink, self.name = place, sink.id, sink.name
@@ -157,7 +160,7 @@ class WriteResults:
 
 
 def _default_place(spark: SparkSession, flow: str) -> str:
-    """Spark's own folder for such things; on a local master one for temporary files."""
+    """Return Spark's checkpoint directory; on a local master without one, the temporary folder."""
     context = spark.sparkContext
     chosen = context.getCheckpointDir()
     if chosen is not None:
@@ -165,36 +168,36 @@ def _default_place(spark: SparkSession, flow: str) -> str:
     if context.master.startswith("local"):
         return tempfile.gettempdir()
     raise FlowError(
-        f"flow {flow!r}, history: there is no folder for its state and results",
-        hint="give Options(history_folder=) one that driver and executors reach, such as "
-        "s3://bucket/folder, or set spark.sparkContext.setCheckpointDir(...)",
+        f"flow {flow!r}, history: there is no folder for its state and results", hint="pass
+        Options(history_folder=), a folder that driver and executors can access, such as "
+        "s3://bucket/folder, or call spark.sparkContext.setCheckpointDir(...)",
     )
 
 
 @contextmanager
 def _jobs(spark: SparkSession, described: str, progress: Progress | None) -> Iterator[None]:
-    """Name the jobs that are run meanwhile, and watch them."""
+    """Name the jobs that Spark runs inside the block, and report their progress."""
     context = spark.sparkContext
-    group, over = f"holdfast-history-{uuid.uuid4().hex[:8]}", threading.Event()
+    group, finished = f"holdfast-history-{uuid.uuid4().hex[:8]}", threading.Event()
     before = {
         key: context.getLocalProperty(key) for key in ("spark.jobGroup.id", "spark.job.description")
     }
     tracker = context.statusTracker()
 
-    def look() -> None:
-        while progress is not None and not over.wait(LOOK_S):
+    def report() -> None:
+        while progress is not None and not finished.wait(LOOK_S):
             infos = [tracker.getJobInfo(job) for job in tracker.getJobIdsForGroup(group)]
             stages = {s for info in infos if info is not None for s in info.stageIds}
             seen = [i for i in map(tracker.getStageInfo, stages) if i is not None]
             progress(sum(i.numCompletedTasks for i in seen), sum(i.numTasks for i in seen))
 
-    watcher = threading.Thread(target=look, daemon=True, name="holdfast-history")
+    watcher = threading.Thread(target=report, daemon=True, name="holdfast-history")
     watcher.start()
     context.setJobGroup(group, described, interruptOnCancel=True)
     try:
         yield
     finally:
-        over.set()
+        finished.set()
         watcher.join()
         for key, value in before.items():
             context.setLocalProperty(key, value)

@@ -1,12 +1,12 @@
-"""Sites as Spark tasks: every site is a long-lived job of one task.
+"""Runs sites as Spark tasks: every site is a long-lived job with one task.
 
-Each life of a site is a job of its own, so that the loss of one never cancels another, and so that
-Spark's limit on a task's failures never applies: when a site dies it is the controller that has it
-launched again. A task that Spark itself retries ends at once, for the same reason.
+Every launch of a site is a separate job, so that the loss of one site never cancels another, and
+Spark's limit on task failures never applies. When a site dies, the controller launches a
+replacement; for the same reason a task that Spark itself retries returns immediately.
 
-Sites are launched while a flow runs and its rows wait for processor time. So the jobs are made of
-RDDs, which need no query planner, and the workers come from a daemon that has everything loaded
-(see `holdfast.spark.daemon`).
+The controller launches sites while the flow runs and competes for processor time. The jobs
+therefore use RDDs, which need no query planner, and their workers come from a daemon that has
+everything loaded (see `holdfast.spark.daemon`).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from holdfast.spark.session import cause, use_this_python
 
 EXECUTORS_S_MAX = 20.0
 TAKE_OVER_S = 0.3
-"""How long after a death the next site is launched. Until then the flow takes over, and Spark is
-busy with the task that failed."""
+"""Delay between the death of a site and the launch of the next one. During it the surviving
+replicas take over, and Spark handles the failed task."""
 
 UNFIT = {
-    "spark.speculation": "a second attempt at a site's task would be a second site",
-    "spark.dynamicAllocation.enabled": "executors come and go under the sites",
+    "spark.speculation": "a speculative attempt at a site's task would be a second site",
+    "spark.dynamicAllocation.enabled": "Spark would add and remove executors under the sites",
     "spark.excludeOnFailure.enabled": "an executor that lost a site could not host it again",
-    "spark.python.worker.killOnIdleTimeout": "a site never speaks to Spark: it would be killed",
+    "spark.python.worker.killOnIdleTimeout": "Spark would kill sites, which never send it any data",
 }
 
 
@@ -79,15 +79,14 @@ class SparkHost:
                 raise HostError(f"{key} is on: {reason}", hint=f"set {key}=false")
 
     def _count_slots(self, sites: int, push_readers: int) -> None:
-        """Refuse if not all sites, and a task for each source that Spark feeds, can run at once."""
+        """Raise unless all sites, and one task for each push source, can run at the same time."""
         deadline = time.monotonic() + (0 if self._local_threads() else EXECUTORS_S_MAX)
         while (slots := self._slots()) < sites + push_readers and time.monotonic() < deadline:
             time.sleep(0.2)  # executors register one by one after the session has started
         if slots < sites + push_readers:
             raise HostError(
                 f"the flow needs {sites + push_readers} task slots ({sites} sites, {push_readers} "
-                "for the "
-                f"queries that feed it) and Spark has {slots} (master {self._context.master})",
+                f"push sources) and Spark has {slots} (master {self._context.master})",
                 hint="give Spark more cores, such as local[8], or start fewer sites",
             )
 
@@ -126,7 +125,7 @@ class SparkHost:
             on_exit(config.site, reason)
 
     def close(self) -> None:
-        """Let the dismissed sites end their jobs; cancel those that do not."""
+        """Wait for the dismissed sites to end their jobs, then cancel the remaining ones."""
         self._ending.set()
         for thread in self._threads:
             thread.join(timeout=5)
@@ -137,16 +136,16 @@ class SparkHost:
 def _site_task(flow: Flow, config: SiteConfig) -> Callable[[Iterator[int]], None]:
     def task(numbers: Iterator[int]) -> None:
         for _ in numbers:
-            pass  # Spark does not use a worker again that has left input unread
+            pass  # Spark does not reuse a worker that has left input unread
         context = TaskContext.get()
         if context is not None and context.attemptNumber() > 0:
-            return  # Spark's retry of a life that is over: the controller launches the next
+            return  # Spark's retry of a site that has died: the controller launches the next one
         run_site(flow, replace(config, executor=_executor()))
 
     return task
 
 
 def _executor() -> str:
-    """The executor's JVM: the parent of the daemon that forked this worker."""
+    """Return the name of the executor's JVM: the parent of the daemon that forked this worker."""
     with open(f"/proc/{os.getppid()}/stat") as stat:
         return f"{os.uname().nodename}/jvm-{stat.read().rsplit(')', 1)[1].split()[1]}"

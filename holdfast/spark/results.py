@@ -1,12 +1,13 @@
-"""``spark.readStream.format("holdfast")``: the results of a running flow as a streaming DataFrame,
-and ``spark.read``: a table of it as a batch one.
+"""The Spark data source "holdfast": ``spark.readStream`` reads the results of a running flow as a
+streaming DataFrame, ``spark.read`` reads a table of it as a batch DataFrame.
 
 Offsets are epochs, with the flow's incarnation and the name of the reader. Tasks fetch the rows
-from the site that leads the egress; when a micro-batch has been committed the flow lets go of it.
-So any Spark sink that takes a micro-batch once has every row once.
+from the site that leads the egress. The flow drops the rows of a micro-batch once Spark has
+committed it. A Spark sink that applies each micro-batch exactly once therefore gets every row
+exactly once.
 
-A reader has a name that it keeps, because the flow holds rows for it until it has read them: one
-without would be another reader whenever its query begins without a checkpoint.
+A reader needs a permanent name, because the flow retains rows for it until it has read them. An
+unnamed reader would be a new one whenever its query starts without a checkpoint.
 """
 
 from __future__ import annotations
@@ -39,17 +40,23 @@ from holdfast.net.reader import PATIENCE_S, PAUSE_S, SinkReader, TableReader
 Offset = dict[str, Any]
 
 _HINTS = {
-    "flow": "give run.url of the running flow",
-    "sink": "give the sink's name",
-    "reader": "give the query a name that no other has, and the same whenever it is started: the "
-    "flow holds rows for every name that it has heard, until that reader has them",
+    "flow": "pass run.url of the running flow",
+    "sink": "pass the sink's name",
+    "reader": "pass a name that is unique to the query and the same at every start: the flow "
+    "holds rows for every reader that it knows, until the reader has read them",
 }
 
 
 class HoldfastSource(DataSource):
-    """Options: *flow*, what ``run.url`` says; *sink*, its name in the flow; *reader*, a name that
-    the query keeps (only of a stream); *startingEpochs*, ``earliest`` (what is kept) or
-    ``latest``; *maxRowsPerBatch*; *partitions*, into how many tasks a micro-batch is cut."""
+    """The data source. Its options:
+
+    - *flow*: the value of ``run.url``
+    - *sink*: the sink's name in the flow
+    - *reader*: the permanent name of the query (streams only)
+    - *startingEpochs*: ``earliest`` (all retained epochs) or ``latest``
+    - *maxRowsPerBatch*
+    - *partitions*: the number of tasks per micro-batch
+    """
 
     @classmethod
     def name(cls) -> str:
@@ -91,7 +98,7 @@ class HoldfastSource(DataSource):
 
 
 class _ViewScan(DataSourceReader):
-    """A view, as it is when it is read."""
+    """Reads a table of the flow in its current state."""
 
     def __init__(self, flow: str, sink: str) -> None:
         self._flow, self._sink = flow, sink
@@ -103,7 +110,7 @@ class _ViewScan(DataSourceReader):
 
 @dataclass
 class _Epochs(InputPartition):
-    """The rows of the epochs after `after`, up to `upto`, as a life of the flow counts them."""
+    """The rows of the epochs after `after` up to `upto`, in one incarnation of the flow."""
 
     after: int
     upto: int
@@ -111,7 +118,7 @@ class _Epochs(InputPartition):
 
 
 class OutletReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """One query's: some of it runs beside the driver, `read` in tasks."""
+    """The stream reader of one query. `read` runs in tasks, all other methods beside the driver."""
 
     def __init__(
         self, flow: str, sink: str, reader: str, latest: bool, rows_max: int, partitions: int
@@ -120,9 +127,9 @@ class OutletReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._latest, self._rows_max, self._partitions = latest, rows_max, partitions
         self._asks: SinkReader | None = None
         self._is_over = False
-        """Whether this query has everything, and nothing will follow."""
+        """Whether the flow has ended and this query has read all its results."""
         self._target: int | None = None
-        """The last epoch to read, if the query is to end with what was there when it began."""
+        """The last epoch to read, if the query reads only what was available at its start."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_asks": None}
@@ -141,7 +148,7 @@ class OutletReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             raise FlowError(
                 f"sink {self._sink!r}: the query's checkpoint is that of reader "
                 f"{offset['reader']!r}, but its option 'reader' is {self._reader!r}",
-                hint="give it the name it had; with another one it needs a checkpoint of its own",
+                hint="use the previous name, or a separate checkpoint for the new one",
             )
         return offset
 
@@ -170,16 +177,19 @@ class OutletReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             "after": start["epoch"],
             "rows": rows,
         }
-        # Spark asks what comes after a micro-batch when that is in its commit log; that it has been
-        # committed it says only when it has found another one.
+        # Spark asks for the next offset once the last micro-batch is in its commit log, but calls
+        # `commit` for that micro-batch only once it has found another one.
         upto = self._upto(start["epoch"], request)
         if upto <= start["epoch"]:
             return start
         return start | {"epoch": upto, "incarnation": self._incarnation}
 
     def _upto(self, after: int, request: dict[str, str | int]) -> int:
-        """The last epoch of the next micro-batch. If the query has a target, it is waited for:
-        whoever leads now may not be there yet, and Spark takes no news for the end."""
+        """Return the last epoch of the next micro-batch.
+
+        If the query has a target, wait for it: a new leader may not have reached it yet, and Spark
+        would take an unchanged offset for the end.
+        """
         deadline = time.monotonic() + PATIENCE_S
         while True:
             values = self._ask(request)
@@ -190,7 +200,9 @@ class OutletReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             if upto > after or after >= self._target:
                 return max(after, min(upto, self._target))
             if time.monotonic() > deadline:
-                raise HostError(f"sink {self._sink!r} does not come to epoch {after + 1}")
+                raise HostError(
+                    f"sink {self._sink!r} did not reach epoch {after + 1} within {PATIENCE_S:.0f} s"
+                )
             time.sleep(PAUSE_S)
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
@@ -198,8 +210,8 @@ class OutletReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         after, count = start["epoch"], end["epoch"] - start["epoch"]
         tasks = min(self._partitions, count)
         edges = [after + count * i // tasks for i in range(tasks + 1)] if tasks else []
-        life = end["incarnation"]
-        return [_Epochs(low, high, life) for low, high in itertools.pairwise(edges)]
+        incarnation = end["incarnation"]
+        return [_Epochs(low, high, incarnation) for low, high in itertools.pairwise(edges)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         assert isinstance(partition, _Epochs)
@@ -216,9 +228,12 @@ class OutletReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 if values["epoch"] > after:
                     moved = time.monotonic()
                 elif time.monotonic() - moved > PATIENCE_S:
-                    raise HostError(f"sink {self._sink!r} does not come to epoch {after + 1}")
+                    raise HostError(
+                        f"sink {self._sink!r} did not reach epoch {after + 1} within "
+                        f"{PATIENCE_S:.0f} s"
+                    )
                 else:
-                    time.sleep(PAUSE_S)  # whoever leads now is not there yet
+                    time.sleep(PAUSE_S)  # a new leader has not reached the epoch yet
                 after = values["epoch"]
                 yield from batches
 

@@ -1,7 +1,7 @@
-"""Spark's schemas without Spark: their DDL read, and their values as bytes and back.
+"""Parses Spark's schema DDL and encodes values by their schema, without a JVM.
 
-Sites have no JVM to ask, and state travels between them: so it is never pickled, but encoded by the
-schema it was declared with.
+Sites have no JVM, and state travels between them. State is therefore never pickled, but encoded
+with the schema that it was declared with.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Encode = Callable[[Any], Any]
 
 
 def struct_of(schema: T.StructType | str | pa.Schema, where: str) -> T.StructType:
-    """A schema in any of the ways in which users write one.
+    """Return a schema in any notation as a `StructType`.
 
     >>> struct_of("id bigint, tags array<string>, at struct<x: int>", "here").simpleString()
     'struct<id:bigint,tags:array<string>,at:struct<x:int>>'
@@ -62,17 +62,17 @@ def struct_of(schema: T.StructType | str | pa.Schema, where: str) -> T.StructTyp
 
         return from_arrow_schema(schema)
     if not isinstance(schema, str):
-        raise FlowError(f"{where}: {schema!r} is not a schema", hint="a StructType, or its DDL")
+        raise FlowError(f"{where}: {schema!r} is not a schema", hint="pass a StructType or its DDL")
     try:
         return _Ddl(schema).struct()
     except ValueError as error:
         raise FlowError(
-            f"{where}: the schema {schema!r} cannot be read: {error}", hint="pass a StructType"
+            f"{where}: cannot parse the schema {schema!r}: {error}", hint="pass a StructType"
         ) from error
 
 
 def arrow_of(schema: T.StructType | str | pa.Schema, where: str) -> pa.Schema:
-    """The same as Arrow has it."""
+    """Return a schema in any notation as an Arrow schema."""
     if isinstance(schema, pa.Schema):
         return schema
     arrow = to_arrow_schema(struct_of(schema, where), timezone="UTC")
@@ -80,22 +80,22 @@ def arrow_of(schema: T.StructType | str | pa.Schema, where: str) -> pa.Schema:
 
 
 class _Ddl:
-    """Reads ``name type, name: type`` by recursive descent."""
+    """Parses ``name type, name: type`` by recursive descent."""
 
     def __init__(self, text: str) -> None:
         self._tokens = []
         at = 0
         while text[at:].strip():
-            found = _TOKEN.match(text, at)
-            if found is None:
-                raise ValueError(f"what is {text[at:].strip()!r}?")
-            self._tokens.append(found.group(1))
-            at = found.end()
+            token = _TOKEN.match(text, at)
+            if token is None:
+                raise ValueError(f"unexpected {text[at:].strip()!r}")
+            self._tokens.append(token.group(1))
+            at = token.end()
 
     def struct(self) -> T.StructType:
         fields = self._fields("")
         if self._tokens:
-            raise ValueError(f"what is {self._tokens[0]!r}?")
+            raise ValueError(f"unexpected {self._tokens[0]!r}")
         return fields
 
     def _fields(self, end: str) -> T.StructType:
@@ -133,7 +133,7 @@ class _Ddl:
             self._expect(")")
             return T.DecimalType(precision, scale)
         if name not in _PLAIN:
-            raise ValueError(f"{name!r} is not a type that is known here")
+            raise ValueError(f"unknown type {name!r}")
         return _PLAIN[name]
 
     def _inner(self, count: int) -> list[T.DataType]:
@@ -147,7 +147,7 @@ class _Ddl:
 
     def _next(self) -> str:
         if not self._tokens:
-            raise ValueError("it ends too early")
+            raise ValueError("unexpected end")
         return self._tokens.pop(0)
 
     def _skip(self, token: str) -> bool:
@@ -158,14 +158,15 @@ class _Ddl:
 
     def _expect(self, token: str) -> None:
         if not self._skip(token):
-            raise ValueError(f"there should be {token!r} before {' '.join(self._tokens[:3])!r}")
+            raise ValueError(f"expected {token!r} before {' '.join(self._tokens[:3])!r}")
 
 
 # --- values as bytes ------------------------------------------------------------------------------
 
 
 class RowCodec:
-    """Tuples of one schema as bytes, and back. What a schema has no place for is a `TypeError`."""
+    """Encodes tuples of one schema as bytes and decodes them. A value that does not fit the schema
+    raises `TypeError`."""
 
     def __init__(self, schema: T.StructType, where: str) -> None:
         self.schema = schema
@@ -175,9 +176,9 @@ class RowCodec:
 
     def encode(self, row: Any) -> bytes:
         if isinstance(row, str | bytes) or not hasattr(row, "__len__"):
-            raise TypeError(f"a value of state is a tuple of ({self._described}), not {row!r}")
+            raise TypeError(f"a state value must be a tuple of ({self._described}), not {row!r}")
         if len(row) != len(self._pack):
-            raise TypeError(f"a value of state is a tuple of ({self._described}), not {row!r}")
+            raise TypeError(f"a state value must be a tuple of ({self._described}), not {row!r}")
         packed = []
         for name, pack, value in zip(self._names, self._pack, row, strict=True):
             try:
@@ -199,7 +200,7 @@ class RowCodec:
 
 
 def _plain(value: Any) -> Any:
-    """As Spark does: numpy's and pandas' scalars as Python's."""
+    """Convert a scalar of numpy or pandas to Python's type, as Spark does."""
     if isinstance(value, np.generic):
         return value.item()
     if hasattr(value, "to_pydatetime"):
@@ -212,7 +213,7 @@ def _whole(bits: int) -> Encode:
 
     def pack(value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError("it is not a whole number")
+            raise TypeError("it is not an integer")
         if not low <= value <= high:
             raise ValueError(f"it does not fit into {bits} bits")
         return value
@@ -240,7 +241,7 @@ _MICROSECOND = datetime.timedelta(microseconds=1)
 
 
 def _micros(value: Any) -> int:
-    """Since the Unix epoch; what has no zone is taken as UTC."""
+    """Return microseconds since the Unix epoch; a time without a zone is UTC."""
     if not isinstance(value, datetime.datetime):
         raise TypeError("it is not a datetime")
     aware = value if value.tzinfo is not None else value.replace(tzinfo=datetime.UTC)
@@ -286,7 +287,7 @@ def _packer(kind: T.DataType, where: str) -> Encode:
             return RowCodec(kind, where).encode
     raise FlowError(
         f"{where}: state of type {kind.simpleString()} is not supported",
-        hint="numbers, strings, binary, dates, timestamps, decimals, arrays, maps and structs are",
+        hint="use numbers, strings, binary, dates, timestamps, decimals, arrays, maps or structs",
     )
 
 
@@ -315,6 +316,6 @@ def _unpacker(kind: T.DataType) -> Encode:
             of_key, of_value = _unpacker(kind.keyType), _unpacker(kind.valueType)
             return lambda value: {of_key(k): None if v is None else of_value(v) for k, v in value}
         case T.StructType():
-            made, codec = T.Row(*kind.names), RowCodec(kind, "")
-            return lambda value: made(*codec.decode(value))
+            row_class, codec = T.Row(*kind.names), RowCodec(kind, "")
+            return lambda value: row_class(*codec.decode(value))
     return lambda value: value

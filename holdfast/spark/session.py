@@ -1,4 +1,4 @@
-"""Getting a Spark session into a shape in which Holdfast's tasks can run."""
+"""Creates and configures Spark sessions so that they can run Holdfast's tasks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _LOG4J = Path(__file__).with_name("log4j2.properties")
 
 DAEMON, LOADED = "spark.python.daemon.module", "holdfast.spark.daemon"
 HOSTING = "-XX:TieredStopAtLevel=1"
-"""For JVMs that only host sites. They do so little that compiling that well costs more processor
-time than it saves; and they would do so just when a site has died."""
+"""The JIT setting of JVMs that only host sites. They run so little code that full optimisation
+costs more processor time than it saves, and the JVM would optimise just when a site has died."""
 EXECUTOR_MB = 512
 
 
 def use_this_python(spark: Any) -> None:
-    """On a local master, let Spark's workers run the interpreter that runs the driver.
+    """On a local master, make Spark's workers use the driver's interpreter.
 
-    Spark's own default is whatever ``python3`` is on the path, which in a virtual environment that
-    was not activated is one without Holdfast, pyarrow and numpy.
+    Spark's default is the ``python3`` on the path. In a virtual environment that is not activated,
+    that interpreter lacks Holdfast, pyarrow and numpy.
     """
     context = getattr(spark, "sparkContext", None)
     if context is None or not context.master.startswith("local"):
@@ -38,24 +38,25 @@ def use_this_python(spark: Any) -> None:
 
 
 def session(app: str, master: str) -> SparkSession:
-    """A session on a cluster, with the cluster's own settings."""
+    """Return a session on a cluster, with the cluster's own settings."""
     provide_java()
     return SparkSession.builder.master(master).appName(app).config(DAEMON, LOADED).getOrCreate()
 
 
 def local_session(app: str, cores: int, **conf: str) -> SparkSession:
-    """An embedded Spark for demos, benchmarks and tests: quiet, and with this interpreter."""
+    """Return an embedded Spark for demos, benchmarks and tests that logs little and uses this
+    interpreter."""
     return _embedded(app, f"local[{cores},4]", [], conf)
 
 
 def hosting_session(app: str, cores: int, **conf: str) -> SparkSession:
-    """An embedded Spark that only hosts sites."""
+    """Return an embedded Spark that only hosts sites."""
     return _embedded(app, f"local[{cores},4]", [HOSTING], conf)
 
 
 def cluster_session(app: str, executors: int, **conf: str) -> SparkSession:
-    """An embedded cluster that only hosts sites: so many executors, JVMs of their own with room for
-    one task each."""
+    """Return an embedded cluster that only hosts sites. Each of its `executors` is a separate JVM
+    with one task slot."""
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     settings = {
         "spark.executor.memory": f"{EXECUTOR_MB}m",
@@ -67,7 +68,8 @@ def cluster_session(app: str, executors: int, **conf: str) -> SparkSession:
 
 
 def executors_folder(spark: SparkSession) -> Path:
-    """Where the executors of an embedded cluster put what they say, and nobody removes it."""
+    """Return the folder with the output of an embedded cluster's executors. Spark never removes
+    it."""
     home = os.environ.get("SPARK_HOME", str(Path(pyspark.__file__).parent))
     return Path(home, "work", spark.sparkContext.applicationId)
 
@@ -94,8 +96,8 @@ def _embedded(app: str, master: str, java: list[str], conf: dict[str, str]) -> S
 def provide_java() -> None:
     """Point JAVA_HOME to the JRE that ``make setup`` installs where there is no Java 17 or newer.
 
-    Spark 4.3 always asks for the module jdk.incubator.vector, which it can do without and which
-    that JRE does not have; so it is called through a script that leaves the request out.
+    Spark 4.3 always requests the module jdk.incubator.vector, which is optional and which that JRE
+    does not have. A script therefore starts the JRE and drops the request.
     """
     if "JAVA_HOME" in os.environ:
         return
@@ -107,15 +109,15 @@ def provide_java() -> None:
 
 
 def _java_shim(java: Path, folder: Path) -> Path:
-    """A directory with ``bin/java``, to be used as JAVA_HOME."""
+    """Create the script if necessary; return a directory with ``bin/java`` for JAVA_HOME."""
     home = folder / "holdfast-java"
     script = home / "bin" / "java"
     if not script.exists():
         script.parent.mkdir(parents=True, exist_ok=True)
-        fresh = script.with_name(f"java.{os.getpid()}")
-        fresh.write_text(_SHIM.format(java=java))
-        fresh.chmod(0o755)
-        fresh.replace(script)
+        unpublished = script.with_name(f"java.{os.getpid()}")
+        unpublished.write_text(_SHIM.format(java=java))
+        unpublished.chmod(0o755)
+        unpublished.replace(script)
     return home
 
 
@@ -131,7 +133,7 @@ exec "{java}" "$@"
 
 @contextlib.contextmanager
 def described(spark: SparkSession, text: str) -> Iterator[None]:
-    """What this thread has Spark do meanwhile is shown under `text` in Spark's UI."""
+    """Show the jobs that this thread runs inside the block as `text` in Spark's UI."""
     context, key = spark.sparkContext, "spark.job.description"
     before = context.getLocalProperty(key)
     context.setLocalProperty(key, text)
@@ -142,11 +144,11 @@ def described(spark: SparkSession, text: str) -> Iterator[None]:
 
 
 def cause(error: Exception) -> str:
-    """The line of a Spark error that says what went wrong, out of its pages of stack."""
+    """Return the line of a Spark error that states the cause, without the stack traces."""
     text = str(error)
     python = re.search(r"Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(.+)", text)
-    # A daemon that does not even start has no stack.
+    # The error of a daemon that did not start has no stack trace.
     python = python or re.search(r"Error from python worker:\n(.+)", text)
     lines = [line for line in text.splitlines() if line.strip()]
-    found = python.group(1) if python else (lines[0] if lines else type(error).__name__)
-    return found.strip()[:300]
+    line = python.group(1) if python else (lines[0] if lines else type(error).__name__)
+    return line.strip()[:300]

@@ -1,14 +1,14 @@
-"""What travels between the stages of a Spark job: shuffle blocks, not rows.
+"""Shuffle blocks: the unit of data between the stages of a Spark job.
 
-A *shuffle block* is one Spark row that holds many rows of the flow: what one task sends over one
-exchange to one hash bucket, as Arrow bytes. So Spark's shuffle and its state API handle a few large
-binary values instead of every row, the engine's own types (unsigned integers, nanoseconds,
-dictionaries) survive the trip, and inputs with different columns can share a shuffle. ``low`` is
-the lowest sequence number inside: sorted by it, shuffle blocks can be merged without holding a
-whole bucket.
+A *shuffle block* is one Spark row that holds many rows of the flow: all rows that one task sends
+over one exchange to one hash bucket, as Arrow bytes. Spark's shuffle and its state API thus handle
+a few large binary values instead of every row, the engine's own types (unsigned integers,
+nanoseconds, dictionaries) survive the shuffle, and inputs with different columns can share one.
+``low`` is the lowest sequence number in the block. Shuffle blocks sorted by ``low`` can be merged
+without holding a whole bucket.
 
-A *heartbeat* is a shuffle block without rows: it tells a bucket how the watermark moves. Under
-Structured Streaming it is also what makes Spark call a bucket that no row has come for.
+A *heartbeat* is a shuffle block without rows: it tells a bucket how the watermark advances. Under
+Structured Streaming it also makes Spark call a bucket that has received no rows.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ SCHEMA = pa.schema(
 )
 ShuffleBlock = tuple[int, int, int, bytes]
 SPLIT = "__split"
-"""The column of an input that says which split of its source a row is of."""
+"""The input column that holds the source's split of a row."""
 HEARTBEAT = -1
-"""Stands in place of the exchange."""
+"""The value of ``exchange`` in a heartbeat."""
 BLOCK_ROWS = 65_536
-"""So many rows go into one call of a stage, if there are as many: calls cost, rows hardly do."""
+"""Target number of rows per call of a stage: a call is expensive, a row in it is cheap."""
 
 
 # --- shuffle blocks -------------------------------------------------------------------------------
@@ -47,26 +47,25 @@ BLOCK_ROWS = 65_536
 def pack(
     outputs: Mapping[int, pa.RecordBatch], exchanges: Sequence[Exchange], partitions: int
 ) -> pa.RecordBatch:
-    """The rows that a stage gave, as shuffle blocks for those of its exchanges that are asked
-    for."""
-    made: list[ShuffleBlock] = []
+    """Pack a stage's output rows into shuffle blocks for the given `exchanges`."""
+    packed: list[ShuffleBlock] = []
     for exchange in exchanges:
         batch = outputs[exchange.id]
         for bucket, rows in _by_bucket(batch, exchange.keys, partitions):
             low = int(rows.column("__o0").to_numpy().min())
-            made.append((exchange.id, bucket, low, to_bytes(rows)))
-    return table(made)
+            packed.append((exchange.id, bucket, low, to_bytes(rows)))
+    return table(packed)
 
 
 def heartbeats(track: Track, buckets: Iterable[int]) -> pa.RecordBatch:
-    """The track for each of `buckets`. ``low`` tells it its number: what Spark groups by may be a
-    key that only stands for it."""
+    """Return a heartbeat with the track for each of `buckets`. ``low`` holds the bucket's number,
+    because Spark may group by another key that represents the bucket."""
     data = track.to_bytes()
     return table([(HEARTBEAT, bucket, bucket, data) for bucket in buckets])
 
 
-def table(made: Sequence[ShuffleBlock]) -> pa.RecordBatch:
-    columns = list(zip(*made, strict=True)) or [()] * 4
+def table(packed: Sequence[ShuffleBlock]) -> pa.RecordBatch:
+    columns = list(zip(*packed, strict=True)) or [()] * 4
     arrays = [pa.array(c, f.type) for c, f in zip(columns, SCHEMA, strict=True)]
     return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
 
@@ -88,7 +87,8 @@ def _by_bucket(
 
 
 def unpack(blocks: pa.RecordBatch, only: set[int]) -> Iterator[tuple[int, int, pa.RecordBatch]]:
-    """Exchange, lowest sequence number and rows of each shuffle block of the exchanges `only`."""
+    """Yield exchange, lowest sequence number and rows of each shuffle block of the exchanges
+    `only`."""
     exchanges, lows = (blocks.column(n).to_numpy() for n in ("exchange", "low"))
     data = blocks.column("data")
     for i in np.flatnonzero(np.isin(exchanges, list(only))):
@@ -100,7 +100,7 @@ def to_bytes(batch: pa.RecordBatch) -> bytes:
 
 
 def blocks(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The same rows in batches of a size worth a call."""
+    """Yield the same rows in batches of at least `BLOCK_ROWS`; the last one may be smaller."""
     held: list[pa.RecordBatch] = []
     rows = 0
     for batch in batches:
@@ -118,12 +118,12 @@ def blocks(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 def spark_schema(schema: pa.Schema) -> StructType:
-    """The Spark schema of a stream's columns."""
+    """Return the Spark schema of a stream's columns."""
     return from_arrow_schema(arrow_for_spark(schema))
 
 
 def arrow_for_spark(schema: pa.Schema) -> pa.Schema:
-    """`schema` with every type that Spark lacks replaced by one that holds its values."""
+    """Return `schema` with every type that Spark lacks replaced by one that holds its values."""
     return pa.schema([pa.field(f.name, _spark_kind(f.type), f.nullable) for f in schema])
 
 
@@ -153,7 +153,7 @@ def _spark_kind(kind: pa.DataType) -> pa.DataType:
 
 
 def to_spark(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """Rows in the types of `arrow_for_spark`. Below a microsecond Spark has no time: cut off."""
+    """Cast rows to the types of `arrow_for_spark`. Times are truncated to Spark's microseconds."""
     arrays = []
     for field in schema:
         column = batch.column(field.name)
@@ -165,7 +165,7 @@ def to_spark(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
 
 
 class Opening:
-    """A task that turns a sink's shuffle blocks into rows."""
+    """A task that unpacks a sink's shuffle blocks into rows."""
 
     def __init__(self, exchanges: Sequence[Exchange], schema: pa.Schema) -> None:
         self.only, self.schema = {e.id for e in exchanges}, schema
@@ -176,11 +176,11 @@ class Opening:
                 yield to_spark(rows, self.schema)
 
 
-# --- what a task does with its results ---------------------------------------------------------
+# --- the output of a task -------------------------------------------------------------------------
 
 
 class ToBlocks:
-    """A task's result as shuffle blocks for the stages that come next."""
+    """Gives a task's results as shuffle blocks for the next stages."""
 
     ddl: str | StructType = DDL
 
@@ -189,12 +189,12 @@ class ToBlocks:
 
     def __call__(self, outputs: dict[int, pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         packed = pack(outputs, self.exchanges, self.partitions)
-        for start in range(0, packed.num_rows, 64):  # some megabytes at a time
+        for start in range(0, packed.num_rows, 64):  # a few megabytes at a time
             yield packed.slice(start, 64)
 
 
 class ToRows:
-    """A task's result as the rows of a sink."""
+    """Gives a task's results as the rows of a sink."""
 
     def __init__(self, exchanges: list[Exchange], schema: pa.Schema) -> None:
         self.exchanges, self.schema = exchanges, schema
@@ -214,19 +214,20 @@ Outlet = ToBlocks | ToRows
 
 
 def shipped(plan: Plan, stage: Stage) -> tuple[Plan, Stage]:
-    """What a task needs of them: not the rows, DataFrames and files of the flow's two ends."""
+    """Return the parts that a task needs, without the rows, DataFrames and files of the flow's
+    sources and sinks."""
     return replace(plan, stages=[], exchanges=[]), replace(stage, source=None, sink=None)
 
 
 def title(plan: Plan, stage: Stage) -> str:
-    """What a stage is called in Spark's query plans."""
+    """Return the name of a stage in Spark's query plans."""
     return f"{plan.flow}: {stage.name}"
 
 
 def checked_plan(
     flow: Flow, inputs: Mapping[str, DataFrame], partitions: int, streaming: bool
 ) -> Plan:
-    """The flow's plan, if `inputs` has the rows that it needs."""
+    """Return the flow's plan; raise unless `inputs` has the DataFrames and columns it needs."""
     planned = plan(flow)
     if not 1 <= partitions <= 65_535:
         raise FlowError(f"partitions must be between 1 and 65,535, not {partitions}")
@@ -240,7 +241,7 @@ def checked_plan(
         where = f"flow {flow.name!r}, source {stage.name!r}"
         df = inputs.get(stage.name)
         if df is None:
-            raise FlowError(f"{where}: inputs has no DataFrame for it")
+            raise FlowError(f"{where}: there is no DataFrame for it", hint="add one to inputs")
         if df.isStreaming != streaming:
             wanted = "a streaming DataFrame" if streaming else "not a streaming DataFrame"
             raise FlowError(f"{where}: the input must be {wanted}")
@@ -254,28 +255,29 @@ def checked_plan(
 
 
 def order_columns(stage: Stage, df: DataFrame) -> list[str]:
-    """The columns that order a source's rows in a DataFrame; none: they are in order as they are.
+    """Return the columns that order a source's rows; none if the DataFrame's own order counts.
 
-    A DataFrame that does not say which rows are of which split may have those of one split behind
-    those of another. Then rows that were in order when they were written are so by event time.
+    A DataFrame of several splits without a split column may hold the rows of one split behind those
+    of another. Such rows are ordered by event time, which restores the order in which they were
+    written.
     """
     assert stage.source is not None
-    told = list(getattr(stage.source, "order_by", None) or ())
-    if told or stage.event_time is None or stage.source.splits == 1 or SPLIT in df.columns:
-        return told
+    order_by = list(getattr(stage.source, "order_by", None) or ())
+    if order_by or stage.event_time is None or stage.source.splits == 1 or SPLIT in df.columns:
+        return order_by
     kinds = {f.name: f.dataType for f in df.schema}
     flat = [n for n in stage.used["out"] if n in kinds and isinstance(kinds[n], AtomicType)]
     return [*dict.fromkeys([stage.event_time, *flat])]
 
 
 def sink_schema(stage: Stage, with_order: bool) -> pa.Schema:
-    """The columns of a sink, in Spark's types."""
+    """Return the columns of a sink in Spark's types."""
     schema = stage.inputs[0].schema
     names = schema.names if with_order else user_names(schema)
     return arrow_for_spark(pa.schema([schema.field(n) for n in names]))
 
 
 def by_producer(planned: Plan, stage: Stage) -> list[tuple[Stage, list[Exchange]]]:
-    """The stages that feed `stage`, each with its exchanges into it."""
+    """Return the stages that send to `stage`, each with its exchanges into it."""
     producers = dict.fromkeys(e.producer for e in stage.inputs)
     return [(planned.stages[p], [e for e in stage.inputs if e.producer == p]) for p in producers]

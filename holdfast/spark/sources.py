@@ -1,4 +1,4 @@
-"""Spark DataFrames as sources: their rows go from the executors straight to the ingress."""
+"""Spark DataFrames as push sources: Spark tasks push the rows directly to the ingress."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from holdfast.spark.session import cause, use_this_python
 
 
 class SparkSource(Source):
-    """Base of both kinds: one split, fed by Spark tasks, in an order that can be given."""
+    """Base of both sources: one split, whose rows Spark tasks push, in a configurable order."""
 
     pushed = True
 
@@ -33,7 +33,8 @@ class SparkSource(Source):
         for name in order_by:
             if name not in df.columns:
                 raise FlowError(
-                    f"order_by: there is no column {name!r}", hint=f"the columns are {df.columns}"
+                    f"order_by: the DataFrame has no column {name!r}",
+                    hint=f"its columns are {df.columns}",
                 )
         use_this_python(df.sparkSession)
         self.df: DataFrame | None = df
@@ -43,18 +44,20 @@ class SparkSource(Source):
         )
 
     def timed(self, event_time: str) -> SparkSource:
-        """In the order of event time, unless another is given. As Spark has them, rows of one
-        partition come behind those of another, and would be late. The other columns make the order
-        the same however Spark has cut the rows."""
+        """Return this source ordered by event time, unless it has `order_by`.
+
+        In Spark's order, the rows of one partition follow those of another, and would be late. The
+        other columns make the order independent of Spark's partitions.
+        """
         if self.order_by or self.df is None:
             return self
         flat = [f.name for f in self.df.schema if isinstance(f.dataType, AtomicType)]
-        made = copy.copy(self)
-        made.df, made.order_by = self.df, [*dict.fromkeys([event_time, *flat])]
-        return made
+        ordered = copy.copy(self)
+        ordered.df, ordered.order_by = self.df, [*dict.fromkeys([event_time, *flat])]
+        return ordered
 
     def __getstate__(self) -> dict[str, Any]:
-        # Sites need the schema; the DataFrame lives on the driver only.
+        # Sites need only the schema; the DataFrame lives on the driver.
         return self.__dict__ | {"df": None}
 
 
@@ -68,7 +71,7 @@ class SparkBatch(SparkSource):
 
 
 class SparkStream(SparkSource):
-    """A streaming DataFrame: each micro-batch is handed over by its tasks, then committed."""
+    """A streaming DataFrame: the tasks of each micro-batch push it, then the driver commits it."""
 
     def __init__(
         self,
@@ -82,18 +85,18 @@ class SparkStream(SparkSource):
         self.resumable = checkpoint is not None
 
     def dry_run(self) -> SparkStream:
-        made = copy.copy(self)
-        # Copied as a site would get it, without its DataFrame, which belongs to this process.
-        made.df, made.checkpoint, made.resumable = self.df, None, False
-        return made
+        dry = copy.copy(self)
+        # `copy` drops the DataFrame like pickling for a site; this process needs it.
+        dry.df, dry.checkpoint, dry.resumable = self.df, None, False
+        return dry
 
     def pusher(self) -> _StreamPusher:
         return _StreamPusher(self)
 
 
 def spark_batch(df: DataFrame, *, order_by: str | Sequence[str] = ()) -> Source:
-    """The rows of a batch DataFrame, ordered by the columns `order_by`; without them by their event
-    time, or, if the source has none, as Spark has them."""
+    """Return a source of a batch DataFrame's rows, ordered by the columns `order_by`. Without them,
+    rows are in the order of event time, or in Spark's order if the source has no event time."""
     if df.isStreaming:
         raise FlowError("spark_batch(): this DataFrame is a stream", hint="use spark_stream(df)")
     return SparkBatch(df, [order_by] if isinstance(order_by, str) else order_by)
@@ -106,12 +109,12 @@ def spark_stream(
     checkpoint: str | None = None,
     trigger: dict[str, Any] | None = None,
 ) -> Source:
-    """The rows of a streaming DataFrame, with whatever Spark SQL was applied to it.
+    """Return a source of a streaming DataFrame's rows, with any Spark SQL applied to it.
 
-    Micro-batches are taken in turn, rows within one by `order_by`; without it by their event time,
-    or, if the source has none, as Spark has them.
-    `checkpoint` is the query's checkpoint location; `trigger` what ``writeStream.trigger`` takes,
-    such as ``{"availableNow": True}`` to read what is there and end.
+    The rows of a micro-batch follow those of the previous one, ordered by `order_by`. Without it,
+    rows are in the order of event time, or in Spark's order if the source has no event time.
+    `checkpoint` is the query's checkpoint location. `trigger` holds the arguments of
+    ``writeStream.trigger``, such as ``{"availableNow": True}`` to read all available rows and end.
     """
     if not df.isStreaming:
         raise FlowError(
@@ -121,11 +124,14 @@ def spark_stream(
     return SparkStream(df, order, checkpoint, trigger)
 
 
-def _hand_over(
+def _push_task(
     addresses: list[tuple[str, int]], secret: bytes, source: int, push: str
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """What a feeding task runs: push its partition to the ingress, and say which it was, and which
-    attempt at it. If Spark runs a task more than once, the driver hears of one attempt only."""
+    """Return the function of a pushing task.
+
+    It pushes its Spark partition to the ingress, and returns the numbers of partition and attempt.
+    If Spark runs a task more than once, the driver receives one attempt only.
+    """
 
     def task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         context = TaskContext.get()
@@ -141,18 +147,18 @@ def _hand_over(
                 client.ask(wire.PushDone())
         yield pa.record_batch({"partition": pa.array([partition]), "attempt": pa.array([attempt])})
 
-    task.__name__ = "hand over to the flow"
+    task.__name__ = "push to the flow"
     return task
 
 
-_HANDED = "partition long, attempt long"
+_PUSHED_DDL = "partition long, attempt long"
 MOVED_S_MAX = 3.0
-"""How long to wait for word that the ingress is elsewhere before feeding is said to have failed."""
+"""Maximum wait for new addresses of the ingress before a failed push is reported."""
 SourceT = TypeVar("SourceT", bound=SparkSource)
 
 
 class _Pusher(Generic[SourceT]):
-    """Runs on the driver; `failed` is called with the error if feeding breaks down."""
+    """Runs a push source on the driver. It calls `failed` with the error if pushing fails."""
 
     def __init__(self, source: SourceT) -> None:
         self.failed: Callable[[Exception], None] = lambda error: None
@@ -160,8 +166,9 @@ class _Pusher(Generic[SourceT]):
         self._stopped = False
         self._refused: Refused | None = None
 
-    def _say(self, message: wire.Message) -> str:
-        """Tell the ingress something; its remark. What it refuses, it will refuse again."""
+    def _send(self, message: wire.Message) -> str:
+        """Send a message to the leading ingress and return its answer. A refusal is kept, because
+        the ingress would refuse the message again."""
         try:
             client, remark = to_leader(self._locate(), self._secret, message)
         except Refused as error:
@@ -176,8 +183,8 @@ class _Pusher(Generic[SourceT]):
         self._thread = threading.Thread(target=self._guarded, daemon=True, name="holdfast-feed")
         self._thread.start()
 
-    def _again_if_moved(self, attempt: Callable[[list[tuple[str, int]]], None]) -> None:
-        """Do something with the ingress; once more if it failed because its replicas changed."""
+    def _retry_if_moved(self, attempt: Callable[[list[tuple[str, int]]], None]) -> None:
+        """Call `attempt` with the ingress's addresses; again if it failed and they changed."""
         while True:
             before = self._locate()
             self._refused = None
@@ -199,12 +206,12 @@ class _Pusher(Generic[SourceT]):
             self._feed()
         except Exception as error:
             if not self._stopped:
-                # Spark would show where it was raised, and not all of what it says.
-                said = self._refused.reason if self._refused is not None else cause(error)
-                self.failed(FlowError(f"feeding source {self._name!r} failed: {said}"))
+                # Spark's error shows where a refusal was raised, but not its whole text.
+                reason = self._refused.reason if self._refused is not None else cause(error)
+                self.failed(FlowError(f"feeding source {self._name!r} failed: {reason}"))
 
     def _end(self, query: str) -> None:
-        self._say(wire.PushEnd(self._source, query))
+        self._send(wire.PushEnd(self._source, query))
 
     def _feed(self) -> None:
         raise NotImplementedError
@@ -226,12 +233,12 @@ class _BatchPusher(_Pusher[SparkBatch]):
 
         def push(addresses: list[tuple[str, int]]) -> None:
             name = uuid.uuid4().hex
-            if self._say(wire.PushBegin(self._source, "", 0, name)) != wire.TAKEN:
-                task = _hand_over(addresses, self._secret, self._source, name)
-                ordered.mapInArrow(task, _HANDED).collect()
+            if self._send(wire.PushBegin(self._source, "", 0, name)) != wire.TAKEN:
+                task = _push_task(addresses, self._secret, self._source, name)
+                ordered.mapInArrow(task, _PUSHED_DDL).collect()
 
-        self._again_if_moved(push)
-        self._again_if_moved(lambda _: self._end(""))
+        self._retry_if_moved(push)
+        self._retry_if_moved(lambda _: self._end(""))
 
     def stop(self) -> None:
         super().stop()
@@ -246,12 +253,12 @@ class _StreamPusher(_Pusher[SparkStream]):
     def __init__(self, source: SparkStream) -> None:
         super().__init__(source)
         self._begun = threading.Event()
-        """Whether the query is known: its first micro-batch may come before it is."""
+        """Set once `_query` is assigned: the first micro-batch may start before that."""
 
     @property
     def _id(self) -> str:
-        """Of the query, as Spark keeps it in the checkpoint location: the same whenever the query
-        is started from there, and another one at another place."""
+        """The query's id, which Spark keeps in the checkpoint location: it is the same whenever the
+        query starts from there, and different at another location."""
         self._begun.wait()
         return str(self._query.id)
 
@@ -273,11 +280,11 @@ class _StreamPusher(_Pusher[SparkStream]):
             self._query.stop()
         self._query.awaitTermination()
         if not self._stopped:
-            self._again_if_moved(lambda _: self._end(self._id))
+            self._retry_if_moved(lambda _: self._end(self._id))
 
     def _take_batch(self, df: DataFrame, batch: int) -> None:
         if self._spark_source.order_by:
-            # One task sorts a micro-batch sooner than orderBy, which first runs a job to sample it.
+            # One task sorts a micro-batch faster than orderBy, which first runs a sampling job.
             df = df.coalesce(1).sortWithinPartitions(*self._spark_source.order_by)
 
         described = f"{self._described}, micro-batch {batch}"
@@ -285,14 +292,14 @@ class _StreamPusher(_Pusher[SparkStream]):
 
         def push(addresses: list[tuple[str, int]]) -> None:
             name = uuid.uuid4().hex
-            if self._say(wire.PushBegin(self._source, self._id, batch, name)) == wire.TAKEN:
+            if self._send(wire.PushBegin(self._source, self._id, batch, name)) == wire.TAKEN:
                 return
-            task = _hand_over(addresses, self._secret, self._source, name)
-            handed = df.mapInArrow(task, _HANDED).collect()
-            partitions = tuple(sorted((row["partition"], row["attempt"]) for row in handed))
-            self._say(wire.PushCommit(self._source, name, partitions))
+            task = _push_task(addresses, self._secret, self._source, name)
+            pushed = df.mapInArrow(task, _PUSHED_DDL).collect()
+            partitions = tuple(sorted((row["partition"], row["attempt"]) for row in pushed))
+            self._send(wire.PushCommit(self._source, name, partitions))
 
-        self._again_if_moved(push)
+        self._retry_if_moved(push)
 
     def stop(self) -> None:
         super().stop()

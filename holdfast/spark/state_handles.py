@@ -1,9 +1,8 @@
-"""The state of one key while a user's function works on it.
+"""The state of one key during a call of user code.
 
-A `KeyState` is what a key has: encoded values and timers. User code gets at it through a `Handle`
-and the state variables that it gives out, which have the methods of PySpark's own. All that is done
-to a key state is done to it alone; the operator puts it into its table when the whole call has gone
-well.
+A `KeyState` holds the encoded values and timers of a key. User code accesses it through a `Handle`
+and the state variables that the handle returns, which have the methods of PySpark's own. Changes
+affect only the `KeyState`; the operator writes it to its table once the whole call has succeeded.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from holdfast.errors import FlowError
 from holdfast.spark.schemas import RowCodec, struct_of
 
 NO_TIMER = (1 << 63) - 1
-"""Later than any watermark but the last."""
+"""Due time of a key without timers: later than any watermark but the last."""
 
 
 @dataclass(frozen=True)
 class Variable:
-    """A state variable as the processor declared it."""
+    """A state variable as declared by the processor."""
 
     name: str
     kind: str
@@ -36,7 +35,7 @@ class Variable:
 
 
 class KeyState:
-    """One key's state: for each variable its bytes, or None; its timers in ascending order."""
+    """One key's state: the bytes of each variable, or None, and the timers in ascending order."""
 
     __slots__ = ("_lists", "_maps", "_stored", "key", "timers")
 
@@ -54,21 +53,21 @@ class KeyState:
         self._stored[at] = value
 
     def items(self, at: int) -> list[bytes]:
-        """Of a list: its items, to be read and changed."""
+        """Return the mutable items of a list variable."""
         if at not in self._lists:
             stored = self._stored[at]
             self._lists[at] = [] if stored is None else msgspec.msgpack.decode(stored)
         return self._lists[at]
 
     def entries(self, at: int) -> dict[bytes, bytes]:
-        """Of a map: its entries, to be read and changed."""
+        """Return the mutable entries of a map variable."""
         if at not in self._maps:
             stored = self._stored[at]
             self._maps[at] = {} if stored is None else dict(msgspec.msgpack.decode(stored))
         return self._maps[at]
 
     def stored(self) -> list[bytes | None]:
-        """All variables as they are kept; what is empty is None."""
+        """Return all variables encoded for the table; an empty one is None."""
         for at, items in self._lists.items():
             self._stored[at] = msgspec.msgpack.encode(items) if items else None
         for at, entries in self._maps.items():
@@ -80,8 +79,7 @@ class KeyState:
 
 
 class Handle(StatefulProcessorHandle):
-    """What a processor gets instead of Spark's own handle. `key_state` is that of the key at
-    hand."""
+    """Replaces Spark's own handle of a processor. `key_state` is that of the current key."""
 
     def __init__(self, timed: bool, where: str) -> None:
         self.variables: list[Variable] = []
@@ -90,7 +88,7 @@ class Handle(StatefulProcessorHandle):
         self._open = True
 
     def seal(self) -> None:
-        """The processor's `init` is over."""
+        """Refuse new state variables: the processor's `init` has returned."""
         self._open = False
 
     # --- state variables --------------------------------------------------------------------------
@@ -110,29 +108,29 @@ class Handle(StatefulProcessorHandle):
         return MapHandle(self, at, variable)
 
     def deleteIfExists(self, stateName: str) -> None:
-        """There is nothing: a flow begins without the state of another."""
+        """Do nothing: a flow starts without the state of another one."""
 
     def _declare(
         self, name: str, kind: str, schema: Any, keys: Any, ttl: Any
     ) -> tuple[int, Variable]:
         here = f"{self._where}, state {name!r}"
         if not self._open:
-            raise FlowError(f"{here}: state variables are declared in init() only")
+            raise FlowError(f"{here}: state variables can be declared in init() only")
         if ttl is not None:
             raise FlowError(
-                f"{here}: a time to live is not supported: it is counted in processing time, which "
-                "never decides a result",
+                f"{here}: a time to live is not supported: Spark measures it in processing time, "
+                "on which no result may depend",
                 hint="register an event-time timer that clears the state",
             )
         if any(v.name == name for v in self.variables):
-            raise FlowError(f"{here}: the name is taken by another state variable")
+            raise FlowError(f"{here}: another state variable has the same name")
         of_keys = None if keys is None else struct_of(keys, here)
         self.variables.append(Variable(name, kind, struct_of(schema, here), of_keys))
         return len(self.variables) - 1, self.variables[-1]
 
     def current(self) -> KeyState:
         if self.key_state is None:
-            raise RuntimeError("state can be used only while rows or a timer of a key are handled")
+            raise RuntimeError("state is accessible only while a key's rows or timers are handled")
         return self.key_state
 
     # --- timers -----------------------------------------------------------------------------------
@@ -160,7 +158,7 @@ class Handle(StatefulProcessorHandle):
 
 
 class ValueHandle:
-    """PySpark's `ValueState` of the key at hand."""
+    """PySpark's `ValueState` of the current key."""
 
     def __init__(self, handle: Handle, at: int, variable: Variable) -> None:
         self._handle, self._at = handle, at
@@ -181,7 +179,7 @@ class ValueHandle:
 
 
 class ListHandle:
-    """PySpark's `ListState` of the key at hand."""
+    """PySpark's `ListState` of the current key."""
 
     def __init__(self, handle: Handle, at: int, variable: Variable) -> None:
         self._handle, self._at = handle, at
@@ -211,7 +209,7 @@ class ListHandle:
 
 
 class MapHandle:
-    """PySpark's `MapState` of the key at hand; its entries in the order in which they came."""
+    """PySpark's `MapState` of the current key, with its entries in insertion order."""
 
     def __init__(self, handle: Handle, at: int, variable: Variable) -> None:
         self._handle, self._at = handle, at

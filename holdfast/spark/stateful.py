@@ -1,15 +1,16 @@
-"""Operators that were written for Spark, as keyed operators of a flow.
+"""Runs operators written for Spark as keyed operators of a flow.
 
-PySpark's `StatefulProcessor` and the functions of `applyInPandasWithState` see how a stream is cut
-into micro-batches. A flow's results must not depend on any cut; so here *every row is a micro-batch
-of its own*, as Spark might have cut them: a call gets one row of its key, and the watermark that
-the rows before it have made. Timers and timeouts are due when the watermark moves, right after the
-row that moves it, as in the batch without data that Spark runs when it is idle. All of this is a
-function of the recorded order. Processing time is not, and what needs it is refused.
+PySpark's `StatefulProcessor` and the functions of `applyInPandasWithState` can observe how a stream
+is divided into micro-batches. A flow's results must not depend on such a division. Here *every row
+is a micro-batch of its own*, which is one of the divisions that Spark could choose: a call gets one
+row of its key, and the watermark that results from the rows before it. Timers and timeouts fire
+when the watermark advances, immediately after the row that advances it, as in the no-data batch
+that Spark runs when it is idle. All of this is a function of the recorded order. Processing time is
+not, so everything that needs it is refused.
 
-The state of a key is a row of a table like that of any operator: its variables as bytes, its
-timers, and the first of them in a column of its own. A call reads the rows of all its keys at once,
-runs user code over them key by key, and writes them back at once if nothing has raised.
+The state of a key is a row of a table, as in any operator: its variables as bytes, its timers, and
+the first timer in a separate column. A call reads the state of all its keys in one step, runs user
+code key by key, and writes the state back in one step if nothing raised.
 """
 
 from __future__ import annotations
@@ -45,24 +46,25 @@ from holdfast.spark.state_handles import NO_TIMER, Handle, KeyState, Variable
 MODES = ("append", "update")
 _PER_MS = {"s": (1, 1_000), "ms": (1, 1), "us": (1_000, 1), "ns": (1_000_000, 1)}
 LAST_MS = 253_402_300_799_999
-"""The watermark that timers see when the input has ended: the end of the year 9999, which is later
-than any time and can still be reckoned with."""
+"""The watermark that timers see when the input has ended: the end of the year 9999. It is later
+than any valid time, and user code can still do arithmetic with it."""
 _LONG_AGO = np.iinfo(np.int64).min
 
 
 @dataclass(frozen=True)
-class Clock:
-    """The watermark as Spark has it: in milliseconds, and behind by what is allowed for."""
+class SparkClock:
+    """Converts the watermark to Spark's: in milliseconds, and delayed by the allowed lateness."""
 
     on: str
     kind: pa.DataType
     hold: int
+    """Delay behind the flow's watermark, in the unit of the event time."""
 
     @property
     def unit(self) -> str:
         return str(self.kind.unit)
 
-    def behind(self, lateness: int) -> Clock:
+    def behind(self, lateness: int) -> SparkClock:
         return replace(self, hold=self.hold + lateness)
 
     @property
@@ -71,21 +73,22 @@ class Clock:
         return period, self.hold % period
 
     def ms(self, marks: np.ndarray) -> np.ndarray:
-        """Marks of a track in milliseconds; the last of all is later than any timer."""
+        """Convert marks of a track to milliseconds; the final one is later than any timer."""
         divisor, factor = _PER_MS[self.unit]
         moved = (marks != Track.NEVER) & (marks != Track.END)
         ms = (np.where(moved, marks, self.hold) - self.hold) // divisor * factor
         return np.where(moved, ms, np.where(marks == Track.END, NO_TIMER, _LONG_AGO))
 
     def late(self, batch: pa.RecordBatch, marks_ms: np.ndarray) -> np.ndarray:
-        """The rows that are not later than the watermark they find."""
+        """Return a mask of the rows whose time is not later than the watermark before them."""
         divisor, factor = _PER_MS[self.unit]
         times = operator_times(batch, self.on)
         before = np.where(marks_ms == _LONG_AGO, 0, marks_ms) * divisor
         return (marks_ms != _LONG_AGO) & (times * factor <= before)
 
     def steps(self, track: Track) -> tuple[np.ndarray, np.ndarray]:
-        """Where the watermark moves in milliseconds: the rows, and what it is from there on."""
+        """Return the sequence numbers at which the watermark advances in milliseconds, and its
+        values from there on."""
         ms = self.ms(track.marks)
         moved = np.flatnonzero(ms[1:] > ms[:-1]) + 1
         return track.seqs[moved], ms[moved]
@@ -96,31 +99,33 @@ NO_STEPS: Steps = (np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 class Results:
-    """What user code gave in one call of the operator, with the places where it stands."""
+    """The outputs of user code in one call of the operator, with their places in the order."""
 
     def __init__(self) -> None:
-        self.given: list[Any] = []
+        self.outputs: list[Any] = []
         self.places: list[tuple[int, int, int, int]] = []
-        """The input row, its number among what that row gave; or the sequence number at which a
-        timer was due, the key's hash, its number among what the key's timers gave there."""
+        """The place of each output row. Output of a row: 0, the input row, the number among the
+        row's outputs, 0. Output of a timer: 1, the sequence number at which it fired, the key's
+        hash, the number among the outputs of the key's timers there."""
 
     def add(
         self, outputs: Iterable[Any], place: Callable[[int], tuple[Any, ...]], first: int
     ) -> int:
-        """Run user code to its end; gives the next free number."""
+        """Consume the outputs of user code, number them from `first`, and return the next free
+        number."""
         for output in outputs if outputs is not None else ():
             rows = len(output) if isinstance(output, pd.DataFrame) else 1
-            self.given.append(output)
+            self.outputs.append(output)
             self.places += [place(n) for n in range(first, first + rows)]
             first += rows
         return first
 
 
 class StatefulOperator(KeyedOperator):
-    """Base of both: the table, and when user code is called for which key."""
+    """Base of both operators: owns the table, and decides when to call user code for which key."""
 
     due_after = 0
-    """A timer is due when the watermark is so many milliseconds later, or more."""
+    """A timer is due once the watermark is at least this many milliseconds past it."""
 
     def __init__(
         self,
@@ -128,19 +133,19 @@ class StatefulOperator(KeyedOperator):
         source: Port,
         schema: pa.Schema,
         variables: Sequence[Variable],
-        clock: Clock | None,
+        clock: SparkClock | None,
         where: str,
     ) -> None:
         super().__init__(keys, [source])
         self.needs[0] |= set(source.schema.names)
         self.variables, self.clock, self.where = list(variables), clock, where
-        for variable in variables:  # refuse types that cannot be kept
+        for variable in variables:  # refuse types that cannot be stored
             RowCodec(variable.schema, f"{where}, state {variable.name!r}")
             if variable.keys is not None:
                 RowCodec(variable.keys, f"{where}, state {variable.name!r}")
         self._key_kinds = [source.schema.field(k).type for k in keys]
         self._names = source.schema.names
-        # One level tells what a row gave; what timers gave stands behind, key by key.
+        # One level numbers the outputs of a row; outputs of timers follow them, key by key.
         width = source.width + 1 if clock is None else 2 + max(source.width, 2)
         delay = source.delay if clock is None else clock.hold
         self.outputs["out"] = Port(schema, width, delay=delay)
@@ -149,14 +154,14 @@ class StatefulOperator(KeyedOperator):
             self.boundaries = [clock.boundary]
             self.outputs["late"] = Port(source.schema, source.width)
 
-    # --- what the two kinds do differently --------------------------------------------------------
+    # --- implemented by the two operators ---------------------------------------------------------
 
     def _begin(self) -> None:
-        """Make user code ready for its first call."""
+        """Prepare user code for its first call."""
         raise NotImplementedError
 
     def _inputs(self, batch: pa.RecordBatch) -> Callable[[int], Any]:
-        """Gives each row in the form that user code takes."""
+        """Return a function that converts a row to the type that user code takes."""
         raise NotImplementedError
 
     def _on_row(self, key_state: KeyState, row: Any, watermark_ms: int) -> Iterable[Any]:
@@ -165,8 +170,8 @@ class StatefulOperator(KeyedOperator):
     def _on_timer(self, key_state: KeyState, due: int, watermark_ms: int) -> Iterable[Any]:
         raise NotImplementedError
 
-    def _batches(self, given: list[Any]) -> list[pa.RecordBatch]:
-        """What user code gave, as Arrow."""
+    def _batches(self, outputs: list[Any]) -> list[pa.RecordBatch]:
+        """Convert the outputs of user code to Arrow."""
         raise NotImplementedError
 
     def _key_values(self, columns: list[pa.Array]) -> list[tuple[Any, ...]]:
@@ -193,13 +198,13 @@ class StatefulOperator(KeyedOperator):
             self._next_due = min(self._next_due, int(due.min()))
 
     def _key_states(self, slots: np.ndarray, keys: list[tuple[Any, ...]]) -> list[KeyState]:
-        """The state of these slots, for user code to work on."""
+        """Return the states of these slots for user code."""
         columns = [self.table.get(f"v{n}", slots).to_pylist() for n in range(len(self.variables))]
         timers = self.table.get("__timers", slots).to_pylist()
         return [KeyState(key, [c[i] for c in columns], timers[i]) for i, key in enumerate(keys)]
 
     def _store(self, slots: np.ndarray, key_states: list[KeyState]) -> int:
-        """Write back what user code has made of them; gives the first mark that is waited for."""
+        """Write the states back; return the earliest mark at which one of their timers is due."""
         stored = [key_state.stored() for key_state in key_states]
         due = np.array([self.due(key_state) for key_state in key_states], np.int64)
         for n in range(len(self.variables)):
@@ -210,16 +215,16 @@ class StatefulOperator(KeyedOperator):
         return int(due.min())
 
     def due(self, key_state: KeyState) -> int:
-        """The mark at which the first of its timers is due."""
+        """Return the mark at which the key's first timer is due."""
         return key_state.timers[0] + self.due_after if key_state.timers else NO_TIMER
 
-    def _forget_empty(self, slots: np.ndarray) -> None:
-        """Keys without state take no room."""
-        gone = self.table["__next"][slots] == NO_TIMER
+    def _remove_empty(self, slots: np.ndarray) -> None:
+        """Remove the keys that have neither values nor timers."""
+        is_empty = self.table["__next"][slots] == NO_TIMER
         for n in range(len(self.variables)):
-            gone &= self.table.get(f"v{n}", slots).is_null().to_numpy(zero_copy_only=False)
-        if gone.any():
-            self.table.remove(slots[gone])
+            is_empty &= self.table.get(f"v{n}", slots).is_null().to_numpy(zero_copy_only=False)
+        if is_empty.any():
+            self.table.remove(slots[is_empty])
 
     # --- an epoch ---------------------------------------------------------------------------------
 
@@ -234,7 +239,7 @@ class StatefulOperator(KeyedOperator):
         idle, next_due = self._due_slots(steps, with_rows)
         slots = np.concatenate([with_rows, idle])
         if slots.size == 0:
-            return self._given(empty(self.outputs["out"].full_schema), late)
+            return self._ports(empty(self.outputs["out"].full_schema), late)
         self.table.touch(slots, epoch)
         if groups:
             self._name_keys(groups, batch, key_hash(words))
@@ -242,13 +247,13 @@ class StatefulOperator(KeyedOperator):
         try:
             out = self._run(batch, track, steps, groups, slots, key_states)
         except Exception:
-            self._forget_empty(with_rows)  # those that were new; nothing else has changed
+            self._remove_empty(with_rows)  # the new keys; nothing else has changed
             raise
         self._next_due = min(next_due, self._store(slots, key_states))
-        self._forget_empty(slots)
-        return self._given(out, late)
+        self._remove_empty(slots)
+        return self._ports(out, late)
 
-    def _given(self, out: pa.RecordBatch, late: pa.RecordBatch | None) -> dict[str, pa.RecordBatch]:
+    def _ports(self, out: pa.RecordBatch, late: pa.RecordBatch | None) -> dict[str, pa.RecordBatch]:
         if late is None:
             return {"out": out}
         self.late_rows += late.num_rows
@@ -257,7 +262,7 @@ class StatefulOperator(KeyedOperator):
     def _punctual(
         self, batch: pa.RecordBatch, track: Track
     ) -> tuple[pa.RecordBatch, pa.RecordBatch | None]:
-        """The rows that count, and those that are late."""
+        """Split a batch into the rows on time and the late rows."""
         if self.clock is None or batch.num_rows == 0:
             return batch, None if self.clock is None else batch
         late = self.clock.late(batch, self._marks_ms(batch, track))
@@ -268,8 +273,8 @@ class StatefulOperator(KeyedOperator):
         return self.clock.ms(track.before(column(batch, "__o0")))
 
     def _due_slots(self, steps: Steps, but: np.ndarray) -> tuple[np.ndarray, int]:
-        """Keys without rows whose timers are due somewhere on the way; and the first mark that any
-        of the others wait for."""
+        """Return the slots outside `but` whose timers are due within these steps, and the earliest
+        mark at which a timer of the remaining keys is due."""
         if steps[1].size == 0 or steps[1][-1] < self._next_due:
             return np.empty(0, np.int64), self._next_due
         live = self.table.live()
@@ -299,7 +304,7 @@ class StatefulOperator(KeyedOperator):
         slots: np.ndarray,
         key_states: list[KeyState],
     ) -> pa.RecordBatch:
-        """All keys, one after the other: rows and timers of each in their order."""
+        """Run all keys one after the other: the rows and timers of each in their order."""
         results = Results()
         hashes = self.table["__hash"][slots].tolist()
         seqs = column(batch, "__o0").tolist() if groups else []
@@ -310,12 +315,12 @@ class StatefulOperator(KeyedOperator):
             timers = _Timers(self, key_state, hashes[n], steps, results)
             if groups and row_of is not None and n + 1 < len(bounds):
                 for row in groups.rows[bounds[n] : bounds[n + 1]].tolist():
-                    timers.before(seqs[row])
-                    self._take_row(key_state, row, row_of, marks, results)
-            timers.rest()
+                    timers.fire_before(seqs[row])
+                    self._run_row(key_state, row, row_of, marks, results)
+            timers.fire_rest()
         return self._placed(batch, results)
 
-    def _take_row(
+    def _run_row(
         self,
         key_state: KeyState,
         row: int,
@@ -323,7 +328,7 @@ class StatefulOperator(KeyedOperator):
         marks: list[int] | None,
         results: Results,
     ) -> None:
-        """A micro-batch of one row: the row, then the timers that are due by its watermark."""
+        """Run a micro-batch of one row: the row, then the timers that are due by its watermark."""
 
         def place(n: int) -> tuple[int, int, int, int]:
             return (0, row, n, 0)
@@ -347,11 +352,11 @@ class StatefulOperator(KeyedOperator):
             ) from error
 
     def _placed(self, batch: pa.RecordBatch, results: Results) -> pa.RecordBatch:
-        """The results with their order key, in order."""
+        """Return the results with their order key, sorted."""
         port = self.outputs["out"]
         if not results.places:
             return empty(port.full_schema)
-        rows = pa.Table.from_batches(self._batches(results.given), port.schema)
+        rows = pa.Table.from_batches(self._batches(results.outputs), port.schema)
         (rows,) = rows.combine_chunks().to_batches()
         phase, *places = np.array(results.places, np.int64).T
         levels = self._levels(batch, phase == 1, *places)
@@ -374,12 +379,12 @@ class StatefulOperator(KeyedOperator):
 
 
 def _shown(mark: int) -> int:
-    """A mark as user code sees it: before the first one it is 0, as in Spark."""
+    """Return a mark as user code sees it: it is 0 before the first watermark, as in Spark."""
     return min(max(mark, 0), LAST_MS)
 
 
 class _Timers:
-    """The timers of one key along the steps of the watermark."""
+    """Fires the timers of one key along the steps of the watermark."""
 
     def __init__(
         self,
@@ -392,18 +397,18 @@ class _Timers:
         self._operator, self._key_state, self._hash = operator, key_state, hashed
         self._seqs, self._marks = steps
         self._results = results
-        self._at = 0  # the next step to look at
+        self._at = 0  # the next step
         self._seq, self._number = -1, 0
 
-    def before(self, seq: int) -> None:
-        """All that is due before the row `seq`; a step at a row comes after it."""
+    def fire_before(self, seq: int) -> None:
+        """Fire the timers that are due before the row `seq`; a step at a row comes after it."""
         if self._seqs.size:
-            self._go(int(np.searchsorted(self._seqs, seq, "left")))
+            self._advance(int(np.searchsorted(self._seqs, seq, "left")))
 
-    def rest(self) -> None:
-        self._go(self._seqs.size)
+    def fire_rest(self) -> None:
+        self._advance(self._seqs.size)
 
-    def _go(self, end: int) -> None:
+    def _advance(self, end: int) -> None:
         while self._at < end:
             due = int(np.searchsorted(self._marks, self._operator.due(self._key_state), "left"))
             self._at = min(max(self._at, due), end)
@@ -412,7 +417,8 @@ class _Timers:
                 self._at += 1
 
     def _step(self, seq: int, mark: int) -> None:
-        """Those that are due here. What they register waits for the next step."""
+        """Fire the timers that are due at this step. Timers that they register wait for the next
+        step."""
         if seq != self._seq:
             self._seq, self._number = seq, 0
         after = self._operator.due_after
@@ -437,13 +443,13 @@ class TransformWithState(StatefulOperator):
         processor: StatefulProcessor,
         schema: Any,
         *,
-        clock: Clock | None,
+        clock: SparkClock | None,
         pandas: bool,
         where: str,
     ) -> None:
         if not isinstance(processor, StatefulProcessor):
             raise FlowError(
-                f"{where}: {processor!r} is not a StatefulProcessor", hint="an instance"
+                f"{where}: {processor!r} is not a StatefulProcessor", hint="pass an instance"
             )
         self.processor, self.pandas = processor, pandas
         self.label = type(processor).__name__
@@ -458,23 +464,23 @@ class TransformWithState(StatefulOperator):
         self._handle = Handle(self.clock is not None, self.where)
         self.processor.init(self._handle)
         self._handle.seal()
-        self._rows = _Frames(self) if self.pandas else _Rows(self)
+        self._adapter = _FrameAdapter(self) if self.pandas else _RowAdapter(self)
 
     def _inputs(self, batch: pa.RecordBatch) -> Callable[[int], Any]:
-        return self._rows.inputs(batch)
+        return self._adapter.inputs(batch)
 
     def _key_values(self, columns: list[pa.Array]) -> list[tuple[Any, ...]]:
         return _numpy_keys(columns) if self.pandas else super()._key_values(columns)
 
     def _on_row(self, key_state: KeyState, row: Any, watermark_ms: int) -> Iterable[Any]:
         values = self._enter(key_state, watermark_ms)
-        return self._rows.checked(
+        return self._adapter.checked(
             self.processor.handleInputRows(key_state.key, iter([row]), values)
         )
 
     def _on_timer(self, key_state: KeyState, due: int, watermark_ms: int) -> Iterable[Any]:
         values = self._enter(key_state, watermark_ms)
-        yield from self._rows.checked(
+        yield from self._adapter.checked(
             self.processor.handleExpiredTimer(
                 key=self._named(*key_state.key),
                 timerValues=values,
@@ -488,24 +494,24 @@ class TransformWithState(StatefulOperator):
         self._handle.key_state = key_state
         return _EventTime(watermark_ms) if self.clock else TimerValues(-1, -1)
 
-    def _batches(self, given: list[Any]) -> list[pa.RecordBatch]:
-        return self._rows.batches(given, self.outputs["out"].schema)
+    def _batches(self, outputs: list[Any]) -> list[pa.RecordBatch]:
+        return self._adapter.batches(outputs, self.outputs["out"].schema)
 
 
 class _EventTime(TimerValues):
-    """Knows the watermark only."""
+    """Timer values without processing time."""
 
     def __init__(self, watermark_ms: int) -> None:
         super().__init__(-1, watermark_ms)
 
     def getCurrentProcessingTimeInMs(self) -> int:
         raise NotImplementedError(
-            "getCurrentProcessingTimeInMs: processing time never decides a result in Holdfast"
+            "getCurrentProcessingTimeInMs: results in Holdfast never depend on processing time"
         )
 
 
-def _declared(processor: StatefulProcessor, clock: Clock | None, where: str) -> list[Variable]:
-    """Have the processor say which state variables it has, as Spark does on the driver."""
+def _declared(processor: StatefulProcessor, clock: SparkClock | None, where: str) -> list[Variable]:
+    """Call the processor's `init` to learn its state variables, as Spark does on the driver."""
     handle = Handle(clock is not None, where)
     processor = copy.deepcopy(processor)
     try:
@@ -522,9 +528,9 @@ def _declared(processor: StatefulProcessor, clock: Clock | None, where: str) -> 
 
 
 class ApplyInPandasWithState(StatefulOperator):
-    """PySpark's `applyInPandasWithState`. A timeout is a timer; a key has one at most."""
+    """PySpark's `applyInPandasWithState`. A timeout is a timer; a key has at most one."""
 
-    due_after = 1  # a timeout is due when the watermark is past it
+    due_after = 1  # a timeout is due once the watermark is past it
 
     def __init__(
         self,
@@ -534,7 +540,7 @@ class ApplyInPandasWithState(StatefulOperator):
         schema: Any,
         state_schema: Any,
         *,
-        clock: Clock | None,
+        clock: SparkClock | None,
         where: str,
     ) -> None:
         if not callable(function):
@@ -542,16 +548,16 @@ class ApplyInPandasWithState(StatefulOperator):
         self.function = function
         self.label = getattr(function, "__name__", "applyInPandasWithState")
         here = f"{where}, {self.label}"
-        kept = Variable("state", "value", struct_of(state_schema, here))
-        super().__init__(keys, source, arrow_of(schema, here), [kept], clock, here)
+        state = Variable("state", "value", struct_of(state_schema, here))
+        super().__init__(keys, source, arrow_of(schema, here), [state], clock, here)
 
     def _begin(self) -> None:
         self._codec = RowCodec(self.variables[0].schema, self.where)
-        self._rows = _Frames(self)
-        self._none = pd.DataFrame(columns=self._names)
+        self._adapter = _FrameAdapter(self)
+        self._no_rows = pd.DataFrame(columns=self._names)
 
     def _inputs(self, batch: pa.RecordBatch) -> Callable[[int], Any]:
-        return self._rows.inputs(batch)
+        return self._adapter.inputs(batch)
 
     def _key_values(self, columns: list[pa.Array]) -> list[tuple[Any, ...]]:
         return _numpy_keys(columns)
@@ -560,13 +566,13 @@ class ApplyInPandasWithState(StatefulOperator):
         return self._call(key_state, row, watermark_ms, timed_out=False)
 
     def _on_timer(self, key_state: KeyState, due: int, watermark_ms: int) -> Iterable[Any]:
-        return self._call(key_state, self._none.copy(), watermark_ms, timed_out=True)
+        return self._call(key_state, self._no_rows.copy(), watermark_ms, timed_out=True)
 
     def _call(
         self, key_state: KeyState, frame: pd.DataFrame, watermark_ms: int, timed_out: bool
     ) -> Iterator[Any]:
         state = self._group_state(key_state, watermark_ms, timed_out)
-        yield from self._rows.checked(self.function(key_state.key, iter([frame]), state))
+        yield from self._adapter.checked(self.function(key_state.key, iter([frame]), state))
         key_state.put(0, self._codec.encode(tuple(state._value)) if state.exists else None)
         timeout = state._timeout_timestamp
         key_state.timers[:] = [] if timeout == GroupState.NO_TIMESTAMP else [int(timeout)]
@@ -589,47 +595,46 @@ class ApplyInPandasWithState(StatefulOperator):
             valueSchema=self.variables[0].schema,
         )
 
-    def _batches(self, given: list[Any]) -> list[pa.RecordBatch]:
-        return self._rows.batches(given, self.outputs["out"].schema)
+    def _batches(self, outputs: list[Any]) -> list[pa.RecordBatch]:
+        return self._adapter.batches(outputs, self.outputs["out"].schema)
 
 
 class _EventTimeState(GroupState):
     def getCurrentProcessingTimeMs(self) -> int:
         raise NotImplementedError(
-            "getCurrentProcessingTimeMs: processing time never decides a result in Holdfast"
+            "getCurrentProcessingTimeMs: results in Holdfast never depend on processing time"
         )
 
 
 # --- rows in and out ------------------------------------------------------------------------------
 
 
-class _Rows:
-    """User code that takes and gives `Row`."""
+class _RowAdapter:
+    """Converts inputs and outputs of user code that works on `Row`."""
 
     def __init__(self, operator: StatefulOperator) -> None:
         self._names, self._label = operator._names, operator.label
 
     def inputs(self, batch: pa.RecordBatch) -> Callable[[int], Any]:
-        made = Row(*self._names)
+        row_class = Row(*self._names)
         columns = [batch.column(n).to_pylist() for n in self._names]
-        return lambda row: made(*(c[row] for c in columns))
+        return lambda row: row_class(*(c[row] for c in columns))
 
     def checked(self, outputs: Iterable[Any] | None) -> Iterator[Any]:
         for output in outputs or ():
             if not (isinstance(output, Row) and hasattr(output, "__fields__")):
-                raise TypeError(f"{self._label} gave {output!r}, which is not a Row with names")
+                raise TypeError(f"{self._label} returned {output!r}, which is not a Row with names")
             yield output
 
-    def batches(self, given: list[Any], schema: pa.Schema) -> list[pa.RecordBatch]:
-        return [pa.RecordBatch.from_pylist([row.asDict(True) for row in given], schema)]
+    def batches(self, outputs: list[Any], schema: pa.Schema) -> list[pa.RecordBatch]:
+        return [pa.RecordBatch.from_pylist([row.asDict(True) for row in outputs], schema)]
 
 
-class _Frames:
-    """User code that takes and gives `pandas.DataFrame`."""
+class _FrameAdapter:
+    """Converts inputs and outputs of user code that works on `pandas.DataFrame`."""
 
     def __init__(self, operator: StatefulOperator) -> None:
         self._names, self._label = operator._names, operator.label
-        self._given = operator.outputs["out"].schema
 
     def inputs(self, batch: pa.RecordBatch) -> Callable[[int], Any]:
         frame, one = _frame(batch.select(self._names)), pd.RangeIndex(1)
@@ -643,31 +648,33 @@ class _Frames:
 
     def checked(self, outputs: Iterable[Any] | None) -> Iterator[Any]:
         if isinstance(outputs, pd.DataFrame):
-            raise TypeError(f"{self._label} gave a DataFrame instead of an iterator of them")
+            raise TypeError(f"{self._label} returned a DataFrame instead of an iterator of them")
         for output in outputs or ():
             if not isinstance(output, pd.DataFrame):
-                raise TypeError(f"{self._label} gave {type(output).__name__}, not a DataFrame")
+                raise TypeError(f"{self._label} returned {type(output).__name__}, not a DataFrame")
             if len(output):
                 yield output
 
-    def batches(self, given: list[Any], schema: pa.Schema) -> list[pa.RecordBatch]:
-        """All at once if they are alike, which is ten times as fast; joining others would change
-        their types."""
-        alike = all(
-            f.dtypes.equals(given[0].dtypes) and f.columns.equals(given[0].columns) for f in given
+    def batches(self, outputs: list[Any], schema: pa.Schema) -> list[pa.RecordBatch]:
+        """Convert all frames in one step if their columns have the same names and types, which is
+        ten times as fast. Concatenating other frames would change their types."""
+        first = outputs[0]
+        uniform = all(
+            f.dtypes.equals(first.dtypes) and f.columns.equals(first.columns) for f in outputs
         )
-        joined = [pd.concat(given, ignore_index=True)] if alike else given
-        return [self._batch(frame, schema) for frame in joined]
+        frames = [pd.concat(outputs, ignore_index=True)] if uniform else outputs
+        return [self._batch(frame, schema) for frame in frames]
 
     def _batch(self, frame: pd.DataFrame, schema: pa.Schema) -> pa.RecordBatch:
         if len(frame.columns) != len(schema):
             raise TypeError(
-                f"{self._label} gave {len(frame.columns)} columns, and the result has {len(schema)}"
+                f"{self._label} returned {len(frame.columns)} columns, but its result schema has "
+                f"{len(schema)}"
             )
         if all(isinstance(name, str) for name in frame.columns):
             missing = [n for n in schema.names if n not in frame.columns]
             if missing:
-                raise TypeError(f"{self._label} gave no column {missing[0]!r}")
+                raise TypeError(f"{self._label} returned no column {missing[0]!r}")
             frame = frame[schema.names]
         else:
             frame = frame.set_axis(schema.names, axis=1)
@@ -675,7 +682,7 @@ class _Frames:
 
 
 def _frame(batch: pa.RecordBatch) -> pd.DataFrame:
-    """As Spark gives it in a session in UTC: times without their zone."""
+    """Convert a batch to pandas as Spark does in a UTC session: times have no zone."""
     frame = batch.to_pandas(date_as_object=True, coerce_temporal_nanoseconds=True)
     for field in batch.schema:
         if pa.types.is_timestamp(field.type) and field.type.tz is not None:
@@ -684,43 +691,45 @@ def _frame(batch: pa.RecordBatch) -> pd.DataFrame:
 
 
 def _numpy_keys(columns: list[pa.Array]) -> list[tuple[Any, ...]]:
-    """Keys of numpy's types, as Spark gives them to functions of pandas."""
+    """Return keys in numpy's types, as Spark passes them to pandas functions."""
     frame = _frame(pa.RecordBatch.from_arrays(columns, [f"k{n}" for n in range(len(columns))]))
     arrays = [frame[name].array for name in frame.columns]
     return [tuple(array[i] for array in arrays) for i in range(len(frame))]
 
 
-# --- what is refused ------------------------------------------------------------------------------
+# --- refused options ------------------------------------------------------------------------------
 
 
 def refuse_mode(output_mode: str, where: str) -> None:
-    """Both modes give what the function gives; a result table that is given out whole is none."""
+    """Raise unless the output mode is append or update, which are equivalent here. The mode
+    complete would need a result table, and there is none."""
     if output_mode.lower() not in MODES:
         raise FlowError(
             f"{where}: the output mode {output_mode!r} is not supported",
-            hint="append and update are, and give the same rows",
+            hint="use append or update, which give the same rows",
         )
 
 
 def event_time_of(name: str, where: str) -> bool:
-    """Whether a time mode, or a kind of timeout, is that of event time."""
+    """Return whether a time mode, or a kind of timeout, uses event time."""
     plain = name.lower()
     if plain in ("processingtime", "processingtimetimeout"):
         raise FlowError(
-            f"{where}: {name} is not supported: processing time never decides a result in Holdfast",
+            f"{where}: {name} is not supported: results in Holdfast never depend on processing "
+            "time",
             hint="use event time: EventTime, or EventTimeTimeout",
         )
     if plain not in ("none", "notimeout", "eventtime", "eventtimetimeout"):
-        raise FlowError(f"{where}: {name!r} is not known here", hint="none, or event time")
+        raise FlowError(f"{where}: unknown time mode {name!r}", hint="use None, or event time")
     return plain.startswith("event")
 
 
-def clock_of(source: Port, on: str, where: str) -> Clock:
-    """The watermark that an operator over `source` sees, whose rows have the event time `on`."""
+def clock_of(source: Port, on: str, where: str) -> SparkClock:
+    """Return the clock of an operator over `source`, whose rows have the event time `on`."""
     kind = source.schema.field(on).type
     if not pa.types.is_timestamp(kind):
         raise FlowError(
-            f"{where}: timers are in milliseconds, and the event time {on!r} is {kind}",
-            hint="make it a timestamp",
+            f"{where}: timers are in milliseconds, but the event time {on!r} is {kind}",
+            hint="convert it to a timestamp",
         )
-    return Clock(on, kind, source.delay)
+    return SparkClock(on, kind, source.delay)

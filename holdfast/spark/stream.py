@@ -1,22 +1,23 @@
-"""The same operators under Structured Streaming: the fall-back, and an honest rival.
+"""Runs a flow's operators under Structured Streaming: a fallback, and a baseline for benchmarks.
 
-A keyed stage is one stateful operator of Spark over shuffle blocks, grouped by hash bucket; its
-state is one binary value per bucket, the operator's tables as Arrow bytes. Micro-batches come one
-after the other, so inside a task an order within the micro-batch is all that is needed.
+A keyed stage is one stateful operator of Spark over shuffle blocks, grouped by hash bucket. Its
+state is one binary value per bucket: the operator's tables as Arrow bytes. Spark processes one
+micro-batch after the other, so a task needs to order only the rows within a micro-batch.
 
-Event time needs more: where a window closes depends on all rows of all sources, and Spark calls an
-operator only for keys with rows in the micro-batch. So a query with event-time operators begins
-with one more stateful operator, the *ingress*: a single group that numbers all rows, follows the
-watermark as a live ingress does, and sends each bucket of the next stages a heartbeat, which they
-pass on. A micro-batch is then what an epoch is to a live run. Spark never says that the input has
-ended, so windows that are open at the end stay open; nor is a split without rows ever idle.
+Event time needs more. The row at which a window closes depends on all rows of all sources, and
+Spark calls an operator only for keys with rows in the micro-batch. A query with event-time
+operators therefore starts with one more stateful operator, the *ingress*: a single group that
+numbers all rows, advances the watermark like a live ingress, and sends a heartbeat to each bucket
+of the next stages, which forward it. A micro-batch corresponds to an epoch of a live run. Spark
+never reports the end of the input, so the last windows stay open; and a split without rows is
+never idle.
 
-What PySpark 4.3 offers for this: a single `applyInPandasWithState` is the cheapest. Two of them in
-one query are refused by Spark's analyser, unless its check is switched off
+PySpark 4.3 has two APIs for this. A single `applyInPandasWithState` is the cheapest. Spark's
+analyser refuses two of them in one query unless its check is off
 (``spark.sql.streaming.unsupportedOperationCheck=false``; it guards watermarks and timeouts, and
-there are none here). `transformWithStateInPandas` may be chained as it is, but needs the RocksDB
-state store and the package protobuf, and is slower. So chains use the second kind, or the first
-if the session has the check switched off.
+this query has neither). `transformWithStateInPandas` can be chained, but it needs the RocksDB state
+store and the package protobuf, and is slower. Chains use the second API, or the first if the
+session has the check switched off.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from holdfast.spark.session import described, use_this_python
 from holdfast.spark.shuffle_blocks import SPLIT
 
 BLOCK = "__block"
-_PARCEL = ("exchange", "low", "data")
+_BLOCK_COLUMNS = ("exchange", "low", "data")
 _STATE_DDL = "token binary, data binary"
 _PROVIDER = "spark.sql.streaming.stateStore.providerClass"
 _ROCKSDB = "org.apache.spark.sql.execution.streaming.state.RocksDBStateStoreProvider"
@@ -68,13 +69,13 @@ def stream(
     checkpoint: str | None = None,
     partitions: int = 8,
 ) -> dict[str, DataFrame]:
-    """The rows of these sinks as streaming DataFrames, by name; see `Flow.stream`."""
+    """Return the rows of these sinks as streaming DataFrames, by name; see `Flow.stream`."""
     use_this_python(spark)
     planned = blocks.checked_plan(flow, inputs, partitions, streaming=True)
     if checkpoint is not None:
         spark.conf.set("spark.sql.streaming.checkpointLocation", checkpoint)
     wanted = [s for s in planned.sinks if s.name in sinks]
-    kinds = {s.name: _TimedJob if _watches(planned, s) else _Job for s in wanted}
+    kinds = {s.name: _TimedJob if _uses_watermark(planned, s) else _Job for s in wanted}
     chained = any(kinds[s.name].stateful(planned, s) > 1 for s in wanted)
     backend = _chaining(spark) if chained else _in_pandas
     with described(spark, f"Holdfast flow {flow.name!r} as a stream: keys for the buckets"):
@@ -83,11 +84,12 @@ def stream(
     return {s.name: kinds[s.name](*given).result(s) for s in wanted}
 
 
-def _watches(planned: Plan, stage: Stage) -> bool:
-    """Whether what comes to `stage`, or out of it, depends on the watermark."""
+def _uses_watermark(planned: Plan, stage: Stage) -> bool:
+    """Return whether the input or output of `stage` depends on the watermark."""
     if stage.operator is not None and stage.operator.boundaries:
         return True
-    return any(_watches(planned, planned.stages[p]) for p in {e.producer for e in stage.inputs})
+    producers = {e.producer for e in stage.inputs}
+    return any(_uses_watermark(planned, planned.stages[p]) for p in producers)
 
 
 # --- stages as DataFrames -------------------------------------------------------------------------
@@ -107,33 +109,34 @@ class _Job:
 
     @classmethod
     def stateful(cls, planned: Plan, stage: Stage) -> int:
-        """How many stateful operators the query up to `stage` has; Spark shares none of them."""
+        """Return the number of stateful operators in the query up to `stage`; Spark shares none of
+        them."""
         producers = {e.producer for e in stage.inputs}
         own = 1 if stage.kind == "keyed" else 0
         return own + sum(cls.stateful(planned, planned.stages[p]) for p in producers)
 
     def result(self, sink: Stage) -> DataFrame:
         schema = blocks.sink_schema(sink, with_order=False)
-        made = []
+        results = []
         for producer, exchanges in blocks.by_producer(self.plan, sink):
             if producer.kind == "source":
-                made.append(self._source(producer, blocks.ToRows(exchanges, schema)))
+                results.append(self._source(producer, blocks.ToRows(exchanges, schema)))
             else:
                 opening = blocks.Opening(exchanges, schema)
                 sent = self._keyed(producer, exchanges)
-                made.append(sent.mapInArrow(opening, blocks.spark_schema(schema)))
-        return reduce(DataFrame.unionAll, made)
+                results.append(sent.mapInArrow(opening, blocks.spark_schema(schema)))
+        return reduce(DataFrame.unionAll, results)
 
     def _source(self, stage: Stage, outlet: blocks.Outlet) -> DataFrame:
         df = self.inputs[stage.name]
-        order, rows = blocks.order_columns(stage, df), _Rows.of(stage, df)
+        order, rows = blocks.order_columns(stage, df), _SourceRows.of(stage, df)
         df = df.select(*rows.declared.names)
         by_value = len(order) == 1 and len(self.plan.sources) == 1 and _countable(stage, order[0])
         if order and not by_value:
-            df = df.coalesce(1)  # the only way to sort a micro-batch: Spark refuses to
+            df = df.coalesce(1)  # one task sorts the micro-batch, since Spark refuses to
         df = df.withColumn(BLOCK, F.spark_partition_id())
         planned, lean = blocks.shipped(self.plan, stage)
-        task = _SourceTask(planned, lean, rows, by_value, outlet)
+        task = _StreamSourceTask(planned, lean, rows, by_value, outlet)
         return df.mapInArrow(task, outlet.ddl)
 
     def _keyed(self, stage: Stage, exchanges: list[Exchange]) -> DataFrame:
@@ -142,7 +145,7 @@ class _Job:
         return self._stateful(self._sent_to(stage), task)
 
     def _sent_to(self, stage: Stage) -> list[DataFrame]:
-        """The shuffle blocks for a keyed stage."""
+        """Return the shuffle blocks for a keyed stage."""
         sent = []
         for producer, inward in blocks.by_producer(self.plan, stage):
             if producer.kind == "source":
@@ -152,15 +155,15 @@ class _Job:
         return sent
 
     def _stateful(self, sent: list[DataFrame], task: _Task) -> DataFrame:
-        # rebuilt in the JVM, which also turns Arrow's rows into Spark's: right after a Python
-        # task, an exchange in a streaming query fails with a ClassCastException.
+        # The JVM computes the column again, which also turns Arrow's rows into Spark's: directly
+        # after a Python task, an exchange in a streaming query fails with a ClassCastException.
         keyed = reduce(DataFrame.unionAll, sent).withColumn("bucket", self.bucket_key)
         return self.backend(keyed, task)
 
 
 class _TimedJob(_Job):
-    """With an ingress between the sources and the keyed stages: all rows of all sources go through
-    each ingress of the query, so that each has the same numbers and the same watermark."""
+    """A job with an ingress between the sources and the keyed stages. All rows of all sources pass
+    through each ingress of the query, so all assign the same numbers and the same watermark."""
 
     @classmethod
     def stateful(cls, planned: Plan, stage: Stage) -> int:
@@ -177,11 +180,11 @@ class _TimedJob(_Job):
         return sent
 
     def _ingress(self, exchanges: dict[int, list[Exchange]]) -> DataFrame:
-        """The shuffle blocks that the sources send over some of their exchanges, and heartbeats."""
+        """Return the shuffle blocks of these exchanges of the sources, and heartbeats."""
         entries = []
         for stage in self.plan.sources:
             outlet = blocks.ToBlocks(exchanges.get(stage.id, []), self.partitions)
-            rows = _Rows.of(stage, self.inputs[stage.name])
+            rows = _SourceRows.of(stage, self.inputs[stage.name])
             entries.append(_Entry(rows, blocks.shipped(self.plan, stage)[1], outlet))
         planned = blocks.shipped(self.plan, self.plan.sources[0])[0]
         task = _IngressTask(planned, entries, self.partitions)
@@ -189,7 +192,10 @@ class _TimedJob(_Job):
 
     def _raw(self, stage: Stage) -> DataFrame:
         df = self.inputs[stage.name]
-        names = [*_Rows.of(stage, df).declared.names, *([SPLIT] if SPLIT in df.columns else [])]
+        names = [
+            *_SourceRows.of(stage, df).declared.names,
+            *([SPLIT] if SPLIT in df.columns else []),
+        ]
         df = df.select(*names).withColumn(BLOCK, F.spark_partition_id())
         return df.mapInArrow(_RawTask(stage.id), blocks.DDL)
 
@@ -201,13 +207,14 @@ def _countable(stage: Stage, name: str) -> bool:
 
 
 def _bucket_key(spark: SparkSession, partitions: int) -> Column:
-    """The key that stands for a bucket, so chosen that Spark's hash spreads them evenly."""
+    """Return the key that represents a bucket, chosen so that Spark's hash spreads the buckets
+    evenly over the tasks."""
     tasks = int(spark.conf.get("spark.sql.shuffle.partitions", "200"))
     landing = F.pmod(F.hash(F.col("id").cast("int")), F.lit(tasks))
-    found: dict[int, list[int]] = {}
+    by_task: dict[int, list[int]] = {}
     for key, task in spark.range(20 * tasks + 20 * partitions).select("id", landing).collect():
-        found.setdefault(task, []).append(key)
-    keys = [found[i % tasks][i // tasks] for i in range(partitions)]
+        by_task.setdefault(task, []).append(key)
+    keys = [by_task[i % tasks][i // tasks] for i in range(partitions)]
     return F.element_at(F.array(*[F.lit(k).cast("int") for k in keys]), F.col("bucket") + 1)
 
 
@@ -215,20 +222,20 @@ def _bucket_key(spark: SparkSession, partitions: int) -> Column:
 
 
 @dataclass
-class _Rows:
-    """How rows of a source, as Spark gives them, become rows of the flow."""
+class _SourceRows:
+    """Converts rows of a source from Spark's types to the flow's."""
 
     name: str
     declared: pa.Schema
-    """The columns in use and those that say the order."""
+    """The used columns and the order columns."""
     schema: pa.Schema
-    """The columns in use."""
+    """The used columns."""
     order: list[str]
     splits: int
-    """How many splits the rows may be of: one, if the input does not say of which each is."""
+    """Number of splits: one if the input has no split column."""
 
     @classmethod
-    def of(cls, stage: Stage, df: DataFrame) -> _Rows:
+    def of(cls, stage: Stage, df: DataFrame) -> _SourceRows:
         assert stage.source is not None
         field, used = stage.ports["out"].schema.field, stage.used["out"]
         order = blocks.order_columns(stage, df)
@@ -248,14 +255,14 @@ class _Rows:
         return pa.RecordBatch.from_arrays(arrays, schema=with_order(self.schema, 1))
 
 
-class _SourceTask:
-    """Give a micro-batch's rows numbers that say their order; send them through the steps."""
+class _StreamSourceTask:
+    """Numbers a micro-batch's rows by their order and runs the steps of the stage over them."""
 
     def __init__(
         self,
         planned: Plan,
         stage: Stage,
-        rows: _Rows,
+        rows: _SourceRows,
         by_value: bool,
         outlet: blocks.Outlet,
     ) -> None:
@@ -282,20 +289,21 @@ class _SourceTask:
         column = rows.column(name)
         if column.null_count:
             raise InputError(
-                f"source {self.stage.name!r}: the column {name!r} that orders rows is null"
+                f"source {self.stage.name!r}: the order_by column {name!r} has null values"
             )
         return Field(column.type).stored(column).astype(np.int64)
 
     def _positions(self, batch: pa.RecordBatch, seen: int) -> np.ndarray:
-        """Source, Spark partition and place in it; the micro-batch goes without saying."""
+        """Number the rows by source, Spark partition and position in it. The number need not
+        contain the micro-batch."""
         part = batch.column(BLOCK).to_numpy().astype(np.int64)
         require(self.stage.id < 128 and part.max() < 1 << 16, "too many sources or partitions")
         return (self.stage.id << 56) + (part << 40) + np.arange(seen, seen + batch.num_rows)
 
 
 class _RawTask:
-    """A source's rows as they are, in shuffle blocks for the ingress. In place of an exchange these
-    name the source; ``low`` is what puts them in order: Spark partition, and place in it."""
+    """Packs a source's unchanged rows into shuffle blocks for the ingress. Their ``exchange`` holds
+    the source, and ``low`` orders them by Spark partition and position in it."""
 
     def __init__(self, source: int) -> None:
         self.source = source
@@ -319,14 +327,14 @@ def _property(name: str) -> str | None:
 
 
 class _Task(Protocol):
-    """What a group does in one micro-batch: state in, shuffle blocks in, shuffle blocks out, state
-    out."""
+    """The work of one group in one micro-batch: it takes state and shuffle blocks, and returns
+    shuffle blocks and the new state."""
 
     def run(
         self, key: int, frames: Iterable[Any], token: bytes | None, load: Callable[[], bytes]
     ) -> tuple[list[Any], bytes, bytes]:
-        """The shuffle blocks it gives, as pandas, and the new state under a name of its own. `load`
-        is called for the bytes of the state `token` if this worker does not have it alive."""
+        """Return the resulting shuffle blocks as pandas, and token and bytes of the new state.
+        Calls `load` for the bytes of the state `token` unless this worker has it in memory."""
 
 
 Backend = Callable[[DataFrame, _Task], DataFrame]
@@ -336,15 +344,15 @@ Backend = Callable[[DataFrame, _Task], DataFrame]
 class _Entry:
     """A source at the ingress."""
 
-    rows: _Rows
+    rows: _SourceRows
     stage: Stage
     outlet: blocks.ToBlocks
 
 
 class _IngressTask:
-    """All rows of one micro-batch: number them, see how they move the watermark, send them through
-    the steps of their sources, and tell every bucket. The numbers go on where those of the last
-    micro-batch ended, so the state is the next number, and the watermark's."""
+    """Processes all rows of one micro-batch: numbers them, advances the watermark, runs the steps
+    of their sources, and sends a heartbeat to every bucket. The numbers continue those of the last
+    micro-batch, so its state is the next number and the watermark's state."""
 
     def __init__(self, planned: Plan, entries: list[_Entry], partitions: int) -> None:
         self.plan, self.entries, self.partitions = planned, entries, partitions
@@ -358,17 +366,17 @@ class _IngressTask:
             seq = int.from_bytes(saved[:8], "little")
             mark.restore(saved[8:])
         start, steps = mark.value, []
-        made: list[pa.RecordBatch] = []
+        outputs: list[pa.RecordBatch] = []
         held = self._held(frames)
         for entry in self.entries:
             for split, batch in self._by_split(entry, held.get(entry.stage.id, [])):
                 rows = self._numbered(entry, batch, seq)
                 seq += rows.num_rows
                 steps.append(self._advance(mark, entry, split, rows))
-                made += self._sent(entry, rows)
-        made.append(blocks.heartbeats(track_of(steps, start), range(self.partitions)))
+                outputs += self._sent(entry, rows)
+        outputs.append(blocks.heartbeats(track_of(steps, start), range(self.partitions)))
         state = seq.to_bytes(8, "little") + mark.save()
-        return [packed.to_pandas() for packed in made], uuid.uuid4().bytes, state
+        return [packed.to_pandas() for packed in outputs], uuid.uuid4().bytes, state
 
     def _watermark(self) -> Watermark:
         timed = [e for e in self.entries if e.stage.event_time is not None]
@@ -377,12 +385,13 @@ class _IngressTask:
 
     @staticmethod
     def _held(frames: Iterable[Any]) -> dict[int, list[pa.RecordBatch]]:
-        """The rows of each source that has any; Spark brings shuffle blocks in no order."""
-        found: dict[int, list[tuple[int, bytes]]] = {}
+        """Return the rows of each source that has any, sorted: Spark delivers shuffle blocks in no
+        particular order."""
+        by_source: dict[int, list[tuple[int, bytes]]] = {}
         for frame in frames:
-            for source, low, data in zip(*(frame[n] for n in _PARCEL), strict=True):
-                found.setdefault(int(source), []).append((int(low), data))
-        return {s: [from_ipc(data) for _, data in sorted(p)] for s, p in found.items()}
+            for source, low, data in zip(*(frame[n] for n in _BLOCK_COLUMNS), strict=True):
+                by_source.setdefault(int(source), []).append((int(low), data))
+        return {s: [from_ipc(data) for _, data in sorted(p)] for s, p in by_source.items()}
 
     @staticmethod
     def _by_split(
@@ -399,7 +408,7 @@ class _IngressTask:
             if not 0 <= split < entry.rows.splits:
                 raise InputError(
                     f"source {entry.rows.name!r}: there are rows of split {split}, "
-                    f"but the source has {entry.rows.splits}"
+                    f"but the source has {entry.rows.splits} splits"
                 )
             yield split, whole.filter(pa.array(numbers == split))
 
@@ -419,13 +428,13 @@ class _IngressTask:
 
     def _sent(self, entry: _Entry, rows: pa.RecordBatch) -> Iterable[pa.RecordBatch]:
         if not entry.outlet.exchanges:
-            return []  # its rows count, but go elsewhere
+            return []  # this ingress numbers its rows, but another path sends them
         runner = StageRunner(self.plan, entry.stage, 1)
         return entry.outlet(runner.run_source(rows, _micro_batch()))
 
 
 class _BucketTask:
-    """One bucket of a keyed stage, one micro-batch."""
+    """Runs one bucket of a keyed stage for one micro-batch."""
 
     def __init__(
         self, planned: Plan, stage: Stage, partitions: int, exchanges: list[Exchange]
@@ -444,41 +453,42 @@ class _BucketTask:
                 _install(runner.operator, load())
         inputs, beats = self._arrived(frames)
         track = Track.from_bytes(beats[0][1]) if beats else UNMOVED
-        made = list(self.outlet(runner.run_keyed(inputs, track, _micro_batch())))
+        outputs = list(self.outlet(runner.run_keyed(inputs, track, _micro_batch())))
         if beats and self.outlet.exchanges[0].keys is not None:
-            # Stages have as many buckets each, so one heartbeat from each reaches them all.
-            made.append(blocks.heartbeats(track, [beats[0][0]]))
-        fresh = uuid.uuid4().bytes
+            # All stages have the same number of buckets, so one heartbeat from each reaches all.
+            outputs.append(blocks.heartbeats(track, [beats[0][0]]))
+        new_token = uuid.uuid4().bytes
         data = _extract(runner.operator)
-        _live.keep(place, fresh, runner)
-        return [packed.to_pandas() for packed in made], fresh, data
+        _live.keep(place, new_token, runner)
+        return [packed.to_pandas() for packed in outputs], new_token, data
 
     def _arrived(
         self, frames: Iterable[Any]
     ) -> tuple[list[list[pa.RecordBatch]], list[tuple[int, bytes]]]:
-        """The rows per exchange, and the heartbeats: the bucket's number and the track."""
+        """Return the rows per exchange, and the heartbeats: the bucket's number and the track."""
         inputs: dict[int, list[pa.RecordBatch]] = {e.id: [] for e in self.stage.inputs}
         beats: list[tuple[int, bytes]] = []
         for frame in frames:
-            for exchange, low, data in zip(*(frame[n] for n in _PARCEL), strict=True):
+            for exchange, low, data in zip(*(frame[n] for n in _BLOCK_COLUMNS), strict=True):
                 if exchange == blocks.HEARTBEAT:
                     beats.append((int(low), bytes(data)))
                 else:
                     inputs[exchange].append(from_ipc(data))
         if len(set(beats)) > 1:
             raise InputError(
-                f"flow {self.plan.flow!r}: the sources gave other rows when read again",
-                hint="give them order_by columns that tell all rows apart",
+                f"flow {self.plan.flow!r}: the sources returned different rows when Spark read "
+                "them again",
+                hint="give them order_by columns that are unique per row",
             )
         return list(inputs.values()), beats
 
 
 class _Live:
-    """Operators that stay alive in this Python worker from one micro-batch to the next.
+    """Operators that this Python worker keeps in memory from one micro-batch to the next.
 
-    What Spark has stored is the truth; a live operator is used only if it is that very state,
-    which a fresh random name for every state that was ever stored makes sure of: a task that is
-    run again, a batch that is replayed or a restart from a checkpoint finds another name here.
+    The state in Spark's store is authoritative; a live operator is used only if it holds exactly
+    that state. Every stored state has a new random token. A retried task, a replayed batch or a
+    restart from a checkpoint therefore finds a different token here.
     """
 
     _MAX = 256
@@ -487,9 +497,10 @@ class _Live:
         self._kept: OrderedDict[Any, tuple[bytes, StageRunner]] = OrderedDict()
 
     def take(self, place: Any, token: bytes | None) -> StageRunner | None:
-        """The operator in the state `token`. It is no longer kept: it may fail half-way."""
-        found = self._kept.pop(place, None)
-        return found[1] if found is not None and found[0] == token else None
+        """Remove and return the operator in the state `token`, if it is here. It is removed because
+        it may fail half-way."""
+        kept = self._kept.pop(place, None)
+        return kept[1] if kept is not None and kept[0] == token else None
 
     def keep(self, place: Any, token: bytes, runner: StageRunner) -> None:
         self._kept[place] = (token, runner)
@@ -516,24 +527,25 @@ def _install(operator: KeyedOperator | None, data: bytes) -> None:
     operator.install(state)
 
 
-# --- Spark's two kinds of state -------------------------------------------------------------------
+# --- Spark's two state APIs -----------------------------------------------------------------------
 
 
 def _in_pandas(df: DataFrame, task: _Task) -> DataFrame:
-    """`applyInPandasWithState`: the state travels with every call."""
+    """Run a task with `applyInPandasWithState`, which passes the state to every call."""
 
     def process(key: Any, frames: Iterator[Any], state: Any) -> Iterator[Any]:
         token, data = state.get if state.exists else (None, b"")
-        made, token, data = task.run(int(key[0]), frames, token, lambda: data)
+        outputs, token, data = task.run(int(key[0]), frames, token, lambda: data)
         state.update((token, data))
-        yield from made
+        yield from outputs
 
     grouped = df.groupBy("bucket")
     return grouped.applyInPandasWithState(process, blocks.DDL, _STATE_DDL, "append", "NoTimeout")
 
 
 def _transforming(df: DataFrame, task: _Task) -> DataFrame:
-    """`transformWithStateInPandas`: the state is asked for, so a live operator saves its way."""
+    """Run a task with `transformWithStateInPandas`, which loads state on request: a live operator
+    needs no load."""
     grouped = df.groupBy("bucket")
     return grouped.transformWithStateInPandas(_Processor(task), blocks.DDL, "append", "none")
 
@@ -549,19 +561,19 @@ class _Processor(StatefulProcessor):
     def handleInputRows(self, key: Any, rows: Iterator[Any], timerValues: Any) -> Iterator[Any]:
         stored = self.token.get()
         token = None if stored is None else bytes(stored[0])
-        made, fresh, data = self.task.run(
+        outputs, new_token, data = self.task.run(
             int(key[0]), rows, token, lambda: bytes(self.data.get()[0])
         )
-        self.token.update((fresh,))
+        self.token.update((new_token,))
         self.data.update((data,))
-        yield from made
+        yield from outputs
 
     def close(self) -> None:
         pass
 
 
 def _chaining(spark: SparkSession) -> Backend:
-    """The kind of state that more than one stage of a query can have in this session."""
+    """Return the state API that several stages of one query can use in this session."""
     if spark.conf.get(_CHECK, "true") == "false":
         return _in_pandas
     try:

@@ -147,7 +147,7 @@ def test_bad_bounds(
         ([], "needs a FLOW.py"),
         (["no.py", *WANTED], "there is no file no.py"),
         (["FILE"], "--recovery 200ms --overhead 10%"),
-        (["FILE", *WANTED, "--sites", "1"], "single site"),
+        (["FILE", *WANTED, "--sites", "1"], "at least two sites"),
         (["FILE", *WANTED, "--seconds", "0"], "--seconds must be positive"),
         (["FILE", *WANTED, "--fit", "no.json"], "--fit no.json"),
     ],

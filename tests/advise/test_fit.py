@@ -70,7 +70,7 @@ def test_facts_may_come_from_elsewhere() -> None:
 def test_figures_of_something_else_are_refused() -> None:
     with pytest.raises(FlowError, match="holdfast bench protections"):
         fit({"rows_per_s": 5.0})
-    with pytest.raises(FlowError, match="say nothing of"):
+    with pytest.raises(FlowError, match="have no measurement of"):
         fit({"none": {}})
 
 

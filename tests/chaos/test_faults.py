@@ -10,7 +10,7 @@ from holdfast.lab.chaos.faults import (
     KINDS,
     NAP,
     TWO_KILLS,
-    Fault,
+    ChaosFault,
     candidates,
     faults,
     survivable,
@@ -20,8 +20,8 @@ from holdfast.lab.workloads.paced import Delivery
 from holdfast.plan.planner import plan
 
 
-def fault(kind, rank: int) -> Fault:
-    return Fault(0, kind, rank, 0.0, 0.0, False)
+def fault(kind, rank: int) -> ChaosFault:
+    return ChaosFault(0, kind, rank, 0.0, 0.0, False)
 
 
 def partition(
@@ -40,7 +40,7 @@ def test_every_kind_has_its_share() -> None:
     deck = sum(k.weight for k in KINDS)
     dealt = Counter(f.kind for f in islice(faults(1, KINDS), 3 * deck))
     assert dealt == {k: 3 * k.weight for k in KINDS}
-    assert any(f.finished_before for f in islice(faults(1, KINDS), 50))
+    assert any(f.overlaps for f in islice(faults(1, KINDS), 50))
 
 
 def test_victims_are_chosen_by_rank_among_the_living() -> None:

@@ -12,13 +12,14 @@ from holdfast.lab.paper.hwang05 import every, formula
 from holdfast.lab.paper.layouts import Layout, Parameters, grid, two_nodes
 from holdfast.lab.paper.measure import bandwidth, mean, overhead, recovery
 from holdfast.lab.paper.model import APPROACHES, Approach, System
-from holdfast.lab.paper.wires import Clock, Host, Wires
+from holdfast.lab.paper.wires import Clock, Machine, Wires
 from holdfast.ui.cli import main
 
 
 def test_messages_take_their_time_and_wait_for_each_other() -> None:
     clock = Clock()
-    wires, one, other = Wires(clock, 0.005, 1_000.0), Host(clock, "one"), Host(clock, "other")
+    wires = Wires(clock, 0.005, 1_000.0)
+    one, other = Machine(clock, "one"), Machine(clock, "other")
     came: list[float] = []
     for nbytes in (100, 50):
         wires.send(one, other, nbytes, lambda: came.append(clock.now))
@@ -124,11 +125,13 @@ def test_small_nodes_recover_faster() -> None:
 
 def test_holdfast_under_the_papers_conditions() -> None:
     """What is said of it in docs/papers.md."""
-    costs = {n: real.overhead(real.Run(n, every(40), seconds=0.6)) for n in real.PROTECTIONS}
+    costs = {n: real.overhead(real.PaperRun(n, every(40), seconds=0.6)) for n in real.PROTECTIONS}
     assert 100.0 < costs["active"] == costs["pairs"] < 110.0
     assert 0.0 < costs["upstream"] == costs["rollback"] < 1.0
     assert costs["passive"] > costs["active"]
-    times = {n: real.recovery(real.Run(n, every(40))) for n in ("active", "passive", "upstream")}
+    times = {
+        n: real.recovery(real.PaperRun(n, every(40))) for n in ("active", "passive", "upstream")
+    }
     assert times["active"].partial_ms >= 10.0
     assert times["passive"].partial_ms >= 20.0
     assert times["upstream"].partial_ms >= 35.0
@@ -136,7 +139,7 @@ def test_holdfast_under_the_papers_conditions() -> None:
 
 
 def test_the_same_run_twice_is_the_same() -> None:
-    run = real.Run("upstream", every(20), seed=5)
+    run = real.PaperRun("upstream", every(20), seed=5)
     assert real.recovery(run) == real.recovery(run)
     both = [recovery(two_nodes(), "passive", Parameters(), 7, 1) for _ in range(2)]
     assert both[0] == both[1]

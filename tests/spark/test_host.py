@@ -229,7 +229,7 @@ def test_too_few_slots_are_refused_with_the_numbers(sites_spark) -> None:
     df = sites_spark.range(5)
     flow = Flow("pushed")
     flow.source("ids", spark_batch(df)).sink("out", discard())
-    with pytest.raises(HostError, match=r"needs 7 task slots \(6 sites, 1 for the queries"):
+    with pytest.raises(HostError, match=r"needs 7 task slots \(6 sites, 1 push sources"):
         flow.start(sites_spark, sites=6)
 
 

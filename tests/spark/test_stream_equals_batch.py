@@ -291,8 +291,8 @@ def test_what_does_not_watch_the_watermark_has_no_ingress(spark: SparkSession, f
     keyed.agg(n=F.count()).sink("running", discard())
     planned = plan(flow)
     windows, running = planned.sinks
-    assert stream_module._watches(planned, windows)
-    assert not stream_module._watches(planned, running)
+    assert stream_module._uses_watermark(planned, windows)
+    assert not stream_module._uses_watermark(planned, running)
     assert stream_module._TimedJob.stateful(planned, windows) == 2
     assert stream_module._Job.stateful(planned, running) == 1
 
@@ -306,7 +306,7 @@ def ingress(*names: str) -> Any:
     planned = plan(flow)
     entries = []
     for s in planned.sources:
-        rows = stream_module._Rows(s.name, EVENTS, EVENTS, [], 1)
+        rows = stream_module._SourceRows(s.name, EVENTS, EVENTS, [], 1)
         entries.append(stream_module._Entry(rows, s, blocks.ToBlocks(s.outputs, 3)))
     return stream_module._IngressTask(planned, entries, 3)
 
@@ -359,7 +359,7 @@ def test_sources_that_differ_when_read_twice_are_noticed() -> None:
     stage = next(s for s in planned.stages if s.kind == "keyed")
     task = stream_module._BucketTask(planned, stage, 3, stage.outputs)
     beats = [blocks.heartbeats(Track.flat(mark), [2]).to_pandas() for mark in (10, 20)]
-    with pytest.raises(InputError, match="'windows': the sources gave other rows when read again"):
+    with pytest.raises(InputError, match="'windows': the sources returned different rows"):
         task.run(0, beats, None, bytes)
 
 

@@ -1,10 +1,11 @@
-"""``holdfast bench ends``: what Spark's ends cost, against Spark copying the same rows alone.
+"""``holdfast bench ends``: measures sources and sinks of Spark and Kafka, relative to Spark alone.
 
-In: files, followed by a Spark stream, and a Kafka topic of JSON objects, through the DMZ flow into
-parquet. Out: the results of a flow, read back by ``spark.readStream`` into parquet. Beside them
-Spark copies the same files into parquet, and does nothing else. All in one run; the first micro-
-batch, which pays for the start of a query, is left out everywhere, and every result is compared
-with the right one. Without a broker's jars (``make test-integration`` gets them) Kafka is left out.
+Input: files that a Spark stream reads, and a Kafka topic of JSON objects, through the DMZ flow into
+parquet. Output: the results of a flow, which ``spark.readStream`` reads into parquet. As a baseline
+Spark copies the same files into parquet and does nothing else. All are measured in one run. The
+first micro-batch, which includes the start of the query, is never counted, and every result is
+compared with the expected one. Without a broker's jars (``make test-integration`` downloads them)
+Kafka is left out.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ JSON = '{"kind":%d,"src":%d,"dst":%d,"ts":%d}'
 
 
 @dataclass(frozen=True, slots=True)
-class _Sizes:
+class _EndsSizes:
     rows: int
     repeats: int
 
@@ -51,12 +52,12 @@ class _Sizes:
 def bench(quick: bool = False, console: Console | None = None) -> dict[str, Any]:
     """Measure, print a table, and return the figures."""
     console = console or Console()
-    sizes = _Sizes(3_000_000, 1) if quick else _Sizes(12_000_000, 3)
+    sizes = _EndsSizes(3_000_000, 1) if quick else _EndsSizes(12_000_000, 3)
     work = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
     missing = kafka.unavailable()
     measured = {n: m for n, m in MEASURED.items() if n != "kafka_in" or missing is None}
     if missing is not None:
-        console.print(f"without Kafka: {missing}")
+        console.print(f"Kafka is left out: {missing}")
     try:
         dmz.write_parquet(work / "input", sizes.rows, sizes.rows // FILE_ROWS)
         runs: dict[str, list[float]] = {}
@@ -89,7 +90,7 @@ def _files(spark: Any, work: Path) -> Any:
 
 
 def _copied(df: Any, work: Path, **trigger: Any) -> Any:
-    """A query that writes parquet."""
+    """Start a query that writes parquet; return it and its output folder."""
     folder = Path(tempfile.mkdtemp(dir=work))
     writer = df.writeStream.format("parquet").option("checkpointLocation", str(folder / "at"))
     if trigger:
@@ -98,24 +99,24 @@ def _copied(df: Any, work: Path, **trigger: Any) -> Any:
 
 
 def _rate(query: Any) -> float:
-    """Rows per second of all micro-batches but the first."""
+    """Return the rows per second of all micro-batches but the first."""
     batches = [p for p in query.recentProgress if p["numInputRows"]][1:]
     if not batches:
-        raise InvariantError("a query of one micro-batch says nothing about its rate")
+        raise InvariantError("the query had only one micro-batch, so it has no rate to measure")
     rows = sum(p["numInputRows"] for p in batches)
     return float(rows / sum(p["durationMs"]["triggerExecution"] for p in batches) * 1e3)
 
 
-def _passthrough(spark: Any, work: Path, sizes: _Sizes) -> float:
+def _passthrough(spark: Any, work: Path, sizes: _EndsSizes) -> float:
     query, folder = _copied(_files(spark, work), work, availableNow=True)
     query.awaitTermination()
-    found = spark.read.parquet(str(folder)).count()
-    if found != sizes.rows:
-        raise InvariantError(f"Spark copied {found} of {sizes.rows} rows")
+    copied = spark.read.parquet(str(folder)).count()
+    if copied != sizes.rows:
+        raise InvariantError(f"Spark copied {copied} of {sizes.rows} rows")
     return _rate(query)
 
 
-def _file_in(spark: Any, work: Path, sizes: _Sizes) -> float:
+def _file_in(spark: Any, work: Path, sizes: _EndsSizes) -> float:
     source = spark_stream(_files(spark, work), order_by="ts", trigger={"availableNow": True})
     output = Path(tempfile.mkdtemp(dir=work)) / "alerts"
     run = dmz.dmz_flow(source, parquet(output)).start(spark, sites=SITES)
@@ -125,7 +126,7 @@ def _file_in(spark: Any, work: Path, sizes: _Sizes) -> float:
 
 
 def _taken(run: Run, rows: int, warm_up: int) -> float:
-    """Rows per second from when the first rows are through until all are."""
+    """Return the rows per second from the end of the warm-up to the end of the flow."""
     while run.status()["rows_in"] < warm_up:
         if run.ended(0.01):
             raise InvariantError("the flow ended before its warm-up")
@@ -134,8 +135,8 @@ def _taken(run: Run, rows: int, warm_up: int) -> float:
     return float((rows - before) / (time.monotonic() - begun))
 
 
-def _readstream_out(spark: Any, work: Path, sizes: _Sizes) -> float:
-    """What comes of the rows waits for the query: its rate is that of reading."""
+def _readstream_out(spark: Any, work: Path, sizes: _EndsSizes) -> float:
+    """Measure reading alone: the flow holds all its results before the query starts."""
     make = dmz.DmzRows()
     sink = outlet(unread_bytes_max=1 << 30)
     run = dmz.dmz_flow(make.source(rows=sizes.rows), sink).start(spark, sites=SITES)
@@ -156,13 +157,15 @@ def _readstream_out(spark: Any, work: Path, sizes: _Sizes) -> float:
     return _rate(query)
 
 
-def _check(found: dict[str, Any], rows: int, splits: int = 1) -> None:
-    right = dmz.oracle(rows, splits=splits)
-    if found["digest"] != right["digest"]:
-        raise InvariantError(f"{found['rows']} rows, not the {right['rows']} right ones")
+def _check(result: dict[str, Any], rows: int, splits: int = 1) -> None:
+    expected = dmz.oracle(rows, splits=splits)
+    if result["digest"] != expected["digest"]:
+        raise InvariantError(
+            f"the result is wrong: {result['rows']} rows instead of the {expected['rows']} expected"
+        )
 
 
-def _kafka_in(spark: Any, work: Path, sizes: _Sizes) -> float:
+def _kafka_in(spark: Any, work: Path, sizes: _EndsSizes) -> float:
     broker = kafka.Broker(Path(tempfile.mkdtemp(dir=work)))
     broker.start()
     try:
@@ -180,7 +183,7 @@ def _kafka_in(spark: Any, work: Path, sizes: _Sizes) -> float:
 
 
 def _fill(servers: str, rows: int) -> None:
-    """Put the rows into a topic, a partition a split."""
+    """Write the rows to a topic, one partition per split."""
     from confluent_kafka import Producer
     from confluent_kafka.admin import AdminClient, NewTopic
 
@@ -211,6 +214,6 @@ def _report(runs: dict[str, list[float]], console: Console) -> dict[str, Any]:
         (name.replace("_", " "), figure, f"{figure.median / alone:.2f}")
         for name, figure in figures.items()
     ]
-    show("rows per second at Spark's ends", ("", "rows/s", "of Spark's replica"), rows, console)
-    found: dict[str, Any] = {f"{n}_rows_per_s": f.median for n, f in figures.items()}
-    return found | {"runs": {name: f.to_dict() for name, f in figures.items()}}
+    show("rows per second at Spark's ends", ("", "rows/s", "of Spark's copy"), rows, console)
+    medians: dict[str, Any] = {f"{n}_rows_per_s": f.median for n, f in figures.items()}
+    return medians | {"runs": {name: f.to_dict() for name, f in figures.items()}}

@@ -1,29 +1,32 @@
-"""``holdfast bench failover``: what ``kill -9`` does to the output of a flow under pairs.
+"""``holdfast bench failover``: measures the effect of ``kill -9`` on the output of a flow under
+pairs.
 
-The DMZ flow runs at half of its maximum rate on sites that are Spark tasks. Sites are killed one
-after another, each at a random moment after everything is protected again; then the driver of one
-of two Spark applications that host the flow together, with all that belongs to it. Every row
-carries when it was due, and the sink notes for every epoch when it was delivered and how late its
-rows were. From these notes come all figures, and the proof that nothing was lost or repeated.
+The DMZ flow runs at half of its maximum rate on sites that are Spark tasks. The benchmark kills
+sites one after another, each at a random moment after everything is protected again. It then kills
+the driver of one of two Spark applications that host the flow together, with all its processes.
+Every row carries the time at which it was due, and the sink logs for every epoch when it was
+delivered and how late its rows were. All figures, and the proof that no row was lost or repeated,
+come from this log.
 
-What the figures are:
+The figures:
 
-- The *gap* of a kill is the largest latency of any row that was under way in the `WINDOW_S` after
-  it, minus the largest among the rows delivered in the `WINDOW_S` before it. A row counts from
-  when it was due, so one that the flow was slow to take is late too.
-- A *stall* is the longest time that a site stood still to freeze state or to send a part of it,
-  as the sites report it.
+- The *gap* of a kill is the largest latency of any row in flight during the `WINDOW_S` after it,
+  minus the largest among the rows delivered in the `WINDOW_S` before it. Latency counts from the
+  time at which a row was due, so it includes the delay before the flow reads the row.
+- A *stall* is the longest time for which a site paused to freeze state or to send a part of it, as
+  reported by the sites.
 - *Catch-up* lasts from the kill until every partition has all its replicas again. Its latency
-factor
-  is the 99th percentile of the latencies of all rows delivered from `TAKE_OVER_S` after a kill
-  until everything was protected, over that of all rows delivered in the windows before the kills.
-- The *throughput ratio* compares the maximum rates on the same sites. Ours includes everything:
-  ingress, sequencer and egress are replicated like the operators, on the same sites and cores.
-  Beside it stands the ratio of the processor time per row, which hardly depends on what else the
-  machine does. That one cannot be much above a half, so a rate ratio that is was not limited by
-  the processor without protection.
-- Structured Streaming's gap is the time between its last output before the kill of its driver,
-  which is started again at once, and its next: what its rows wait for their batch comes on top.
+  factor is the 99th percentile of the latencies of all rows delivered from `TAKE_OVER_S` after a
+  kill until everything was protected, divided by that of all rows delivered in the windows before
+  the kills.
+- The *throughput ratio* compares the maximum rates on the same sites. The rate under pairs includes
+  everything: ingress, sequencer and egress are replicated like the operators, on the same sites and
+  cores. The report also has the ratio of processor time per row, which hardly depends on the load
+  of the machine. That ratio cannot be much above a half; if the rate ratio is, then the run without
+  protection was not limited by the processor.
+- The gap of Structured Streaming is the time between its last output before the kill of its driver,
+  which is restarted immediately, and its next output. The time that its rows wait for their batch
+  is not included.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ from holdfast.lab.workloads.paced import (
     Delivery,
     EpochLog,
     Paced,
-    Watched,
+    WatchedRun,
     gap_ms,
     p99_ms,
     read_latest,
@@ -87,13 +90,13 @@ def bench(quick: bool = False, console: Console | None = None) -> dict[str, Any]
     console = console or Console()
     work = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
     try:
-        return _bench(_Sizes(quick), work, console)
+        return _bench(_FailoverSizes(quick), work, console)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-class _Sizes:
-    """How much is measured."""
+class _FailoverSizes:
+    """Number of kills and rows to measure."""
 
     def __init__(self, quick: bool) -> None:
         self.kills = 5 if quick else 20
@@ -103,7 +106,7 @@ class _Sizes:
         self.rate_rows = 16_000_000 if quick else 30_000_000
 
 
-def _bench(sizes: _Sizes, work: Path, console: Console) -> dict[str, Any]:
+def _bench(sizes: _FailoverSizes, work: Path, console: Console) -> dict[str, Any]:
     speeds = _speeds(sizes.rate_rows, sizes.rate_repeats, console)
     rate = _paced_speed(work, sizes.rate_rows) / 2
     console.print(f"kill -9 of {sizes.kills} sites, one after another, at {rate:,.0f} rows/s")
@@ -117,23 +120,23 @@ def _bench(sizes: _Sizes, work: Path, console: Console) -> dict[str, Any]:
     return _report(speeds, rate, sites, large, drivers, rival, console)
 
 
-# --- what was lost or came twice ----------------------------------------------------------------
+# --- lost and duplicate rows --------------------------------------------------------------------
 
 
 def compare(deliveries: Sequence[Delivery], rows: int) -> tuple[int, int]:
-    """Lost and duplicate rows of a log, given how many rows went in."""
+    """Return the numbers of lost and duplicate rows in the log of a run with `rows` input rows."""
     expected = _oracle(rows)
-    found: dict[int, Delivery] = {}
+    first: dict[int, Delivery] = {}
     for delivery in deliveries:
-        found.setdefault(delivery.epoch, delivery)
-    again = sum(d.rows for d in deliveries if found[d.epoch] is not d)
-    missing = set(range(max(found, default=-1))) - found.keys()
-    surplus = sum(d.rows for d in found.values()) - int(expected["rows"])
-    lost, duplicate = max(0, -surplus), again + max(0, surplus)
-    digest = dmz.as_hex(sum(d.digest for d in found.values()))
+        first.setdefault(delivery.epoch, delivery)
+    repeated = sum(d.rows for d in deliveries if first[d.epoch] is not d)
+    missing = set(range(max(first, default=-1))) - first.keys()
+    surplus = sum(d.rows for d in first.values()) - int(expected["rows"])
+    lost, duplicate = max(0, -surplus), repeated + max(0, surplus)
+    digest = dmz.as_hex(sum(d.digest for d in first.values()))
     if not (lost or duplicate) and digest != expected["digest"]:
         raise InvariantError(
-            f"as many rows as expected ({expected['rows']}), but not the right ones: digest "
+            f"the number of rows is correct ({expected['rows']}), but the rows are not: digest "
             f"{digest} instead of {expected['digest']}; epochs missing: {sorted(missing)[:10]}"
         )
     return lost, duplicate
@@ -149,14 +152,14 @@ def _oracle(rows: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """A run as fast as possible."""
+    """The result of a run at maximum rate."""
 
     rows_per_s: float
-    cpu_us: float  # of all processes, a row
+    cpu_us: float  # of all processes, per row
 
 
 def _speeds(rows: int, repeats: int, console: Console) -> dict[str, list[Speed]]:
-    """Without protection and under pairs, in turn, after a run each that warms the workers up."""
+    """Measure without protection and under pairs alternately, after a warm-up run of each."""
     speeds: dict[str, list[Speed]] = {"none": [], "pairs": []}
     protections = [none(), pairs(failure_domain="process")]
     with _session() as spark:
@@ -168,7 +171,7 @@ def _speeds(rows: int, repeats: int, console: Console) -> dict[str, list[Speed]]
                 speeds[protection.name].append(speed)
                 console.print(
                     f"  {protection.name}: {speed.rows_per_s:,.0f} rows/s, "
-                    f"{speed.cpu_us:.2f} µs of processor time a row"
+                    f"{speed.cpu_us:.2f} µs of processor time per row"
                 )
     return speeds
 
@@ -183,15 +186,15 @@ def _speed(spark: Any, protection: Protection, rows: int) -> Speed:
         until(lambda: run.ended(0.05), "the flow has ended")
     run.wait()
     seconds, used = time.monotonic() - begun, cpu_s() - used
-    found, expected = run.sink_report("alerts"), _oracle(rows)
-    if (found["rows"], found["digest"]) != (expected["rows"], expected["digest"]):
-        raise InvariantError(f"the result is wrong: {found} instead of {expected}")
+    result, expected = run.sink_report("alerts"), _oracle(rows)
+    if (result["rows"], result["digest"]) != (expected["rows"], expected["digest"]):
+        raise InvariantError(f"the result is wrong: {result} instead of {expected}")
     return Speed(rows / seconds, used / rows * 1e6)
 
 
 def _paced_speed(work: Path, rows: int) -> float:
-    """The maximum rate, in rows/s, of the flow whose sites are killed: it does more than that of
-    `_speed`, as its rows carry when they were due and its sink takes notes."""
+    """Return the maximum rate, in rows/s, of the flow whose sites are killed. It does more work
+    than the flow of `_speed`: its rows carry their due times, and its sink writes a log."""
     folder = tempfile.mkdtemp(dir=work)
     _paced_source(folder, 1.0, head=rows).end(0.0)
     with _session() as spark, paced_flow(folder, 1.0, head=rows).start(spark, sites=SITES) as run:
@@ -204,9 +207,9 @@ def _paced_speed(work: Path, rows: int) -> float:
 
 @contextmanager
 def _session() -> Iterator[Any]:
-    # A site that was killed leaves its slot a little later than the next one wants it.
+    # More slots than sites: a killed site frees its slot after its replacement needs one.
     spark = hosting_session("holdfast bench", SITES + 4, **{"spark.ui.enabled": "false"})
-    spark.sparkContext.setLogLevel("FATAL")  # a lost worker is not news here
+    spark.sparkContext.setLogLevel("FATAL")  # lost workers are expected here
     try:
         yield spark
     finally:
@@ -214,29 +217,29 @@ def _session() -> Iterator[Any]:
 
 
 CLOSED = ("protected", "not protected")
-"""Phases in which nothing is to be done for a task."""
+"""Phases of a task that has no recovery work left."""
 
 
 def until(
     condition: Callable[[], bool],
     what: str,
-    run: Watched | None = None,
+    run: WatchedRun | None = None,
     every_s: float = 0.005,
 ) -> float:
-    """Poll until something is so; how many seconds that took. It ends with the flow, or after
-    `PATIENCE_S`, in an error."""
+    """Poll until `condition` holds, and return the seconds that took. Raise if the flow ends, or
+    after `PATIENCE_S`."""
     begun = time.monotonic()
     while not condition():
         if run is not None and run.ended(0):
             run.wait()
             raise HostError(f"the flow has ended while the benchmark waited until {what}")
         if time.monotonic() - begun > PATIENCE_S:
-            said = run.status() if run is not None else {}
-            open_ = [p for p in said.get("partitions", []) if p["phase"] not in CLOSED]
+            status = run.status() if run is not None else {}
+            open_ = [p for p in status.get("partitions", []) if p["phase"] not in CLOSED]
             phases = [f"{p['stage']} {p['partitions']}: {p['phase']}" for p in open_]
             raise HostError(
-                f"after {PATIENCE_S:.0f} s it is still not so that {what}; "
-                f"view {said.get('view')}; {'; '.join(phases) or 'everything is protected'}"
+                f"waited {PATIENCE_S:.0f} s in vain until {what}; "
+                f"view {status.get('view')}; {'; '.join(phases) or 'everything is protected'}"
             )
         time.sleep(every_s)
     return time.monotonic() - begun
@@ -259,8 +262,8 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a run with kills has shown."""
+class FailoverOutcome:
+    """The results of a run with kills."""
 
     kills: list[Kill]
     deliveries: list[Delivery]
@@ -295,7 +298,7 @@ class Outcome:
 
 
 def paced_flow(folder: str, rate: float, head: int = 0) -> Flow:
-    """The DMZ flow of this benchmark; source and sink meet in `folder`."""
+    """Return the DMZ flow of this benchmark. Source and sink share `folder`."""
     source, sink = _paced_source(folder, rate, head), EpochLog(f"{folder}/epochs")
     flow = dmz.dmz_flow(source, sink, clock=Paced.DUE.name)
     flow.protection = pairs(failure_domain="process")
@@ -307,8 +310,8 @@ def _paced_source(folder: str, rate: float, head: int = 0) -> Paced:
     return Paced(folder, make, dmz.SCHEMA, rate, SITES, head)
 
 
-def kill_sites(work: Path, rate: float, count: int, console: Console) -> Outcome:
-    """Kill sites one after another, each when everything is protected, at random moments."""
+def kill_sites(work: Path, rate: float, count: int, console: Console) -> FailoverOutcome:
+    """Kill sites one after another, each at a random moment while everything is protected."""
     folder = tempfile.mkdtemp(dir=work)
     stalls, kills = _Stalls(), []
     with _session() as spark, paced_flow(folder, rate).start(spark, sites=SITES) as run:
@@ -317,40 +320,42 @@ def kill_sites(work: Path, rate: float, count: int, console: Console) -> Outcome
             _pause(run, stalls)
             settle(f"{folder}/epochs")
             kills.append(kill := _kill_site(run, stalls))
-            _say(console, kill, read_latest(f"{folder}/epochs"))
+            _print_kill(console, kill, read_latest(f"{folder}/epochs"))
         _pause(run, stalls)
         rows = _paced_source(folder, rate).end()
         until(lambda: run.ended(0), "the flow has ended")
         run.wait()
     deliveries = read_log(f"{folder}/epochs")
-    return Outcome(kills, deliveries, *compare(deliveries, rows), stalls.largest_ms)
+    return FailoverOutcome(kills, deliveries, *compare(deliveries, rows), stalls.largest_ms)
 
 
 class _Stalls:
-    """The longest stall that any site has reported so far: sites take theirs with them."""
+    """The longest stall that any site has reported so far. It is kept here because a killed site's
+    own report is lost."""
 
     def __init__(self) -> None:
         self.largest_ms = 0.0
 
-    def look(self, run: Watched) -> None:
+    def update(self, run: WatchedRun) -> None:
         seen = [site["stall_ms"] for site in run.status()["sites"]]
         self.largest_ms = max([self.largest_ms, *seen])
 
 
-def _pause(run: Watched, stalls: _Stalls | None = None) -> None:
-    """Undisturbed output to compare with, for a time of random length."""
+def _pause(run: WatchedRun, stalls: _Stalls | None = None) -> None:
+    """Let the flow run undisturbed for a random time, as the baseline of the next kill."""
     until = time.monotonic() + WINDOW_S + random.uniform(0.1, 1.1)
     while time.monotonic() < until:
         if run.ended(0.1):
             run.wait()
-            raise HostError("the flow has ended before its time")
+            raise HostError("the flow has ended too early")
         if stalls is not None:
-            stalls.look(run)
+            stalls.update(run)
 
 
 def settle(log: str) -> None:
-    """Wait until the rows that the last kill delayed are through: a gap that is measured against
-    them would look small. On a machine that is too busy for the rate that never happens."""
+    """Wait until the rows that the last kill delayed have been delivered, at most `SETTLE_S_MAX`: a
+    gap measured against them would look small. On a machine that is too busy for the rate they
+    never are."""
     until = time.monotonic() + SETTLE_S_MAX
     while time.monotonic() < until:
         since = time.time() - WINDOW_S
@@ -359,7 +364,7 @@ def settle(log: str) -> None:
         time.sleep(0.2)
 
 
-def _kill_site(run: Watched, stalls: _Stalls) -> Kill:
+def _kill_site(run: WatchedRun, stalls: _Stalls) -> Kill:
     status = run.status()
     site = random.choice([s for s in status["sites"] if s["site"] not in status["dead"]])
     at = time.time()
@@ -367,12 +372,12 @@ def _kill_site(run: Watched, stalls: _Stalls) -> Kill:
     until(lambda: site["site"] in run.status()["dead"], "the site is known to be dead", run, 0.02)
     until(lambda: run.protected, "everything is protected", run)
     kill = Kill(f"site {site['site']}", at, time.time())
-    stalls.look(run)
+    stalls.update(run)
     return kill
 
 
-def _say(console: Console, kill: Kill, deliveries: Sequence[Delivery]) -> None:
-    """What can be said of a kill at once; later rows may still make the gap larger."""
+def _print_kill(console: Console, kill: Kill, deliveries: Sequence[Delivery]) -> None:
+    """Print the preliminary figures of a kill; later rows may still enlarge its gap."""
     gap = gap_ms(deliveries, kill.at)
     console.print(f"  {kill.what}: gap {gap:.0f} ms, protected after {kill.catchup_s:.1f} s")
 
@@ -381,7 +386,7 @@ def _say(console: Console, kill: Kill, deliveries: Sequence[Delivery]) -> None:
 
 
 class HistoryRows:
-    """Every key once in a round, in a scattered order, with 5 bytes to remember."""
+    """Rows with every key once per round, in a scattered order, and 5 bytes of values each."""
 
     SCHEMA = pa.schema([("key", pa.int64()), ("size", pa.int32()), ("flags", pa.int8())])
 
@@ -394,8 +399,8 @@ class HistoryRows:
 def kill_with_large_state(work: Path, console: Console) -> dict[str, Any]:
     """Kill a site of a flow that keeps the last 100 rows of 1,000,000 keys: 500 MB and the keys.
 
-    The first row of a key allocates all of its history, and all of it is handed over, so two
-    rounds over the keys make the state as large as it will ever be.
+    The first row of a key allocates its whole history, and a hand-over sends all of it, so after
+    two rounds over the keys the state has its full size.
     """
     folder = tempfile.mkdtemp(dir=work)
     head = 2 * HISTORY_KEYS
@@ -428,16 +433,16 @@ def kill_with_large_state(work: Path, console: Console) -> dict[str, Any]:
     }
 
 
-def _keyed(run: Watched) -> list[dict[str, Any]]:
+def _keyed(run: WatchedRun) -> list[dict[str, Any]]:
     return [s for site in run.status()["sites"] for s in site["stages"] if s["kind"] == "keyed"]
 
 
-def _processed(run: Watched) -> int:
+def _processed(run: WatchedRun) -> int:
     return sum(s["rows_in"] for s in _keyed(run))
 
 
-def _held(run: Watched) -> tuple[int, float]:
-    """Keys and MB that all replicas hold."""
+def _held(run: WatchedRun) -> tuple[int, float]:
+    """Return the numbers of keys and MB that all replicas hold."""
     held = _keyed(run)
     return sum(s["keys"] for s in held), sum(s["state_bytes"] for s in held) / 1e6
 
@@ -445,8 +450,8 @@ def _held(run: Watched) -> tuple[int, float]:
 # --- killing drivers ------------------------------------------------------------------------------
 
 
-def kill_drivers(work: Path, rate: float, count: int, console: Console) -> Outcome:
-    """Kill the application that leads, when everything is protected, `count` times."""
+def kill_drivers(work: Path, rate: float, count: int, console: Console) -> FailoverOutcome:
+    """Kill the leading application `count` times, each time while everything is protected."""
     folder = tempfile.mkdtemp(dir=work)
     file = Path(folder, "flow.py")
     file.write_text(
@@ -460,13 +465,13 @@ def kill_drivers(work: Path, rate: float, count: int, console: Console) -> Outco
             _pause(apps)
             settle(f"{folder}/epochs")
             kills.append(kill := kill_driver(apps))
-            _say(console, kill, read_latest(f"{folder}/epochs"))
+            _print_kill(console, kill, read_latest(f"{folder}/epochs"))
         _pause(apps)
         rows = _paced_source(folder, rate).end()
         until(lambda: apps.ended(0), "the flow has ended")
         apps.wait()
     deliveries = read_log(f"{folder}/epochs")
-    return Outcome(kills, deliveries, *compare(deliveries, rows))
+    return FailoverOutcome(kills, deliveries, *compare(deliveries, rows))
 
 
 def kill_driver(apps: Apps) -> Kill:
@@ -475,24 +480,24 @@ def kill_driver(apps: Apps) -> Kill:
         raise HostError("no application leads")
     lives, root = apps.lives[leader], apps.processes[leader].pid
     below = tree(root)
-    gone = {s["site"] for s in apps.status()["sites"] if s["pid"] in below}
+    killed = {s["site"] for s in apps.status()["sites"] if s["pid"] in below}
 
     def recovered() -> bool:
-        # The next leader begins with the view of the last one, which says "protected", too.
+        # The next leader starts with the last leader's view, which also says "protected".
         status = apps.status()
-        known = gone <= {int(site) for site in status["dead"]}
-        # On a busy machine the one that was killed may lead again by now, in another life.
+        known = killed <= {int(site) for site in status["dead"]}
+        # On a busy machine the killed application may already be restarted and lead again.
         back = status["time"] > at and apps.lives[leader] > lives
         return bool(known and back and status["protected"])
 
     at = _kill_all(root)
-    until(recovered, "the application is back and everything protected", apps, 0.05)
+    until(recovered, "the application is back and everything is protected", apps, 0.05)
     return Kill(f"application {leader}", at, time.time())
 
 
 def _kill_all(root: int) -> float:
-    """Kill a driver and all that belongs to it: its process group, with the JVM, and the sites,
-    which PySpark puts into a group of their own. When that was."""
+    """Kill a driver with all its processes, and return the time. These are its process group, with
+    the JVM, and the sites, which PySpark puts into another group."""
     descendants = tree(root)[1:]
     at = time.time()
     os.killpg(root, signal.SIGKILL)
@@ -506,7 +511,7 @@ def _kill_all(root: int) -> float:
 
 
 def rival_gaps(work: Path, count: int, console: Console) -> list[float]:
-    """How long the output of the rival stands still, in ms, for each kill of its driver."""
+    """Return the output gap of the rival, in ms, for each kill of its driver."""
     folder = Path(tempfile.mkdtemp(dir=work))
     files = 40 * (count + 1)
     dmz.write_parquet(folder / "input", files * 100_000, files)
@@ -516,11 +521,11 @@ def rival_gaps(work: Path, count: int, console: Console) -> list[float]:
         for _ in range(count):
             _until_written(folder, len(_outputs(folder)) + 5, rival)
             time.sleep(random.uniform(0.0, 1.0))
-            gone = rival
-            _kill_all(gone.pid)
+            killed = rival
+            _kill_all(killed.pid)
             rival = _start_rival(folder)
-            gone.wait()
-            before = _outputs(folder)  # the next one is not up for seconds
+            killed.wait()
+            before = _outputs(folder)  # the new process takes seconds to start
             _until_written(folder, len(before) + 1, rival)
             gaps.append((_outputs(folder)[len(before)] - before[-1]) * 1e3)
             console.print(f"  gap {gaps[-1]:,.0f} ms")
@@ -545,16 +550,16 @@ def _start_rival(folder: Path) -> subprocess.Popen[bytes]:
 def _until_written(folder: Path, batches: int, rival: subprocess.Popen[bytes]) -> None:
     def written() -> bool:
         if rival.poll() is not None:
-            said = (folder / "rival.log").read_text()[-2_000:]
-            raise HostError(f"the rival has ended with status {rival.returncode}: {said}")
+            log = (folder / "rival.log").read_text()[-2_000:]
+            raise HostError(f"the rival ended with status {rival.returncode}: {log}")
         return len(_outputs(folder)) >= batches
 
     until(written, f"the rival has written {batches} batches")
 
 
 def _outputs(folder: Path) -> list[float]:
-    """When each batch's output was written, in order. A batch is in the output as soon as it has
-    an entry in Spark's log of it."""
+    """Return when each batch's output was written, in order. A batch is in the output once it has
+    an entry in the output's metadata log."""
     log = folder / "output" / "_spark_metadata"
     return sorted(f.stat().st_mtime for f in log.glob("[0-9]*"))
 
@@ -565,9 +570,9 @@ def _outputs(folder: Path) -> list[float]:
 def _report(
     speeds: dict[str, list[Speed]],
     rate: float,
-    sites: Outcome,
+    sites: FailoverOutcome,
     large: dict[str, Any],
-    drivers: Outcome,
+    drivers: FailoverOutcome,
     rival: list[float],
     console: Console,
 ) -> dict[str, Any]:
@@ -640,7 +645,7 @@ def _show(figures: dict[str, Any], ratios: list[float], console: Console) -> Non
         ["  to protected again, s", spread("per_driver_kill", "catchup_s"), ""],
         ["  p99 latency before, ms", f["driver_latency_p99_before_ms"], ""],
         ["maximum rate under pairs, over none", Figure(tuple(ratios)), "≥ 0.45"],
-        ["  the same by processor time a row", f["throughput_cpu_ratio"], ""],
+        ["  the same by processor time per row", f["throughput_cpu_ratio"], ""],
         ["Structured Streaming: gap, ms", Figure(tuple(f["spark_gaps_ms"])), ""],
     ]
     title = (
@@ -650,5 +655,5 @@ def _show(figures: dict[str, Any], ratios: list[float], console: Console) -> Non
     if f["machine_too_busy"]:
         console.print(
             f"Before the kills p99 was above {TOO_BUSY_MS:.0f} ms: the machine was too busy for "
-            "this rate, and the figures say little. Above all a gap of 0 means nothing then."
+            "this rate, and the figures are not meaningful, in particular a gap of 0."
         )

@@ -10,39 +10,40 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def tree(root: int | None = None) -> list[int]:
-    """The process `root` (by default this one) and all its descendants."""
+    """Return the process `root` (by default this one) and all its descendants."""
     parents: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit() and (fields := _stat(int(name))):
             parents.setdefault(int(fields[1]), []).append(int(name))
-    found = [os.getpid() if root is None else root]
-    for pid in found:  # grows while it is walked
-        found += parents.get(pid, [])
-    return found
+    pids = [os.getpid() if root is None else root]
+    for pid in pids:  # the list grows during the iteration
+        pids += parents.get(pid, [])
+    return pids
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the command, which may itself contain blanks."""
+    """Return the fields of /proc/PID/stat after the command, which may itself contain blanks."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return []
 
 
 def rss_mb(root: int | None = None) -> float:
-    """Resident memory of the tree now, in MiB. Pages that forked processes share count in each."""
+    """Return the current resident memory of the tree in MiB. Pages shared by forked processes count
+    in each of them."""
     pages = [int(fields[21]) for pid in tree(root) if (fields := _stat(pid))]
     return sum(pages) * _PAGE / (1 << 20)
 
 
 def cpu_s(root: int | None = None) -> float:
-    """Processor time of the tree so far, in seconds; without processes that have ended."""
+    """Return the processor time of the tree so far in seconds, without ended processes."""
     ticks = [int(fields[11]) + int(fields[12]) for pid in tree(root) if (fields := _stat(pid))]
     return sum(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 class PeakRss:
-    """Samples the memory of a process tree in a thread, from ``with`` to its end.
+    """Samples the memory of a process tree in a thread, for the duration of a ``with`` block.
 
     >>> with PeakRss() as memory:
     ...     data = bytes(1 << 20)

@@ -1,16 +1,15 @@
-"""The workload of `holdfast.lab.workloads.dmz` in Structured Streaming: what Holdfast is measured
-against.
+"""The workload of `holdfast.lab.workloads.dmz` in Structured Streaming, as a baseline for Holdfast.
 
-Three formulations, all pure PySpark, all exact. `packed` is the fastest we know: rows are packed
-into one binary value per hash bucket as soon as they reach Python, so that neither the exchanges
-nor the state API handle single rows. `bucketed` is what an expert would write: rows go through
-the exchanges, state is kept per hash bucket in numpy arrays. `plain` is what the documentation
-shows: `transformWithState` with a value per key.
+There are three formulations, all pure PySpark, all exact. `packed` is the fastest we know: it packs
+rows into one binary value per hash bucket as soon as they reach Python, so that neither the
+exchanges nor the state API handle single rows. `bucketed` is what an expert would write: rows go
+through the exchanges, and state is kept per hash bucket in numpy arrays. `plain` is what the
+documentation shows: `transformWithState` with a value per key.
 
 Spark's exchange does not keep the order of rows, so every stage sorts its rows by ``ts``, which
-numbers them. Two chained `applyInPandasWithState` are refused by the analyser of Spark 4.3; the
-check is switched off for them. That is safe here: it guards watermarks and timeouts, and this
-flow has neither.
+numbers them. The analyser of Spark 4.3 refuses two chained `applyInPandasWithState`, so the check
+is switched off for them. That is safe here: the check guards watermarks and timeouts, and this flow
+has neither.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _LOW32 = (1 << 32) - 1
 
 
 def session(cores: int = 2, memory: str = "4g") -> SparkSession:
-    """A local session with the settings that suited the rivals best."""
+    """Return a local session with the settings that were best for the rivals."""
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     provide_java()
     builder = SparkSession.Builder().master(f"local[{cores}]").appName("holdfast bench: rival")
@@ -80,9 +79,10 @@ def packed(
     store: str = "memory",
     to_parquet: bool = False,
 ) -> dict[str, Any]:
-    """Rows packed by bucket before the first exchange; between the stages only packed rows.
+    """Measure rows that are packed by bucket before the first exchange, and stay packed between the
+    stages.
 
-    `input_dir` is what `dmz.write_parquet` made; the first `warmup` batches are not measured.
+    `dmz.write_parquet` has written `input_dir`. The first `warmup` batches are not measured.
     """
     buckets = partitions or spark.sparkContext.defaultParallelism
     with _settings(spark, buckets, store):
@@ -91,8 +91,8 @@ def packed(
 
 
 def serve(input_dir: str, checkpoint: str, output: str) -> None:
-    """Run `packed` in this process until it is killed, a file a batch, and go on from where the
-    last one was. Output is parquet: what is in ``_spark_metadata`` has been delivered."""
+    """Run `packed` in this process until it is killed, with one file per batch, from the last
+    checkpoint. The output is parquet; batches in ``_spark_metadata`` have been delivered."""
     spark = session()
     buckets = spark.sparkContext.defaultParallelism
     with _settings(spark, buckets, "memory"):
@@ -107,8 +107,8 @@ def _packed(
     bucket = _bucket(spark, buckets)
     rows = _read(spark, input_dir, files_per_batch).mapInArrow(_packer(buckets), PACKED_DDL)
     ended = (
-        # The bucket's number is replaced in the JVM, which also turns Arrow's rows into
-        # Spark's: an exchange right after mapInArrow fails with a ClassCastException.
+        # The JVM replaces the bucket's number, which also turns Arrow's rows into Spark's: an
+        # exchange directly after mapInArrow fails with a ClassCastException.
         rows.withColumn("bucket", bucket(F.col("bucket")))
         .groupBy("bucket")
         .applyInPandasWithState(
@@ -133,7 +133,8 @@ def bucketed(
     store: str = "memory",
     to_parquet: bool = False,
 ) -> dict[str, Any]:
-    """Rows keyed by hash bucket; one binary value of numpy arrays as the state of each bucket."""
+    """Measure rows keyed by hash bucket, with one binary value of numpy arrays as the state of each
+    bucket."""
     buckets = partitions or spark.sparkContext.defaultParallelism
     with _settings(spark, buckets, store):
         bucket = _bucket(spark, buckets)
@@ -160,9 +161,9 @@ def plain(
     partitions: int | None = None,
     to_parquet: bool = False,
 ) -> dict[str, Any]:
-    """A state variable per key, as in Spark's guide. Slow: give it some 10,000 rows.
+    """Measure a state variable per key, as in Spark's guide. It is slow: pass about 10,000 rows.
 
-    `transformWithState` imports the package protobuf, which PySpark does not install by itself.
+    `transformWithState` imports the package protobuf, which PySpark does not install itself.
     """
     partitions = partitions or spark.sparkContext.defaultParallelism
     with _settings(spark, partitions, "rocksdb"):
@@ -181,7 +182,7 @@ def plain(
 
 @contextlib.contextmanager
 def _settings(spark: SparkSession, partitions: int, store: str) -> Iterator[None]:
-    """Set what the queries need, and put back what was there."""
+    """Apply the settings of the queries, and restore the previous ones afterwards."""
     wanted = {
         "spark.sql.shuffle.partitions": partitions,
         "spark.sql.execution.arrow.maxRecordsPerBatch": 1_000_000,  # one call per bucket
@@ -204,22 +205,22 @@ def _settings(spark: SparkSession, partitions: int, store: str) -> Iterator[None
 def _read(
     spark: SparkSession, input_dir: str | os.PathLike[str], files_per_batch: int
 ) -> DataFrame:
-    """The file stream. The payload is pruned here, before any exchange: nothing reads it."""
+    """Return the file stream without the payload, which no stage reads."""
     reader = spark.readStream.schema(INPUT_DDL).option("maxFilesPerTrigger", files_per_batch)
     return reader.parquet(str(input_dir)).select("kind", "src", "dst", "ts")
 
 
 def _bucket(spark: SparkSession, buckets: int) -> Any:
-    """A function from bucket number to the key that stands for it.
+    """Return a function from the bucket number to the key that represents the bucket.
 
-    Spark hashes keys into partitions once more, and two of two buckets often land in one
-    partition; so each bucket's key is chosen such that it lands in a partition of its own.
+    Spark hashes keys into partitions again, and two of two buckets often share one partition. The
+    keys are therefore chosen so that each bucket gets a separate partition.
     """
     landing = F.pmod(F.hash(F.col("id").cast("int")), F.lit(buckets))
-    found: dict[int, int] = {}
+    key_of: dict[int, int] = {}
     for key, partition in spark.range(100 * buckets).select("id", landing).collect():
-        found.setdefault(partition, key)
-    keys = F.array(*[F.lit(found[i]).cast("int") for i in range(buckets)])
+        key_of.setdefault(partition, key)
+    keys = F.array(*[F.lit(key_of[i]).cast("int") for i in range(buckets)])
     return lambda number: F.element_at(keys, number + 1)
 
 
@@ -227,7 +228,7 @@ def _measure(stats: DataFrame, warmup: int, to_parquet: bool) -> dict[str, Any]:
     """Run the query over all its input and report the batches after the first `warmup`."""
     work = Path(tempfile.mkdtemp(prefix="holdfast-rival-"))
     try:
-        # Metrics observed on the way to the sink cost no job, no exchange and no Python.
+        # Observed metrics need no additional job, exchange or Python.
         writer = stats.observe("output", *_sums()).writeStream.outputMode("append")
         writer = writer.option("checkpointLocation", str(work / "checkpoint"))
         writer = writer.trigger(availableNow=True)
@@ -239,15 +240,16 @@ def _measure(stats: DataFrame, warmup: int, to_parquet: bool) -> dict[str, Any]:
         progress = [p for p in query.recentProgress if p.numInputRows]
         result = _steady(progress, warmup) | _output(progress)
         if to_parquet:
-            found = read_back(work / "output")
-            result |= {"output_rows": found["rows"], "digest": found["digest"]}
+            written = read_back(work / "output")
+            result |= {"output_rows": written["rows"], "digest": written["digest"]}
         return result
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
 def _sums() -> list[Column]:
-    """Count and checksum; the halves are added apart because Spark's sum may not overflow."""
+    """Return count and checksum. The halves are summed separately because Spark's sum must not
+    overflow."""
     hashed = F.xxhash64(*OUTPUT.names)
     return [
         F.count(F.lit(1)).alias("rows"),
@@ -285,14 +287,14 @@ def _output(progress: list[Any]) -> dict[str, Any]:
 def _close(
     word: np.ndarray, stamp: np.ndarray, state: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sessions that end: their key, end and duration. The state is the sessions still open.
+    """Return key, end and duration of the sessions that end. The state is the open sessions.
 
-    `word` is (src, dst) in one number, `stamp` is ``2 * ts + kind``, so that one number holds both.
+    `word` holds (src, dst) in one number, `stamp` holds ``2 * ts + kind`` in one number.
     """
     if state.exists:
         opened = np.frombuffer(state.get[0], np.int64).reshape(2, -1)
         word, stamp = np.concatenate([opened[0], word]), np.concatenate([opened[1], stamp])
-    # The rows come in a few ascending runs, which makes the first of the two sorts cheap.
+    # The rows consist of a few ascending runs, which makes the first of the two sorts cheap.
     order = np.argsort(stamp, kind="stable")
     order = order[np.argsort(word[order], kind="stable")]
     word, stamp = word[order], stamp[order]
@@ -311,7 +313,8 @@ def _close(
 def _fold(
     group: np.ndarray, dur: np.ndarray, ts: np.ndarray, state: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Group, maximum and mean of the last two; the state is the last duration of every group."""
+    """Return group, maximum and mean of the last two durations. The state is the last duration of
+    every group."""
     last = np.frombuffer(state.get[0], np.int64).copy() if state.exists else np.full(GROUPS, -1)
     order = np.argsort(ts, kind="stable")
     order = order[np.argsort(group[order].astype(np.uint16), kind="stable")]
@@ -348,7 +351,7 @@ def _last_two(key: Any, frames: Iterator[pd.DataFrame], state: Any) -> Iterator[
 
 
 def _pack(bucket: np.ndarray, buckets: int, *columns: np.ndarray) -> list[bytes]:
-    """One value for each bucket: its rows, column after column, as int64."""
+    """Return one value per bucket: its rows, column by column, as int64."""
     order = np.argsort(bucket, kind="stable")
     cuts = np.searchsorted(bucket[order], np.arange(buckets + 1))
     table = np.stack([c[order] for c in columns])
@@ -406,7 +409,7 @@ def _unpack(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 
 class _PlainSessions(StatefulProcessor):
-    """The start of each open connection."""
+    """Keeps the start of each open connection."""
 
     def init(self, handle: StatefulProcessorHandle) -> None:
         self._started = handle.getValueState("started", "ts long")
@@ -422,7 +425,7 @@ class _PlainSessions(StatefulProcessor):
 
 
 class _PlainLastTwo(StatefulProcessor):
-    """The last duration of each group."""
+    """Keeps the last duration of each group."""
 
     def init(self, handle: StatefulProcessorHandle) -> None:
         self._last = handle.getValueState("last", "dur long")

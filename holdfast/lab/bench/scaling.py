@@ -1,8 +1,8 @@
-"""``holdfast bench scaling``: what a row costs as keys and partitions grow.
+"""``holdfast bench scaling``: measures the cost of a row as keys and partitions grow.
 
-Cost is processor time of the sites per row, which hardly depends on what else the machine does.
-The flow is the DMZ flow on two sites; every point is warmed up until all keys have state, and
-only then measured.
+Cost is the processor time of the sites per row, which hardly depends on the load of the machine.
+The flow is the DMZ flow on two sites. Every measurement starts after a warm-up in which all keys
+get state.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def bench(quick: bool = False, console: Console | None = None) -> dict[str, Any]
 
 def _note(into: dict[int, list[float]], n: int, ns: float, what: str, console: Console) -> None:
     into.setdefault(n, []).append(ns)
-    console.print(f"  {what}: {ns:,.0f} ns a row")
+    console.print(f"  {what}: {ns:,.0f} ns per row")
 
 
 def _cost(keys: int, partitions: int, rows: int) -> float:
-    """Nanoseconds of processor time a row, once every key has been seen twice.
+    """Return nanoseconds of processor time per row, after every key has occurred twice.
 
-    Every key's rows alternate start and end, and only ends cause work downstream: so the rows
-    that are measured are whole pairs of rounds over all keys.
+    The rows of a key alternate between start and end, and only ends cause work downstream. The
+    measured rows are therefore whole pairs of rounds over all keys.
     """
     pair = 2 * keys
     warm = pair * -(-1_000_000 // pair)
@@ -66,7 +66,7 @@ def _cost(keys: int, partitions: int, rows: int) -> float:
 
 
 def _require_keys(run: Run, keys: int) -> None:
-    """A figure for a million keys must come from a million keys."""
+    """Raise unless the state really holds this many keys."""
     held = sum(s["keys"] for site in run.status()["sites"] for s in site["stages"] if _first(s))
     if held != keys:
         raise InvariantError(f"the first keyed stage holds {held} keys instead of {keys}")
@@ -86,7 +86,7 @@ def _wait_for(run: Run, rows: int) -> tuple[int, float]:
 
 
 def _reading(run: Run) -> tuple[int, float]:
-    """Rows processed by the first keyed stage, and processor seconds of all sites."""
+    """Return the rows processed by the first keyed stage, and processor seconds of all sites."""
     sites = run.status()["sites"]
     rows = sum(s["rows_in"] for site in sites for s in site["stages"] if _first(s))
     return rows, sum(site["cpu_s"] for site in sites)

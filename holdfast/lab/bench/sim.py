@@ -1,8 +1,8 @@
-"""``holdfast bench sim``: how many crash-recover runs a second, and what they have tried.
+"""``holdfast bench sim``: measures simulated crash-recover runs per second, and their coverage.
 
-A run is the DMZ flow on 3 sites with 4 partitions a stage, 20 epochs of 50 rows, one to three
-faults, until everything is protected again and drained, with all checks; in one process. What was
-tried is counted over these and as many runs on 3 to 5 sites.
+A run is the DMZ flow on 3 sites with 4 partitions per stage, 20 epochs of 50 rows and one to three
+faults, until everything is protected again and drained, with all checks, in one process. Coverage
+is counted over these and the same number of runs on 3 to 5 sites.
 """
 
 from __future__ import annotations
@@ -55,5 +55,5 @@ def bench(quick: bool = False, console: Console | None = None) -> dict[str, Any]
 
 def _must_be_right(outcome: Outcome) -> Outcome:
     if outcome.problem is not None:
-        raise InvariantError(f"seed {outcome.case.seed} fails: {outcome.problem}")
+        raise InvariantError(f"seed {outcome.case.seed} failed: {outcome.problem}")
     return outcome

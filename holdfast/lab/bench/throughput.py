@@ -1,7 +1,7 @@
-"""``holdfast bench throughput``: the DMZ flow on Holdfast and in Structured Streaming.
+"""``holdfast bench throughput``: measures the DMZ flow on Holdfast and in Structured Streaming.
 
-Both run on the same machine in the same run, one after the other, on the same rows, and both
-results are compared with an oracle that uses neither engine. Holdfast's sites are Spark tasks.
+Both process the same rows on the same machine in the same run, one after the other. The results of
+both are compared with an oracle that uses neither engine. Holdfast's sites are Spark tasks.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def bench(quick: bool = False, console: Console | None = None) -> dict[str, Any]
     console = console or Console()
     work = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
     try:
-        return _bench(_Sizes(quick), work, console)
+        return _bench(_ThroughputSizes(quick), work, console)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-class _Sizes:
-    """How much is measured: enough batches for each engine to reach its steady state."""
+class _ThroughputSizes:
+    """Amounts to measure: enough batches for each engine to reach its steady state."""
 
     def __init__(self, quick: bool) -> None:
         self.repeats = 1 if quick else 3
@@ -61,7 +61,7 @@ class _Sizes:
         self.latency_repeats = 3
 
 
-def _bench(sizes: _Sizes, work: Path, console: Console) -> dict[str, Any]:
+def _bench(sizes: _ThroughputSizes, work: Path, console: Console) -> dict[str, Any]:
     files = sizes.rival_rows // sizes.file_rows
     dmz.write_parquet(work / "input", sizes.rival_rows, files)
     dmz.write_parquet(work / "plain", sizes.plain_rows, 4)
@@ -94,7 +94,7 @@ def _note(runs: dict[str, list[float]], name: str, rows_per_s: float, console: C
 
 @contextmanager
 def _session(spark: Any) -> Iterator[Any]:
-    """Every measurement has a Spark of its own."""
+    """Stop the session at the end, so that every measurement has a separate one."""
     try:
         yield spark
     finally:
@@ -109,7 +109,7 @@ def _ours() -> Any:
 
 
 def _holdfast(spark: Any, rows: int) -> float:
-    """Rows per second with a generator in each site and a sink that counts and checksums."""
+    """Return rows per second with a generator in each site and a sink that counts and checksums."""
     make = dmz.DmzRows(splits=SITES)
     flow = dmz.dmz_flow(make.source(rows=rows), discard())
     run = flow.start(spark, sites=SITES)
@@ -120,10 +120,11 @@ def _holdfast(spark: Any, rows: int) -> float:
     return rows / seconds
 
 
-def _with_ends(spark: Any, work: Path, sizes: _Sizes) -> float:
-    """Rows per second fed by Spark's file stream, and writing parquet.
+def _with_ends(spark: Any, work: Path, sizes: _ThroughputSizes) -> float:
+    """Return rows per second when Spark's file stream pushes the rows and the sink writes parquet.
 
-    Like the rival, measured from the second batch on: the first pays for the query's start.
+    Like the rival, the flow is measured after a warm-up: the first batch includes the query's
+    start.
     """
     output = Path(tempfile.mkdtemp(dir=work)) / "alerts"
     stream = spark.readStream.schema(rivals.INPUT_DDL).option("maxFilesPerTrigger", 1)
@@ -141,11 +142,12 @@ def _with_ends(spark: Any, work: Path, sizes: _Sizes) -> float:
 
 
 def _first_rows(run: Run, rows: int) -> tuple[float, int]:
-    """Wait until so many rows are in: the warm-up that the rival gets too."""
+    """Wait until the flow has read `rows` rows, the same warm-up as the rival's; return the time
+    and the number of rows."""
     while not run.ended(0):
-        taken = run.status()["rows_in"]
-        if taken >= rows:
-            return time.monotonic(), taken
+        rows_in = run.status()["rows_in"]
+        if rows_in >= rows:
+            return time.monotonic(), rows_in
         time.sleep(0.01)
     raise InvariantError("the flow ended before its warm-up")
 
@@ -153,7 +155,7 @@ def _first_rows(run: Run, rows: int) -> tuple[float, int]:
 class _DueRows:
     """The DMZ rows with the time at which each is due, in microseconds since the Unix epoch.
 
-    Latency counts from then, so that rows which the flow was slow to take count as late too.
+    Latency counts from that time, so it includes the delay before the flow reads a row.
     """
 
     SCHEMA = pa.schema([*dmz.SCHEMA, ("due", pa.int64())])
@@ -174,7 +176,7 @@ class _DueRows:
 
 
 def _due_flow(source: Source, sink: Sink) -> Flow:
-    """The DMZ flow; every result carries when the row that caused it was due."""
+    """Return the DMZ flow; every result carries the due time of the row that caused it."""
     flow = Flow("dmz-latency")
     emit = {
         "app": col("dst") % dmz.APPS,
@@ -190,7 +192,7 @@ def _due_flow(source: Source, sink: Sink) -> Flow:
 
 
 def _latency(spark: Any, rate: float, seconds: float) -> dict[str, float]:
-    """From when a row is due to when its result is at the sink, at a set rate."""
+    """Measure the time from when a row is due until its result is at the sink, at a fixed rate."""
     source = Generator(
         _DueRows(rate), _DueRows.SCHEMA, rows=int(rate * seconds), rate=rate, splits=SITES
     )
@@ -202,7 +204,9 @@ def _latency(spark: Any, rate: float, seconds: float) -> dict[str, float]:
 # --- Spark ---------------------------------------------------------------------------------------
 
 
-def _rival(query: Any, spark: Any, work: Path, sizes: _Sizes, to_parquet: bool = False) -> float:
+def _rival(
+    query: Any, spark: Any, work: Path, sizes: _ThroughputSizes, to_parquet: bool = False
+) -> float:
     result = query(spark, work / "input", files_per_batch=1, warmup=5, to_parquet=to_parquet)
     expected = dmz.oracle(sizes.rival_rows)
     key = "digest" if to_parquet else "xxhash"
@@ -210,17 +214,17 @@ def _rival(query: Any, spark: Any, work: Path, sizes: _Sizes, to_parquet: bool =
     return float(result["rows_per_s"])
 
 
-def _plain(spark: Any, work: Path, sizes: _Sizes) -> float:
+def _plain(spark: Any, work: Path, sizes: _ThroughputSizes) -> float:
     result = rivals.plain(spark, work / "plain")
     expected = dmz.oracle(sizes.plain_rows)
     _same({"rows": result["output_rows"], "xxhash": result["xxhash"]}, expected, "xxhash")
     return float(result["rows_per_s"])
 
 
-def _same(found: dict[str, Any], expected: dict[str, Any], key: str) -> None:
-    """A figure for a wrong result is worth nothing."""
-    if (found["rows"], found[key]) != (expected["rows"], expected[key]):
-        raise InvariantError(f"the result is wrong: {found} instead of {expected}")
+def _same(result: dict[str, Any], expected: dict[str, Any], key: str) -> None:
+    """Raise unless the result is correct: the speed of a wrong result is worthless."""
+    if (result["rows"], result[key]) != (expected["rows"], expected[key]):
+        raise InvariantError(f"the result is wrong: {result} instead of {expected}")
 
 
 def _report(

@@ -1,5 +1,5 @@
-"""What ``holdfast bench protections`` found, as a picture: what each protection costs against how
-long it takes to recover, for every flow, with the spread of the repeats as bars."""
+"""Draws the results of ``holdfast bench protections``: the cost of each protection against its
+recovery time, for every flow, with the spread of the repeats as bars."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.advise.fit import by_flow
 from holdfast.ui.drawing import COLOURS, INK, RIGHT, TOP, WIDTH, Axis, Point, framed, text
 
 LEAST_MS = 1.0
-"""A logarithmic axis has no zero: what is less is drawn here."""
+"""Smaller values are drawn here, because a logarithmic axis has no zero."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,32 +27,32 @@ class Spot:
 
 def spots(figures: Mapping[str, Any]) -> list[Spot]:
     return [
-        Spot(flow, protection, _overhead(said), _recovery_ms(said))
+        Spot(flow, protection, _overhead(measured), _recovery_ms(measured))
         for flow, protections in by_flow(figures).items()
-        for protection, said in protections.items()
+        for protection, measured in protections.items()
         if protection != "none"
     ]
 
 
-def _overhead(said: Mapping[str, Any]) -> tuple[float, float, float]:
-    rates = (said["rate"], said["rates"].highest, said["rates"].lowest)
+def _overhead(measured: Mapping[str, Any]) -> tuple[float, float, float]:
+    rates = (measured["rate"], measured["rates"].highest, measured["rates"].lowest)
     middle, least, largest = (100 * (1 - rate) for rate in rates)
     return middle, least, largest
 
 
-def _recovery_ms(said: Mapping[str, Any]) -> tuple[float, float, float]:
-    times, middle = said["full_recoveries_ms"], said["full_recovery_ms"]
+def _recovery_ms(measured: Mapping[str, Any]) -> tuple[float, float, float]:
+    times, middle = measured["full_recoveries_ms"], measured["full_recovery_ms"]
     drawn = [max(LEAST_MS, ms) for ms in (middle, times.lowest, times.highest)]
     return drawn[0], drawn[1], drawn[2]
 
 
 def picture(figures: Mapping[str, Any]) -> str:
-    """All spots, as SVG: the colour says which protection, the shape which flow."""
-    found = spots(figures)
-    across = Axis.across([x for s in found for x in s.overhead])
-    upward = Axis.upward([y for s in found for y in s.recovery_ms], log=True)
-    parts = [part for s in found for part in _bars(s, across, upward)]
-    for spot in found:
+    """Draw all spots as SVG: the colour shows the protection, the shape the flow."""
+    all_spots = spots(figures)
+    across = Axis.across([x for s in all_spots for x in s.overhead])
+    upward = Axis.upward([y for s in all_spots for y in s.recovery_ms], log=True)
+    parts = [part for s in all_spots for part in _bars(s, across, upward)]
+    for spot in all_spots:
         at = (across.at(spot.overhead[0]), upward.at(spot.recovery_ms[0]))
         parts.append(_mark(spot.flow, COLOURS[spot.protection], at))
     return framed(
@@ -61,7 +61,7 @@ def picture(figures: Mapping[str, Any]) -> str:
         "from the kill to full recovery, in ms",
         across,
         upward,
-        [*parts, *_legend(found)],
+        [*parts, *_legend(all_spots)],
     )
 
 
@@ -77,7 +77,7 @@ def _bars(spot: Spot, across: Axis, upward: Axis) -> list[str]:
 
 
 def _mark(flow: str, colour: str, at: Point) -> str:
-    """A disc, a square or a triangle."""
+    """Draw a disc, a square or a triangle."""
     x, y = at
     if flow == "events":
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{colour}" stroke="#fff"/>'
@@ -87,15 +87,15 @@ def _mark(flow: str, colour: str, at: Point) -> str:
     return f'<path d="{path}" fill="{colour}" stroke="#fff"/>'
 
 
-def _legend(found: list[Spot]) -> list[str]:
+def _legend(all_spots: list[Spot]) -> list[str]:
     x, rows = WIDTH - RIGHT + 32, 0
     parts: list[str] = []
-    for protection in dict.fromkeys(s.protection for s in found):
+    for protection in dict.fromkeys(s.protection for s in all_spots):
         y = TOP + 10 + 20 * rows
         bar = f'<path d="M{x - 10} {y}h20" stroke="{COLOURS[protection]}" stroke-width="6"/>'
         parts += [bar, text(x + 20, y + 4, protection)]
         rows += 1
-    for flow in dict.fromkeys(s.flow for s in found):
+    for flow in dict.fromkeys(s.flow for s in all_spots):
         y = TOP + 24 + 20 * rows
         parts += [_mark(flow, INK, (x, y)), text(x + 20, y + 4, flow)]
         rows += 1

@@ -1,7 +1,8 @@
-"""``holdfast chaos``: to a flow under load is done what clusters do to flows.
+"""``holdfast chaos``: injects the faults of real clusters into a flow under load.
 
-Sites are killed, also while the last loss is being mended; they are stopped for a while; their
-connections break, their network is cut. A seed decides what happens to whom and when. Whatever
-happens stays within what the flow's protection promises, so the answer must be exact, and in the
-end everything protected again. `faults` decides, `engine` does it, `report` tells.
+It kills sites, also during recovery from the last loss; it stops them for a while; it breaks their
+connections and cuts their network. A seed decides which fault happens to which site and when. The
+flow's protection promises to survive every injected fault, so the answer must be exact, and
+everything must be protected again at the end. `faults` draws the faults, `engine` injects them,
+and `report` shows the outcome.
 """

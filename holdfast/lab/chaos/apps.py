@@ -1,7 +1,8 @@
-"""Chaos to a flow in two applications: to the one that leads, and to the arbiter of both.
+"""Injects faults into a flow in two applications: into the leading one, and into their arbiter.
 
-The arbiter is a ZooKeeper server, if one is installed. While it is away data must flow and the
-sites must act on the view that they have; when it is back, what happened meanwhile is mended.
+The arbiter is a ZooKeeper server, if one is installed. While it is unavailable, data must flow and
+the sites must act on their current view; once it is back, the flow must recover from everything
+that happened in the meantime.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from holdfast.lab.bench.failover import kill_driver
 from holdfast.lab.bench.processes import tree
 from holdfast.lab.chaos import load
 from holdfast.lab.chaos.engine import TICK_S, Done, phases
-from holdfast.lab.chaos.faults import ARBITER_SITE, ARBITER_STOP, DRIVER, Fault
+from holdfast.lab.chaos.faults import ARBITER_SITE, ARBITER_STOP, DRIVER, ChaosFault
 from holdfast.lab.chaos.zookeeper import Server
 
 PATIENCE_S = 180.0
-"""So long a flow may take to begin or to be protected again: an application may have to start."""
+"""Maximum time for a flow to start, or to be protected again: an application may have to start."""
 
 REPORT_S = 1.0
-"""What is known of sites is younger than that."""
+"""Maximum age of the status that sites report."""
 
 
 class AppsChaos:
-    """Faults to one flow in two applications, each when all is mended."""
+    """Injects faults into one flow in two applications, each after recovery from the last one."""
 
     def __init__(
         self,
@@ -48,9 +49,9 @@ class AppsChaos:
         self._known: set[int] = set()
         self._killed: set[int] = set()
 
-    def run(self, chosen: Iterable[Fault], until: float = float("inf")) -> None:
-        """Do the faults, at most until then; at the end all is mended, or it is an error."""
-        self._until(self._settled, "everything is protected at the beginning")
+    def run(self, chosen: Iterable[ChaosFault], until: float = float("inf")) -> None:
+        """Inject the faults, no new one after `until`; raise unless the flow recovers from all."""
+        self._until(self._settled, "everything is protected at the start")
         for fault in chosen:
             if time.monotonic() > until:
                 break
@@ -58,15 +59,15 @@ class AppsChaos:
             self._known |= {site["site"] for site in self._apps.status()["sites"]}
             if self._console is not None:
                 self._console.print(f"  {fault}", highlight=False)
-            self.done.append(self._do(fault))
-            self._until(self._settled, f"all is mended after fault {fault}")
+            self.done.append(self._inject(fault))
+            self._until(self._settled, f"the flow has recovered from fault {fault}")
 
     def unexpected(self) -> dict[int, str]:
-        """Sites that took part and were declared dead, and whose process nobody has killed."""
+        """Return the members that were declared dead although no fault killed their process."""
         dead = {int(s): why for s, why in self._apps.status().get("dead", {}).items()}
         return {s: why for s, why in dead.items() if s in self._known - self._killed}
 
-    def _do(self, fault: Fault) -> Done:
+    def _inject(self, fault: ChaosFault) -> Done:
         done = Done(fault, fault.kind, (), (), time.time(), False)
         if fault.kind is DRIVER:
             self._killed |= self._of_the_leader()
@@ -77,37 +78,40 @@ class AppsChaos:
             site = self._victim(fault)
             done.victims, done.pids = (site["site"],), (site["pid"],)
         self._without_arbiter(fault, done)
-        self._until(lambda: self._knows(done.victims) and self._settled(), f"{fault} is mended")
+        self._until(
+            lambda: self._knows(done.victims) and self._settled(),
+            f"the flow has recovered from fault {fault}",
+        )
         done.recovered_at, done.dead = time.time(), set(done.victims)
         return done
 
-    # --- the arbiter is away --------------------------------------------------------------------
+    # --- the arbiter is unavailable -------------------------------------------------------------
 
-    def _without_arbiter(self, fault: Fault, done: Done) -> None:
+    def _without_arbiter(self, fault: ChaosFault, done: Done) -> None:
         assert self._server is not None
         back = self._take_away(fault)
         done.at = time.time()
         try:
-            self._pass(REPORT_S)  # until all that was committed before has been heard of
-            views = self._views() | {"None"}  # a new site waits for its first
+            self._pass(REPORT_S)  # until the sites have reported all views committed before
+            views = self._views() | {"None"}  # a new site has no view yet
             for pid in done.pids:
                 os.kill(pid, signal.SIGKILL)
             self._killed |= set(done.victims)
             self._pass(fault.lasts * self._lease_s)
-            if not done.victims:  # with one, what it led waits for the next view
+            if not done.victims:  # with a victim, the tasks that it led wait for the next view
                 self._until(self._more_results(), f"data flows during {fault}")
             others = self._views() - views
             if others:
                 raise HostError(
-                    f"fault {fault}: membership has changed without an arbiter: sites act on "
+                    f"fault {fault}: the view changed without an arbiter: sites act on "
                     f"{'; '.join(sorted(others))}"
                 )
         finally:
             back()
             done.healed_at = time.time()
 
-    def _take_away(self, fault: Fault) -> Callable[[], None]:
-        """Kill or stop the server; what brings it back."""
+    def _take_away(self, fault: ChaosFault) -> Callable[[], None]:
+        """Kill or stop the server; return the function that brings it back."""
         server = self._server
         assert server is not None
         if fault.kind is ARBITER_STOP or (fault.kind is ARBITER_SITE and fault.rank % 2):
@@ -120,11 +124,11 @@ class AppsChaos:
         before = self._log.stat().st_size
         return lambda: self._log.stat().st_size > before
 
-    # --- looking --------------------------------------------------------------------------------
+    # --- observing ------------------------------------------------------------------------------
 
     def _settled(self) -> bool:
-        """All is protected, and all members have said that they act on the same view. A site that
-        came late has none."""
+        """Return whether everything is protected, and all members report the same view. A site that
+        registered later has no view."""
         status = self._apps.status()
         there = len(status["sites"]) >= load.SITES and self._views() <= {status["view"], "None"}
         return there and bool(status["protected"])
@@ -135,7 +139,7 @@ class AppsChaos:
     def _knows(self, victims: Iterable[int]) -> bool:
         return {str(s) for s in victims} <= self._apps.status()["dead"].keys()
 
-    def _victim(self, fault: Fault) -> dict[str, Any]:
+    def _victim(self, fault: ChaosFault) -> dict[str, Any]:
         sites: list[dict[str, Any]] = self._apps.status()["sites"]
         return sites[fault.rank % len(sites)]
 
@@ -148,11 +152,11 @@ class AppsChaos:
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             if time.monotonic() > deadline:
-                said = self._apps.status()
+                status = self._apps.status()
                 raise HostError(
-                    f"not within {PATIENCE_S:.0f} s: {what}; {said['view']}",
-                    hint=f"sites act on {self._views()}; dead: {said.get('dead')}; "
-                    f"phases: {phases(said) or 'all protected'}",
+                    f"waited {PATIENCE_S:.0f} s in vain until {what}; {status['view']}",
+                    hint=f"sites act on {self._views()}; dead: {status.get('dead')}; "
+                    f"phases: {phases(status) or 'all protected'}",
                 )
             self._tick()
 
@@ -164,4 +168,4 @@ class AppsChaos:
     def _tick(self) -> None:
         if self._apps.ended(TICK_S):
             self._apps.wait()
-            raise HostError("the flow has ended before its time")
+            raise HostError("the flow has ended too early")

@@ -1,4 +1,4 @@
-"""``holdfast chaos``: set up, do it, compare, tell."""
+"""``holdfast chaos``: starts the flow, injects faults, checks the results, prints a report."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from holdfast.control.run import start
 from holdfast.errors import HoldfastError, HostError
 from holdfast.lab.chaos import load, namespaces, zookeeper
 from holdfast.lab.chaos.engine import PATIENCE_S, Chaos, Done
-from holdfast.lab.chaos.faults import APPS_KINDS, KINDS, Kind, faults, in_turn
+from holdfast.lab.chaos.faults import APPS_KINDS, KINDS, FaultKind, faults, in_turn
 from holdfast.lab.chaos.hosts import ChaosHost, ChaosProcesses
 from holdfast.lab.chaos.load import Load
 from holdfast.lab.chaos.proxy import Proxy
-from holdfast.lab.chaos.report import Outcome, gaps, show
+from holdfast.lab.chaos.report import ChaosOutcome, gaps, show
 from holdfast.lab.workloads.paced import read_log
 
 LEASE_S = 1.0
 SPARES = 1
 FAULTS_PER_APPS_FAULT = 25
-"""On Spark, how many faults are done to sites for one that is done to applications."""
-MISSING = {"spilling": "nothing is spilled to disk yet"}
+"""On Spark, the number of faults in sites for each fault in applications."""
+MISSING = {"spilling": "chaos does not inject disk faults"}
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How many faults, or for how long."""
+    """Number of faults, or duration of the run."""
 
     count: int | None = None
     minutes: float | None = None
@@ -45,8 +45,8 @@ class Limits:
         return time.monotonic() + self.minutes * 60 if self.minutes else float("inf")
 
     @property
-    def apart(self) -> Limits:
-        """How many of those that take two applications are done after the others."""
+    def for_apps(self) -> Limits:
+        """The limits of the faults in two applications that follow the others."""
         return Limits(max(1, (self.count or 0) // FAULTS_PER_APPS_FAULT))
 
 
@@ -61,18 +61,18 @@ def chaos(
     flow: str | None = None,
     console: Console | None = None,
     verbose: bool = False,
-) -> Outcome:
-    """Do `count` faults, or as many as `minutes` allow; the outcome is printed, too."""
+) -> ChaosOutcome:
+    """Inject `count` faults, or as many as `minutes` allow; print and return the outcome."""
     console = console or Console()
     folder = tempfile.mkdtemp(prefix="holdfast-chaos-")
-    outcome, limits = Outcome(seed, host, Load.of(protection, flow)), Limits(count, minutes)
+    outcome, limits = ChaosOutcome(seed, host, Load.of(protection, flow)), Limits(count, minutes)
     begun, listener = time.monotonic(), console if verbose else None
     try:
         if apps > 1:
             _in_apps(outcome, folder, limits, listener)
         elif host == "spark":
             _on_spark(outcome, folder, limits, listener)
-            _in_apps(outcome, tempfile.mkdtemp(dir=folder), limits.apart, listener)
+            _in_apps(outcome, tempfile.mkdtemp(dir=folder), limits.for_apps, listener)
         else:
             _on_processes(outcome, folder, limits, listener)
     except HoldfastError as error:
@@ -86,9 +86,9 @@ def chaos(
 
 
 def _on_processes(
-    outcome: Outcome, folder: str, limits: Limits, console: Console | None = None
+    outcome: ChaosOutcome, folder: str, limits: Limits, console: Console | None = None
 ) -> None:
-    missing = {"executors": "plain processes have none; --host spark has"}
+    missing = {"executors": "plain processes have no executors; use --host spark"}
     with _network() as (network, why), _proxy(network) as proxy:
         kinds = _kinds(KINDS, missing | ({"namespaces": why} if why else {}), outcome)
         host = ChaosProcesses(proxy, network)
@@ -96,9 +96,9 @@ def _on_processes(
 
 
 def _on_spark(
-    outcome: Outcome, folder: str, limits: Limits, console: Console | None = None
+    outcome: ChaosOutcome, folder: str, limits: Limits, console: Console | None = None
 ) -> None:
-    """Faults to the sites of one application, and to its executors."""
+    """Inject faults into the sites of one application, and into its executors."""
     from holdfast.lab.chaos import spark
 
     kinds = _kinds(KINDS, spark.MISSING, outcome)
@@ -108,31 +108,33 @@ def _on_spark(
         _to_sites(outcome, folder, limits, kinds, host, proxy, None, console)
 
 
-def _in_apps(outcome: Outcome, folder: str, limits: Limits, console: Console | None = None) -> None:
-    """Faults to a flow in two applications, and to their arbiter."""
+def _in_apps(
+    outcome: ChaosOutcome, folder: str, limits: Limits, console: Console | None = None
+) -> None:
+    """Inject faults into a flow in two applications, and into their arbiter."""
     from holdfast.lab.chaos.apps import AppsChaos
 
     why = zookeeper.unavailable()
     kinds = _kinds(APPS_KINDS, {"zookeeper": why} if why else {}, outcome)
     chosen = in_turn(outcome.seed, kinds, len(outcome.done))
     with _server(folder, why) as server, _apps(outcome, folder, server) as apps:
-        works = AppsChaos(apps, server, folder, LEASE_S, console)
+        engine = AppsChaos(apps, server, folder, LEASE_S, console)
         try:
-            works.run(islice(chosen, limits.count), limits.until)
+            engine.run(islice(chosen, limits.count), limits.until)
         finally:
-            outcome.done = outcome.done + works.done
-            outcome.unexpected |= works.unexpected()
+            outcome.done = outcome.done + engine.done
+            outcome.unexpected |= engine.unexpected()
         rows = outcome.load.source(folder).end()
         if not apps.ended(PATIENCE_S):
             raise HostError(f"the flow has not drained within {PATIENCE_S:.0f} s: {apps.status()}")
         apps.wait()
-    _judge(outcome, folder, rows, works.done, {})
+    _judge(outcome, folder, rows, engine.done, {})
 
 
-def _apps(outcome: Outcome, folder: str, server: zookeeper.Server | None) -> Apps:
+def _apps(outcome: ChaosOutcome, folder: str, server: zookeeper.Server | None) -> Apps:
     file = Path(folder, "flow.py")
-    of_it = f"{outcome.load!r}.flow({folder!r})"
-    file.write_text(f"from holdfast.lab.chaos.load import Load\n\nflow = {of_it}\n")
+    flow = f"{outcome.load!r}.flow({folder!r})"
+    file.write_text(f"from holdfast.lab.chaos.load import Load\n\nflow = {flow}\n")
     return Apps(
         str(file),
         apps=2,
@@ -144,34 +146,34 @@ def _apps(outcome: Outcome, folder: str, server: zookeeper.Server | None) -> App
 
 
 def _to_sites(
-    outcome: Outcome,
+    outcome: ChaosOutcome,
     folder: str,
     limits: Limits,
-    kinds: Sequence[Kind],
+    kinds: Sequence[FaultKind],
     host: ChaosHost,
     proxy: Proxy,
     network: namespaces.Network | None,
     console: Console | None,
 ) -> None:
-    """The faults that happen to sites of one run, and what came of them."""
+    """Inject faults into the sites of one run, and record their effects in `outcome`."""
     options = Options(sites=load.SITES, spares=SPARES, partitions=16, lease=LEASE_S)
     rebuilt, flow = outcome.load.rebuilt(), outcome.load.flow(folder)
     with start(flow, options=options, host=host, route=proxy.route) as run:
-        works = Chaos(run, LEASE_S, proxy, network, host.exits.at, rebuilt, console)
-        outcome.done = works.done
+        engine = Chaos(run, LEASE_S, proxy, network, host.exits.at, rebuilt, console)
+        outcome.done = engine.done
         try:
-            works.run(islice(faults(outcome.seed, kinds), limits.count), limits.until)
+            engine.run(islice(faults(outcome.seed, kinds), limits.count), limits.until)
         finally:
-            outcome.unexpected = works.unexpected()
-            outcome.fenced, outcome.left = len(works.fenced()), len(works.gone_by_themselves())
+            outcome.unexpected = engine.unexpected()
+            outcome.fenced, outcome.left = len(engine.fenced()), len(engine.fenced_and_left())
         rows = outcome.load.source(folder).end()
         if not run.wait(PATIENCE_S):
             raise HostError(f"the flow has not drained within {PATIENCE_S:.0f} s: {run.status()}")
-    _judge(outcome, folder, rows, works.done, host.exits.at)
+    _judge(outcome, folder, rows, engine.done, host.exits.at)
 
 
 def _judge(
-    outcome: Outcome, folder: str, rows: int, done: list[Done], exits: dict[int, float]
+    outcome: ChaosOutcome, folder: str, rows: int, done: list[Done], exits: dict[int, float]
 ) -> None:
     lines = read_log(load.log_path(folder))
     absences = [
@@ -182,14 +184,14 @@ def _judge(
     ]
     outcome.rows_in += rows
     outcome.verdicts.append(load.judge(lines, outcome.load.oracle(rows), absences))
-    usual, found = gaps(lines, done)
+    usual, gaps_ms = gaps(lines, done)
     outcome.usual_ms = outcome.usual_ms or usual
-    outcome.gaps_ms += found
+    outcome.gaps_ms += gaps_ms
 
 
 @contextmanager
 def _network() -> Iterator[tuple[namespaces.Network | None, str | None]]:
-    """Namespaces for the sites, or why there are none."""
+    """Yield the network of the sites' namespaces, or the reason why there is none."""
     why = namespaces.unavailable()
     if why is not None:
         yield None, why
@@ -203,7 +205,7 @@ def _network() -> Iterator[tuple[namespaces.Network | None, str | None]]:
 
 @contextmanager
 def _server(folder: str, why: str | None) -> Iterator[zookeeper.Server | None]:
-    """A ZooKeeper server, unless there is a reason why there is none."""
+    """Yield a running ZooKeeper server, or None if there is a reason `why` it cannot run."""
     if why is not None:
         yield None
         return
@@ -224,8 +226,10 @@ def _proxy(network: namespaces.Network | None) -> Iterator[Proxy]:
         proxy.close()
 
 
-def _kinds(kinds: Sequence[Kind], missing: Mapping[str, str], outcome: Outcome) -> list[Kind]:
-    """Those that can be done; the others are noted as left out."""
+def _kinds(
+    kinds: Sequence[FaultKind], missing: Mapping[str, str], outcome: ChaosOutcome
+) -> list[FaultKind]:
+    """Return the kinds that are possible here, and record the others as left out."""
     missing = MISSING | dict(missing)
     outcome.left_out |= {k.name: missing[k.needs] for k in kinds if k.needs in missing}
     return [k for k in kinds if k.needs not in missing]

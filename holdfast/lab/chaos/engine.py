@@ -1,7 +1,7 @@
-"""Doing it: one fault after another to a flow that runs, and seeing what becomes of it.
+"""Injects one fault after another into a running flow, and records how the flow recovers.
 
-Everything happens in the thread that calls `Chaos.run`. While it waits, whatever was stopped or
-cut off comes back when its time is up, and it is noted when everything is protected again.
+Everything happens in the thread that calls `Chaos.run`. While it waits, it ends faults whose time
+is up, and records when everything is protected again.
 """
 
 from __future__ import annotations
@@ -29,73 +29,73 @@ from holdfast.lab.chaos.faults import (
     RESET_CONTROL,
     SLEEP,
     TWO_KILLS,
+    ChaosFault,
     Deaths,
-    Fault,
-    Kind,
+    FaultKind,
     candidates,
     survivable,
 )
 from holdfast.lab.chaos.namespaces import Network
 from holdfast.lab.chaos.proxy import CONTROL, Proxy
-from holdfast.lab.workloads.paced import Watched
+from holdfast.lab.workloads.paced import WatchedRun
 
 KILLS = (KILL, TWO_KILLS, EXECUTOR)
 TICK_S = 0.01
 SPARED_LEASES = 5.0
 PATIENCE_S = 60.0
-"""So long the flow may take to be protected again, or a fenced site to leave."""
+"""Maximum time for the flow to be protected again, and for a fenced site to leave."""
 
 
 @dataclass(slots=True)
 class Done:
-    """A fault that has happened."""
+    """An injected fault."""
 
-    fault: Fault
-    kind: Kind
-    """That of the fault, or a weaker one if no victims were to be had for it."""
+    fault: ChaosFault
+    kind: FaultKind
+    """The fault's kind, or a weaker one if there were no possible victims for it."""
     victims: tuple[int, ...]
     pids: tuple[int, ...]
     at: float
     unprotected: bool
-    """The last loss was still being mended."""
+    """Whether the flow was still recovering from the last loss."""
     healed_at: float | None = None
     recovered_at: float | None = None
-    """When all was protected again, the victims gone if they had to go."""
+    """When everything was protected again, and all required victims were dead."""
     dead: set[int] = field(default_factory=set)
-    """Those of the victims that were declared dead."""
+    """The victims that were declared dead."""
     spared: bool = False
-    """They came back before that, as the flow could not do without them."""
+    """Whether the fault ended before that, because the flow had come to need the victims."""
 
     @property
-    def gone(self) -> bool:
-        """All are dead who must be."""
+    def deaths_complete(self) -> bool:
+        """Whether all victims that must die have been declared dead."""
         required = {Deaths.ALL: len(self.victims), Deaths.ONE: 1, Deaths.NONE: 0}
         return self.spared or len(self.dead) >= required[self.kind.deaths]
 
     @property
     def over(self) -> bool:
-        """It is not going on, or need not end for the flow to recover."""
+        """Whether the fault has ended, or the flow can recover before it ends."""
         lasting = self.kind.lasts[1] > 0 and self.kind.deaths is not Deaths.ONE
         return not lasting or self.healed_at is not None
 
     def __str__(self) -> str:
         sites = ", ".join(str(s) for s in self.victims) or "–"
-        mended = f"{self.recovered_at - self.at:.2f} s" if self.recovered_at else "never"
+        recovery = f"{self.recovered_at - self.at:.2f} s" if self.recovered_at else "never"
         during = ", during recovery" if self.unprotected else ""
-        return f"{self.fault.number}: {self.kind.name} (site {sites}{during}), mended: {mended}"
+        return f"{self.fault.number}: {self.kind.name} (site {sites}{during}), recovery: {recovery}"
 
 
 Heal = tuple[float, Done, Callable[[], None]]
-"""When something is over, what, and how to end it."""
+"""When to end a fault, the fault, and the function that ends it."""
 
 
 class Chaos:
-    """Faults to one run. `exits` has when sites' processes ended, and `rebuilt` the stages that are
-    rebuilt if no replica is left."""
+    """Injects faults into one run. `exits` holds when the sites' processes ended; `rebuilt` names
+    the stages that the flow rebuilds if no replica is left."""
 
     def __init__(
         self,
-        run: Watched,
+        run: WatchedRun,
         lease_s: float,
         proxy: Proxy,
         network: Network | None,
@@ -111,38 +111,36 @@ class Chaos:
         self._heals: list[Heal] = []
         self._open: list[Done] = []
 
-    # --- all of it ------------------------------------------------------------------------------
-
-    def run(self, chosen: Iterable[Fault], until: float = float("inf")) -> None:
-        """Do the faults, at most until then; at the end all is mended, or it is an error."""
+    def run(self, chosen: Iterable[ChaosFault], until: float = float("inf")) -> None:
+        """Inject the faults, no new one after `until`; raise unless the flow recovers from all."""
         try:
-            self._until(lambda: self._run.protected, "everything is protected at the beginning")
+            self._until(lambda: self._run.protected, "everything is protected at the start")
             for fault in chosen:
                 if time.monotonic() > until:
                     break
-                if not fault.finished_before:
-                    self._until(self._mended, f"all is mended before fault {fault}")
+                if not fault.overlaps:
+                    self._until(self._recovered, f"the flow has recovered before fault {fault}")
                 self._pass(fault.pause_s)
-                self._do(fault)
-            self._until(self._mended, "everything is protected again after the last fault")
+                self._inject(fault)
+            self._until(self._recovered, "everything is protected again after the last fault")
             self._until(self._left, "the fenced sites have left")
         finally:
             self._heal_all()
 
     def fenced(self) -> set[int]:
-        """Sites that were declared dead though their process lived."""
+        """Return the sites that were declared dead while their process was alive."""
         return {s for d in self.done if d.kind not in KILLS for s in d.dead}
 
-    def gone_by_themselves(self) -> set[int]:
+    def fenced_and_left(self) -> set[int]:
         return {s for s in self.fenced() if s in self._exits}
 
     def unexpected(self) -> dict[int, str]:
-        """Sites that were declared dead and that nothing was done to that could excuse it. Silence
-        is an excuse on a machine that is too busy."""
+        """Return the sites that were declared dead although no fault explains it, with the reason.
+        On a very busy machine silence is a legitimate one."""
         expected = {s for d in self.done if d.kind.deaths is not Deaths.NONE for s in d.victims}
         return {s: why for s, why in self.dead.items() if s not in expected}
 
-    def _mended(self) -> bool:
+    def _recovered(self) -> bool:
         return not self._open and self._run.protected
 
     def _left(self) -> bool:
@@ -154,12 +152,12 @@ class Chaos:
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             if time.monotonic() > deadline:
-                said = self._run.status()
+                status = self._run.status()
                 raise HostError(
-                    f"not within {PATIENCE_S:.0f} s: {what}; {said.get('view')}",
-                    hint=f"open: {'; '.join(map(str, self._open)) or 'nothing'}; "
-                    f"fenced and still there: {sorted(self.fenced() - self._exits.keys())}; "
-                    f"phases: {phases(said)}",
+                    f"waited {PATIENCE_S:.0f} s in vain until {what}; {status.get('view')}",
+                    hint=f"open faults: {'; '.join(map(str, self._open)) or 'none'}; "
+                    f"fenced and still running: {sorted(self.fenced() - self._exits.keys())}; "
+                    f"phases: {phases(status)}",
                 )
             self._tick()
 
@@ -171,24 +169,24 @@ class Chaos:
     def _tick(self) -> None:
         if self._run.ended(TICK_S):
             self._run.wait()
-            raise HostError("the flow has ended before its time")
-        self._look()
+            raise HostError("the flow has ended too early")
+        self._observe()
         for heal in [h for h in self._heals if self._is_over(h)]:
             self._heal(heal)
 
-    def _look(self) -> None:
-        """Note who is dead by now, and what is mended."""
+    def _observe(self) -> None:
+        """Record new deaths, and the faults that the flow has recovered from."""
         status = self._run.status()
         for site, why in status.get("dead", {}).items():
             if int(site) not in self.dead:
                 self._note_death(int(site), why)
         for done in list(self._open):
-            if done.gone and done.over and status["protected"]:
+            if done.deaths_complete and done.over and status["protected"]:
                 done.recovered_at = time.time()
                 self._open.remove(done)
 
     def _note_death(self, site: int, why: str) -> None:
-        """It goes to the last fault that the site was a victim of."""
+        """Record a death with the last fault of which the site was a victim."""
         self.dead[site] = why
         for done in reversed(self.done):
             if site in done.victims:
@@ -196,12 +194,15 @@ class Chaos:
                 return
 
     def _is_over(self, heal: Heal) -> bool:
-        """What is to outlast the lease does so until that was noticed: a controller that did not
-        get to run for a while begins to count again. If others have died meanwhile that only seemed
-        to, the flow may have come to need the victim, and waits for it: so it comes back."""
+        """Return whether to end a fault now.
+
+        A fault that is meant to outlast the lease lasts until its victims are declared dead: a
+        controller that did not run for a while starts to count the lease again. If other sites were
+        fenced in the meantime, the flow may need the victim and wait for it, so the fault ends.
+        """
         due, done, _ = heal
         late = time.monotonic() - due
-        if late < 0 or done.gone:
+        if late < 0 or done.deaths_complete:
             return late >= 0
         if late > SPARED_LEASES * self._lease_s:
             partitions = self._run.status()["partitions"]
@@ -212,7 +213,7 @@ class Chaos:
     def _heal(self, heal: Heal) -> None:
         self._heals.remove(heal)
         _, done, action = heal
-        with suppress(OSError):  # it may have left
+        with suppress(OSError):  # the site may have left
             action()
         done.healed_at = time.time()
 
@@ -220,18 +221,18 @@ class Chaos:
         for heal in list(self._heals):
             self._heal(heal)
 
-    # --- doing ----------------------------------------------------------------------------------
+    # --- injecting ------------------------------------------------------------------------------
 
-    def _do(self, fault: Fault) -> None:
-        """Wait until the fault may happen, and let it happen."""
-        found: list[tuple[Kind, tuple[int, ...], dict[str, Any]]] = []
+    def _inject(self, fault: ChaosFault) -> None:
+        """Wait until the fault is permitted, then inject it."""
+        choices: list[tuple[FaultKind, tuple[int, ...], dict[str, Any]]] = []
 
         def possible() -> bool:
-            found[:] = self._possible(fault)
-            return bool(found)
+            choices[:] = self._possible(fault)
+            return bool(choices)
 
-        self._until(possible, f"fault {fault} may happen")
-        kind, victims, status = found[0]
+        self._until(possible, f"fault {fault} is permitted")
+        kind, victims, status = choices[0]
         pids = tuple(_pid(status, s) for s in victims)
         done = Done(fault, kind, victims, pids, time.time(), not status["protected"])
         self.done.append(done)
@@ -243,9 +244,11 @@ class Chaos:
         if self._console is not None:
             self._console.print(f"  {fault.number}: {kind.name}, site {victims}", highlight=False)
 
-    def _possible(self, fault: Fault) -> list[tuple[Kind, tuple[int, ...], dict[str, Any]]]:
-        """Whom the fault may happen to now. When everything is protected and no two sites can be
-        spared together, one is killed instead."""
+    def _possible(
+        self, fault: ChaosFault
+    ) -> list[tuple[FaultKind, tuple[int, ...], dict[str, Any]]]:
+        """Return the permitted victims of the fault, if any. When everything is protected and the
+        flow can spare no two sites together, one is killed instead."""
         status = self._run.status()
         if status["state"] != "running":
             return []
@@ -259,21 +262,21 @@ class Chaos:
             losses = _losses(fault.kind, victims)
             if all(survivable(partitions, down | loss, self._rebuilt) for loss in losses):
                 return [(fault.kind, victims, status)]
-        if fault.kind is TWO_KILLS and living and self._mended() and status["protected"]:
+        if fault.kind is TWO_KILLS and living and self._recovered() and status["protected"]:
             return [(KILL, (sorted(living)[fault.rank % len(living)],), status)]
         return []
 
     def _down(self) -> set[int]:
-        """Who cannot be counted on: also those that are just back, and whose silence is not over
-        for the controller yet."""
+        """Return the sites that the flow cannot rely on. They include sites that have just come
+        back, because the controller may still count their silence."""
         recent = [d for d in self.done if time.time() - (d.healed_at or 0.0) < self._lease_s]
         open_ = [d for d in self._open if d.kind not in (RESET, RESET_CONTROL)]
         return {s for d in recent + open_ for s in d.victims}
 
     def _begin(
-        self, kind: Kind, victims: tuple[int, ...], pids: tuple[int, ...]
+        self, kind: FaultKind, victims: tuple[int, ...], pids: tuple[int, ...]
     ) -> Callable[[], None] | None:
-        """Do it; what ends it, if it is not for good."""
+        """Start the fault; return the function that ends it, or None if it is permanent."""
         one, other = victims[0], victims[-1]
         if kind in KILLS:
             _signal(pids, signal.SIGKILL)
@@ -292,8 +295,11 @@ class Chaos:
         return lambda: network.heal(one)
 
     def _part(self, one: int, other: int) -> Callable[[], None]:
-        """By the kernel of the one who dials, if that can be: then it gets no acknowledgements,
-        while at the other end the proxy gives them."""
+        """Separate two sites; return the function that joins them again.
+
+        With namespaces, the kernel of the dialling site drops the packets, so that it gets no TCP
+        acknowledgements; at the other end the proxy acknowledges.
+        """
         proxy, network = self._proxy, self._network
         if network is None:
             proxy.hold(one, other)
@@ -309,26 +315,29 @@ class Chaos:
         return join
 
 
-def _losses(kind: Kind, victims: tuple[int, ...]) -> list[set[int]]:
-    """What the flow must be able to do without, each by itself, for the fault to be fair."""
+def _losses(kind: FaultKind, victims: tuple[int, ...]) -> list[set[int]]:
+    """Return the sets of sites that the flow must survive losing, each by itself, for the fault to
+    be permitted."""
     if kind in (RESET, RESET_CONTROL):
         return []
     return [{s} for s in victims] if kind in (HOLD, PART) else [set(victims)]
 
 
 def _pid(status: Mapping[str, Any], site: int) -> int:
-    """The process of a site that is registered: it has said so itself."""
+    """Return the process id of a registered site, from its own registration."""
     return int(status["domains"][site].process.rpartition("/")[2])
 
 
 def _beside(status: Mapping[str, Any], site: int) -> tuple[int, ...]:
-    """The site, and all others in the same executor."""
+    """Return all sites in the same executor, including `site`."""
     executor = status["domains"][site].executor
     return tuple(sorted(s for s, d in status["domains"].items() if d.executor == executor))
 
 
-def _targets(kind: Kind, status: Mapping[str, Any], victims: tuple[int, ...]) -> tuple[int, ...]:
-    """The processes that it is done to: those of the sites, or their executor's."""
+def _targets(
+    kind: FaultKind, status: Mapping[str, Any], victims: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the processes to signal: those of the sites, or their executor's."""
     if kind is EXECUTOR:
         return (int(status["domains"][victims[0]].executor.rpartition("-")[2]),)
     return tuple(_pid(status, s) for s in victims)
@@ -341,7 +350,7 @@ def _signal(pids: Iterable[int], number: int) -> None:
 
 
 def phases(status: Mapping[str, Any]) -> str:
-    """What is not protected, if anything."""
+    """Describe the tasks that are not protected; empty if all are."""
     rows = [p for p in status.get("partitions", []) if p["phase"] != "protected"]
     return "; ".join(
         f"{p['stage']} {p['replicas']}+{p['joining']}~{p['standbys']} {p['phase']}" for p in rows

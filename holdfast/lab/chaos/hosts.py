@@ -1,4 +1,4 @@
-"""Where the sites of a chaos run live: subprocesses whose connections can be tampered with."""
+"""Hosts of a chaos run: subprocesses whose connections pass through a proxy."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from holdfast.site.runtime import OnExit, SiteConfig
 
 
 class Exits:
-    """Which sites' processes have ended, and when; from then on no connection leads there."""
+    """Records when the sites' processes ended, and closes the routes to them."""
 
     def __init__(self, proxy: Proxy, network: Network | None = None) -> None:
         self.at: dict[int, float] = {}
         self._proxy, self._network = proxy, network
 
-    def noting(self, on_exit: OnExit) -> OnExit:
-        """`on_exit`, with a note."""
+    def recording(self, on_exit: OnExit) -> OnExit:
+        """Return `on_exit`, extended by the record."""
 
-        def noted(site: int, reason: str) -> None:
+        def recorded(site: int, reason: str) -> None:
             self.at[site] = time.time()
             self._proxy.forget(site)
             on_exit(site, reason)
             if self._network is not None:
                 self._network.remove(site)
 
-        return noted
+        return recorded
 
 
 class ChaosHost(Host, Protocol):
-    """A host that notes exits."""
+    """A host that records exits."""
 
     exits: Exits
 
 
 def detoured(config: SiteConfig, proxy: Proxy) -> SiteConfig:
-    """The site reaches its controller through the proxy."""
+    """Return the configuration of a site that reaches its controller through the proxy."""
     routes = [proxy.route(config.site, CONTROL, address) for address in config.controllers]
     return replace(config, controllers=tuple(routes))
 
 
 class ChaosProcesses(ProcessHost):
-    """Subprocesses; with a `network`, each in a network namespace of its own."""
+    """Starts sites as subprocesses; with a `network`, each in a separate network namespace."""
 
     def __init__(self, proxy: Proxy, network: Network | None) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class ChaosProcesses(ProcessHost):
         config = detoured(config, self._proxy)
         if self._network is not None:
             config = replace(config, listen_host=self._network.add(config.site))
-        super().launch(flow, config, self.exits.noting(on_exit))
+        super().launch(flow, config, self.exits.recording(on_exit))
 
     def work(self, flow: Flow, config: SiteConfig) -> Work:
         inner = super().work(flow, config)

@@ -1,5 +1,5 @@
-"""A Kafka broker of our own, from its published jars, on a free port of the loopback: to be
-killed, stopped and started again."""
+"""Runs a Kafka broker from its published jars on a free loopback port, so that tests can kill,
+stop and restart it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from holdfast.control.applications import free_ports
 from holdfast.errors import HostError
 
 JARS = Path(os.environ.get("HOLDFAST_KAFKA_JARS") or Path(sys.prefix, "kafka"))
-"""Where `make test-integration` puts the jars."""
+"""The folder into which `make test-integration` downloads the jars."""
 START_S_MAX = 60.0
 
 _SETTINGS = """
@@ -47,8 +47,7 @@ log.initial.task.delay.ms=500
 
 
 class Broker:
-    """One process that is both broker and controller. What it was told before it was killed it
-    knows when it is started again."""
+    """One process that is both broker and controller. Its data survive a kill and restart."""
 
     def __init__(self, directory: Path) -> None:
         self.port, controller = free_ports(2)
@@ -59,36 +58,36 @@ class Broker:
         )
         self._process: subprocess.Popen[bytes] | None = None
         cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
-        # Not as an argument of its own: it may begin with a dash.
+        # Not as a separate argument: the id may begin with a dash.
         storage = ("format", f"--cluster-id={cluster}", "--config", self._config)
         if self._java("kafka.tools.StorageTool", *storage).wait() != 0:
-            raise self._failure("cannot be set up")
+            raise self._failure("could not be set up")
 
     @property
     def servers(self) -> str:
         return f"127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start it, and wait until it takes connections."""
+        """Start the broker, and wait until it accepts connections."""
         self._process = self._java("kafka.Kafka", self._config)
         deadline = time.monotonic() + START_S_MAX
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise self._failure("does not start")
+                raise self._failure("did not start")
             time.sleep(0.05)
 
     def _failure(self, what: str) -> HostError:
-        said = (self._directory / "said").read_text(errors="replace").splitlines()
+        lines = (self._directory / "log").read_text(errors="replace").splitlines()
         return HostError(
             f"the Kafka broker at {self.servers} {what}",
-            hint="its last words: " + "\n    ".join(said[-15:]),
+            hint="the end of its log: " + "\n    ".join(lines[-15:]),
         )
 
     def _java(self, main: str, *arguments: object) -> subprocess.Popen[bytes]:
         command = ["java", "-Xmx400m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]
         command += ["-cp", f"{JARS}/*", main, *map(str, arguments)]
-        with open(self._directory / "said", "ab") as said:
-            return subprocess.Popen(command, stdout=said, stderr=said)
+        with open(self._directory / "log", "ab") as log:
+            return subprocess.Popen(command, stdout=log, stderr=log)
 
     def _answers(self) -> bool:
         try:
@@ -108,9 +107,9 @@ class Broker:
 
 
 def unavailable() -> str | None:
-    """Why there can be no broker here, if so."""
+    """Return the reason why no broker can run here, or None."""
     if not any(JARS.glob("kafka_*.jar")) or shutil.which("java") is None:
-        return f"Kafka is not there: no java, or no jars in {JARS} (make test-integration)"
+        return f"Kafka is not installed: no java, or no jars in {JARS} (make test-integration)"
     if importlib.util.find_spec("confluent_kafka") is None:
         return "confluent-kafka is not installed: pip install 'holdfast[kafka]'"
     return None

@@ -1,14 +1,14 @@
-"""The flows that chaos is done to, and whether their answers are right.
+"""The flows of chaos runs, and the check of their results.
 
 *dmz* is the network-monitoring flow of the benchmarks: two keyed stages between ingress and egress,
-whose state comes from all rows of a key. *windows* is one over event time, as `upstream` and
-`rollback` demand it. Their rows depend on the offset alone, and their sink adds a line to a file
-for every epoch.
+whose state depends on all rows of a key. *windows* is a flow over event time, as `upstream` and
+`rollback` require. The rows of both depend on the offset alone, and their sink appends a line to a
+file for every epoch.
 
-A site that was stopped while it wrote may add a line when it wakes up, long after another has
-written that epoch. That is what `EpochLog` cannot prevent, and whoever reads it has to drop: it is
-not counted as repeated, if it was written between the fault and the end of that process, and says
-the same. Every other line that comes twice is.
+A site that was stopped while it wrote may append its line when it wakes up, long after another site
+has written that epoch. `EpochLog` cannot prevent this, and readers of its log must drop such lines.
+They do not count as repeated if they were written between the fault and the end of the process, and
+equal the other line. All other duplicate lines do.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def log_path(folder: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A flow, and how it is protected. Source and sink meet in a folder."""
+    """A flow and its protection. Source and sink share a folder."""
 
     protection: str = "pairs"
     name: str = "dmz"
 
     @classmethod
     def of(cls, protection: str, name: str | None = None) -> Load:
-        """With the flow that says most of those that can be protected so."""
+        """Return a load under `protection`; without a `name`, with the flow that tests it best."""
         return cls(
             protection, name or ("windows" if PROTECTIONS[protection].rebuild_level else "dmz")
         )
@@ -64,34 +64,35 @@ class Load:
     def flow(self, folder: str) -> Flow:
         source, sink = self.source(folder), EpochLog(log_path(folder))
         if self.name == "windows":
-            made = windows.windows_flow(source, sink)
+            flow = windows.windows_flow(source, sink)
         else:
-            made = dmz.dmz_flow(source, sink, clock=Paced.DUE.name)
-        made.protection = PROTECTIONS[self.protection]
-        return made
+            flow = dmz.dmz_flow(source, sink, clock=Paced.DUE.name)
+        flow.protection = PROTECTIONS[self.protection]
+        return flow
 
     def oracle(self, rows: int) -> dict[str, Any]:
-        """What the rows that went in must give."""
+        """Return the expected result of the first `rows` rows."""
         if self.name == "windows":
             return windows.oracle(rows)
         return dmz.oracle(rows, KEYS, splits=SITES, staggered=True)
 
     def rebuilt(self) -> set[str]:
-        """The stages of which no replica need be left, as all that they need is kept elsewhere."""
+        """Return the stages that need no surviving replica, because they are rebuilt from retained
+        input."""
         stages = plan(self.flow("")).stages
         return {s.name for s in stages if s.protection is not None and s.protection.rebuild_level}
 
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """A process that was stopped or cut off, and was declared dead for it."""
+    """A process that was stopped or cut off, and therefore declared dead."""
 
     writer: int
     since: float
     until: float
 
     MARGIN_S = 0.1
-    """A line says when it was made, which may be just before the process was stopped."""
+    """A line's time is that of its creation, which may be just before the process was stopped."""
 
     def excuses(self, line: Delivery) -> bool:
         return (
@@ -101,15 +102,15 @@ class Absence:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the log has, against the right answer."""
+    """The result of comparing a log with the expected result."""
 
     expected_rows: int
     lost_rows: int
     repeated_rows: int
     late_lines: int
-    """Lines that sites which were declared dead added after that."""
+    """Lines that sites appended after they were declared dead."""
     wrong: str | None
-    """What else is not as it should be."""
+    """Any other error."""
 
     @property
     def right(self) -> bool:
@@ -119,7 +120,7 @@ class Verdict:
 def judge(
     lines: Sequence[Delivery], expected: Mapping[str, Any], absences: Iterable[Absence]
 ) -> Verdict:
-    """Compare a log with what an oracle says."""
+    """Compare a log with the oracle's result."""
     kept, late, repeated, differing = _once(lines, list(absences))
     surplus = sum(line.rows for line in kept) - int(expected["rows"])
     digest = dmz.as_hex(sum(line.digest for line in kept))
@@ -129,7 +130,7 @@ def judge(
     elif digest != expected["digest"]:
         missing = set(range(max((k.epoch for k in kept), default=-1))) - {k.epoch for k in kept}
         wrong = f"digest {digest} instead of {expected['digest']}"
-        # Whoever takes over leaves those out that had no rows.
+        # Epochs without rows are missing too: a new leader leaves them out.
         wrong += f"; epochs missing: {sorted(missing)[:10]}" if missing else ""
     lost, again = max(0, -surplus), repeated + max(0, surplus)
     return Verdict(int(expected["rows"]), lost, again, late, wrong)
@@ -138,7 +139,8 @@ def judge(
 def _once(
     lines: Sequence[Delivery], absences: list[Absence]
 ) -> tuple[list[Delivery], int, int, set[int]]:
-    """Each epoch's first line; lines dropped as late; rows repeated; epochs whose lines differ."""
+    """Return each epoch's first line, the number of lines dropped as late, the number of rows
+    repeated, and the epochs whose lines differ."""
     by_epoch: dict[int, list[Delivery]] = {}
     for line in lines:
         by_epoch.setdefault(line.epoch, []).append(line)

@@ -1,7 +1,7 @@
-"""Sites in network namespaces of their own, joined by a bridge, so that one can be cut off.
+"""Puts each site into its own network namespace, connected by a bridge, so that it can be cut off.
 
-Needs root and ``ip`` (Debian's iproute2). Names carry this process's number: other runs on the
-machine are not touched, and all is removed at the end.
+Needs root and ``ip`` (Debian's iproute2). All names contain this process's id, so other runs on the
+machine are not affected. Everything is removed at the end.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Network:
         self._lock = threading.Lock()
         _ip("link", "add", self._bridge, "type", "bridge")
         try:
-            # A bridge without one changes its address as sites come and go.
+            # A bridge without a fixed address changes it as sites are added and removed.
             _ip("link", "set", self._bridge, "address", _mac(1))
             _ip("addr", "add", f"{self.address}/24", "dev", self._bridge)
             _ip("link", "set", self._bridge, "up")
@@ -40,7 +40,7 @@ class Network:
             raise
 
     def add(self, site: int) -> str:
-        """A namespace for `site`; the address it has there."""
+        """Create a namespace for `site`, and return its address there."""
         with self._lock:
             while self._next in self._slots.values():
                 self._next = self._next % 253 + 2
@@ -53,12 +53,12 @@ class Network:
         _ip("-n", space, "addr", "add", f"{address}/24", "dev", "site")
         _ip("-n", space, "link", "set", "lo", "up")
         _ip("-n", space, "link", "set", "site", "up")
-        # So that rules can come before the one by which a packet is known to be for this host.
+        # Lower the priority of the local table, so that other rules can precede it.
         _ip("-n", space, "rule", "add", "pref", "10", "lookup", "local")
         _ip("-n", space, "rule", "del", "pref", "0")
         _ip("link", "set", out, "master", self._bridge, "up")
-        # Nobody has to ask for the other's address: a question that is lost in a short cut is
-        # repeated only after a second, by which the cut would be longer.
+        # Permanent neighbour entries avoid ARP requests: the kernel repeats one that is lost in a
+        # short cut only after a second, which would prolong the cut.
         known = ("nud", "permanent", "lladdr")
         _ip("neigh", "replace", address, *known, _mac(slot), "dev", self._bridge)
         _ip("-n", space, "neigh", "replace", self.address, *known, _mac(1), "dev", "site")
@@ -71,24 +71,25 @@ class Network:
         return f"hf{self._tag}v{self._slots[site]}"
 
     def inside(self, site: int, work: Callable[[], None]) -> Callable[[], None]:
-        """`work`, as done in the site's namespace by a process that has only one thread."""
+        """Return a function that does `work` in the site's namespace. The calling process must have
+        only one thread."""
         return partial(_inside, f"/run/netns/{self._space(site)}", work)
 
     def cut(self, site: int) -> None:
-        """Nothing reaches the site any more, and nothing comes from it; nobody is told."""
+        """Silently drop all traffic from and to the site."""
         _ip("link", "set", self._link(site), "down")
 
     def heal(self, site: int) -> None:
-        if site in self._slots:  # if not, it has left meanwhile
+        if site in self._slots:  # otherwise it has left in the meantime
             _ip("link", "set", self._link(site), "up")
 
     def part(self, site: int, port: int) -> None:
-        """Nothing gets from the site to this port of the bridge's address, nor from there to it."""
+        """Drop all traffic between the site and this port of the bridge's address."""
         for rule in self._rules(port):
             _ip("-n", self._space(site), "rule", "add", *rule)
 
     def join(self, site: int, port: int) -> None:
-        if site in self._slots:  # if not, it has left meanwhile
+        if site in self._slots:  # otherwise it has left in the meantime
             for rule in self._rules(port):
                 _ip("-n", self._space(site), "rule", "del", *rule)
 
@@ -99,7 +100,8 @@ class Network:
         return [out, back]
 
     def remove(self, site: int) -> None:
-        """The site's process has ended. Its end of the pair goes with its namespace."""
+        """Remove the namespace of a site whose process has ended, and with it its end of the veth
+        pair."""
         for command in (("link", "del", self._link(site)), ("netns", "del", self._space(site))):
             with suppress(OSError):
                 _ip(*command)
@@ -123,7 +125,7 @@ def _inside(space: str, work: Callable[[], None]) -> None:
 
 
 def unavailable() -> str | None:
-    """Why there can be no namespaces here, if so."""
+    """Return the reason why namespaces are unavailable here, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
@@ -143,12 +145,12 @@ def unavailable() -> str | None:
 
 
 def _mac(slot: int) -> str:
-    """The same one for the same address, whoever has it."""
+    """Return the MAC address of a slot; it is always the same for the same IP address."""
     return f"02:68:66:00:00:{slot:02x}"
 
 
 def _ip(*arguments: str) -> None:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
-        said = done.stderr.strip() or f"status {done.returncode}"
-        raise OSError(f"ip {' '.join(arguments)}: {said}")
+        reason = done.stderr.strip() or f"status {done.returncode}"
+        raise OSError(f"ip {' '.join(arguments)}: {reason}")

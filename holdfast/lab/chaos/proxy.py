@@ -1,7 +1,7 @@
-"""A TCP proxy that the connections of sites go through, and that can break or hold them.
+"""A TCP proxy for the connections of sites, which can reset or hold them.
 
-Every ordered pair (who dials, whom) has a port of its own, so that the two can be parted and all
-others left alone. It lives in a thread; whoever calls it need not.
+Every ordered pair (dialling site, listening site) has a separate port, so that two sites can be
+separated without affecting others. The proxy runs in its own thread; its methods are thread-safe.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import TypeVar
 T = TypeVar("T")
 Address = tuple[str, int]
 CONTROL = -1
-"""Stands for the controller among the ends of a route."""
+"""Represents the controller as an end of a route."""
 
 _RST = struct.pack("ii", 1, 0)
-"""A socket that is closed with this option sends a reset, whatever it still has to send."""
+"""With this linger option, closing a socket sends a reset and discards unsent data."""
 
 
 class Proxy:
@@ -37,20 +37,20 @@ class Proxy:
         self._thread.start()
 
     def route(self, site: int, other: int, address: Address) -> Address:
-        """Where `site` is to dial to reach `other`, which listens at `address`."""
+        """Return the address that `site` dials to reach `other`, which listens at `address`."""
         with self._lock:
-            found = self._routes.get((site, other))
-            if found is None:
-                found = self._routes[site, other] = _Route(self._host, address)
-                asyncio.run_coroutine_threadsafe(found.serve(), self._loop)
-        return found.address
+            route = self._routes.get((site, other))
+            if route is None:
+                route = self._routes[site, other] = _Route(self._host, address)
+                asyncio.run_coroutine_threadsafe(route.serve(), self._loop)
+        return route.address
 
     def reset(self, one: int, other: int) -> int:
-        """Break what connects the two now; how many connections that were."""
+        """Reset the connections between the two, and return their number."""
         return sum(self._call(route.reset) for route in self._between(one, other))
 
     def hold(self, one: int, other: int) -> None:
-        """Let nothing through between the two, neither on connections that are nor on new ones."""
+        """Hold all data between the two, on existing and on new connections."""
         for route in self._between(one, other):
             self._call(route.hold)
 
@@ -59,16 +59,16 @@ class Proxy:
             self._call(route.release)
 
     def ways(self, one: int, other: int) -> list[tuple[int, int]]:
-        """Who of the two dials here at which port to reach the other."""
+        """Return the dialling site and the port of each route between the two."""
         with self._lock:
             keys = [(one, other), (other, one)]
             return [(k[0], self._routes[k].address[1]) for k in keys if k in self._routes]
 
     def forget(self, site: int) -> None:
-        """The site is gone for good."""
+        """Close all routes of a site that has ended."""
         with self._lock:
-            gone = [self._routes.pop(key) for key in list(self._routes) if site in key]
-        for route in gone:
+            routes = [self._routes.pop(key) for key in list(self._routes) if site in key]
+        for route in routes:
             self._loop.call_soon_threadsafe(route.close)
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class Proxy:
 
 
 class _Route:
-    """One way: a listening port, and the connections that came in there."""
+    """A route in one direction: a listening port and its connections."""
 
     def __init__(self, host: str, to: Address) -> None:
         self._socket = socket.create_server((host, 0), backlog=128)
@@ -105,7 +105,7 @@ class _Route:
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: _End(self), sock=self._socket)
-        if self.closed:  # the site was gone before its port was open
+        if self.closed:  # the site ended before its port was open
             self._server.close()
 
     def reset(self) -> int:
@@ -132,7 +132,7 @@ class _Route:
 
 
 class _End(asyncio.Protocol):
-    """One end of a connection that goes through; what comes in here goes out at the other."""
+    """One end of a proxied connection; it forwards received data to the other end."""
 
     def __init__(self, route: _Route, other: _End | None = None) -> None:
         self._route, self._other = route, other
@@ -149,7 +149,7 @@ class _End(asyncio.Protocol):
             if self._route.held:
                 self.pause()
             return
-        transport.pause_reading()  # until there is somebody to pass it on to
+        transport.pause_reading()  # until the other end is connected
         self._reach = asyncio.get_running_loop().create_task(self._connect())
 
     async def _connect(self) -> None:
@@ -191,7 +191,7 @@ class _End(asyncio.Protocol):
             self._transport.resume_reading()
 
     def reset(self) -> None:
-        """So that both kernels see a reset, and not an orderly end."""
+        """Abort the connection so that both kernels see a reset instead of an orderly end."""
         if self._transport is None:
             return
         plain = self._transport.get_extra_info("socket")

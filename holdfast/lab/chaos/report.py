@@ -1,4 +1,4 @@
-"""What a chaos run has shown: figures by kind of fault, and the verdict."""
+"""The report of a chaos run: metrics by kind of fault, and the verdict."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from holdfast.lab.workloads.paced import Delivery
 
 
 @dataclass(slots=True)
-class Outcome:
-    """Everything that is known at the end."""
+class ChaosOutcome:
+    """The results of a chaos run."""
 
     seed: int
     host: str
@@ -27,35 +27,35 @@ class Outcome:
     rows_in: int = 0
     done: list[Done] = field(default_factory=list)
     gaps_ms: list[float] = field(default_factory=list)
-    """Of each fault that was done."""
+    """The output gap of each injected fault."""
     usual_ms: float = 0.0
     verdicts: list[Verdict] = field(default_factory=list)
     fenced: int = 0
     left: int = 0
     unexpected: dict[int, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
-    """Kinds of faults that were not done, and why."""
+    """Kinds of faults that were left out, and why."""
     error: str | None = None
 
     @property
     def failures(self) -> list[str]:
-        """Why the run has failed; nothing if it has not."""
-        found = [self.error] if self.error else []
+        """The reasons why the run failed; empty if it succeeded."""
+        reasons = [self.error] if self.error else []
         for verdict in self.verdicts:
             if verdict.lost_rows or verdict.repeated_rows:
-                found.append(
+                reasons.append(
                     f"{verdict.lost_rows} rows lost, {verdict.repeated_rows} rows repeated"
                 )
             if verdict.wrong:
-                found.append(verdict.wrong)
+                reasons.append(verdict.wrong)
         for site, why in self.unexpected.items():
             if "silent" not in why:  # a machine may be too busy for a heartbeat
-                found.append(f"site {site} was healthy and declared dead: {why}")
-        return found
+                reasons.append(f"site {site} was healthy but was declared dead: {why}")
+        return reasons
 
     @property
     def replaced(self) -> int:
-        """How often no two sites could be spared, and one was killed instead."""
+        """How often one site was killed because the flow could spare no two."""
         return sum(d.kind is not d.fault.kind for d in self.done)
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,21 +83,21 @@ class Outcome:
         }
 
     def by_kind(self) -> list[dict[str, Any]]:
-        found: dict[str, list[tuple[Done, float]]] = {}
+        kinds: dict[str, list[tuple[Done, float]]] = {}
         for done, gap in zip(self.done, self.gaps_ms, strict=True):
-            found.setdefault(done.kind.name, []).append((done, gap))
-        return [_kind_row(name, rows) for name, rows in sorted(found.items())]
+            kinds.setdefault(done.kind.name, []).append((done, gap))
+        return [_kind_row(name, rows) for name, rows in sorted(kinds.items())]
 
 
 def _kind_row(name: str, rows: Sequence[tuple[Done, float]]) -> dict[str, Any]:
     gaps = [gap for _, gap in rows]
-    mended = [d.recovered_at - d.at for d, _ in rows if d.recovered_at is not None]
+    recoveries = [d.recovered_at - d.at for d, _ in rows if d.recovered_at is not None]
     return {
         "kind": name,
         "faults": len(rows),
         "during_recovery": sum(d.unprotected for d, _ in rows),
         "gap_ms": _median_max(gaps),
-        "recovery_s": _median_max(mended),
+        "recovery_s": _median_max(recoveries),
     }
 
 
@@ -106,20 +106,20 @@ def _median_max(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def gaps(lines: Sequence[Delivery], done: Sequence[Done]) -> tuple[float, list[float]]:
-    """The usual latency of an epoch's slowest row, and for every fault by how much it was exceeded
-    by the slowest row that was under way or due between it and the next."""
+    """Return the usual latency of an epoch's slowest row, and the gap of every fault: by how much
+    the slowest row that was in flight or due between it and the next fault exceeded that."""
     usual = statistics.median([line.largest_ms for line in lines if line.rows] or [0.0])
-    found = [0.0] * len(done)
+    gaps_ms = [0.0] * len(done)
     begun = [d.at - usual / 1e3 for d in done]
     for line in lines:
         last = bisect_right(begun, line.at - line.largest_ms / 1e3) - 1
         if last >= 0:
-            found[last] = max(found[last], line.largest_ms - usual)
-    return usual, found
+            gaps_ms[last] = max(gaps_ms[last], line.largest_ms - usual)
+    return usual, gaps_ms
 
 
-def show(outcome: Outcome, console: Console) -> None:
-    """The tables; after a failure also the faults."""
+def show(outcome: ChaosOutcome, console: Console) -> None:
+    """Print the tables; after a failure also the faults."""
     console.print(_kinds_table(outcome))
     for name, why in outcome.left_out.items():
         console.print(f"{name} was left out: {why}", markup=False, highlight=False)
@@ -133,11 +133,11 @@ def show(outcome: Outcome, console: Console) -> None:
             console.print(f"  {done}", markup=False, highlight=False)
 
 
-def _kinds_table(outcome: Outcome) -> Table:
+def _kinds_table(outcome: ChaosOutcome) -> Table:
     title = f"{len(outcome.done)} faults in {outcome.seconds:.0f} s, seed {outcome.seed}"
     table = Table(title=title, title_justify="left")
     table.add_column("fault")
-    for name in ("done", "recovering", "gap, ms", "max", "mended, s", "max"):
+    for name in ("injected", "in recovery", "gap, ms", "max", "recovery, s", "max"):
         table.add_column(name, justify="right")
     for row in outcome.by_kind():
         table.add_row(
@@ -152,27 +152,27 @@ def _kinds_table(outcome: Outcome) -> Table:
     return table
 
 
-def _cells(figures: Mapping[str, float] | None, form: str) -> tuple[str, str]:
-    if figures is None:
+def _cells(metrics: Mapping[str, float] | None, form: str) -> tuple[str, str]:
+    if metrics is None:
         return "–", "–"
-    return format(figures["median"], form), format(figures["max"], form)
+    return format(metrics["median"], form), format(metrics["max"], form)
 
 
-def _verdict_table(outcome: Outcome) -> Table:
-    said = outcome.to_dict()
+def _verdict_table(outcome: ChaosOutcome) -> Table:
+    metrics = outcome.to_dict()
     title = f"{outcome.load.name} on 4 sites under {outcome.load.protection}, host {outcome.host}"
     table = Table(title=title, title_justify="left")
     table.add_column("what")
     table.add_column("", justify="right")
     rows = {
-        "rows in": said["rows_in"],
-        "rows out": said["rows_out"],
-        "rows lost": said["lost_rows"],
-        "rows repeated": said["repeated_rows"],
-        "late lines of fenced sites, dropped": said["late_lines_dropped"],
-        "sites fenced": said["fenced"],
-        "  of these left by themselves": said["fenced_and_left"],
-        "one killed, as no two could be spared": outcome.replaced,
+        "rows in": metrics["rows_in"],
+        "rows out": metrics["rows_out"],
+        "rows lost": metrics["lost_rows"],
+        "rows repeated": metrics["repeated_rows"],
+        "late lines of fenced sites, dropped": metrics["late_lines_dropped"],
+        "sites fenced": metrics["fenced"],
+        "  of these ended by themselves": metrics["fenced_and_left"],
+        "one site killed instead of two": outcome.replaced,
         "declared dead unexpectedly": len(outcome.unexpected),
         "usual latency of an epoch's slowest row, ms": round(outcome.usual_ms),
     }

@@ -1,4 +1,4 @@
-"""Chaos on Spark: sites are tasks of an application with an executor for each of them."""
+"""Chaos on Spark: sites are tasks of an application that has one executor for each of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MISSING = {
 
 
 class ChaosSpark(SparkHost):
-    """Spark tasks whose connections can be tampered with."""
+    """Starts sites as Spark tasks whose connections pass through a proxy."""
 
     def __init__(self, spark: Any, flow: Flow, sites: int, proxy: Proxy) -> None:
         super().__init__(spark, plan(flow), sites)
@@ -29,12 +29,12 @@ class ChaosSpark(SparkHost):
         self._proxy = proxy
 
     def launch(self, flow: Flow, config: SiteConfig, on_exit: OnExit) -> None:
-        super().launch(flow, detoured(config, self._proxy), self.exits.noting(on_exit))
+        super().launch(flow, detoured(config, self._proxy), self.exits.recording(on_exit))
 
 
 @contextmanager
 def session(sites: int) -> Iterator[Any]:
-    """An application of our own, which does not tell of every task that fails."""
+    """Yield a separate application, which does not log failed tasks."""
     spark = cluster_session("holdfast chaos", sites, **{"spark.ui.enabled": "false"})
     spark.sparkContext.setLogLevel("OFF")
     folder = executors_folder(spark)

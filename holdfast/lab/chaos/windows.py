@@ -1,9 +1,9 @@
-"""A flow whose state comes from the recent past alone, so that it can be rebuilt from its input.
+"""A flow whose state depends only on recent rows, so that it can be rebuilt from its input.
 
-The rows are those of the network-monitoring flow. `ts` numbers them, and is their event time: they
-are counted by connection in windows of a fifth of a second, and these counts by group in windows
-of a second, of which one ends every fifth. There is one split only: rows of two would come in
-another order at another speed, and some of them late.
+The rows are those of the network-monitoring flow. `ts` numbers them and is their event time. The
+flow counts them by connection in windows of a fifth of a second, and sums these counts by group in
+windows of a second, one of which ends every fifth of a second. There is only one split: the rows of
+two would arrive in an order that depends on speed, and some would be late.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast.lab.workloads.paced import EpochLog, Paced
 
 KEYS = 2_000
 PANE = 4_000
-"""So many rows come in a fifth of a second."""
+"""Rows per fifth of a second."""
 PANES = 5
 ROWS = dmz.DmzRows(KEYS, splits=1, staggered=True)
 OUTPUT = pa.schema(
@@ -51,16 +51,16 @@ def windows_flow(source: Paced, sink: EpochLog) -> Flow:
 
 
 def oracle(rows: int) -> dict[str, Any]:
-    """The right answer for the first `rows` rows, computed without the engine."""
-    found, digest = 0, 0
+    """Return the expected result of the first `rows` rows, computed without the engine."""
+    count, digest = 0, 0
     for batch in answers(rows):
-        found += batch.num_rows
+        count += batch.num_rows
         digest += int(row_digests(batch).sum(dtype=np.uint64))
-    return {"rows": found, "digest": dmz.as_hex(digest)}
+    return {"rows": count, "digest": dmz.as_hex(digest)}
 
 
 def answers(rows: int) -> Iterator[pa.RecordBatch]:
-    """The output rows, a batch for each window of a second: the last ones are cut short."""
+    """Yield the output rows, one batch per window of a second; the last windows are cut short."""
     nothing = np.zeros(dmz.GROUPS, np.int64)
     panes = [(nothing, nothing)] * PANES
     ends = -(-rows // PANE)
@@ -79,7 +79,7 @@ def answers(rows: int) -> Iterator[pa.RecordBatch]:
 
 
 def _pane(first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """By group: how many of these rows it has, and the newest of them."""
+    """Return the number of these rows per group, and the newest of each group."""
     batch = ROWS(0, first, count)
     src, dst, ts = (batch.column(name).to_numpy() for name in ("src", "dst", "ts"))
     group = dst % dmz.APPS * dmz.SOURCES + src

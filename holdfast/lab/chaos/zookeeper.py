@@ -1,5 +1,5 @@
-"""A ZooKeeper server of our own, from Debian's package, on a free port of the loopback: to be
-killed, stopped and started again."""
+"""Runs a ZooKeeper server from Debian's package on a free loopback port, so that tests can kill,
+stop and restart it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ START_S_MAX = 30.0
 
 
 class Server:
-    """Short ticks, so that sessions may be short: from 0.4 to 4 s."""
+    """One server process. Its short ticks permit short sessions: from 0.4 to 4 s."""
 
     def __init__(self, directory: Path) -> None:
         with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -35,10 +35,10 @@ class Server:
         return f"zk://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Start it, and wait until it answers. What it was told before it was killed it knows."""
+        """Start the server, and wait until it answers. Its data survive a kill and restart."""
         main = "org.apache.zookeeper.server.ZooKeeperServerMain"
         self._process = subprocess.Popen(
-            # Without syncing: the server survives no power cut, and waits for no busy disk.
+            # Without syncing the server does not survive a power cut, and never waits for a disk.
             ["java", "-Xmx128m", "-Dzookeeper.forceSync=no", "-cp", JAR, main, self._config],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -47,8 +47,8 @@ class Server:
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise HostError(
-                    f"the ZooKeeper server at {self.url} does not start",
-                    hint=f"what does java say to -cp {JAR} {main} {self._config}?",
+                    f"the ZooKeeper server at {self.url} did not start",
+                    hint=f"see the output of java -cp {JAR} {main} {self._config}",
                 )
             time.sleep(0.05)
 
@@ -71,7 +71,7 @@ class Server:
 
 
 def unavailable() -> str | None:
-    """Why there can be no server here, if so."""
+    """Return the reason why no server can run here, or None."""
     if not JAR.exists() or shutil.which("java") is None:
         return f"ZooKeeper is not installed: there is no java, or no {JAR} (make test-integration)"
     if importlib.util.find_spec("kazoo") is None:

@@ -1,1 +1,1 @@
-"""The papers' experiments again: their simulations, and Holdfast under the same conditions."""
+"""Repeats the papers' experiments: their simulations, and Holdfast under the same conditions."""

@@ -1,4 +1,4 @@
-"""Tables as pictures: lines over an axis."""
+"""Tables of figures, and their pictures: lines over an axis."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ DASHES = {"paper": "2 4", "model": "", "Holdfast": "8 4"}
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """What one of `paper`, `model` and `Holdfast` says of one approach, at each of a table's
-    places; None where it says nothing."""
+    """The values of `paper`, `model` or `Holdfast` for one approach, at each place of a table; None
+    where there is no value."""
 
     approach: str
     who: str
@@ -28,7 +28,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Figures of the paper and ours beside each other, and why they differ."""
+    """The paper's figures beside ours, and the reasons why they differ."""
 
     key: str
     title: str
@@ -54,28 +54,28 @@ class Table:
         }
 
     def of(self, approach: str, who: str) -> tuple[float | None, ...]:
-        """The values of one series."""
+        """Return the values of one series."""
         return next(s.values for s in self.series if (s.approach, s.who) == (approach, who))
 
 
 Line = tuple[str, str, Sequence[Point | None]]
-"""An approach, who says so, and points; nothing is drawn across what is not known."""
+"""An approach, the origin of the values, and points; the line is interrupted at None."""
 
 
 def picture(table: Table) -> str:
-    """A table's values over its places, as SVG."""
+    """Draw a table's values over its places as SVG."""
     lines = [(s.approach, s.who, known(table.places, s.values)) for s in table.series]
     return drawn(table.title, table.x_name, table.y_name, lines, table.log)
 
 
 def known(xs: Sequence[float | None], ys: Sequence[float | None]) -> list[Point | None]:
-    """Points, where both are known."""
+    """Return points where both coordinates are known, None elsewhere."""
     pairs = zip(xs, ys, strict=True)
     return [None if x is None or y is None else (x, y) for x, y in pairs]
 
 
 def drawn(title: str, x_name: str, y_name: str, lines: Sequence[Line], log: bool = False) -> str:
-    """Lines in a frame with both axes and a legend, as SVG."""
+    """Draw lines in a frame with both axes and a legend as SVG."""
     lines = [line for line in lines if any(line[2])]
     points = [point for _, _, line in lines for point in line if point is not None]
     across = Axis.across([x for x, _ in points])
@@ -89,21 +89,21 @@ def drawn(title: str, x_name: str, y_name: str, lines: Sequence[Line], log: bool
 
 
 def _line(approach: str, who: str, points: Sequence[Point | None]) -> list[str]:
-    """Points that follow each other are joined. What may coincide with others is drawn thinly."""
-    way, pen = "", "M"
+    """Draw a line through consecutive points; thinly if it may coincide with another line."""
+    path, pen = "", "M"
     for point in points:
-        way += f"{pen}{point[0]:.1f} {point[1]:.1f}" if point else ""
+        path += f"{pen}{point[0]:.1f} {point[1]:.1f}" if point else ""
         pen = "L" if point else "M"
     dash = f' stroke-dasharray="{DASHES[who]}"' if DASHES[who] else ""
     colour, width = COLOURS[approach], 1.0 if approach in THIN else 1.8
     return [
-        f'<path d="{way}" fill="none" stroke="{colour}" stroke-width="{width}"{dash}/>',
+        f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{width}"{dash}/>',
         *(_mark(approach, who, *point) for point in points if point is not None),
     ]
 
 
 def _mark(approach: str, who: str, x: float, y: float) -> str:
-    """Rings are the paper's, discs the model's, squares Holdfast's."""
+    """Draw a ring for the paper, a disc for the model, a square for Holdfast."""
     colour = COLOURS[approach]
     if who == "Holdfast":
         size, fill = (4.0, "#fff") if approach in THIN else (8.0, colour)

@@ -1,9 +1,9 @@
-"""``holdfast paper hwang05``: the simulations of *A Comparison of Stream-Oriented High-Availability
-Algorithms* (Hwang and others, 2005), section 5, again.
+"""``holdfast paper hwang05``: repeats the simulations of *A Comparison of Stream-Oriented
+High-Availability Algorithms* (Hwang and others, 2005), section 5.
 
-Three figures stand beside each other: the paper's, as far as its text has them; those of a model of
-the paper's own approaches (`holdfast.lab.paper.model`); and those of Holdfast's protections on the
-real nodes, under the same conditions (`holdfast.lab.paper.real`). All are the same in every run.
+It compares three sets of figures: the paper's, as far as its text has them; those of a model of the
+paper's own approaches (`holdfast.lab.paper.model`); and those of Holdfast's protections on the real
+nodes, under the same conditions (`holdfast.lab.paper.real`). All are deterministic.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BOXES = (1, 4, 9, 16, 25)
 SELECTIVITIES = (1.0, 0.8, 0.6, 0.4, 0.2)
 NODES = (4, 16, 36, 64, 100)
 
-# What the paper's text and tables say. Its figures are not in the text.
+# The values in the paper's text and tables. The text does not have the values of its figures.
 FULL_RECOVERY_MS = {
     "passive": (11.0, None, None, None, None, None),
     "active": (8.0, None, None, None, None, None),
@@ -57,8 +57,8 @@ DISTRIBUTED_MS = {
 
 
 def formula(approach: str, parameters: Parameters) -> float:
-    """The paper's formula for the overhead with one box, in percent: what is sent twice, and two
-    or three identifiers in every interval."""
+    """Return the overhead with one box in percent, by the paper's formula: tuples that are sent
+    twice, and two or three identifiers per interval."""
     tuples = parameters.rate * parameters.tuple_bytes * parameters.interval_s
     twice = 0.0 if approach == "upstream" else 1.0
     identifiers = 3 if approach == "active" else 2
@@ -67,7 +67,7 @@ def formula(approach: str, parameters: Parameters) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long is simulated, and how often."""
+    """Durations and numbers of the simulations."""
 
     overhead_s: float = 20.0
     boxes_s: float = 5.0
@@ -77,7 +77,7 @@ class Effort:
     real_s: float = 1.0
     real_recoveries: int = 3
     real_places: tuple[int, ...] = (0, 1, 2, 3, 4)
-    """At which numbers of boxes, and at which selectivities."""
+    """Indexes of the numbers of boxes, and of the selectivities, to simulate."""
     protections: tuple[str, ...] = (*APPROACHES, "rollback", "pairs")
 
 
@@ -98,11 +98,11 @@ def overhead_by_interval(effort: Effort) -> Table:
 
     def ours(name: str, ms: float) -> float:
         seconds = max(effort.real_s, 10 * ms / 1e3)
-        return real.overhead(real.Run(name, every(ms), seconds=seconds))
+        return real.overhead(real.PaperRun(name, every(ms), seconds=seconds))
 
-    short, long = (real.Run("none", every(ms), seconds=effort.real_s) for ms in (10, 100))
+    short, long = (real.PaperRun("none", every(ms), seconds=effort.real_s) for ms in (10, 100))
     acks, a_row, a_row_later = short.acks(), short.bytes_a_row(), long.bytes_a_row()
-    said: dict[str, Any] = {
+    by_formula: dict[str, Any] = {
         a: tuple(formula(a, every(ms)) for ms in INTERVALS_MS) for a in APPROACHES
     }
     return Table(
@@ -111,21 +111,21 @@ def overhead_by_interval(effort: Effort) -> Table:
         "communication interval (ms)",
         "overhead (%)",
         INTERVALS_MS,
-        _series(said, INTERVALS_MS, model, ours, effort.protections),
+        _series(by_formula, INTERVALS_MS, model, ours, effort.protections),
         (
             "paper: its formulas; at 10 ms its simulation has 106.3, about 110 and about 6 %.",
-            "model: within 0.3 percentage points. Its tuples come at random, and identifiers are "
-            "sent only when they have changed.",
-            "Holdfast, upstream and rollback: levels ride on acks that are sent anyway, to keep "
-            f"buffers bounded; those are {acks:.1f} % of the rows at 10 ms, and are not counted.",
-            "Holdfast: a bundle has an Arrow header, digests and order keys. So a row of 50 bytes "
-            f"takes {a_row:.0f} on the wire if there are five in an epoch, at 10 ms; at 100 ms "
-            f"{a_row_later:.0f}.",
-            "Holdfast, passive: a checkpoint has the output, and besides it the state that has "
-            "changed and the keys that are gone: three messages, each with an Arrow header, and at "
-            "10 ms each as large as a bundle. At longer intervals headers count for less.",
-            "Holdfast, pairs and rollback: not in the paper. They send what active and upstream "
-            "do.",
+            "model: within 0.3 percentage points. Its tuples arrive at random, and it sends "
+            "identifiers only when they have changed.",
+            "Holdfast, upstream and rollback: levels are part of acks that are sent anyway to "
+            f"bound buffers; those are {acks:.1f} % of the rows at 10 ms, and are not counted.",
+            "Holdfast: a bundle has an Arrow header, digests and order keys. A row of 50 bytes "
+            f"therefore takes {a_row:.0f} on the wire with five rows per epoch, at 10 ms; at "
+            f"100 ms {a_row_later:.0f}.",
+            "Holdfast, passive: a checkpoint has the output, the changed state and the removed "
+            "keys: three messages, each with an Arrow header, and at 10 ms each as large as a "
+            "bundle. At longer intervals headers matter less.",
+            "Holdfast, pairs and rollback: not in the paper. They send the same as active and "
+            "upstream.",
         ),
         log=True,
     )
@@ -134,8 +134,8 @@ def overhead_by_interval(effort: Effort) -> Table:
 def recovery_by_interval(effort: Effort) -> Table:
     def model(approach: Approach, ms: float) -> float:
         seeds = range(effort.recoveries)
-        found = [measure.recovery(two_nodes(), approach, every(ms), s, 1) for s in seeds]
-        return mean(r.full_ms for r in found)
+        runs = [measure.recovery(two_nodes(), approach, every(ms), s, 1) for s in seeds]
+        return mean(r.full_ms for r in runs)
 
     def ours(name: str, ms: float) -> float:
         return mean(r.full_ms for r in _recoveries(name, ms, effort.real_recoveries))
@@ -148,17 +148,17 @@ def recovery_by_interval(effort: Effort) -> Table:
         INTERVALS_MS,
         _series(FULL_RECOVERY_MS, INTERVALS_MS, model, ours, effort.protections),
         (
-            "paper: what the text says, which is rounded; detection (100 ms) is not included.",
+            "paper: the rounded values in the text; detection (100 ms) is not included.",
             "model: passive and upstream take one or two milliseconds longer. Two links of 5 ms "
-            "cannot be passed in less than 10 ms, nor one in less than 5, but the paper has "
-            "partial recoveries of 9 and 4 ms: we do not know what it leaves out. With the "
-            "interval upstream grows more slowly, because its level-1 acks follow at once on "
-            "level 0.",
-            "Holdfast, active and pairs: consumers ask the other replica at once, and it sends the "
-            "epochs they lack: two links. Passive: the new view, what the standby asks for, the "
-            "answer, and on to the sink: four. Upstream and rollback: the view, what there is and "
-            "what is to be sent, both asked for and answered, the view in which the task counts, "
-            "and on to the sink: seven. The rest is bytes: a row takes more of them (see above).",
+            "take at least 10 ms, and one at least 5, but the paper has partial recoveries of 9 "
+            "and 4 ms: we do not know what it leaves out. With the interval upstream grows more "
+            "slowly, because its level-1 acks immediately follow level 0.",
+            "Holdfast, active and pairs: consumers immediately ask the other replica, which sends "
+            "the missing epochs: two links. Passive: the new view, the request of the standby, the "
+            "answer, and on to the sink: four. Upstream and rollback: the view, a request and an "
+            "answer about what is available, a request and an answer with what is needed, the view "
+            "in which the task counts, and on to the sink: seven. The rest is bytes: a row takes "
+            "more of them (see above).",
         ),
     )
 
@@ -169,7 +169,9 @@ def overhead_by_boxes(effort: Effort) -> Table:
         return measure.overhead(layout, approach, every(10), 1, effort.boxes_s)
 
     def ours(name: str, boxes: float) -> float:
-        return real.overhead(real.Run(name, every(10), boxes=int(boxes), seconds=effort.real_s))
+        return real.overhead(
+            real.PaperRun(name, every(10), boxes=int(boxes), seconds=effort.real_s)
+        )
 
     return Table(
         "boxes",
@@ -179,11 +181,11 @@ def overhead_by_boxes(effort: Effort) -> Table:
         BOXES,
         _series(BY_BOXES, BOXES, model, _at(ours, BOXES, effort), APPROACHES),
         (
-            "model: as many streams as there are boxes in each. Every box has a queue whose head "
-            "is part of a checkpoint; so are tuples that are between boxes just then (some 0.5 %, "
-            "which the paper does not seem to have).",
-            "Holdfast: operators between two changes of key are one stage, without queues between "
-            "them, so that their number costs nothing. There is one stream.",
+            "model: the number of streams equals the number of boxes in each. Every box has a "
+            "queue whose head is part of a checkpoint; so are the tuples between boxes at that "
+            "moment (about 0.5 %, which the paper does not seem to have).",
+            "Holdfast: operators between two changes of key are one stage without queues, so their "
+            "number costs nothing. There is one stream.",
         ),
     )
 
@@ -194,7 +196,7 @@ def overhead_by_selectivity(effort: Effort) -> Table:
         return measure.overhead(layout, approach, every(10), 1, effort.boxes_s)
 
     def ours(name: str, selectivity: float) -> float:
-        run = real.Run(name, every(10), selectivity=selectivity, seconds=effort.real_s)
+        run = real.PaperRun(name, every(10), selectivity=selectivity, seconds=effort.real_s)
         return real.overhead(run)
 
     return Table(
@@ -206,12 +208,12 @@ def overhead_by_selectivity(effort: Effort) -> Table:
         _series(BY_SELECTIVITY, SELECTIVITIES, model, _at(ours, SELECTIVITIES, effort), APPROACHES),
         (
             "model: the first box of each stream filters, so that the whole network has the "
-            "selectivity; only then do the paper's figures come out. An identifier that has not "
-            "changed is not sent: at 0.2 that is every third.",
-            "model, active and upstream: a little less at low selectivities, where the paper has "
-            "them constant: with nothing new to confirm nothing is sent.",
+            "selectivity; only this reproduces the paper's figures. It does not send unchanged "
+            "identifiers: at 0.2 that is every third.",
+            "model, active and upstream: slightly less at low selectivities, where the paper has "
+            "them constant: the model sends nothing if there is nothing new to confirm.",
             "Holdfast, passive: a checkpoint also has the state, here of the window of the last "
-            "row, which is no smaller for what is filtered out behind it.",
+            "row, whose size does not depend on the filter behind it.",
         ),
     )
 
@@ -219,8 +221,7 @@ def overhead_by_selectivity(effort: Effort) -> Table:
 def distribution(effort: Effort) -> list[Table]:
     @cache
     def sent(approach: Approach, nodes: float) -> float:
-        found = measure.bandwidth(grid(int(nodes)), approach, every(10), 1, effort.grid_s)
-        return sum(found)
+        return sum(measure.bandwidth(grid(int(nodes)), approach, every(10), 1, effort.grid_s))
 
     def relative(approach: Approach, nodes: float) -> float:
         return 100.0 * sent(approach, nodes) / sent("upstream", NODES[0])
@@ -233,39 +234,39 @@ def distribution(effort: Effort) -> list[Table]:
         )
 
     none = (
-        "Holdfast: not measured. How its partitions are spread over sites is decided by keys, and "
-        "boxes without a change of key between them cannot be on different sites.",
+        "Holdfast: not measured. Keys decide how its partitions are spread over sites, and boxes "
+        "without a change of key between them cannot be on different sites.",
     )
     return [
         Table(
             "distribution-bandwidth",
-            "Figure 12: bandwidth (%) of 100 boxes on so many nodes; 100 % is upstream on 4",
+            "Figure 12: bandwidth (%) of 100 boxes by number of nodes; 100 % is upstream on 4",
             "nodes",
             "bandwidth (%)",
             NODES,
             _series(BANDWIDTH, NODES, relative),
             (
-                "model: ten streams through ten boxes each, cut into squares. What goes from node "
-                "to node is counted, not what comes from sources and goes to the client: only then "
-                "do the paper's 900 and 1800 % come out.",
+                "model: ten streams through ten boxes each, divided into squares. Only traffic "
+                "between nodes is counted, not traffic from sources or to the client: only this "
+                "reproduces the paper's 900 and 1800 %.",
                 *none,
             ),
         ),
         Table(
             "distribution-recovery",
-            "Figure 12: full recovery (ms) of one of so many nodes",
+            "Figure 12: full recovery (ms) of one node by number of nodes",
             "nodes",
             "full recovery (ms)",
             NODES,
             _series(DISTRIBUTED_MS, NODES, model),
             (
-                "model: as the node that follows sees it. Upstream backup recovers on a node that "
-                "has its own work, at random.",
-                "model: it does not come below the 10 ms of two links, as the paper's 7 ms do. On "
+                "model: as seen by the next node. Upstream backup recovers on a random node, which "
+                "also has its own work.",
+                "model: it does not go below the 10 ms of two links, unlike the paper's 7 ms. On "
                 "100 nodes of one box each its recovery is that of figure 10, for which the paper "
                 "has 12 ms.",
-                "model, active: what is kept must be sent, and that is less on smaller nodes. The "
-                "paper says that active standby does not gain from distribution.",
+                "model, active: the retained tuples must be sent, and smaller nodes retain fewer. "
+                "The paper says that active standby does not gain from distribution.",
                 *none,
             ),
         ),
@@ -273,20 +274,20 @@ def distribution(effort: Effort) -> list[Table]:
 
 
 def _victim(layout: Layout, seed: int) -> int:
-    """A node that gets its input from another."""
+    """Return a node that gets its input from another node."""
     path = layout.paths[seed * 7 % len(layout.paths)]
     return path[1 + seed % (len(path) - 1)]
 
 
 @cache
 def _recoveries(name: str, ms: float, count: int) -> list[Recovery]:
-    return [real.recovery(real.Run(name, every(ms), seed=seed)) for seed in range(count)]
+    return [real.recovery(real.PaperRun(name, every(ms), seed=seed)) for seed in range(count)]
 
 
 def _at(
     ours: Callable[[str, float], float], places: Sequence[float], effort: Effort
 ) -> Callable[[str, float], float | None]:
-    """Only at some of the places, if there is no time for all."""
+    """Restrict `ours` to the places that `effort` selects."""
     return lambda name, x: ours(name, x) if places.index(x) in effort.real_places else None
 
 
@@ -297,24 +298,24 @@ def _series(
     ours: Callable[[str, float], float | None] | None = None,
     names: Sequence[str] = (),
 ) -> tuple[Series, ...]:
-    said = [Series(a, "paper", tuple(paper[a])) for a in APPROACHES]
+    published = [Series(a, "paper", tuple(paper[a])) for a in APPROACHES]
     modelled = [
         Series(a, "model", tuple(round(model(a, x), 2) for x in places)) for a in APPROACHES
     ]
-    found = []
+    measured = []
     for name in names:
         values = [ours(name, x) for x in places] if ours is not None else []
         rounded = tuple(None if v is None else round(v, 2) for v in values)
-        found.append(Series(name, "Holdfast", rounded))
-    return (*said, *modelled, *found)
+        measured.append(Series(name, "Holdfast", rounded))
+    return (*published, *modelled, *measured)
 
 
 # --- the command ----------------------------------------------------------------------------------
 
 
 def tables(effort: Effort, tell: Callable[[str], None] = lambda text: None) -> list[Table]:
-    """All of them, in the paper's order."""
-    found: list[Table] = []
+    """Compute all tables in the paper's order."""
+    computed: list[Table] = []
     for make in (
         overhead_by_interval,
         recovery_by_interval,
@@ -322,14 +323,14 @@ def tables(effort: Effort, tell: Callable[[str], None] = lambda text: None) -> l
         overhead_by_selectivity,
     ):
         tell(make.__name__.replace("_", " "))
-        found.append(make(effort))
+        computed.append(make(effort))
     tell("distribution")
-    return found + distribution(effort)
+    return computed + distribution(effort)
 
 
-def tradeoff(found: Sequence[Table]) -> str:
-    """Figure 11: overhead against recovery, a point for each interval."""
-    by_key = {table.key: table for table in found}
+def tradeoff(computed: Sequence[Table]) -> str:
+    """Draw figure 11: overhead against recovery, a point for each interval."""
+    by_key = {table.key: table for table in computed}
     overhead, recovery = by_key["overhead"], by_key["recovery"]
     lines = []
     for series in overhead.series:
@@ -340,19 +341,20 @@ def tradeoff(found: Sequence[Table]) -> str:
 
 
 def run(out: Path | None, quick: bool, console: Console) -> dict[str, Any]:
-    """Print the tables, draw them into `out` if there is such a folder to be, and return them."""
+    """Print the tables, draw them into the folder `out` if it is given, and return them."""
+    effort = QUICK if quick else FULL
     with console.status("simulating") as status:
-        found = tables(QUICK if quick else FULL, lambda text: status.update(f"simulating {text}"))
-    for table in found:
+        computed = tables(effort, lambda text: status.update(f"simulating {text}"))
+    for table in computed:
         _show(table, console)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        pictures = {table.key: picture(table) for table in found}
-        pictures["tradeoff"] = tradeoff(found)
+        pictures = {table.key: picture(table) for table in computed}
+        pictures["tradeoff"] = tradeoff(computed)
         for name, svg in pictures.items():
             (out / f"hwang05-{name}.svg").write_text(svg)
         console.print(f"{len(pictures)} figures are in {out}", highlight=False)
-    return {"paper": "hwang05", "tables": {t.key: t.to_dict() for t in found}}
+    return {"paper": "hwang05", "tables": {t.key: t.to_dict() for t in computed}}
 
 
 def _show(table: Table, console: Console) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from holdfast.lab.paper.wires import Host
+from holdfast.lab.paper.wires import Machine
 
 if TYPE_CHECKING:
     from holdfast.lab.paper.model import System
@@ -14,20 +14,20 @@ NONE = -1
 """The number before that of a stream's first tuple."""
 
 Tuple = tuple[int, float]
-"""Its number in its stream, and when it was made."""
+"""A tuple's number in its stream, and the time of its creation."""
 
 
 class Output:
     """The output queue of one stream, at a node or at its source."""
 
-    def __init__(self, system: System, host: Host, stream: int, hop: int) -> None:
-        self.system, self.host, self.stream, self.hop = system, host, stream, hop
+    def __init__(self, system: System, machine: Machine, stream: int, hop: int) -> None:
+        self.system, self.machine, self.stream, self.hop = system, machine, stream, hop
         self.kept: deque[Tuple] = deque()
         self.silent = False
         self.confirmed = NONE
         self.lane: Lane | None = None
-        """Where the tuples come from; None at a source."""
-        self._said: dict[tuple[int, int], int] = {}
+        """The lane that emits the tuples; None at a source."""
+        self._acked: dict[tuple[int, int], int] = {}
 
     def emit(self, item: Tuple) -> None:
         self.kept.append(item)
@@ -36,7 +36,7 @@ class Output:
                 self.system.send_tuple(self, lane, item, again=place > 0)
 
     def resend(self) -> None:
-        """Send all that is kept."""
+        """Send all kept tuples."""
         for item in self.kept:
             for lane in self.system.receivers(self.stream, self.hop):
                 self.system.send_tuple(self, lane, item, again=True)
@@ -44,9 +44,9 @@ class Output:
     def on_ack(self, who: int, level: int, number: int) -> None:
         if self.lane is not None and not self.lane.alive:
             return
-        self._said[level, who] = number
+        self._acked[level, who] = number
         living = self.system.receivers(self.stream, self.hop)
-        low = min(self._said.get((level, lane.who), NONE) for lane in living)
+        low = min(self._acked.get((level, lane.who), NONE) for lane in living)
         last = self.hop == len(self.system.layout.paths[self.stream])
         if level == 1 or self.system.approach != "upstream" or last:
             self.trim(low)
@@ -56,34 +56,41 @@ class Output:
                 self.lane.release(self.lane.cause())
 
     def trim(self, number: int) -> None:
-        """Let go of everything up to this tuple."""
+        """Drop all tuples up to this one."""
         while self.kept and self.kept[0][0] <= number:
             self.kept.popleft()
 
 
 class Lane:
-    """One stream's boxes on a node, with the queue before each; or the client's end of it."""
+    """One stream's boxes on a node, with the queue before each; or the stream's end at the
+    client."""
 
-    def __init__(self, system: System, host: Host, stream: int, hop: int, who: int) -> None:
-        self.system, self.host, self.stream, self.hop, self.who = system, host, stream, hop, who
+    def __init__(self, system: System, machine: Machine, stream: int, hop: int, who: int) -> None:
+        self.system, self.machine, self.stream, self.hop, self.who = (
+            system,
+            machine,
+            stream,
+            hop,
+            who,
+        )
         self.alive = True
         self.arrivals: list[tuple[float, float]] | None = None
-        """If somebody wants to know: when each tuple was made, and when it came."""
+        """If the lane is watched: when each tuple was created, and when it arrived."""
         path = system.layout.paths[stream]
         self.client = hop == len(path)
         depth = 0 if self.client else system.layout.boxes[stream][hop]
         self.passes = 1.0 if self.client else system.layout.selectivity.get(path[hop], 1.0)
         self.queues: list[deque[Tuple]] = [deque() for _ in range(depth)]
         self.heads = [NONE] * depth
-        """The last tuple that each box has taken."""
+        """The last tuple that each box has processed."""
         self.received = self.released = self._acked = NONE
-        self.out = Output(system, host, stream, hop + 1)
+        self.out = Output(system, machine, stream, hop + 1)
         self.out.lane = self
-        self.fresh: list[Tuple] = []
-        """What was put out since the last checkpoint."""
+        self.emitted: list[Tuple] = []
+        """The tuples emitted since the last checkpoint."""
 
-    def take(self, item: Tuple) -> None:
-        """A tuple has arrived."""
+    def receive(self, item: Tuple) -> None:
+        """Accept a tuple, unless it has been received before."""
         if not self.alive or item[0] <= self.received:
             return
         self.received = item[0]
@@ -94,7 +101,7 @@ class Lane:
 
     def enqueue(self, box: int, item: Tuple) -> None:
         self.queues[box].append(item)
-        self.host.do(self.system.parameters.box_s, self._run, box)
+        self.machine.do(self.system.parameters.box_s, self._run, box)
 
     def _run(self, box: int) -> None:
         if not self.alive:
@@ -106,11 +113,11 @@ class Lane:
         if box + 1 < len(self.queues):
             self.enqueue(box + 1, item)
         else:
-            self.fresh.append(item)
+            self.emitted.append(item)
             self.out.emit(item)
 
     def _passes(self, number: int) -> bool:
-        """Whether the first box passes a tuple on: whoever asks, and whenever."""
+        """Return whether the first box passes a tuple; a function of its number and stream."""
         if self.passes >= 1.0:
             return True
         mixed = (number * 0x9E3779B97F4A7C15 + self.stream * 0xD1B54A32D192ED03) % (1 << 64)
@@ -118,14 +125,14 @@ class Lane:
         return (mixed >> 32) < self.passes * (1 << 32)
 
     def cause(self) -> int:
-        """The last tuple of the input of which all that it caused has been confirmed; what was
-        filtered out counts as such, as the paper's flow tuples have it."""
+        """Return the last input tuple all of whose results have been confirmed. A tuple that was
+        filtered out counts as confirmed, like the paper's flow tuples."""
         waiting = [q[0][0] for q in self.queues if q]
         waiting += [item[0] for item in self.out.kept if item[0] > self.out.confirmed][:1]
         return min(waiting) - 1 if waiting else self.received
 
     def confirm(self, number: int) -> None:
-        """A level-0 acknowledgement, unless nothing has come since the last."""
+        """Send a level-0 acknowledgement if it is newer than the last."""
         if number > self._acked:
             self._acked = number
             self.system.send_ack(self, 0, number)

@@ -1,4 +1,4 @@
-"""The conditions of the paper's simulations: its parameters, and where boxes are."""
+"""The conditions of the paper's simulations: its parameters, and the placement of boxes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Which nodes each stream passes through, and how many of its boxes are on each.
+    """The nodes on the path of each stream, and the number of its boxes on each.
 
-    `selectivity` is what the first box of a node passes on, if not everything. With `spares` a
-    node that is lost is rebuilt on a host of its own, not on one that has a node already.
+    `selectivity` is the share of tuples that the first box of a node passes, by default all. With
+    `spares`, a lost node is rebuilt on a separate machine instead of one that already has a node.
     """
 
     paths: tuple[tuple[int, ...], ...]
@@ -34,19 +34,21 @@ class Layout:
 
 
 def two_nodes(boxes: int = 1, selectivity: float = 1.0) -> Layout:
-    """One node after another. The second has so many boxes, as wide as deep: a stream for each
-    row of them. The first only passes the streams on."""
+    """Return a layout of two nodes in sequence. The second has a square of `boxes`, with a stream
+    for each row; the first only forwards the streams."""
     side = round(boxes**0.5)
     if side * side != boxes:
-        raise ValueError(f"{boxes} boxes do not make a square")
+        raise ValueError(f"the number of boxes must be a square, not {boxes}")
     return Layout(((0, 1),) * side, ((1, side),) * side, {1: selectivity})
 
 
 def grid(nodes: int, boxes: int = 100) -> Layout:
-    """So many boxes, as wide as deep, cut into so many nodes, as wide as deep."""
+    """Return a layout of a square of `boxes`, divided into a square of `nodes`."""
     side, across = round(boxes**0.5), round(nodes**0.5)
     if side * side != boxes or across * across != nodes or across > side:
-        raise ValueError(f"{boxes} boxes on {nodes} nodes are no squares in a square")
+        raise ValueError(
+            f"{boxes} boxes on {nodes} nodes: both must be squares, with at least a box per node"
+        )
     band = [place * across // side for place in range(side)]
     depths = tuple(band.count(column) for column in range(across))
     paths = tuple(tuple(band[row] * across + c for c in range(across)) for row in range(side))

@@ -1,4 +1,4 @@
-"""What is measured of the model: the paper's overhead and recovery times."""
+"""Measures the paper's overhead and recovery times on the model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from holdfast.lab.paper.model import Approach, System
 
 WARM_S = 0.3
 AFTER_S = 0.12
-"""How long is waited after a failure was noticed."""
+"""Duration of the simulation after the failure was detected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """In milliseconds after the failure was noticed: when whoever comes next got the first
-    tuple that it did not have, and when the last in a row that took longer than any before."""
+    """Recovery times in milliseconds after the failure was detected. Partial recovery ends when the
+    next node gets the first new tuple; full recovery ends with the last of the consecutive tuples
+    from then on that took longer than any before the failure."""
 
     partial_ms: float
     full_ms: float
@@ -27,7 +28,7 @@ class Recovery:
 def overhead(
     layout: Layout, approach: Approach, parameters: Parameters, seed: int, seconds: float
 ) -> float:
-    """Bytes that protect, relative to those of tuples that are processed; in percent."""
+    """Return the bytes for protection relative to those of processed tuples, in percent."""
     extra, tuples = bandwidth(layout, approach, parameters, seed, seconds)
     return 100.0 * extra / tuples
 
@@ -35,7 +36,7 @@ def overhead(
 def bandwidth(
     layout: Layout, approach: Approach, parameters: Parameters, seed: int, seconds: float
 ) -> tuple[float, float]:
-    """Bytes a second that protect, and those of tuples."""
+    """Return the bytes per second for protection, and those of tuples."""
     system = System(layout, approach, parameters, seed)
     system.clock.run(WARM_S)
     begun = system.traffic.extra, system.traffic.tuples
@@ -47,32 +48,33 @@ def bandwidth(
 def recovery(
     layout: Layout, approach: Approach, parameters: Parameters, seed: int, node: int
 ) -> Recovery:
-    """Lose a node at a moment that the seed decides."""
+    """Crash a node at a moment determined by the seed, and measure its recovery."""
     system = System(layout, approach, parameters, seed)
     arrivals = system.watch(node)
     fails_at = WARM_S + 2 * parameters.interval_s + 0.1 * system.random.random()
     system.clock.run(fails_at)
     system.crash(node)
-    noticed = fails_at + parameters.detection_s
-    system.clock.run(noticed + AFTER_S)
-    found = [recovery_of(came, fails_at, noticed) for came in arrivals]
-    return Recovery(min(r.partial_ms for r in found), max(r.full_ms for r in found))
+    detected = fails_at + parameters.detection_s
+    system.clock.run(detected + AFTER_S)
+    streams = [recovery_of(arrived, fails_at, detected) for arrived in arrivals]
+    return Recovery(min(r.partial_ms for r in streams), max(r.full_ms for r in streams))
 
 
 def recovery_of(
-    arrivals: Sequence[tuple[float, float]], fails_at: float, noticed: float
+    arrivals: Sequence[tuple[float, float]], fails_at: float, detected: float
 ) -> Recovery:
-    """From when the tuples of a stream were made and when they came, in the order of arrival.
+    """Compute recovery times from the creation and arrival times of a stream's tuples, in the order
+    of arrival.
 
-    >>> made = [n / 10 for n in range(9)]
-    >>> recovery_of([(t, t + 0.1 if t < 0.3 else max(0.7, t + 0.1)) for t in made], 0.35, 0.6)
+    >>> created = [n / 10 for n in range(9)]
+    >>> recovery_of([(t, t + 0.1 if t < 0.3 else max(0.7, t + 0.1)) for t in created], 0.35, 0.6)
     Recovery(partial_ms=100.0, full_ms=100.0)
     """
-    usual = max(came - born for born, came in arrivals if came <= fails_at) + 1e-9
-    since = [(born, came) for born, came in arrivals if came > noticed]
+    usual = max(arrived - created for created, arrived in arrivals if arrived <= fails_at) + 1e-9
+    since = [(created, arrived) for created, arrived in arrivals if arrived > detected]
     late = itertools.takewhile(lambda at: at[1] - at[0] > usual, since)
-    full = max((came for _, came in late), default=since[0][1])
-    return Recovery(round(1e3 * (since[0][1] - noticed), 3), round(1e3 * (full - noticed), 3))
+    full = max((arrived for _, arrived in late), default=since[0][1])
+    return Recovery(round(1e3 * (since[0][1] - detected), 3), round(1e3 * (full - detected), 3))
 
 
 def mean(values: Iterable[float]) -> float:

@@ -1,19 +1,19 @@
-"""A model of Hwang and others' (2005) stream processing: nodes, boxes, queues, and three ways to
-protect them. It simulates tuple by tuple; the paper's formulas are nowhere in it.
+"""A model of Hwang and others' (2005) stream processing: nodes, boxes, queues, and three approaches
+to protection. It simulates every tuple and does not use the paper's formulas.
 
-A stream is a chain of boxes, which are on the nodes of its path; from a source to the client. A
-node keeps what it has sent in the output queue of each stream until its receivers have confirmed
-it, in the way of the approach:
+A stream is a chain of boxes on the nodes of its path, from a source to the client. A node keeps the
+tuples that it has sent in the output queue of each stream until the receivers have confirmed them.
+When they confirm depends on the approach:
 
-- *passive*: a node sends what has changed to its standby every interval, and then confirms its
-  input. The standby goes on from there, and gets what was not confirmed again.
-- *active*: a second node gets the same input. It keeps its output to itself, and lets go of it
-  when the first one says so.
-- *upstream*: input is confirmed (level 0), and released (level 1) when what came of it has been
-  confirmed. A node that is lost begins again with what was not released.
+- *passive*: a node sends its changes to its standby every interval, and then confirms its input.
+  After a failure the standby continues from there, and receives unconfirmed tuples again.
+- *active*: a second node gets the same input. It withholds its output, and drops it when the first
+  node tells it to.
+- *upstream*: a node confirms input (level 0), and releases it (level 1) once its results have been
+  confirmed. A node that replaces a lost one starts with the input that was not released.
 
-Every message has a size and takes its time on its link; `Traffic` counts it when it is sent. A
-tuple keeps the number that its source gave it, and nobody takes one twice.
+Every message has a size and a transmission time on its link; `Traffic` counts it when it is sent. A
+tuple keeps the number that its source gave it, and receivers ignore tuples they already have.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Literal
 
 from holdfast.lab.paper.lanes import NONE, Lane, Output, Tuple
 from holdfast.lab.paper.layouts import Layout, Parameters
-from holdfast.lab.paper.wires import Clock, Host, Wires
+from holdfast.lab.paper.wires import Clock, Machine, Wires
 
 Approach = Literal["passive", "active", "upstream"]
 APPROACHES: tuple[Approach, ...] = ("passive", "active", "upstream")
@@ -33,9 +33,9 @@ APPROACHES: tuple[Approach, ...] = ("passive", "active", "upstream")
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes between nodes, and between them and their standbys: of tuples on the way they would
-    take anyway, and of all the rest. What sources send and what clients get, and what protects
-    the nodes that sources feed, is left out."""
+    """Bytes between nodes, and between nodes and their standbys: of tuples that would be sent
+    without protection, and of everything else. Traffic from sources and to clients, and for the
+    protection of nodes with input from sources, is not counted."""
 
     tuples: int = 0
     extra: int = 0
@@ -43,29 +43,29 @@ class Traffic:
 
 @dataclass(slots=True)
 class Saved:
-    """What a standby knows of a lane."""
+    """A standby's checkpoint of a lane."""
 
     queues: list[list[Tuple]]
     heads: list[int]
     kept: list[Tuple]
 
 
-class Node:
-    """A node's part of the query network, or a second one of the same."""
+class ModelNode:
+    """A node's part of the query network, or its second instance."""
 
-    def __init__(self, system: System, number: int, host: Host) -> None:
-        self.system, self.number, self.host = system, number, host
+    def __init__(self, system: System, number: int, machine: Machine) -> None:
+        self.system, self.number, self.machine = system, number, machine
         who = next(system.names)
         hops = [(s, p.index(number)) for s, p in enumerate(system.layout.paths) if number in p]
-        self.lanes = {s: Lane(system, host, s, hop, who) for s, hop in hops}
+        self.lanes = {s: Lane(system, machine, s, hop, who) for s, hop in hops}
         self.alive = True
         self.saved: dict[int, Saved] = {}
-        """At the standby: the last checkpoint. (The node itself holds it for its standby.)"""
-        self._told: dict[tuple[int, int], int] = {}
+        """The last checkpoint at the standby. (The node object holds it for its standby.)"""
+        self._last_ids: dict[tuple[int, int], int] = {}
         self._sent: set[tuple[int, int, int]] = set()
 
     def begin(self) -> None:
-        """Say every interval what is to be said."""
+        """Start to send checkpoints or confirmations every interval."""
         every = self.system.parameters.interval_s
         self.system.clock.after(every * self.system.random.random(), self._tick)
 
@@ -81,16 +81,17 @@ class Node:
         if self.system.approach == "active" and self.system.nodes[self.number][0] is self:
             self._trim_second()
 
-    def _news(self, lane: Lane, box: int, number: int) -> int:
-        """The bytes of an identifier, if it is another than last time."""
-        known = self._told.get((lane.stream, box), NONE)
-        self._told[lane.stream, box] = number
-        return self.system.parameters.id_bytes if number != known else 0
+    def _id_bytes(self, lane: Lane, box: int, number: int) -> int:
+        """Return the bytes of an identifier, or 0 if it is the same as last time."""
+        last = self._last_ids.get((lane.stream, box), NONE)
+        self._last_ids[lane.stream, box] = number
+        return self.system.parameters.id_bytes if number != last else 0
 
     # --- passive standby ------------------------------------------------------------------------
 
     def _checkpoint(self) -> None:
-        """What was put out since the last one, what is between boxes, and where queues begin."""
+        """Send a checkpoint: the tuples emitted since the last one, the tuples between boxes, and
+        the heads of the queues."""
         standby = self.system.standby_of(self)
         if standby is None:
             return
@@ -101,10 +102,10 @@ class Node:
             self._sent = {k for k in self._sent if k[0] != stream} | {
                 (stream, *place) for place in between
             }
-            nbytes += (len(lane.fresh) + len(keys)) * self.system.parameters.tuple_bytes
-            lane.fresh.clear()
-            nbytes += self._news(lane, 0, lane.out.confirmed)
-            nbytes += sum(self._news(lane, b, h) for b, h in enumerate(lane.heads) if b)
+            nbytes += (len(lane.emitted) + len(keys)) * self.system.parameters.tuple_bytes
+            lane.emitted.clear()
+            nbytes += self._id_bytes(lane, 0, lane.out.confirmed)
+            nbytes += sum(self._id_bytes(lane, b, h) for b, h in enumerate(lane.heads) if b)
             queues = [list(q) for q in lane.queues[1:]]
             saved[stream] = Saved(queues, list(lane.heads), list(lane.out.kept))
         if nbytes:
@@ -113,7 +114,7 @@ class Node:
             lane.confirm(lane.heads[0])
 
     def restore(self, saved: dict[int, Saved]) -> None:
-        """Be where the node was at its last checkpoint."""
+        """Restore the state of the last checkpoint."""
         for stream, known in saved.items():
             lane = self.lanes[stream]
             lane.received, lane.heads = known.heads[0], list(known.heads)
@@ -125,12 +126,12 @@ class Node:
     # --- active standby -------------------------------------------------------------------------
 
     def _trim_second(self) -> None:
-        """Tell the second node, in terms of the input, what it need not keep any more."""
+        """Tell the second node which results it can drop, in terms of the input."""
         others = self.system.nodes[self.number][1:]
         causes = {s: lane.cause() for s, lane in self.lanes.items()}
-        nbytes = sum(self._news(self.lanes[s], 0, cause) for s, cause in causes.items())
+        nbytes = sum(self._id_bytes(self.lanes[s], 0, cause) for s, cause in causes.items())
         for other in others if nbytes else []:
-            self.system.send_extra(self, other.host, nbytes, other.trim, causes)
+            self.system.send_extra(self, other.machine, nbytes, other.trim, causes)
 
     def trim(self, causes: dict[int, int]) -> None:
         for stream, number in causes.items():
@@ -150,40 +151,40 @@ class System:
         self.traffic = Traffic()
         self.names = iter(range(1 << 30))
         numbers = sorted({n for path in layout.paths for n in path})
-        self.nodes = {n: [Node(self, n, self._host(f"node {n}"))] for n in numbers}
-        self._standbys: dict[int, Host] = {}
+        self.nodes = {n: [ModelNode(self, n, self._machine(f"node {n}"))] for n in numbers}
+        self._standbys: dict[int, Machine] = {}
         for n in numbers:
             self._stand_by(n)
-        client = self._host("client")
+        client = self._machine("client")
         self._ends = [Lane(self, client, s, len(path), NONE) for s, path in enumerate(layout.paths)]
         self._sources = [
-            Output(self, self._host(f"source {s}"), s, 0) for s in range(len(layout.paths))
+            Output(self, self._machine(f"source {s}"), s, 0) for s in range(len(layout.paths))
         ]
         for source in self._sources:
-            drawn = random.Random(f"{seed}/{source.stream}")
-            self.clock.after(drawn.expovariate(parameters.rate), self._make, source, 0, drawn)
+            random_ = random.Random(f"{seed}/{source.stream}")
+            self.clock.after(random_.expovariate(parameters.rate), self._make, source, 0, random_)
         for node in [node for nodes in self.nodes.values() for node in nodes]:
             node.begin()
         self.clock.after(parameters.interval_s * self.random.random(), self._client_tick)
 
-    def _host(self, name: str) -> Host:
-        return Host(self.clock, name)
+    def _machine(self, name: str) -> Machine:
+        return Machine(self.clock, name)
 
     def _stand_by(self, number: int) -> None:
-        host = self._host(f"standby {number}")
+        machine = self._machine(f"standby {number}")
         if self.approach == "passive":
-            self._standbys[number] = host
+            self._standbys[number] = machine
         elif self.approach == "active":
-            second = Node(self, number, host)
+            second = ModelNode(self, number, machine)
             for lane in second.lanes.values():
                 lane.out.silent = True
             self.nodes[number].append(second)
 
-    def _make(self, source: Output, number: int, drawn: random.Random) -> None:
-        """A tuple comes into being; how long until the next is drawn, as of a Poisson process."""
+    def _make(self, source: Output, number: int, random_: random.Random) -> None:
+        """Create a tuple, and schedule the next one of the Poisson process."""
         source.emit((number, self.clock.now))
         self.clock.after(
-            drawn.expovariate(self.parameters.rate), self._make, source, number + 1, drawn
+            random_.expovariate(self.parameters.rate), self._make, source, number + 1, random_
         )
 
     def _client_tick(self) -> None:
@@ -192,20 +193,21 @@ class System:
             lane.confirm(lane.received)
 
     def watch(self, node: int) -> list[list[tuple[float, float]]]:
-        """What comes from a node, or from whoever takes its place, stream by stream: when each
-        tuple was made, and when it came to where it goes next."""
-        found = []
+        """Record the tuples of a node, or of its replacement. Return a list for each stream, which
+        gets the creation time of each tuple and its arrival time at the next node."""
+        watched = []
         for stream, path in enumerate(self.layout.paths):
             if node in path:
                 lane = self.receivers(stream, path.index(node) + 1)[0]
                 lane.arrivals = []
-                found.append(lane.arrivals)
-        return found
+                watched.append(lane.arrivals)
+        return watched
 
-    # --- who is where ---------------------------------------------------------------------------
+    # --- placement ------------------------------------------------------------------------------
 
     def receivers(self, stream: int, hop: int) -> Sequence[Lane]:
-        """Where a stream goes at one hop of its path: a node, and its second if there is one."""
+        """Return the receivers of a stream at one hop of its path: a node, and its second instance
+        if there is one."""
         path = self.layout.paths[stream]
         if hop == len(path):
             return self._ends[stream : stream + 1]
@@ -217,7 +219,7 @@ class System:
         before = self.layout.paths[lane.stream][lane.hop - 1]
         return self.nodes[before][0].lanes[lane.stream].out
 
-    def standby_of(self, node: Node) -> Host | None:
+    def standby_of(self, node: ModelNode) -> Machine | None:
         return self._standbys.get(node.number)
 
     # --- messages -------------------------------------------------------------------------------
@@ -233,28 +235,30 @@ class System:
     def send_tuple(self, out: Output, lane: Lane, item: Tuple, again: bool) -> None:
         nbytes = self.parameters.tuple_bytes
         self._count(lane, nbytes, extra=again)
-        self.wires.send(out.host, lane.host, nbytes, lane.take, item)
+        self.wires.send(out.machine, lane.machine, nbytes, lane.receive, item)
 
     def send_ack(self, lane: Lane, level: int, number: int) -> None:
         nbytes, out = self.parameters.id_bytes, self._producer(lane)
         self._count(lane, nbytes, extra=True)
-        self.wires.send(lane.host, out.host, nbytes, out.on_ack, lane.who, level, number)
+        self.wires.send(lane.machine, out.machine, nbytes, out.on_ack, lane.who, level, number)
 
-    def send_extra(self, node: Node, to: Host, nbytes: int, arrive: object, what: object) -> None:
-        """From a node to its standby."""
+    def send_extra(
+        self, node: ModelNode, to: Machine, nbytes: int, arrive: object, what: object
+    ) -> None:
+        """Send a message from a node to its standby."""
         lane = next(iter(node.lanes.values()))
         self._count(lane, nbytes, extra=True)
         assert callable(arrive)
-        self.wires.send(node.host, to, nbytes, arrive, what)
+        self.wires.send(node.machine, to, nbytes, arrive, what)
 
     # --- failures -------------------------------------------------------------------------------
 
     def crash(self, number: int) -> None:
-        """A node is gone; after a while that is noticed, and it is recovered."""
+        """Crash a node, and recover it after the detection time."""
         self._stop(self.nodes[number][0])
         self.clock.after(self.parameters.detection_s, self._recover, number)
 
-    def _stop(self, node: Node) -> None:
+    def _stop(self, node: ModelNode) -> None:
         node.alive = False
         for lane in node.lanes.values():
             lane.alive = False
@@ -264,7 +268,7 @@ class System:
         if self.approach == "active":
             (node,) = self.nodes[number]
         else:
-            node = Node(self, number, self._new_host(number))
+            node = ModelNode(self, number, self._new_machine(number))
             self.nodes[number] = [node]
             node.restore(lost.saved)
             self._standbys.pop(number, None)
@@ -275,10 +279,10 @@ class System:
             if self.approach != "active":
                 self._producer(lane).resend()
 
-    def _new_host(self, number: int) -> Host:
+    def _new_machine(self, number: int) -> Machine:
         if self.approach == "passive":
             return self._standbys[number]
         if self.layout.spares:
-            return self._host("spare")
+            return self._machine("spare")
         living = [n for n in self.nodes if n != number]
-        return self.nodes[self.random.choice(living)][0].host
+        return self.nodes[self.random.choice(living)][0].machine

@@ -1,14 +1,13 @@
-"""Holdfast under the paper's conditions: the real nodes on simulated sites, with links that have
-the paper's delay and bandwidth, on which every message takes the bytes that it is encoded in.
+"""Runs Holdfast under the paper's conditions: the real nodes on simulated sites, whose links have
+the paper's delay and bandwidth. Every message takes the bytes of its real encoding.
 
-The flow is a source, one keyed stage and a sink. Source and sink are pairs, also where the stage is
-not protected; the stage is the paper's node. No two of all their replicas are on one site. Windows
-of one tick of event time make the stage one that every protection is allowed for, and that gives a
-row for each row. An epoch is what has come in one communication interval; acks go out, and
-checkpoints are made, at that interval, too.
+The flow is a source, one keyed stage and a sink. Source and sink are pairs, even if the stage is
+not protected; the stage is the paper's node. No two of their replicas share a site. Windows of one
+tick of event time permit every protection of the stage, and give one row for each row. An epoch has
+the rows of one communication interval; sites send acks and checkpoints at that interval, too.
 
-A site that dies is silent: others find out when the failure is noticed, all at once, and the
-controller with them.
+A site that dies is silent: all other sites and the controller learn of the failure at the same
+time, when it is detected.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from holdfast import functions as F
 from holdfast.api.graph import Flow
 from holdfast.api.nodes import KeyedNode
 from holdfast.api.options import Options
-from holdfast.api.protection import active, none, pairs, passive, rollback, upstream
+from holdfast.api.protection import Protection, active, none, pairs, passive, rollback, upstream
 from holdfast.connectors.sinks import Authority, Sink, SinkWriter, discard
 from holdfast.connectors.sources import Position, Source, SplitReader
 from holdfast.core.controller import Controller
@@ -34,7 +33,6 @@ from holdfast.core.effects import ControllerEffect
 from holdfast.core.events import SitesFailed
 from holdfast.core.ids import GroupId, SiteId, StageId
 from holdfast.core.layout import View
-from holdfast.core.protection import ProtectionSpec
 from holdfast.core.sequencer import Budget
 from holdfast.engine.batches import empty
 from holdfast.engine.expressions import col
@@ -50,22 +48,21 @@ PROTECTIONS = ("passive", "active", "upstream", "rollback", "pairs")
 SITES = 6
 WARM_S = 0.3
 AFTER_S = 0.1
-"""And some intervals: so long rows are waited for after a failure was noticed."""
+"""Duration of the simulation after a failure was detected, in addition to some intervals."""
 NEVER_S = 1e6
 FIELDS = ("a", "b", "c")
-"""What else is in a row, besides its key, its number, and when it was made: eight bytes each."""
+"""Additional columns of a row, of eight bytes each."""
 SCHEMA = pa.schema(
     [("n", pa.int64()), ("k", pa.int64()), ("due_us", pa.int64()), ("flag", pa.int16())]
     + [(name, pa.int64()) for name in FIELDS]
 )
-"""Fifty bytes."""
+"""Fifty bytes per row."""
 
 
-def protection(name: str, interval_s: float) -> ProtectionSpec:
-    every_ms = max(
-        1, round(interval_s * 1e3) - 1
-    )  # the clock that it is asked by has that interval
-    made = {
+def protection(name: str, interval_s: float) -> Protection:
+    # A millisecond less than the interval of the clock that polls it, so that every poll is due.
+    every_ms = max(1, round(interval_s * 1e3) - 1)
+    protections = {
         "none": none(),
         "passive": passive(interval=every_ms / 1e3, failure_domain="process"),
         "active": active(failure_domain="process"),
@@ -73,23 +70,23 @@ def protection(name: str, interval_s: float) -> ProtectionSpec:
         "rollback": rollback(failure_domain="process"),
         "pairs": pairs(failure_domain="process"),
     }
-    return made[name]
+    return protections[name]
 
 
-class _Timely(Source):
-    """Rows that come at the times of a Poisson process, which the seed decides."""
+class _PoissonSource(Source):
+    """A source whose rows arrive at the times of a Poisson process, determined by the seed."""
 
     schema = SCHEMA
 
     def __init__(self, rate: float, seed: int, seconds: float) -> None:
-        drawn = random.Random(f"{seed}/0")
+        random_ = random.Random(f"{seed}/0")
         count = int(rate * seconds * 1.3) + 100
-        gaps_us = [1 + int(1e6 * drawn.expovariate(rate)) for _ in range(count)]
+        gaps_us = [1 + int(1e6 * random_.expovariate(rate)) for _ in range(count)]
         self.due_us = np.cumsum(gaps_us)
         self.world: TimedWorld | None = None
 
     def open(self, split: int, offset: int = 0, position: Position | None = None) -> SplitReader:
-        return _TimelyReader(self, offset)
+        return _PoissonReader(self, offset)
 
     def rows(self, begin: int, end: int) -> pa.RecordBatch:
         n = np.arange(begin, end)
@@ -100,8 +97,8 @@ class _Timely(Source):
         )
 
 
-class _TimelyReader(SplitReader):
-    def __init__(self, source: _Timely, offset: int) -> None:
+class _PoissonReader(SplitReader):
+    def __init__(self, source: _PoissonSource, offset: int) -> None:
         self._source, self._next = source, offset
 
     def read(self, rows_max: int, *, due: bool = False) -> pa.RecordBatch | None:
@@ -115,17 +112,17 @@ class _TimelyReader(SplitReader):
         return source.rows(begin, end)
 
 
-class _Noted(Sink):
-    """Notes when each row came, and when it had been made."""
+class _ArrivalSink(Sink):
+    """Records when each row arrived, and when it was due."""
 
     def __init__(self, world: WiredWorld) -> None:
         self.world = world
 
     def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
-        return _NotedWriter(self.world)
+        return _ArrivalWriter(self.world)
 
 
-class _NotedWriter(SinkWriter):
+class _ArrivalWriter(SinkWriter):
     def __init__(self, world: WiredWorld) -> None:
         self._world = world
 
@@ -137,9 +134,11 @@ class _NotedWriter(SinkWriter):
 
 
 class _Spread(Controller):
-    """Gives every replica a site of its own, and leaves the last site to whoever is rebuilt.
-    (Else a stage's second replica would be beside the source's, and what it gets would cost
-    nothing.)"""
+    """Puts every replica on a separate site, and leaves the last site for rebuilt tasks.
+
+    Otherwise a stage's second replica would share a site with the source's, and its input would
+    cost nothing.
+    """
 
     def _commit(self, view: View) -> list[ControllerEffect]:
         if self.view is None:
@@ -153,12 +152,12 @@ class _Spread(Controller):
 
 
 class WiredWorld(TimedWorld):
-    """A world whose messages are encoded as on a real wire, and take their time on it."""
+    """A world whose messages have their real encoding, and take a time that depends on its size."""
 
-    def __init__(self, flow: Flow, source: _Timely, options: Options, pace: Pace, seed: int):
+    def __init__(self, flow: Flow, source: _PoissonSource, options: Options, pace: Pace, seed: int):
         self.sent_bytes = self.input_bytes = self.ack_bytes = 0
-        """Between sites, and of these what the stage gets to process, and what it acknowledges
-        that with. What the controller says and hears does not count."""
+        """Bytes between sites; among them the input of the stage, and its acks of that input.
+        Messages from and to the controller do not count."""
         self.arrivals: list[tuple[float, float]] = []
         self.rows: list[int] = []
         super().__init__(flow, sites=SITES, seed=seed, options=options, pace=pace)
@@ -166,7 +165,7 @@ class WiredWorld(TimedWorld):
         self.stage = next(s for s in self.plan.stages if s.source is None and s.sink is None)
         self.controller = _Spread(self.shape, list(self.nodes))
         for stage in self.plan.sinks:
-            stage.sink = _Noted(self)
+            stage.sink = _ArrivalSink(self)
 
     def make_node(self, site: SiteId) -> Node:
         return Node(self.plan, site, self.options, _Port(self, site), now=self.now)
@@ -175,7 +174,7 @@ class WiredWorld(TimedWorld):
         return World.packed(self, message, body)
 
     def _schedule(self, link: Link, item: Any) -> None:
-        """One message after the other goes out; each arrives when its last byte has."""
+        """Send the messages of a link one after the other; each arrives with its last byte."""
         nbytes = len(wire.encode(item[0])) + len(item[1]) if isinstance(item, tuple) else 0
         if CONTROLLER not in link and isinstance(item, tuple):
             self._count(item[0], nbytes)
@@ -191,14 +190,15 @@ class WiredWorld(TimedWorld):
         elif isinstance(message, wire.Acks) and message.acks[0].exchange == exchange:
             self.ack_bytes += nbytes
 
-    def fall_silent(self, site: SiteId, noticed_after: float) -> None:
-        """A process ends; what it had sent arrives, and nobody knows until it is noticed."""
+    def fall_silent(self, site: SiteId, detected_after: float) -> None:
+        """End a process. Messages that it has sent still arrive, and no other process learns of the
+        failure until it is detected."""
         del self.nodes[site]
         for link in [k for k in self.network if k[1] == site]:
             self.network[link] = deque()
-        self._push(noticed_after, "do", lambda world: world.notice(site))
+        self._push(detected_after, "do", lambda world: world.detect(site))
 
-    def notice(self, site: SiteId) -> None:
+    def detect(self, site: SiteId) -> None:
         for link in [k for k in self.network if site in k]:
             if link[0] == site and link[1] in self.nodes:
                 self.network[link] = deque([Down()])
@@ -210,8 +210,8 @@ class WiredWorld(TimedWorld):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A flow that is about to run: see `world`."""
+class PaperRun:
+    """The parameters of a run: see `world`."""
 
     protection: str
     parameters: Parameters
@@ -222,7 +222,7 @@ class Run:
 
     def world(self) -> WiredWorld:
         parameters, interval = self.parameters, self.parameters.interval_s
-        source = _Timely(parameters.rate, self.seed, self.seconds + 2.0)
+        source = _PoissonSource(parameters.rate, self.seed, self.seconds + 2.0)
         rows = int(parameters.rate * interval)
         pace = Pace(
             delay=parameters.delay_s,
@@ -246,48 +246,48 @@ class Run:
         return WiredWorld(self._flow(source), source, options, pace, self.seed)
 
     def acks(self) -> float:
-        """The acks of the stage for its input, relative to that; in percent."""
+        """Return the bytes of the stage's acks relative to its input, in percent."""
         world = self.ran()
         return 100.0 * world.ack_bytes / world.input_bytes
 
     def bytes_a_row(self) -> float:
-        """What a row takes on its way to the stage."""
+        """Return the bytes of a row on its way to the stage."""
         world = self.ran()
         rows = sum(record.rows for record in world.records)
         return world.input_bytes / rows
 
     def ran(self) -> WiredWorld:
-        """The world after all its seconds."""
+        """Return the world after the whole run."""
         world = self.world()
         _go(world, WARM_S + self.seconds)
         return world
 
-    def _flow(self, source: _Timely) -> Flow:
+    def _flow(self, source: _PoissonSource) -> Flow:
         flow = Flow("paper", protect=pairs(failure_domain="process"))
         stream = flow.source("sensor", source, event_time="n").key_by("k").window(time=1)
         others = {name: F.max(name) for name in (*FIELDS, "due_us", "flag")}
-        found = stream.agg(**others).select("k", *others, n=col("window_start"))
+        results = stream.agg(**others).select("k", *others, n=col("window_start"))
         if self.selectivity < 1.0:
-            found = found.filter(col("n") * 7919 % 1_000 < round(1_000 * self.selectivity))
+            results = results.filter(col("n") * 7919 % 1_000 < round(1_000 * self.selectivity))
         for _ in range(round(self.boxes**0.5) - 1):
-            found = found.with_columns(a=col("a") + 0)
-        found.sink("client", discard())
+            results = results.with_columns(a=col("a") + 0)
+        results.sink("client", discard())
         (keyed,) = (node for node in flow.nodes if isinstance(node, KeyedNode))
         keyed.protection = protection(self.protection, self.parameters.interval_s)
         return flow
 
 
-def overhead(run: Run) -> float:
-    """What sites send more because the stage is protected, relative to what it gets to process;
-    in percent."""
-    with_it, _ = _traffic(run)
-    without, of_rows = _traffic(replace(run, protection="none"))
-    return 100.0 * (with_it - without) / of_rows
+def overhead(run: PaperRun) -> float:
+    """Return the additional bytes between sites due to the stage's protection, relative to its
+    input, in percent."""
+    protected, _ = _traffic(run)
+    unprotected, input_bytes = _traffic(replace(run, protection="none"))
+    return 100.0 * (protected - unprotected) / input_bytes
 
 
 @cache
-def _traffic(run: Run) -> tuple[int, int]:
-    """Bytes between sites, and of these what the stage gets."""
+def _traffic(run: PaperRun) -> tuple[int, int]:
+    """Return the bytes between sites, and among them the stage's input."""
     world = run.world()
     _go(world, WARM_S)
     begun = world.sent_bytes, world.input_bytes
@@ -295,20 +295,20 @@ def _traffic(run: Run) -> tuple[int, int]:
     return world.sent_bytes - begun[0], world.input_bytes - begun[1]
 
 
-def recovery(run: Run) -> Recovery:
-    """Lose the site that computes the keyed stage."""
+def recovery(run: PaperRun) -> Recovery:
+    """Crash the site that computes the keyed stage, and measure the recovery."""
     world = run.world()
     interval = run.parameters.interval_s
     _go(world, WARM_S + 3 * interval + 0.1 * random.Random(run.seed).random())
     assert world.controller.view is not None
     task = (StageId(world.stage.id), GroupId(0))
     victim = world.controller.view.group(task).replicas[0]
-    fails_at, noticed = world.time, world.time + run.parameters.detection_s
+    fails_at, detected = world.time, world.time + run.parameters.detection_s
     world.fall_silent(victim, run.parameters.detection_s)
-    _go(world, noticed + AFTER_S + 4 * interval)
+    _go(world, detected + AFTER_S + 4 * interval)
     if len(set(world.rows)) != len(world.rows) or world.rows != sorted(world.rows):
-        raise InvariantError("rows came twice, or in another order")
-    return recovery_of(world.arrivals, fails_at, noticed)
+        raise InvariantError("rows arrived twice, or in the wrong order")
+    return recovery_of(world.arrivals, fails_at, detected)
 
 
 def _go(world: WiredWorld, until: float) -> None:

@@ -1,7 +1,7 @@
-"""A clock, links and processors: what a simulated network of hosts consists of.
+"""The parts of a simulated network of machines: a clock, links and processors.
 
-Nothing here knows what is sent or why. Links have a delay and a bandwidth, in each direction
-their own; a host does one thing after the other.
+They know nothing of the contents of messages. Each direction of a link has its own delay and
+bandwidth; a machine executes one task after the other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Act = Callable[..., None]
 
 
 class Clock:
-    """Virtual time in seconds, and what is due when."""
+    """Virtual time in seconds, and the scheduled actions."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -30,7 +30,7 @@ class Clock:
         self.at(self.now + seconds, act, *args)
 
     def run(self, until: float) -> None:
-        """Do all that is due before `until`."""
+        """Run all actions that are due before `until`."""
         due = self._due
         while due and due[0][0] < until:
             self.now, _, act, args = heapq.heappop(due)
@@ -38,8 +38,8 @@ class Clock:
         self.now = until
 
 
-class Host:
-    """A machine: does what it is given, in that order, one thing at a time."""
+class Machine:
+    """A machine: executes its tasks in the order of submission, one at a time."""
 
     def __init__(self, clock: Clock, name: str) -> None:
         self.name = name
@@ -48,7 +48,7 @@ class Host:
         self._busy = False
 
     def do(self, seconds: float, act: Act, *args: Any) -> None:
-        """Have `act` done once the processor has spent so long on it."""
+        """Call `act` once the processor has spent `seconds` on it."""
         self._waiting.append((seconds, act, args))
         if not self._busy:
             self._begin()
@@ -66,14 +66,16 @@ class Host:
 
 
 class Wires:
-    """A link between any two hosts. What was sent arrives, even if the sender is gone by then."""
+    """A link between any two machines. A sent message arrives even if its sender has failed."""
 
     def __init__(self, clock: Clock, delay: float, bytes_per_s: float) -> None:
         self._clock, self._delay, self._bytes_per_s = clock, delay, bytes_per_s
         self._free: dict[tuple[str, str], float] = {}
 
-    def send(self, sender: Host, receiver: Host, nbytes: int, arrive: Act, *args: Any) -> None:
-        """Call `arrive` when the last byte is there. Within a host that is at once."""
+    def send(
+        self, sender: Machine, receiver: Machine, nbytes: int, arrive: Act, *args: Any
+    ) -> None:
+        """Call `arrive` when the last byte has arrived; immediately within one machine."""
         if sender is receiver:
             self._clock.after(0.0, arrive, *args)
             return

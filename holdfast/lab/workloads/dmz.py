@@ -1,9 +1,9 @@
 """The workload of all benchmarks: the network-monitoring flow (DMZ) of the papers, on fixed rows.
 
-After section 3.4.4 of the Flux thesis. 100,000 connections (src, dst) each alternate a start row
-and an end row; every round of 100,000 rows has each connection once, in a new random order. The
-rows are a function of seed, split and offset alone, so any run over the same number of rows has
-one right answer, which `oracle` computes without the engine.
+It follows section 3.4.4 of the Flux thesis. Each of 100,000 connections (src, dst) alternates start
+and end rows; every round of 100,000 rows has each connection once, in a new random order. The rows
+are a function of seed, split and offset alone, so all runs over the same number of rows have the
+same correct result, which `oracle` computes without the engine.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ _PAYLOADS = 4_096
 
 
 class DmzRows:
-    """Makes the rows of the workload: ``DmzRows()(split, offset, count)``.
+    """Generates the rows of the workload: ``DmzRows()(split, offset, count)``.
 
-    Connection `p` belongs to the group ``p % GROUPS`` of stage 2, and a split owns whole groups:
-    both stages then see all rows of a key in the order of one split, so that the result does not
-    depend on how the splits interleave. `ts` numbers the rows, so sorting by it gives the order
-    back wherever Spark has lost it.
+    Connection `p` belongs to the group ``p % GROUPS`` of stage 2, and a split owns whole groups.
+    Both stages therefore see all rows of a key in the order of one split, and the result does not
+    depend on how the splits interleave. `ts` numbers the rows; sorting by it restores the order
+    that Spark loses.
 
-    A round has starts only, or ends only: for half of the time nothing comes out. With `staggered`
-    half of the sources are a round ahead (their first ends have no start and give no result), so
-    that every stretch of rows has results.
+    A round has only starts or only ends, so the flow gives no results half of the time. With
+    `staggered`, half of the sources are a round ahead (their first ends have no start and give no
+    result), so that every range of rows has results.
 
     >>> make = DmzRows(keys=20_000)
     >>> make(0, 15_000, 10_000).slice(5_000, 3).equals(make(0, 20_000, 3))
@@ -69,36 +69,37 @@ class DmzRows:
         if keys < 1 or splits < 1 or min(keys, GROUPS) < splits:
             raise ValueError(f"{splits} splits of {keys} keys: every split needs a key")
         self.keys, self.splits, self.seed, self.staggered = keys, splits, seed, staggered
-        self._forget()
+        self._clear_caches()
 
     def __getstate__(self) -> tuple[int, int, int, bool]:
         return self.keys, self.splits, self.seed, self.staggered
 
     def __setstate__(self, state: tuple[int, int, int, bool]) -> None:
         self.keys, self.splits, self.seed, self.staggered = state
-        self._forget()
+        self._clear_caches()
 
-    def _forget(self) -> None:
+    def _clear_caches(self) -> None:
         self._pairs: dict[int, np.ndarray] = {}
         self._rounds: dict[int, tuple[int, np.ndarray]] = {}
         self._payload = np.zeros(0, np.uint8)
 
     def source(self, rows: int | None = None, rate: float | None = None) -> Source:
-        """A source of these rows, for ``flow.source``."""
+        """Return a source of these rows for ``flow.source``."""
         return Generator(self, SCHEMA, rows=rows, rate=rate, splits=self.splits)
 
     def pairs(self, split: int) -> np.ndarray:
-        """The numbers of the connections that a split owns."""
+        """Return the numbers of the connections that a split owns."""
         pairs = np.arange(self.keys)
         return pairs if self.splits == 1 else pairs[pairs % GROUPS % self.splits == split]
 
     def order(self, split: int, round_: int) -> np.ndarray:
-        """The order of a round: which of the split's connections comes at each position."""
+        """Return the order of a round: the split's connection at each position."""
         bits = np.random.PCG64([self.seed, round_, split, self.splits])
         return np.random.Generator(bits).permutation(self._addresses(split).size)
 
     def _addresses(self, split: int) -> np.ndarray:
-        """(src, dst) of the split's connections, as one word each so that one gather moves both."""
+        """Return (src, dst) of the split's connections as one word each, so that one gather moves
+        both."""
         if split not in self._pairs:
             src, dst = addresses(self.pairs(split))
             both = np.empty((src.size, 2), np.int32)
@@ -107,7 +108,7 @@ class DmzRows:
         return self._pairs[split]
 
     def _round(self, split: int, round_: int) -> np.ndarray:
-        """Rounds are made whole and the last one kept: readers go through them in order."""
+        """Return a round. The last one is cached, because readers read rounds in order."""
         kept = self._rounds.get(split)
         if kept is None or kept[0] != round_:
             shuffled = self._addresses(split)[self.order(split, round_)]
@@ -115,7 +116,7 @@ class DmzRows:
         return kept[1]
 
     def _payloads(self, offset: int, count: int) -> pa.Array:
-        """Slices of one endless repetition of a table: no bytes move, however many rows."""
+        """Return a slice of an endlessly repeated table, without copying bytes."""
         start = offset % _PAYLOADS
         if self._payload.size < (start + count) * 32:
             table = np.random.default_rng(self.seed).integers(0, 256, _PAYLOADS * 32, np.uint8)
@@ -141,21 +142,22 @@ class DmzRows:
 
 
 def addresses(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """src and dst of connections. The dst of a source are spread out, as addresses are."""
+    """Return src and dst of connections. The dst of a source are scattered, like addresses."""
     src, app = pairs % SOURCES, pairs // SOURCES % APPS
     host = (pairs // GROUPS * 7_919 + src * 104_729) % 10_000_000
     return src.astype(np.int32), (host * APPS + app).astype(np.int32)
 
 
 def _ahead(src: np.ndarray) -> np.ndarray:
-    """By how many rounds sources are ahead if staggered; in blocks, so that any split has both."""
+    """Return by how many rounds staggered sources are ahead; in blocks, so that any split has
+    both."""
     return src // 8 % 2
 
 
 def dmz_flow(source: Source, sink: Sink, name: str = "dmz", clock: str | None = None) -> Flow:
-    """The flow: durations of connections, then the worst and typical of a group's last two.
+    """Return the flow: durations of connections, then the worst and typical of a group's last two.
 
-    With `clock`, a column of the source's, every result also carries that column of the row that
+    With `clock`, a column of the source, every result also carries that column of the row that
     caused it.
     """
     flow = Flow(name)
@@ -180,10 +182,10 @@ def dmz_flow(source: Source, sink: Sink, name: str = "dmz", clock: str | None = 
 def write_parquet(
     path: str | os.PathLike[str], rows: int, files: int, keys: int = KEYS, seed: int = SEED
 ) -> int:
-    """Write the first `rows` rows as `files` files for a Spark file stream; returns rows a file.
+    """Write the first `rows` rows as `files` files for a Spark file stream; return rows per file.
 
-    A file stream takes files by their modification time, which is set here a second apart, so
-    that files written within one tick of the clock are not read in the wrong order.
+    A file stream reads files in the order of their modification times. They are set a second apart
+    here, so that files written within one clock tick are not read in the wrong order.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -199,10 +201,11 @@ def write_parquet(
 def oracle(
     rows: int, keys: int = KEYS, splits: int = 1, seed: int = SEED, staggered: bool = False
 ) -> dict[str, Any]:
-    """The right answer for the first `rows` rows, computed round by round without the engine.
+    """Return the expected result of the first `rows` rows, computed round by round without the
+    engine.
 
-    `rows` of the result counts output rows; `digest` is what the sink `discard()` reports, and
-    `xxhash` the sum of Spark's ``xxhash64(app, src, worst, typical)``.
+    `rows` of the result is the number of output rows, `digest` is the digest that the sink
+    `discard()` reports, and `xxhash` the sum of Spark's ``xxhash64(app, src, worst, typical)``.
     """
     count, digest, xxhash = 0, 0, 0
     for batch in answers(rows, keys, splits, seed, staggered):
@@ -213,7 +216,7 @@ def oracle(
 
 
 def read_back(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Count and digest, as `oracle` gives them, of results in a folder of parquet files."""
+    """Return count and digest, as in `oracle`, of the results in a folder of parquet files."""
     count, digest = 0, 0
     for file in sorted(Path(path).glob("*.parquet")):
         for batch in pq.ParquetFile(file).iter_batches(columns=OUTPUT.names):
@@ -223,17 +226,17 @@ def read_back(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def as_hex(total: int) -> str:
-    """A sum of 64-bit words, wrapped and written the way the sink `discard()` writes it."""
+    """Return a sum of 64-bit words modulo 2**64, in the format of the sink `discard()`."""
     return f"{total % (1 << 64):016x}"
 
 
 def answers(
     rows: int, keys: int = KEYS, splits: int = 1, seed: int = SEED, staggered: bool = False
 ) -> Iterator[pa.RecordBatch]:
-    """The output rows, a batch per round and split (as `Generator` cuts `rows` into splits).
+    """Yield the output rows, a batch per round and split (`rows` is split as in `Generator`).
 
-    It builds on what the rows are known to be: in a round a connection occurs once at most, and
-    each connection alternates starts and ends.
+    This relies on properties of the rows: a connection occurs at most once in a round, and its rows
+    alternate between start and end.
     """
     make, per_split = DmzRows(keys, splits, seed, staggered), -(-rows // splits)
     for split in range(splits):
@@ -252,7 +255,7 @@ def answers(
 
 
 def _last_two(group: np.ndarray, dur: np.ndarray, last: np.ndarray) -> pa.RecordBatch:
-    """Maximum and mean of each duration and the one before it in its group; updates `last`."""
+    """Return maximum and mean of each duration and its predecessor in its group; update `last`."""
     by_group = np.argsort(group.astype(np.uint16), kind="stable")
     group, dur = group[by_group], dur[by_group]
     opens = np.diff(group, prepend=-1) != 0
@@ -267,7 +270,7 @@ def _last_two(group: np.ndarray, dur: np.ndarray, last: np.ndarray) -> pa.Record
     return pa.RecordBatch.from_arrays(arrays, schema=OUTPUT)
 
 
-# --- Spark's xxhash64, to compare with what a query computes in the JVM --------------------------
+# --- Spark's xxhash64, for comparison with the hash that a query computes in the JVM -------------
 
 _P1, _P2, _P3, _P4, _P5 = (
     np.uint64(p)
@@ -282,7 +285,7 @@ _P1, _P2, _P3, _P4, _P5 = (
 
 
 def xxhash64(batch: pa.RecordBatch) -> np.ndarray:
-    """What Spark's ``xxhash64(*columns)`` gives for int32, int64 and float64 without nulls."""
+    """Compute Spark's ``xxhash64(*columns)`` for int32, int64 and float64 without nulls."""
     hashed = np.full(batch.num_rows, 42, np.uint64)
     for column in batch.columns:
         word = column.to_numpy()

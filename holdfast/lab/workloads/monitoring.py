@@ -1,6 +1,6 @@
-"""The flows of ``holdfast bench protections``, and the rows that they get.
+"""The flows of ``holdfast bench protections``, and their rows.
 
-Apart from what measures them: a site loads this module, and nothing else of that.
+They are separate from the benchmark, so that a site loads only this module.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from holdfast.lab.workloads import dmz
 from holdfast.lab.workloads.paced import EpochLog, Paced
 
 SPLITS = 1
-"""Rows of two would come in another order at another speed, and some of them late."""
+"""The rows of two splits would arrive in an order that depends on speed, and some would be late."""
 RATE = 60_000.0
-"""Rows a second while sites are killed: what every protection can bear on two cores."""
+"""Rows per second while sites are killed: every protection sustains it on two cores."""
 SECOND = 1_000
-"""Of event time, which is in milliseconds."""
+"""A second of event time, which is in milliseconds."""
 DUE = Paced.DUE.name
 
 
 def events(source: Paced, sink: EpochLog) -> Flow:
-    """The papers' flow with what it knows bounded by a second: connections that have not ended by
-    then are given up, and a group's worst and typical are those of a second. What it says of a
-    second is due when that is over."""
+    """Return the papers' flow with state bounded to a second: connections time out after a second,
+    and a group's worst and typical durations are those of a second. The results of a second are due
+    at its end."""
     flow = Flow("events")
-    over = col(DUE) + (SECOND - col("ts") % SECOND) * 1_000
-    emit = {"app": col("dst") % dmz.APPS, "src": col("src"), "ts": col("ts"), DUE: over}
+    end = col(DUE) + (SECOND - col("ts") % SECOND) * 1_000
+    emit = {"app": col("dst") % dmz.APPS, "src": col("src"), "ts": col("ts"), DUE: end}
     sessions = (
         flow.source("packets", source, event_time="ts")
         .key_by("src", "dst")
@@ -67,16 +67,18 @@ FLOWS: dict[str, Callable[[Paced, EpochLog], Flow]] = {
 }
 
 
-def made(name: str, folder: str, rate: float, protection: Protection, head: int = 0) -> Flow:
-    """Source and sink meet in `folder`."""
+def protected_flow(
+    name: str, folder: str, rate: float, protection: Protection, head: int = 0
+) -> Flow:
+    """Return the flow `name` under `protection`. Source and sink share `folder`."""
     flow = FLOWS[name](source(folder, rate, head), EpochLog(f"{folder}/epochs"))
     flow.protection = protection
     return flow
 
 
 class Timed:
-    """The rows of the workload with the time in `ts`, as if they had come at `RATE`, instead of
-    their number: whatever the speed, a second of event time has as many rows."""
+    """The rows of the workload with their event time at `RATE` in `ts`, instead of their number. A
+    second of event time has the same number of rows at any speed."""
 
     def __init__(self) -> None:
         self.rows = dmz.DmzRows(splits=SPLITS, staggered=True)

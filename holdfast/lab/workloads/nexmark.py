@@ -1,14 +1,14 @@
 """Nexmark: an auction site as a stream of persons, auctions and bids, and queries over it.
 
-The events follow the public rules of the Nexmark generator: of every 50 events in a row one is a
-new person, three are new auctions and 46 are bids; event times advance at a fixed rate; half of the
-bids go to a hot auction, three quarters of the bids and of the auctions come from a hot person, and
-the rest from those that are active, or about to be. Every event is a function of seed and event
-number alone, so any split can be read from any offset, by any number of readers.
+The events follow the public rules of the Nexmark generator: of 50 consecutive events one is a new
+person, three are new auctions and 46 are bids; event times advance at a fixed rate; half of the
+bids go to a hot auction; three quarters of the bids and of the auctions come from a hot person, and
+the rest from persons that are active or about to be. Every event is a function of seed and event
+number alone, so any number of readers can read any split from any offset.
 
-The queries are Nexmark's 5, 7 and 8, and one of sessions. Their results depend on the events alone,
-not on the order in which splits and sources are read: as long as the sources keep to their order
-(or the windows wait for as long as events may be delayed), no row is late.
+The queries are Nexmark's 5, 7 and 8, and one over sessions. Their results depend on the events
+alone, not on the order in which splits and sources are read: no row is late as long as the sources
+keep their order, or the windows wait for the maximum delay of events.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from holdfast.connectors.sources import Generator, Source
 from holdfast.engine.expressions import col, lit
 
 CYCLE = 50
-"""Events of which one is a person, three are auctions and the rest are bids, in this order."""
+"""Events per cycle: one person, three auctions and the rest bids, in this order."""
 PERSON, AUCTION, BID = 0, 1, 2
 SHARE = {PERSON: 1, AUCTION: 3, BID: 46}
 _FIRST_IN_CYCLE = {PERSON: 0, AUCTION: 1, BID: 4}
@@ -39,16 +39,16 @@ START_MS = 1_700_000_000_000
 """The time of the first event."""
 
 HOT_EVERY = 100
-"""One auction of so many in a row is hot, and so are one bidder and one seller."""
+"""One of this many consecutive auctions is hot; so are one bidder and one seller."""
 HOT_AUCTION_RATIO = 2
 HOT_BIDDER_RATIO = 4
 HOT_SELLER_RATIO = 4
-"""An event is for a hot one with a probability of 1 - 1 / ratio."""
+"""An event refers to a hot one with a probability of 1 - 1 / ratio."""
 IN_FLIGHT = 100
-"""Auctions that still get bids."""
+"""Number of auctions that still get bids."""
 ACTIVE_PERSONS = 1_000
 LEAD = 10
-"""Persons and auctions may be named by events that come before them, this many at most."""
+"""Maximum number of future persons or auctions to which an event may refer."""
 
 PERSON_SCHEMA = pa.schema(
     [
@@ -77,7 +77,7 @@ SCHEMAS = {PERSON: PERSON_SCHEMA, AUCTION: AUCTION_SCHEMA, BID: BID_SCHEMA}
 EVENT_SCHEMA = pa.unify_schemas(
     [pa.schema([("kind", pa.int8()), ("ts", pa.int64())]), *SCHEMAS.values()]
 )
-"""All three in one: the columns of the other kinds are null."""
+"""The columns of all three kinds; those of the other kinds are null."""
 NAMES = {PERSON: "persons", AUCTION: "auctions", BID: "bids"}
 
 _PERSON_NAMES = pa.array(
@@ -91,16 +91,16 @@ _CITIES = pa.array(["Bend", "Boise", "Cheyenne", "Kent", "Phoenix", "Portland", 
 _STATES = pa.array(["AZ", "CA", "ID", "OR", "WA", "WY"])
 
 _STRIDE = 953
-"""Coprime to the size of every group of events that is shuffled, for it is prime."""
+"""A prime, so that it is coprime to the size of every shuffled group of events."""
 
 
 @dataclass(frozen=True)
 class Nexmark:
-    """The events of one run. `cycles` of 50 of them, or (None) without an end; `rate` events are in
-    a second of event time. With `group`, that many cycles at a time are shuffled.
+    """The events of one run: `cycles` of 50 events (None: endless), with `rate` events per second
+    of event time. With `group`, the events of that many cycles at a time are shuffled.
 
-    The sources have `splits`, over which events go in turn. All of them are equally long, and no
-    group is cut at the end, so `cycles` must be a multiple of `splits` and of `group`.
+    The sources distribute events over their `splits` in turn. All splits have the same length, and
+    no group is cut at the end, so `cycles` must be a multiple of `splits` and of `group`.
 
     >>> events = Nexmark(cycles=4)
     >>> [events.table(kind).num_rows for kind in (PERSON, AUCTION, BID)]
@@ -124,21 +124,21 @@ class Nexmark:
 
     @property
     def disorder_ms(self) -> int:
-        """How far an event's time may be behind that of one before it; 0 if they are in order."""
+        """How far an event's time may be behind that of an earlier one; 0 if they are in order."""
         return -(-self.group * CYCLE * 1_000 // self.rate)
 
     # --- sources ----------------------------------------------------------------------------------
 
     def source(self, kind: int, pace: float | None = None) -> Source:
-        """The events of one kind; at the `pace` of so many events of all kinds in a second of the
-        clock, or as fast as they are taken."""
+        """Return a source of the events of one kind, at a `pace` in events of all kinds per second
+        of wall-clock time, or as fast as the flow reads them."""
         rows = None if self.cycles is None else self.cycles * SHARE[kind]
         rate = None if pace is None else pace * SHARE[kind] / CYCLE
         make = partial(self._read, kind)
         return Generator(make, SCHEMAS[kind], rows=rows, rate=rate, splits=self.splits)
 
     def combined(self, pace: float | None = None) -> Source:
-        """All events, with a column that says which kind each is of."""
+        """Return a source of all events, with a column for their kind."""
         rows = None if self.cycles is None else self.cycles * CYCLE
         make = partial(self._read, None)
         return Generator(make, EVENT_SCHEMA, rows=rows, rate=pace, splits=self.splits)
@@ -148,15 +148,15 @@ class Nexmark:
         return self.events(places) if kind is None else self.rows(kind, places)
 
     def table(self, kind: int) -> pa.Table:
-        """All events of one kind, as the source gives them if it has one split."""
-        assert self.cycles is not None, "there is no end to them"
+        """Return all events of one kind in the order of a source with one split."""
+        assert self.cycles is not None, "the events are endless"
         places = np.arange(self.cycles * SHARE[kind])
         return pa.Table.from_batches([self.rows(kind, places)])
 
     # --- events -----------------------------------------------------------------------------------
 
     def events(self, places: np.ndarray) -> pa.RecordBatch:
-        """The events at these places in the order of all."""
+        """Return the events at these positions in the order of all events."""
         number = self._shuffled(places, CYCLE, salt=0)
         offset = number % CYCLE
         kinds = np.searchsorted(list(_FIRST_IN_CYCLE.values()), offset, "right") - 1
@@ -173,13 +173,13 @@ class Nexmark:
         return pa.concat_batches(parts).take(pa.array(np.argsort(np.concatenate(rows))))
 
     def rows(self, kind: int, places: np.ndarray) -> pa.RecordBatch:
-        """The events of one kind at these places in the order of all of this kind."""
+        """Return the events of one kind at these positions in the order of that kind."""
         share = SHARE[kind]
         nth = self._shuffled(places, share, salt=1 + kind)
         return self._made(kind, nth // share * CYCLE + _FIRST_IN_CYCLE[kind] + nth % share)
 
     def _shuffled(self, places: np.ndarray, per_cycle: int, salt: int) -> np.ndarray:
-        """Which one stands at each place: groups of cycles, each in an order of its own."""
+        """Return the number of the event at each position: every group has a different order."""
         size = self.group * per_cycle
         if size == 0:
             return places
@@ -228,8 +228,7 @@ class Nexmark:
         }
 
     def _person(self, number: np.ndarray, ratio: int, hot: int, salt: int) -> np.ndarray:
-        """Somebody who is active; mostly the one who is hot, of whom sellers have another than
-        bidders."""
+        """Return an active person, mostly the hot one, which differs for sellers and bidders."""
         persons = _last_person(number) + 1
         active = np.minimum(persons, ACTIVE_PERSONS)
         any_ = persons - active + self._below(active + LEAD, salt, number)
@@ -237,29 +236,29 @@ class Nexmark:
         return np.where(is_hot, (persons - 1) // HOT_EVERY * HOT_EVERY + hot, any_)
 
     def _price(self, salt: int, number: np.ndarray) -> np.ndarray:
-        """In cents: from one to a million dollars, small ones as likely as large ones."""
+        """Return prices in cents: log-uniform from one to a million dollars."""
         even = (_random(self.seed, salt, number) >> np.uint64(11)) * 2.0**-53
         return np.rint(10.0 ** (even * 6) * 100).astype(np.int64)
 
     def _below(self, limit: int | np.ndarray, salt: int, number: np.ndarray) -> np.ndarray:
-        """A number from 0 to `limit` - 1 for each event."""
+        """Return a number from 0 to `limit` - 1 for each event."""
         drawn = _random(self.seed, salt, number) % np.asarray(limit, np.uint64)
         return drawn.astype(np.int64)
 
 
 def _last_person(number: np.ndarray) -> np.ndarray:
-    """How many persons came before the one that is the newest when an event happens."""
+    """Return the number of persons before the newest one at the time of an event."""
     return number // CYCLE
 
 
 def _last_auction(number: np.ndarray) -> np.ndarray:
-    """The same of auctions. A person comes before the auctions of its cycle."""
+    """Return the same for auctions. A person precedes the auctions of its cycle."""
     cycle, offset = np.divmod(number, CYCLE)
     return cycle * SHARE[AUCTION] + np.clip(offset - 1, -1, SHARE[AUCTION] - 1)
 
 
 def _random(seed: int, salt: int, number: np.ndarray) -> np.ndarray:
-    """64 random bits for each number, by SplitMix64's finalizer."""
+    """Return 64 random bits for each number, by SplitMix64's finalizer."""
     with np.errstate(over="ignore"):
         word = number.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         word += np.uint64((seed * 0xD1342543DE82EF95 + salt * 0x2545F4914F6CDD1D) % 2**64)
@@ -274,16 +273,16 @@ def _random(seed: int, salt: int, number: np.ndarray) -> np.ndarray:
 SIZE_MS = 10_000
 EVERY_MS = 2_000
 BURST = 2
-"""Bids of a person in one period that begin a session."""
+"""Minimum number of a person's bids in one period that starts a session."""
 TIMEOUT_MS = 20_000
 
 
 Streams = Mapping[int, Stream]
-"""By kind: the events that a query looks at, wherever they come from."""
+"""The streams of events by kind, from one source or three."""
 
 
 def q5(events: Streams, lateness: int = 0) -> Stream:
-    """Hot items: in every sliding window the auctions with the most bids, and how many."""
+    """Hot items: the auctions with the most bids of every sliding window, and their number."""
     sliding = events[BID].key_by("auction").window(time=SIZE_MS, every=EVERY_MS, lateness=lateness)
     counted = sliding.agg(num=F.count())
     counts = counted.select("window_start", "auction", "num", at=col("window_start"))
@@ -294,8 +293,8 @@ def q5(events: Streams, lateness: int = 0) -> Stream:
 
 
 def q7(events: Streams, lateness: int = 0) -> Stream:
-    """Highest bid: the bids with the highest price of a tumbling window. As in Nexmark, a bid at
-    the very end of a window still counts if it has that price."""
+    """Highest bid: the bids with the highest price of a tumbling window. As in Nexmark, a bid
+    exactly at the end of a window still counts if it has that price."""
     each = events[BID].key_by("auction").window(time=SIZE_MS, lateness=lateness)
     tops = each.agg(price=F.max("price")).with_columns(all=lit(0))
     windows = tops.key_by("all").window(time=SIZE_MS).agg(price=F.max("price"))
@@ -306,10 +305,10 @@ def q7(events: Streams, lateness: int = 0) -> Stream:
 
 
 def q8(events: Streams, lateness: int = 0) -> Stream:
-    """New users: persons who have opened an auction in the tumbling window in which they came."""
-    came = events[PERSON].key_by("id", "name").window(time=SIZE_MS, lateness=lateness)
+    """New users: persons who opened an auction in the tumbling window in which they registered."""
+    registered = events[PERSON].key_by("id", "name").window(time=SIZE_MS, lateness=lateness)
     opened = events[AUCTION].key_by("seller").window(time=SIZE_MS, lateness=lateness)
-    persons = came.agg(n=F.count()).select("id", "name", "window_start")
+    persons = registered.agg(n=F.count()).select("id", "name", "window_start")
     sellers = opened.agg(n=F.count()).select("window_start", id=col("seller"))
     both = persons.key_by("id", "window_start").join(
         sellers.key_by("id", "window_start"), within=SIZE_MS
@@ -318,9 +317,9 @@ def q8(events: Streams, lateness: int = 0) -> Stream:
 
 
 def sessions(events: Streams, lateness: int = 0) -> Stream:
-    """Sessions of a bidder: from a period with several bids to the next with just one, if that is
-    soon enough. Behind windows a key's rows come in the order of their times, whatever the order
-    of the bids was; so which row ends a session does not depend on that either."""
+    """Sessions of a bidder: from a period with several bids to the next one with a single bid, if
+    it follows within the timeout. Windows give a key's rows in the order of their times, so the row
+    that ends a session does not depend on the order of the bids."""
     periods = events[BID].key_by("bidder").window(time=EVERY_MS, lateness=lateness)
     emit = {
         "bidder": col("bidder"),
@@ -328,13 +327,13 @@ def sessions(events: Streams, lateness: int = 0) -> Stream:
         "ended": col("window_start"),
         "bids": F.at_start("bids"),
     }
-    found = (
+    bursts = (
         periods.agg(bids=F.count())
         .key_by("bidder")
         .spans(start=col("bids") >= BURST, end=col("bids") == 1, emit=emit, timeout=TIMEOUT_MS)
     )
-    # An end that comes with the very row that makes the session time out still ends it.
-    return found.filter(col("ended") - col("begun") <= TIMEOUT_MS)
+    # An end on the same row that makes the session time out still ends it.
+    return bursts.filter(col("ended") - col("begun") <= TIMEOUT_MS)
 
 
 QUERIES: dict[str, Callable[[Streams, int], Stream]] = {
@@ -344,7 +343,7 @@ QUERIES: dict[str, Callable[[Streams, int], Stream]] = {
     "sessions": sessions,
 }
 READS = {"q5": [BID], "q7": [BID], "q8": [PERSON, AUCTION], "sessions": [BID]}
-"""What each query looks at."""
+"""The kinds of events that each query reads."""
 
 
 def nexmark_flow(
@@ -356,14 +355,16 @@ def nexmark_flow(
     lateness: int | None = None,
     pace: float | None = None,
 ) -> Flow:
-    """A query over one source of all events, or over three; of these, the ones that it does not
-    look at are there nevertheless, and count for event time. The windows wait for `lateness`, by
-    default for as long as events may be delayed."""
+    """Return the flow of a query over one source of all events, or over three.
+
+    With three, the flow also has the sources that the query does not read, and they count for event
+    time. The windows wait for `lateness`, by default the maximum delay of events.
+    """
     flow, reads = Flow(query), READS[query]
     if sources == 1:
         streams = _combined(flow, events, reads, pace)
     else:
-        streams = _apart(flow, events, pace)
+        streams = _separate(flow, events, pace)
     wait = events.disorder_ms if lateness is None else lateness
     QUERIES[query](streams, wait).sink("out", sink)
     if sources != 1:
@@ -377,5 +378,5 @@ def _combined(flow: Flow, events: Nexmark, kinds: Iterable[int], pace: float | N
     return {k: stream.filter(col("kind") == k).select(*SCHEMAS[k].names) for k in kinds}
 
 
-def _apart(flow: Flow, events: Nexmark, pace: float | None) -> Streams:
+def _separate(flow: Flow, events: Nexmark, pace: float | None) -> Streams:
     return {k: flow.source(n, events.source(k, pace), event_time="ts") for k, n in NAMES.items()}

@@ -1,8 +1,8 @@
-"""Rows that are due at a set time, and a sink that notes when they were delivered.
+"""A source whose rows are due at fixed times, and a sink that logs when they were delivered.
 
-What `holdfast bench failover` and `holdfast chaos` have in common: a source whose rows depend on
-the offset alone, so that whoever takes over makes the same ones, and a log with a line for every
-epoch, from which all figures come. It knows nothing of Spark, so that sites load it quickly.
+`holdfast bench failover` and `holdfast chaos` share them. The rows of the source depend on the
+offset alone, so that a new leader generates the same ones. The log has a line for every epoch, from
+which all figures are computed. This module does not import Spark, so that sites load it quickly.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from holdfast.lab.workloads import dmz
 WINDOW_S = 2.0
 LOOK_S = 0.1
 SAMPLES = 20
-"""How many of an epoch's latencies are noted: evenly spread over its rows, and the largest."""
+"""Number of latencies logged per epoch, evenly spread over its rows, in addition to the largest."""
 
 
-class Watched(Protocol):
-    """A flow that runs: a `Run`, or `Apps`."""
+class WatchedRun(Protocol):
+    """A running flow: a `Run`, or `Apps`."""
 
     @property
     def protected(self) -> bool: ...
@@ -46,12 +46,12 @@ class Watched(Protocol):
 
 
 class Paced(Source):
-    """Rows of which each is due at a time that depends on its offset alone.
+    """A source whose rows are due at times that depend on their offset alone.
 
-    The first `head` rows of a split are due at once, the others at `rate` from then on. The time
-    they count from is when the first row was asked for. Whichever process asks first notes it in
-    `folder`, where all find it: so all replicas of the ingress, in any application and at any time,
-    make the same rows. The source ends at the offset that `end` has put there.
+    The first `head` rows in all, evenly over the splits, are due immediately, the others at `rate`
+    from then on. Times count from the first read of any process, which writes the time to `folder`.
+    All replicas of the ingress, in any application and at any time, therefore generate the same
+    rows. The source ends at the offset that `end` writes to the folder.
     """
 
     DUE = pa.field("due", pa.int64())  # microseconds since the Unix epoch
@@ -73,25 +73,25 @@ class Paced(Source):
         return _PacedReader(self, split, offset)
 
     def began(self) -> float:
-        """What the rows' times count from."""
+        """Return the time from which the rows' due times count."""
         path = os.path.join(self.folder, "began")
         if not os.path.exists(path):
             hidden = f"{path}.{os.getpid()}"
             Path(hidden).write_text(repr(time.time()))
-            with suppress(FileExistsError):  # another was first
+            with suppress(FileExistsError):  # another process was first
                 os.link(hidden, path)
             os.unlink(hidden)
         return float(Path(path).read_text())
 
     def last_offset(self) -> int | None:
-        """Where every split ends, if that is known."""
+        """Return the offset at which every split ends, or None if it is not known yet."""
         try:
             return int(Path(self.folder, "end").read_text())
         except FileNotFoundError:
             return None
 
     def end(self, after_s: float = 1.0) -> int:
-        """Have all splits end a little later than now; how many rows that makes in all."""
+        """Let all splits end in `after_s` seconds, and return the total number of rows."""
         elapsed = time.time() + after_s - self.began()
         offset = self.head_per_split + int(elapsed * self.rate_per_split)
         hidden = Path(self.folder, "end.tmp")
@@ -133,12 +133,12 @@ class _PacedReader(SplitReader):
         return pa.RecordBatch.from_arrays(columns, schema=source.schema)
 
 
-# --- a sink that notes when every epoch was delivered ---------------------------------------------
+# --- a sink that logs when every epoch was delivered ----------------------------------------------
 
 
 class EpochLog(Sink):
-    """Adds a line for every epoch to a file. A line is written by one call, so that it is there or
-    not whatever happens to the process; whoever takes over reads from the file what is there."""
+    """Appends a line for every epoch to a file. One call writes a whole line, so that a crash
+    leaves the complete line or none. A new leader reads from the file which epochs it has."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -150,8 +150,11 @@ class EpochLog(Sink):
         return _EpochLogWriter(self.path), max(durable, self.last_epoch())
 
     def last_epoch(self) -> int:
-        """The largest epoch noted, -1 if there is none. Only the file's end is read: rows wait for
-        this. The last line need not have it: one that slept may have added what it still had."""
+        """Return the largest epoch in the log, -1 if there is none.
+
+        It reads only the end of the file, because rows wait for it. The largest epoch need not be
+        in the last line: a site that was stopped may have appended an older one.
+        """
         try:
             with open(self.path, "rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - 4_096))
@@ -172,15 +175,15 @@ class _EpochLogWriter(SinkWriter):
         due = np.sort(batch.column(Paced.DUE.name).to_numpy())[::-1]
         now_us = time.time_ns() // 1_000
         late = now_us - due[_spread(due.size)]
-        said = [epoch, now_us, due.size, dmz.as_hex(digest), os.getpid()]
-        os.write(self._file, (" ".join(map(str, [*said, *late.tolist()])) + "\n").encode())
+        fields = [epoch, now_us, due.size, dmz.as_hex(digest), os.getpid(), *late.tolist()]
+        os.write(self._file, (" ".join(map(str, fields)) + "\n").encode())
 
     def close(self) -> None:
         os.close(self._file)
 
 
 def _spread(size: int) -> np.ndarray:
-    """Positions evenly spread over `size` rows, and the last.
+    """Return positions evenly spread over `size` rows, and the last.
 
     >>> _spread(100).tolist()[:3], _spread(100).tolist()[-2:], _spread(0).size
     ([2, 7, 12], [97, 99], 0)
@@ -220,7 +223,7 @@ def read_log(path: str) -> list[Delivery]:
 
 
 def read_latest(path: str, bytes_max: int = 1 << 20) -> list[Delivery]:
-    """The end of a log: cheap enough to be read while the flow runs in this process, too."""
+    """Read the end of a log, which is cheap enough while the flow runs in this process."""
     with open(path, "rb") as file:
         start = max(0, os.fstat(file.fileno()).st_size - bytes_max)
         file.seek(start)
@@ -229,22 +232,22 @@ def read_latest(path: str, bytes_max: int = 1 << 20) -> list[Delivery]:
 
 
 def p99_ms(deliveries: Sequence[Delivery]) -> float:
-    """The 99th percentile of the latencies of all rows, from the noted ones.
+    """Return the 99th percentile of the latencies of all rows, estimated from the logged ones.
 
     >>> p99_ms([Delivery(0, 0.0, 980, 0, (1.0, 1.0)), Delivery(1, 0.0, 20, 0, (7.0, 9.0))])
     7.0
     """
-    # The largest, which comes last, stands for itself alone.
-    noted = [(ms, d.rows / (len(d.late_ms) - 1)) for d in deliveries for ms in d.late_ms[:-1]]
-    if not noted:
+    # The largest latency, which is the last, represents only itself.
+    logged = [(ms, d.rows / (len(d.late_ms) - 1)) for d in deliveries for ms in d.late_ms[:-1]]
+    if not logged:
         return 0.0
-    late, weight = (np.array(column) for column in zip(*sorted(noted), strict=True))
+    late, weight = (np.array(column) for column in zip(*sorted(logged), strict=True))
     seen = np.cumsum(weight)
     return float(late[np.searchsorted(seen, 0.99 * seen[-1])])
 
 
 def gap_ms(deliveries: Sequence[Delivery], killed: float) -> float:
-    """By how much the kill made the slowest row slower; see `holdfast.lab.bench.failover`.
+    """Return the additional latency of the slowest row; see `holdfast.lab.bench.failover`.
 
     >>> before, after = Delivery(0, 9.0, 1, 0, (5.0, 5.0)), Delivery(1, 10.04, 1, 0, (42.0, 42.0))
     >>> gap_ms([before, after], 10.0)
@@ -255,13 +258,14 @@ def gap_ms(deliveries: Sequence[Delivery], killed: float) -> float:
 
 
 def usual_ms(deliveries: Sequence[Delivery], killed: float) -> float:
-    """The largest latency in the window before a kill."""
+    """Return the largest latency in the window before a kill."""
     before = [d.largest_ms for d in deliveries if killed - WINDOW_S <= d.at < killed]
     return max(before, default=0.0)
 
 
 def slowest(deliveries: Sequence[Delivery], killed: float) -> Delivery | None:
-    """The delivery with the largest latency of those under way in the window after a kill."""
+    """Return the delivery with the largest latency of those in flight in the window after a
+    kill."""
     around = [
         d for d in deliveries if d.at >= killed and d.at - d.largest_ms / 1e3 <= killed + WINDOW_S
     ]
