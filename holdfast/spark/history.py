@@ -168,9 +168,9 @@ def _default_place(spark: SparkSession, flow: str) -> str:
     if context.master.startswith("local"):
         return tempfile.gettempdir()
     raise FlowError(
-        f"flow {flow!r}, history: there is no folder for its state and results", hint="pass
-        Options(history_folder=), a folder that driver and executors can access, such as "
-        "s3://bucket/folder, or call spark.sparkContext.setCheckpointDir(...)",
+        f"flow {flow!r}, history: there is no folder for its state and results",
+        hint="pass Options(history_folder=), a folder that driver and executors can access, such "
+        "as s3://bucket/folder, or call spark.sparkContext.setCheckpointDir(...)",
     )
 
 

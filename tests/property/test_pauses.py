@@ -105,7 +105,7 @@ class Story:
             window=rng.randint(1, 3),
             block_rows=block,
             read_ahead_rows=block * rng.randint(1, 4),
-            idle=rng.choice([0, 3, 10, 50]) if self.idle else None / 1e3,
+            idle=rng.choice([0, 3, 10, 50]) / 1e3 if self.idle else None,
         )
         sites = rng.randint(1, 4) if flow.protection.name == "none" else rng.randint(4, 5)
         return World(flow, sites=sites, seed=rng.randrange(2**32), options=options)
