@@ -1,7 +1,6 @@
 """An application's control: what it does about sites that it has doubts about."""
 
 import asyncio
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,8 +11,14 @@ import pytest
 from holdfast import Flow
 from holdfast import functions as F
 from holdfast.api.options import Options
+from holdfast.arbiter import Entry
+from holdfast.control import events as ev
 from holdfast.control.hosting import Place, apart
-from holdfast.control.server import Committed, Control
+from holdfast.control.leading import Knowledge
+from holdfast.control.node import ControlNode
+from holdfast.control.server import Control
+from holdfast.core import events as core
+from holdfast.core.effects import AskLead, AskRenew
 from holdfast.core.events import SiteRegistered, SitesFailed
 from holdfast.core.failure_detector import ALONE_LEASES, JOIN_S_MAX
 from holdfast.core.ids import SiteId, TaskId
@@ -28,6 +33,9 @@ from holdfast.sinks import discard
 from holdfast.sources import generator
 
 SCHEMA = pa.schema([("k", pa.int64())])
+INF = float("inf")
+NEW = 1_000
+"""The first number of a site in the second term."""
 
 
 class NoHost:
@@ -41,76 +49,81 @@ class NoHost:
     def close(self) -> None: ...
 
 
+def flow() -> Flow:
+    made = Flow("f", protect=pairs(failure_domain="process"))
+    source = made.source("s", generator(lambda *_: None, SCHEMA))
+    source.key_by("k").agg(n=F.count()).sink("out", discard())
+    return made
+
+
 @pytest.fixture
 def control() -> Iterator[Control]:
-    flow = Flow("f", protect=pairs(failure_domain="process"))
-    source = flow.source("s", generator(lambda *_: None, SCHEMA))
-    source.key_by("k").agg(n=F.count()).sink("out", discard())
-    made = Control(flow, plan(flow), NoHost(), 4, 0, Options(lease=60.0), b"s" * 16, Place())
+    made = Control(flow(), plan(flow()), NoHost(), 4, 0, Options(lease=60.0), b"s" * 16, Place())
     made._over = made.loop.create_future()
     yield made
     made.loop.close()
 
 
-def committed(control: Control, addresses: dict[int, tuple[str, int]]) -> Committed:
+@pytest.fixture
+def node() -> ControlNode:
+    return ControlNode(shape(plan(flow()), 32), Options(lease=60.0), holder="me", sites=4)
+
+
+def committed(node: ControlNode, addresses: dict[int, tuple[str, int]]) -> Knowledge:
     domains = {SiteId(s): Domain(f"p{s}", f"p{s}", "h", "a") for s in range(4)}
-    view = place(control.shape, list(domains), domains)
+    view = place(node.shape, list(domains), domains)
     app_of = dict.fromkeys(range(4), 0)
-    return Committed(view, addresses, dict(domains), app_of, {}, [], True, False)
+    return Knowledge(view, addresses, dict(domains), app_of, {}, [], True, False)
 
 
-def test_a_site_that_dies_while_a_controller_takes_over_is_not_forgotten(control: Control) -> None:
-    async def main() -> None:
-        control._port = 0
-        looked, go_on = asyncio.Event(), asyncio.Event()
-
-        async def slowly(sites: Any, addresses: Any) -> list[SiteId]:
-            looked.set()
-            await go_on.wait()
-            return []
-
-        control._gone = slowly  # type: ignore[method-assign]
-        known = committed(control, dict.fromkeys(range(4), ("127.0.0.1", 1)))
-        taking_over = asyncio.ensure_future(control._take_over(known, 1))
-        await looked.wait()
-        control._suspect(SiteId(2), "process 7 ended with status -9")
-        go_on.set()
-        await taking_over
-        assert control.controller is not None
-        while 2 not in control.controller.dead:
-            await asyncio.sleep(0.001)
-
-    control.loop.run_until_complete(asyncio.wait_for(main(), 20))
+def grant(node: ControlNode, known: Knowledge, now: float = 0.0) -> ev.Probe:
+    """Have the arbiter give it a term after another leader's; it wants to know who lives."""
+    (ask,) = (e for e in node.handle(ev.Began(), now) if isinstance(e, AskLead))
+    entry = Entry(7, 2, "me", known.encode())
+    effects = node.handle(core.LeadGranted(ask, entry, INF), now)
+    (probe,) = (e for e in effects if isinstance(e, ev.Probe))
+    return probe
 
 
-def registers(control: Control, site: int, number: int) -> None:
-    """A site says who it is to a control that does not lead."""
+def take_over(node: ControlNode, known: Knowledge, gone: tuple[int, ...] = ()) -> Any:
+    probe = grant(node, known)
+    node.handle(ev.Probed(probe.number, tuple(SiteId(s) for s in gone)), 0.0)
+    assert node.controller is not None
+    return node.controller
+
+
+EVERYWHERE = dict.fromkeys(range(4), ("127.0.0.1", 1))
+
+
+def test_a_site_that_dies_while_a_controller_takes_over_is_not_forgotten(node: ControlNode) -> None:
+    probe = grant(node, committed(node, EVERYWHERE))
+    reason = "process 7 ended with status -9"
+    assert node.handle(ev.ProcessExited(SiteId(2), reason), 0.0) == []
+    effects = node.handle(ev.Probed(probe.number, ()), 0.0)
+    assert [e.timer for e in effects if isinstance(e, ev.SetTimer)] == [ev.InquireTimer()]
+    node.handle(ev.TimerFired(ev.InquireTimer()), 0.003)
+    assert node.controller is not None and node.controller.dead == {2: reason}
+
+
+def registers(node: ControlNode, site: int) -> list[ev.ControlEffect]:
+    """A site says who it is."""
     domain = Domain(f"p{site}", f"p{site}", "h", "a")
-    connection = Connection(b"s" * 16, _ignore, _ignore, _ignore)
-    control._on_register(connection, wire.Register(site, "127.0.0.1", number, 7, domain))
+    message = wire.Register(site, "127.0.0.1", 1, 7, domain)
+    return node.handle(ev.SiteSaid(SiteId(site), message), 0.0)
 
 
-def test_a_new_leader_launches_no_more_sites_than_there_were(control: Control) -> None:
+def test_a_new_leader_launches_no_more_sites_than_there_were(node: ControlNode) -> None:
     """The last one had launched 9 in place of a site whose death it could not commit, and 8 in
     place of another, which it could."""
-
-    async def only_one(sites: Any, addresses: Any) -> list[SiteId]:
-        return [SiteId(1)]
-
-    control._port = 0
-    control._gone = only_one  # type: ignore[method-assign]
-    known = committed(control, dict.fromkeys(range(4), ("127.0.0.1", 1)))
-    known = msgspec.structs.replace(known, launched=[8])
-    registers(control, 8, 1)
-    registers(control, 9, 1)
-    control.status = {1: {"site": 1}, 8: {"site": 8}}
-    control.loop.run_until_complete(control._take_over(known, 2))
-    controller = control.controller
-    assert controller is not None
+    known = msgspec.structs.replace(committed(node, EVERYWHERE), launched=[8])
+    registers(node, 8)
+    registers(node, 9)
+    node.status = {1: {"site": 1}, 8: {"site": 8}}
+    controller = take_over(node, known, gone=(1,))
     (new,) = controller.launched
     assert controller.replaced == {1: new}, "8 has come already"
-    assert set(controller.addresses) == {0, 2, 3, 8} and 9 not in control._connections
-    assert list(control.status) == [8], "what the dead said last counts no more"
+    assert set(controller.addresses) == {0, 2, 3, 8} and 9 not in node.connected
+    assert list(node.status) == [8], "what the dead said last counts no more"
 
 
 def test_a_process_that_is_ending_does_not_count_as_listening(control: Control) -> None:
@@ -127,7 +140,7 @@ def test_a_process_that_is_ending_does_not_count_as_listening(control: Control) 
             SiteId(0): ("127.0.0.1", dying.sockets[0].getsockname()[1]),
             SiteId(1): ("127.0.0.1", port),
         }
-        assert await control._gone(addresses, addresses) == [0]
+        assert await control._gone(addresses) == [0]
         dying.close()
         alive.close()
 
@@ -139,81 +152,88 @@ def _ignore(*_: Any) -> None: ...
 
 def test_whoever_is_alone_leads_however_long_it_stood_still(control: Control) -> None:
     """There is nobody it could have been replaced by; to begin again would give all rows again."""
-    control._port, control.options = 0, Options(lease=0.02)
+    control.node.options = Options(lease=0.02)
 
     async def main() -> None:
-        leading = asyncio.ensure_future(control._keep_leading())
-        while control.controller is None:
-            await asyncio.sleep(0.001)
+        control.handle(ev.Began())
         first = control.controller
+        assert first is not None
         control._arbiter._extend(first.term, 0)  # type: ignore[attr-defined]
         await asyncio.sleep(0.1)
-        leading.cancel()
+        control.handle(ev.TimerFired(ev.LeadTimer()))
         assert control.controller is first
 
     control.loop.run_until_complete(asyncio.wait_for(main(), 20))
 
 
-def test_two_are_apart_when_both_say_so_or_one_for_long(control: Control) -> None:
-    async def nobody(*_: Any) -> list[SiteId]:
-        return []
-
-    control._port = 0
-    control._gone = nobody  # type: ignore[method-assign]
-    known = committed(control, dict.fromkeys(range(4), ("127.0.0.1", 1)))
-    control.loop.run_until_complete(control._take_over(known, 1))
-    assert control.controller is not None
-    connections = [Connection(b"s" * 16, _ignore, _ignore, _ignore) for _ in range(4)]
+def test_two_are_apart_when_both_say_so_or_one_for_long(node: ControlNode) -> None:
+    controller = take_over(node, committed(node, EVERYWHERE))
+    settle(node)
 
     def dead_after(site: int, *words: wire.Message) -> set[int]:
-        connections[site].id = site
         for word in words:
-            control._on_message(connections[site], word, memoryview(b""))
-        control._part(time.monotonic() + control.options.lease_s / 2)
-        assert control.controller is not None
-        return set(control.controller.dead)
+            node.handle(ev.SiteSaid(SiteId(site), word), 0.0)
+        # Not everything that the watch does: nobody has beaten since.
+        node.part(node.options.lease_s / 2)
+        settle(node)
+        return set(controller.dead)
 
+    for site in range(4):
+        node.handle(ev.SiteSaid(SiteId(site), wire.Beat()), 0.0)
     assert dead_after(0, wire.Unheard(2, 2, "how")) == set()
     assert dead_after(2, wire.Beat(busy=True), wire.Unheard(0, 2, "how")) == set(), (
         "2 is in a long call"
     )
-    control._detector.forget(SiteId(2))
+    node.detector.forget(SiteId(2))
     assert dead_after(2, wire.Unheard(0, 2, "how")) == {2}
     assert dead_after(1, wire.Unheard(0, ALONE_LEASES - 1, "how")) == {2}
     assert dead_after(1, wire.Unheard(0, ALONE_LEASES, "how")) == {0, 2}, "1 has what 2 had"
 
 
-def test_a_replica_that_gets_nothing_for_long_is_given_up(control: Control) -> None:
-    async def nobody(*_: Any) -> list[SiteId]:
-        return []
+def settle(node: ControlNode) -> None:
+    """Have the arbiter commit whatever it was asked to."""
+    while (ask := node.leadership._committing) is not None:
+        entry = ask.entry
+        assert isinstance(entry, Entry)
+        after = Entry(entry.version + 1, entry.term, entry.holder, ask.value)
+        node.handle(core.Committed(ask, after), 0.0)
 
-    control._port = 0
-    control._gone = nobody  # type: ignore[method-assign]
-    known = committed(control, dict.fromkeys(range(4), ("127.0.0.1", 1)))
-    control.loop.run_until_complete(control._take_over(known, 1))
-    controller = control.controller
-    assert controller is not None
+
+def test_a_replica_that_gets_nothing_for_long_is_given_up(node: ControlNode) -> None:
+    controller = take_over(node, committed(node, EVERYWHERE))
     controller.handle(SitesFailed((SiteId(1),), "killed"))
     domain = Domain("p9", "p9", "h", "a")
-    controller.handle(SiteRegistered(SiteId(9), ("127.0.0.1", 1), domain))
+    controller.handle(SiteRegistered(SiteId(NEW), ("127.0.0.1", 1), domain))
 
     def joins() -> list[TaskId]:
         assert controller.view is not None
         return [u for u in controller.view.tasks() if controller.view.group(u).joining]
 
     first, *others = joins()
-    begun, limit = time.monotonic(), max(JOIN_S_MAX, 10 * control.options.lease_s)
-    copying = [{"task": list(u), "to": 9, "bytes_left": 500} for u in joins()]
-    control.status = {0: {"copying": copying}}
-    control._give_up_joins(begun)
-    control._give_up_joins(begun + limit - 1)
+    begun, limit = 5.0, max(JOIN_S_MAX, 10 * node.options.lease_s)
+    copying = [{"task": list(u), "to": NEW, "bytes_left": 500} for u in joins()]
+    node.status = {0: {"copying": copying}}
+    node.give_up_joins(begun)
+    node.give_up_joins(begun + limit - 1)
     for replica in copying[1:]:
         replica["bytes_left"] = 400
-    control._give_up_joins(begun + limit - 0.5)
+    node.give_up_joins(begun + limit - 0.5)
     assert joins() == [first, *others]
-    control._give_up_joins(begun + limit + 1)
+    node.give_up_joins(begun + limit + 1)
     assert joins() == others, "these have got something"
     assert any("got nothing for more than" in line for line in controller.history)
+
+
+def test_a_lease_is_renewed_until_it_is_lost(node: ControlNode) -> None:
+    (ask,) = (e for e in node.handle(ev.Began(), 0.0) if isinstance(e, AskLead))
+    node.handle(core.LeadGranted(ask, Entry(1, 1, "me"), 60.0), 0.0)
+    effects = node.handle(ev.TimerFired(ev.LeadTimer()), 12.0)
+    (renew,) = (e for e in effects if isinstance(e, AskRenew))
+    node.handle(core.Renewed(renew, 60.0), 13.0)
+    node.handle(ev.TimerFired(ev.InquireTimer()), 71.9)
+    assert node.controller is not None
+    node.handle(ev.TimerFired(ev.InquireTimer()), 72.0)
+    assert node.controller is None, "60 s after it asked, not after it heard"
 
 
 @pytest.mark.parametrize(

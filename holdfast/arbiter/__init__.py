@@ -34,10 +34,16 @@ class Entry:
 class Arbiter(ABC):
     """One party's access to the entry of one flow. Each party has its own object."""
 
-    def __init__(self, flow: str) -> None:
-        self.flow = flow
+    def __init__(self, flow: str, lease_s: float) -> None:
+        self.flow, self._lease_s = flow, lease_s
         self._term = 0
         """The term that this object last led, as far as it knows; 0 if none."""
+
+    @property
+    def lease_s(self) -> float:
+        """For how long nobody else can lead after a `lead` or `renew` that went through, from
+        before it was called."""
+        return self._lease_s
 
     @abstractmethod
     def read(self) -> Entry:

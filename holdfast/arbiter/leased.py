@@ -27,7 +27,7 @@ class LeasedArbiter(Arbiter):
     """The rules of leadership, over five primitives that a subclass implements."""
 
     def __init__(self, flow: str, lease_s: float) -> None:
-        super().__init__(flow)
+        super().__init__(flow, lease_s)
         self._lease_ns = round(lease_s * 1e9)
 
     @abstractmethod
@@ -70,7 +70,7 @@ class LeasedArbiter(Arbiter):
         deposed = despite is not None and despite.term == last.term
         if now < self._until_ns(record) and not deposed:
             mine = last.term == self._term and last.holder == holder
-            return last if mine else None
+            return last if mine and self.renew(last) else None
         entry = Entry(last.version + 1, last.term + 1, holder, last.value)
         if not self._append(VersionRecord(entry, self._clock_ns() + self._lease_ns)):
             return None

@@ -43,7 +43,7 @@ class ZooKeeperArbiter(Arbiter):
     """An arbiter at ``host:port,host:port``. The session starts in the background."""
 
     def __init__(self, hosts: str, flow: str, lease_s: float) -> None:
-        super().__init__(flow)
+        super().__init__(flow, lease_s)
         self.hosts = hosts
         root = f"/holdfast/{quote(flow, safe='')}"
         self._entry, self._leader = f"{root}/entry", f"{root}/leader"
@@ -53,7 +53,26 @@ class ZooKeeperArbiter(Arbiter):
             connection_retry={"max_tries": -1, "delay": 0.05, "backoff": 2, "max_delay": 0.5},
             logger=LOG,
         )
+        self._session_s: float | None = None
+        self._note_sessions()
         self._client.start_async()
+
+    @property
+    def lease_s(self) -> float:
+        """The server may grant another time-out than was asked for, by default at least 4 s."""
+        return self._session_s or self._lease_s
+
+    def _note_sessions(self) -> None:
+        """kazoo keeps the time-out that was granted to itself."""
+        connection = self._client._connection
+        connect = connection._connect
+
+        def noted(*args: Any) -> Any:
+            read_ms, connect_ms = connect(*args)
+            self._session_s = read_ms * 1.5 / 1e3
+            return read_ms, connect_ms
+
+        connection._connect = noted
 
     def read(self) -> Entry:
         def sync_and_get() -> Any:

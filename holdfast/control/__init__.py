@@ -1,2 +1,4 @@
-"""The control plane of a flow: its server, start-up, applications, checkpoints, and the run
-handle."""
+"""The control of a flow: who leads, which view counts, what sites are told.
+
+`node.py` is pure and the same everywhere; `server.py` joins it to sockets, hosts and arbiter.
+"""

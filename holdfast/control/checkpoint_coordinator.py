@@ -94,10 +94,11 @@ class CheckpointCoordinator:
         common: RestorePoint,
         restore_point: RestorePoint | None,
         tell: Callable[[wire.Message], None],
+        term: Callable[[], int],
         fail: Callable[[Exception], None],
     ) -> None:
         self._store, self._common = store, common
-        self._tell, self._fail = tell, fail
+        self._tell, self._term, self._fail = tell, term, fail
         self._view: View | None = None
         """The last view that was committed."""
         self._place = store.place
@@ -180,7 +181,7 @@ class CheckpointCoordinator:
                 if not await self._write_records(records):
                     return
                 self.recorded = records[-1].epoch
-                self._tell(wire.Recorded(self.recorded))
+                self._tell(wire.Recorded(self._term(), self.recorded))
 
     def _next_records(self) -> list[EpochRecord]:
         found: list[EpochRecord] = []
@@ -255,7 +256,7 @@ class CheckpointCoordinator:
     def _apply(self, effect: StoreEffect) -> None:
         match effect:
             case OrderStore():
-                self._tell(wire.Store(effect.epoch, effect.after))
+                self._tell(wire.Store(self._term(), effect.epoch, effect.after))
             case WriteManifest():
                 self._writing = asyncio.get_running_loop().create_task(self._complete(effect))
 

@@ -29,11 +29,8 @@ from holdfast.core.effects import (
 )
 from holdfast.core.events import (
     ControllerEvent,
-    DoubtTimer,
     FlowFailed,
-    PatienceTimer,
     ProtectionWanted,
-    RejoinTimer,
     ReplicaBehind,
     ReplicaReported,
     SiteFinished,
@@ -56,6 +53,7 @@ from holdfast.core.layout import (
     partitions_of,
     place,
 )
+from holdfast.core.timers import DoubtTimer, PatienceTimer, RejoinTimer
 from holdfast.errors import HostError, HungError, InvariantError, SiteLostError
 
 
@@ -251,7 +249,7 @@ class Controller:
         if not all(s in self.addresses for s in self.sites):
             return []
         try:
-            placed = place(self.shape, self.sites, self.domains)
+            placed = self._with_replacements() or place(self.shape, self.sites, self.domains)
         except HostError as error:
             return self._end(State.FAILED, error)
         self._become(State.CONNECTING)
@@ -264,6 +262,29 @@ class Controller:
             }
         number = 0 if self.view is None else self.view.number + 1
         return self._commit(replace(placed, term=self.term, number=number))
+
+    def _with_replacements(self) -> View | None:
+        """The view that was committed before the flow could start, with what the lost sites had at
+        those that came in their place. The others have opened sinks and sequencers by it, and no
+        view takes such a thing from a site that lives."""
+        if self.view is None or len(self.view.members) != len(self.sites):
+            return None
+        instead = dict(zip(self.view.members, self.sites, strict=True))
+
+        def moved(sites: tuple[SiteId, ...]) -> tuple[SiteId, ...]:
+            return tuple(instead[s] for s in sites)
+
+        groups = tuple(
+            tuple(replace(c, replicas=moved(c.replicas), standbys=moved(c.standbys)) for c in stage)
+            for stage in self.view.groups
+        )
+        view = replace(self.view, members=tuple(self.sites), groups=groups)
+        fits = all(
+            may_join(self.shape.stages[u[0]], view.group(u).all[:n], site, self.domains)
+            for u in view.tasks()
+            for n, site in enumerate(view.group(u).all)
+        )
+        return view if fits else None
 
     def _commit(self, view: View) -> list[ControllerEffect]:
         self.view, self.shape = view, self.shape.under(view)

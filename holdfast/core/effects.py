@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.core.events import Timer
-from holdfast.core.ids import Epoch, ExchangeId, GroupId, SiteId, StageId, TaskId
+from holdfast.core.ids import Entry, Epoch, ExchangeId, GroupId, SiteId, StageId, TaskId
 from holdfast.core.layout import View
 from holdfast.core.records import EpochRecord
+from holdfast.core.timers import Timer
 from holdfast.core.upstream import Gap, Line, Log
 from holdfast.core.values import value
 
@@ -394,6 +394,89 @@ ControllerEffect = (
     | Wait
     | EndFlow
 )
+
+# --- of leadership ------------------------------------------------------------------------------
+
+
+@value
+class AskLead:
+    """Ask the arbiter for the lead; `despite` is the entry of a leader that is known to be dead.
+    Answer `LeadGranted` or `LeadRefused`; or, like to every ask, `ArbiterUnreachable`."""
+
+    number: int
+    despite: Entry | None
+
+
+@value
+class AskRenew:
+    """Ask it for more of the lease. Answer `Renewed` or `LeaseLost`."""
+
+    number: int
+    entry: Entry
+
+
+@value
+class AskRead:
+    """Ask it who leads. Answer `EntryRead`."""
+
+    number: int
+
+
+@value
+class AskResign:
+    """Give the lease of the entry's term up. Answer `Resigned`."""
+
+    number: int
+    entry: Entry
+
+
+@value
+class AskCommit:
+    """Have it put `value` after `entry`; `ends`: the flow is over with it. Answer `Committed` or
+    `CommitRefused`."""
+
+    number: int
+    entry: Entry
+    value: bytes
+    ends: bool
+
+
+ArbiterAsk = AskLead | AskRenew | AskRead | AskResign | AskCommit
+
+
+@value
+class BeginTerm:
+    """This application leads, if it can take over what the entry says: answer `TermTaken`."""
+
+    entry: Entry
+
+
+@value
+class EndTerm:
+    """It does not lead any more: forget everything that belongs to the term."""
+
+    term: int
+    reason: str
+
+
+@value
+class CommitDone:
+    """What was wanted first is committed, and may be acted on."""
+
+
+@value
+class FollowEntry:
+    """Find the leader that the entry names: `LeaderFound`, `LeaderMissed` or `LeaderGone`."""
+
+    entry: Entry
+
+
+@value
+class LeadershipOver:
+    """The flow has ended."""
+
+
+LeadershipEffect = ArbiterAsk | BeginTerm | EndTerm | CommitDone | FollowEntry | LeadershipOver
 
 # --- of the checkpoints of a flow that runs -----------------------------------------------------
 

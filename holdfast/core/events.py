@@ -5,10 +5,12 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
-from holdfast.core.ids import NO_EPOCH, Epoch, ExchangeId, GroupId, SiteId, StageId, TaskId
+from holdfast.core.effects import ArbiterAsk, AskCommit, AskLead, AskRead, AskRenew, AskResign
+from holdfast.core.ids import NO_EPOCH, Entry, Epoch, ExchangeId, GroupId, SiteId, StageId, TaskId
 from holdfast.core.layout import Domain, View
 from holdfast.core.protection import ProtectionSpec
 from holdfast.core.records import Block, EpochRecord
+from holdfast.core.timers import Timer
 from holdfast.core.upstream import Gap, Line, Log
 from holdfast.core.values import value
 
@@ -430,31 +432,6 @@ class SiteFinished:
 
 
 @value
-class DoubtTimer:
-    """How long to wait for word from a new replica whose donor died; the n-th time."""
-
-    number: int
-
-
-@value
-class PatienceTimer:
-    """How long a missing replica waits for the n-th site that was launched."""
-
-    number: int
-
-
-@value
-class RejoinTimer:
-    """The pause before a replica that could not be made is tried again."""
-
-    task: TaskId
-
-
-Timer = DoubtTimer | PatienceTimer | RejoinTimer
-"""What the controller waits for."""
-
-
-@value
 class WaitOver:
     """The time asked for with `Wait` has passed."""
 
@@ -475,6 +452,158 @@ class StopRequested:
 
     drain: bool
 
+
+# --- of leadership ------------------------------------------------------------------------------
+
+
+@value
+class LeadDue:
+    """It is time to ask for the lead, or for more of it."""
+
+
+@value
+class LeadGranted:
+    """The arbiter has begun a term with this application as its leader. Nobody else can lead for
+    `lease_s` from when it was asked."""
+
+    ask: AskLead
+    entry: Entry
+    lease_s: float
+
+
+@value
+class LeadRefused:
+    """Another application leads."""
+
+    ask: AskLead
+
+
+@value
+class Renewed:
+    """Nobody else can lead for `lease_s` from when it was asked."""
+
+    ask: AskRenew
+    lease_s: float
+
+
+@value
+class LeaseLost:
+    """The lease has run out; without an `ask`: by this application's own clock."""
+
+    ask: AskRenew | None
+    reason: str
+
+
+@value
+class Resigned:
+    """The lease is given up."""
+
+    ask: AskResign
+
+
+@value
+class EntryRead:
+    """What the arbiter has."""
+
+    ask: AskRead
+    entry: Entry
+
+
+@value
+class TermTaken:
+    """The flow is taken over in this term, or begun."""
+
+    term: int
+
+
+@value
+class CommitWanted:
+    """What the leader knows has changed, and nobody may act on it before it is committed."""
+
+    term: int
+    value: bytes
+
+
+@value
+class EndWanted:
+    """The leader has ended the flow. Nobody is told before that is committed."""
+
+    term: int
+    value: bytes
+
+
+@value
+class Committed:
+    """The arbiter has taken it."""
+
+    ask: AskCommit
+    entry: Entry
+
+
+@value
+class EndCommitted:
+    """The same, of the end."""
+
+
+@value
+class CommitRefused:
+    """Another one leads, or may."""
+
+    ask: AskCommit
+    reason: str
+
+
+@value
+class ArbiterUnreachable:
+    """There is no answer. Whether the ask took effect is not known."""
+
+    ask: ArbiterAsk
+    reason: str
+
+
+@value
+class LeaderFound:
+    """There is a connection to the leader."""
+
+    holder: str
+
+
+@value
+class LeaderMissed:
+    """There is none any more."""
+
+
+@value
+class LeaderGone:
+    """Nobody listens where the leader of this entry did."""
+
+    entry: Entry
+
+
+@value
+class FlowEnded:
+    """The leader says so, or the arbiter."""
+
+
+LeadershipEvent = (
+    LeadDue
+    | LeadGranted
+    | LeadRefused
+    | Renewed
+    | LeaseLost
+    | Resigned
+    | EntryRead
+    | TermTaken
+    | CommitWanted
+    | EndWanted
+    | Committed
+    | CommitRefused
+    | ArbiterUnreachable
+    | LeaderFound
+    | LeaderMissed
+    | LeaderGone
+    | FlowEnded
+)
 
 # --- of the checkpoints of a flow that runs -----------------------------------------------------
 

@@ -1,6 +1,7 @@
-"""What the leading control knows of who lives, who hears whom, and which replicas get on: no I/O.
+"""The failure detector of a control: who lives, who hears whom, and which new replicas get on.
 
-All times are those of one clock, in seconds.
+It only says what it has noticed; what follows from that is for the controller. All times are those
+of one clock, in seconds.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from typing import Any
 from holdfast.core.events import Call
 from holdfast.core.ids import GroupId, SiteId, StageId, TaskId
 from holdfast.core.layout import View
-from holdfast.core.peer_monitor import BEATS_PER_LEASE, PATIENCE_LEASES
 
+BEATS_PER_LEASE = 4
+"""How often sites say something to each other, if only that they live."""
+PATIENCE_LEASES = 2
+"""A site complains of another when it has heard nothing of it for so many leases."""
 ALONE_LEASES = 5
 """After so many leases it counts that one site does not hear another, though only one says so."""
 JOIN_S_MAX = 10.0

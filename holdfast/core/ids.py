@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NewType
+from typing import NewType, Protocol
 
 Epoch = NewType("Epoch", int)
 SiteId = NewType("SiteId", int)
@@ -22,3 +22,16 @@ STORE = SiteId(-1)
 
 NO_EPOCH = Epoch(-1)
 """Before the first epoch, which is 0."""
+
+
+class Entry(Protocol):
+    """What an arbiter has decided (`holdfast.arbiter.Entry`); its value is opaque."""
+
+    @property
+    def term(self) -> int: ...
+
+    @property
+    def holder(self) -> str: ...
+
+    @property
+    def value(self) -> bytes: ...

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from holdfast.core.failure_detector import BEATS_PER_LEASE, PATIENCE_LEASES
 from holdfast.core.ids import SiteId
-
-BEATS_PER_LEASE = 4
-PATIENCE_LEASES = 2
 
 
 class PeerMonitor:

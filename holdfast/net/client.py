@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 
@@ -14,6 +14,7 @@ from holdfast.engine.batches import cut, to_ipc
 from holdfast.errors import HostError, ProtocolError
 from holdfast.net import wire
 
+M = TypeVar("M", bound=wire.Message)
 UNANSWERED_MAX = 16
 """So many pieces of rows may be on their way to the ingress."""
 
@@ -108,13 +109,15 @@ class Client:
         """Send a message that nobody answers."""
         self._socket.sendall(wire.encode(message))
 
-    def heard(self, kind: type[wire.Message]) -> bool:
-        """Whether a message of this kind has come, from a side that says nothing else."""
+    def heard(self, kind: type[M]) -> M | None:
+        """The message of this kind that has come, if one has, from a side that says nothing
+        else."""
         try:
             self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return False
-        return isinstance(self._receive(kind), kind)
+            return None
+        message: M = self._receive(kind)
+        return message
 
     def ask(self, message: wire.Message) -> str:
         """Send a message and wait until the ingress has taken it; its remark."""

@@ -104,6 +104,8 @@ class Seen(Message, frozen=True):
 class Start(Message, frozen=True):
     """Everybody is connected: read your sources."""
 
+    term: Number
+
 
 class CatchUp(Message, frozen=True):
     """Hand the task over to the new replica at `joiner`. `term` is that of the leader who says
@@ -119,6 +121,7 @@ class Retain(Message, frozen=True):
     """All members act on the view with this number: say of each task that shall be rebuilt if it
     is lost when all is kept that this takes."""
 
+    term: Number
     number: Number
 
 
@@ -164,6 +167,7 @@ class Beat(Message, frozen=True):
 class Launch(Message, frozen=True):
     """The leading application to another: start this site."""
 
+    term: Number
     site: Number
 
 
@@ -177,19 +181,26 @@ class Exited(Message, frozen=True):
 class Fenced(Message, frozen=True):
     """You were declared dead, or are none of ours: leave."""
 
+    term: Number
+
 
 class Drain(Message, frozen=True):
     """Take no more rows (only to the sequencer's site)."""
+
+    term: Number
 
 
 class Pause(Message, frozen=True):
     """Cut no epochs for the time being, or do again (only to the sequencer's site)."""
 
+    term: Number
     paused: bool
 
 
 class Dismiss(Message, frozen=True):
-    """The flow is over; leave."""
+    """The flow is over, and that is committed; leave."""
+
+    term: Number
 
 
 class Finished(Message, frozen=True):
@@ -220,6 +231,7 @@ class Cut(Message, frozen=True):
 class Recorded(Message, frozen=True):
     """Records up to this epoch outlive all of us: sinks may take it."""
 
+    term: Number
     epoch: EpochNumber
 
 
@@ -227,6 +239,7 @@ class Store(Message, frozen=True):
     """Store the tasks that you lead as they are after this epoch: see `StoreOrdered`. Whatever was
     ordered before is void."""
 
+    term: Number
     epoch: EpochNumber
     after: EpochNumber | None
 
@@ -657,6 +670,8 @@ _encoder = msgspec.msgpack.Encoder()
 
 _CONTROLLERS_ONLY = (NewView, Start, CatchUp, Retain, Drain, Pause, Dismiss, Recorded, Store)
 _FEEDERS_ONLY = (PushBegin, PushOpen, PushRows, PushDone, PushCommit, PushEnd)
+ORDERS = (*_CONTROLLERS_ONLY, Fenced)
+"""What a leading control tells sites. All of it carries the term of that leader."""
 READER = "reader"
 PULSE = "pulse"
 """A thread of a site, which says that the site lives while that is at work."""
@@ -694,6 +709,13 @@ def check_speaker(role: str, message: Message) -> None:
         expected = ("site", SERVER)
     if role not in expected:
         raise ProtocolError(f"{type(message).__name__} is not for a {role} to say")
+
+
+def term_of(message: Message) -> int | None:
+    """The term of the leader that gives an order; None if it is no order."""
+    if isinstance(message, NewView):
+        return message.view.term
+    return getattr(message, "term", None) if isinstance(message, ORDERS) else None
 
 
 def encode(message: Message, body_length: int = 0) -> bytes:

@@ -146,6 +146,8 @@ class Node:
         """Whether nothing is left to do here in this view but to store tasks."""
         self._codec = codec or Codec()
         self.view: View | None = None
+        self.term = 0
+        """The last one in which a leader has given this site orders."""
         self.stages = SiteStages(
             plan,
             site,
@@ -186,6 +188,18 @@ class Node:
 
     # --- what a shell calls ---------------------------------------------------------------------
 
+    def obeys(self, order: wire.Message) -> bool:
+        """Whether an order of a leading control counts: not if a later leader has given one. A view
+        of old is told from the others by `View.replaces`."""
+        term = wire.term_of(order)
+        if term is None:
+            return True
+        if term < self.term and not isinstance(order, wire.NewView):
+            log.info("site %s: %s of term %s is void", self.site, type(order).__name__, term)
+            return False
+        self.term = max(self.term, term)
+        return True
+
     def on_view(self, view: View) -> None:
         """Act on a view, unless a later one came before."""
         known = self.view
@@ -197,7 +211,11 @@ class Node:
             for (task, site), (joined_view, reason) in self._failed_replicas.items()
             if self._joined_view_of_joiner(task, site) == joined_view
         }
-        if known is None and self.site in view.sequencers:
+        # Not only in the first view: all is placed again if a site is lost before the start.
+        from_start = self.site in view.sequencers and not view.group(FIRST).joined_view_of(
+            self.site
+        )
+        if from_start and self.sequencer is None:
             self.sequencing.open()
         self.stages.on_view(view)
         self._handle(ViewCommitted(view))

@@ -33,9 +33,10 @@ import pyarrow as pa
 from holdfast.api.graph import Flow
 from holdfast.api.options import Options
 from holdfast.core.effects import IngestEpochs
+from holdfast.core.failure_detector import BEATS_PER_LEASE
 from holdfast.core.ids import NO_EPOCH, STORE, Epoch, SiteId
 from holdfast.core.layout import Domain
-from holdfast.core.peer_monitor import BEATS_PER_LEASE, PeerMonitor, Standstill
+from holdfast.core.peer_monitor import PeerMonitor, Standstill
 from holdfast.engine.memory import NO_STATE, is_out_of_memory, limit_bytes, out_of_memory
 from holdfast.errors import HoldfastError, OutOfMemoryError, ProtocolError
 from holdfast.net import wire
@@ -340,7 +341,7 @@ class Site:
             connection.abort()
             return
         if site in self._dead:
-            connection.send(wire.Fenced())
+            connection.send(wire.Fenced(self.node.term))
             connection.close()
             return
         old = self._peers.get(site)
@@ -457,6 +458,8 @@ class Site:
 
     def _receive(self, connection: Connection, message: wire.Message, body: memoryview) -> None:
         wire.check_speaker(connection.role, message)
+        if connection.role == wire.SERVER and not self.node.obeys(message):
+            return
         match message:
             case wire.NewView():
                 self._on_new_view(message)
@@ -605,7 +608,8 @@ class Site:
                 client = Client(address, self.config.secret, (wire.PULSE, self.id))
                 while not self._left.is_set():
                     client.tell(self._pulse(still, time.monotonic()))
-                    if client.heard(wire.Fenced):
+                    fenced = client.heard(wire.Fenced)
+                    if fenced is not None and fenced.term >= self.node.term:
                         self._end_if_hung()
                     self._left.wait(pause)
                 client.close()

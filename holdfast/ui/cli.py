@@ -122,6 +122,9 @@ def _add_sim(commands: Any) -> None:
     sim.add_argument(
         "--then", choices=protocols, help="protect the first keyed stage so later on, meanwhile"
     )
+    sim.add_argument(
+        "--apps", type=int, default=0, help="applications (several for one run in eight)"
+    )
     sim.add_argument("--bug", help="plant a bug, to see it caught; 'list' names them")
     sim.add_argument("--exhaustive", action="store_true", help="every crash point of a small flow")
     sim.add_argument("--out", default=".", help="where drawings of failures go (.)")
@@ -348,9 +351,9 @@ def _sim(options: argparse.Namespace, console: Console) -> int:
         return exhaust.explore(console, bug)
     first, what = options.seed or 0, (options.flow, options.protocol, None, options.then)
     if options.trace:
-        (case,) = command.cases_of(range(first, first + 1), what, bug)
+        (case,) = command.cases_of(range(first, first + 1), what, bug, options.apps)
         return command.replay(case, out, console, bug)
-    cases = command.cases_of(range(first, first + options.seeds), what, bug)
+    cases = command.cases_of(range(first, first + options.seeds), what, bug, options.apps)
     return command.explore(cases, out, console, bug)
 
 

@@ -249,4 +249,4 @@ def test_errors_survive_pickling(error: HoldfastError) -> None:
 
 def test_the_interface_is_all_there_is() -> None:
     offered = {n for n in dir(Arbiter) if not n.startswith("_")}
-    assert offered == {"read", "commit", "lead", "renew", "resign", "close"}
+    assert offered == {"lease_s", "read", "commit", "lead", "renew", "resign", "close"}

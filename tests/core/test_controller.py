@@ -26,11 +26,8 @@ from holdfast.core.effects import (
 )
 from holdfast.core.events import (
     Call,
-    DoubtTimer,
     FlowFailed,
-    PatienceTimer,
     ProtectionWanted,
-    RejoinTimer,
     ReplicaBehind,
     ReplicaReported,
     SiteFinished,
@@ -39,13 +36,13 @@ from holdfast.core.events import (
     SitesHung,
     SitesPartitioned,
     StopRequested,
-    Timer,
     ViewSeen,
     WaitOver,
 )
 from holdfast.core.ids import GroupId, SiteId, StageId
 from holdfast.core.layout import Domain, Shape, StageShape, place, spans
 from holdfast.core.protection import ProtectionSpec
+from holdfast.core.timers import DoubtTimer, PatienceTimer, RejoinTimer, Timer
 from holdfast.errors import HostError, HungError, InvariantError, SiteLostError
 
 SHAPE = Shape(

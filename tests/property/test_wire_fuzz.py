@@ -107,11 +107,11 @@ MESSAGES: list[tuple[wire.Message, bytes]] = [
             wire.Register(1, "host", 99, 5, Domain("p", "e", "h", "a")),
             wire.NewView(VIEW, {0: ("h", 1), 3: ("h", 2)}),
             wire.Seen(0, 1),
-            wire.Start(),
+            wire.Start(1),
             wire.CatchUp(0, 1, 0, 2),
-            wire.Retain(4),
-            wire.Recorded(7),
-            wire.Store(9, None),
+            wire.Retain(1, 4),
+            wire.Recorded(1, 7),
+            wire.Store(1, 9, None),
             wire.TaskFiles(
                 1, 0, 9, 5, [("state", "a", True)], EXTRAS, [(8, 3)], "b", {"a": INFO}, False
             ),
@@ -122,12 +122,12 @@ MESSAGES: list[tuple[wire.Message, bytes]] = [
             wire.TellLog(0, 0, 0, 2, -1, 3, 1, ((1, 0, 2),)),
             wire.Unheard(1, 2, "connected"),
             wire.Beat(),
-            wire.Launch(3),
+            wire.Launch(1, 3),
             wire.Exited(3, "gone"),
-            wire.Fenced(),
-            wire.Drain(),
-            wire.Pause(True),
-            wire.Dismiss(),
+            wire.Fenced(1),
+            wire.Drain(1),
+            wire.Pause(1, True),
+            wire.Dismiss(1),
             wire.Finished(1),
             wire.Status(b"{}"),
             wire.Failed("FlowError", {"message": "x", "hint": None}),
@@ -300,7 +300,7 @@ def both(main: Any) -> None:
 
 @FUZZ
 @given(st.one_of(st.binary(max_size=600), mutated()), cuts, st.booleans())
-@example(encoded(wire.Start()), [1], False)
+@example(encoded(wire.Start(1)), [1], False)
 @example(encoded(wire.Hello("site", 1, b"", b"")), [300], True)
 @example(wire.PREFIX.pack(0, 1000) + b"\x91" * 1000, [300], False)  # nested beyond all bounds
 def test_strangers_get_nowhere(data: bytes, sizes: list[int], dials: bool) -> None:

@@ -127,15 +127,15 @@ def test_a_site_may_get_its_view_long_after_its_peer(kept, monkeypatch) -> None:
     """The peer has connected to it by then, and that connection must stay."""
     from holdfast.control.server import Control
 
-    give = Control._give_view
+    send = Control._send
 
-    def late_to_site_1(self, site) -> None:
-        if site == 1 and not self._started:
-            self.loop.call_later(1, give, self, site)
+    def late_to_site_1(self, site, message) -> None:
+        if site == 1 and not self.started:
+            self.loop.call_later(1, send, self, site, message)
         else:
-            give(self, site)
+            send(self, site, message)
 
-    monkeypatch.setattr(Control, "_give_view", late_to_site_1)
+    monkeypatch.setattr(Control, "_send", late_to_site_1)
     flow = Flow("late")
     source = flow.source("numbers", generator(numbers, NUMBERS, rows=1_000))
     source.key_by("k").agg(n=F.count()).sink("out", discard())

@@ -28,9 +28,10 @@ from holdfast.api.options import Options
 from holdfast.api.protection import Protection, active, none, pairs, passive, rollback, upstream
 from holdfast.connectors.sinks import Authority, Sink, SinkWriter, discard
 from holdfast.connectors.sources import Position, Source, SplitReader
+from holdfast.control import events as ev
+from holdfast.control.node import ControlNode
 from holdfast.core.controller import Controller
 from holdfast.core.effects import ControllerEffect
-from holdfast.core.events import SitesFailed
 from holdfast.core.ids import GroupId, SiteId, StageId
 from holdfast.core.layout import View
 from holdfast.core.sequencer import Budget
@@ -40,7 +41,7 @@ from holdfast.errors import InvariantError
 from holdfast.lab.paper.layouts import Parameters
 from holdfast.lab.paper.measure import Recovery, recovery_of
 from holdfast.lab.sim.timed import Pace, TimedWorld
-from holdfast.lab.sim.world import CONTROLLER, Down, Link, World, _Port
+from holdfast.lab.sim.world import Down, Link, World, _Port
 from holdfast.net import wire
 from holdfast.site.node import Node
 
@@ -163,9 +164,11 @@ class WiredWorld(TimedWorld):
         super().__init__(flow, sites=SITES, seed=seed, options=options, pace=pace)
         source.world = self
         self.stage = next(s for s in self.plan.stages if s.source is None and s.sink is None)
-        self.controller = _Spread(self.shape, list(self.nodes))
         for stage in self.plan.sinks:
             stage.sink = _ArrivalSink(self)
+
+    def make_control(self, app: int) -> ControlNode:
+        return ControlNode(self.shape, self.options, holder="0", sites=SITES, machine=_Spread)
 
     def make_node(self, site: SiteId) -> Node:
         return Node(self.plan, site, self.options, _Port(self, site), now=self.now)
@@ -176,7 +179,7 @@ class WiredWorld(TimedWorld):
     def _schedule(self, link: Link, item: Any) -> None:
         """Send the messages of a link one after the other; each arrives with its last byte."""
         nbytes = len(wire.encode(item[0])) + len(item[1]) if isinstance(item, tuple) else 0
-        if CONTROLLER not in link and isinstance(item, tuple):
+        if min(link) >= 0 and isinstance(item, tuple):
             self._count(item[0], nbytes)
         begun = max(self._free.get(link, 0.0), self.time)
         self._free[link] = begun + nbytes / self.pace.bytes_per_s
@@ -204,7 +207,8 @@ class WiredWorld(TimedWorld):
                 self.network[link] = deque([Down()])
                 self.deliver(link)
             self.network.pop(link, None)
-        self._control(SitesFailed((site,), "crashed"))
+        self.control(0, ev.ProcessExited(site, "crashed"))
+        self.control(0, ev.TimerFired(ev.InquireTimer()))
         for other in list(self.nodes):
             self._rouse(other)
 
@@ -234,6 +238,7 @@ class PaperRun:
             acks=interval,
             retry_stalled=NEVER_S,
             relaunch=NEVER_S,
+            arbiter=0.0,
         )
         options = Options(
             partitions=1,

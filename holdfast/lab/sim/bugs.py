@@ -13,13 +13,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from holdfast.control.leading import Leading
+from holdfast.control.node import ControlNode
+from holdfast.control.orders import dismissals
 from holdfast.core.controller import Controller
 from holdfast.core.dataflow import Dataflow
 from holdfast.core.donor import Donor
-from holdfast.core.effects import PublishRecord
+from holdfast.core.effects import CommitView, FenceSite, PublishRecord, StartFlow
 from holdfast.core.exchange import Consumer, Producer
 from holdfast.core.ids import NO_EPOCH, Epoch, GroupId
 from holdfast.core.layout import PartitionGroup, View
+from holdfast.core.leadership import Leadership
 from holdfast.core.records import EpochRecord
 from holdfast.core.replica import Replica
 from holdfast.core.sequencer import Sequencer
@@ -29,7 +33,6 @@ from holdfast.engine.state import StateTable
 from holdfast.engine.watermark import Watermark
 from holdfast.lab.sim.explore import Case, forget
 from holdfast.lab.sim.faults import KINDS, Fault
-from holdfast.lab.sim.timed import TimedWorld
 from holdfast.lab.sim.world import World
 from holdfast.site.egress import Egress
 from holdfast.site.handover import Checkpoint, Incoming
@@ -59,6 +62,8 @@ class Bug:
     """How the first keyed stage is protected later on, if not in the same way all the time."""
     faults: tuple[Fault, ...] | None = None
     """The schedule that brings it out, where those that seeds give hardly ever do."""
+    apps: int = 1
+    """How many applications it takes."""
     seeds: int = 60
     """It is caught within so many."""
 
@@ -66,7 +71,7 @@ class Bug:
         """A run that may bring it out."""
         case = Case(seed, self.flow, self.protocol, kinds=self.kinds, beyond=self.beyond)
         sites = 3 if self.faults else 0  # a schedule names its sites by rank
-        return replace(case, then=self.then, faults=self.faults, sites=sites)
+        return replace(case, then=self.then, faults=self.faults, sites=sites, apps=self.apps)
 
     @contextmanager
     def planted(self) -> Iterator[None]:
@@ -105,10 +110,11 @@ def _not_fenced(_: Any) -> Any:
 
 
 def _not_committed(right: Any) -> Any:
-    def commit(self: TimedWorld, effect: Any) -> None:
-        if self.arbiter_back > self.time:
-            self.give_out(effect)
-        right(self, effect)
+    def commit(self: ControlNode, leading: Leading) -> None:
+        for effect in leading.waiting:
+            if isinstance(effect, CommitView):
+                self._carry_out_all([effect])
+        right(self, leading)
 
     return commit
 
@@ -404,8 +410,63 @@ def _follows_what_was_received(_: Any) -> Any:
     return property(lambda self: self.reached(0))
 
 
+def _end_not_committed(right: Any) -> Any:
+    def commit(self: ControlNode, leading: Leading) -> None:
+        if leading.ends:
+            self._do(*dismissals(leading, self.connected))
+        right(self, leading)
+
+    return commit
+
+
+def _start_not_committed(right: Any) -> Any:
+    def commit(self: ControlNode, leading: Leading) -> None:
+        for effect in leading.waiting:
+            if isinstance(effect, StartFlow):
+                self._carry_out_all([effect])
+        right(self, leading)
+
+    return commit
+
+
+def _fences_outlive_the_term(right: Any) -> Any:
+    def decide(self: ControlNode, effects: Any) -> None:
+        assert self.leading is not None
+        term, kept = self.leading.term, self.__dict__.setdefault("to_fence", {})
+        if not self.leading.frozen:
+            kept.pop(term, None)
+        old = [e for other in list(kept) if other != term for e in kept.pop(other)]
+        kept.setdefault(term, []).extend(e for e in effects if isinstance(e, FenceSite))
+        right(self, [*old, *effects])
+
+    return decide
+
+
+def _lease_not_watched(_: Any) -> Any:
+    def handle(self: Leadership, event: Any, now: float) -> Any:
+        self.lease_until = float("inf") if self.leads else self.lease_until
+        return self._handle(event, now)
+
+    return handle
+
+
+def _overtaken_views_are_given_out(_: Any) -> Any:
+    def add(self: Leading, effect: Any) -> None:
+        self.waiting.append(effect)
+
+    return add
+
+
+def _no_probe(right: Any) -> Any:
+    def take_over(self: ControlNode, entry: Any, known: Any, gone: Any) -> None:
+        right(self, entry, known, ())
+
+    return take_over
+
+
 _passive = partial(Bug, flow="times", protocol="passive", kinds=("crash", "crash of two"))
 _upstream = partial(Bug, flow="times", protocol="upstream", kinds=("crash", "crash of two"))
+_apps = partial(Bug, apps=2, kinds=("crash", "controller"))
 _changes = partial(Bug, flow="times", kinds=("crash", "crash of two"))
 
 _FAILED_REPLICA_IS_NOT_COMMITTED = (
@@ -415,6 +476,16 @@ _FAILED_REPLICA_IS_NOT_COMMITTED = (
     Fault("controller", 0.075),
 )
 
+_SILENT_WHILE_NOBODY_COMMITS = (
+    Fault("cut off", 0.02, who=1, seconds=0.15),
+    Fault("arbiter", 0.08, seconds=0.25),
+)
+_LOST_AT_THE_START = (
+    Fault("controller", 0.0),
+    Fault("crash", 0.06, who=1),
+)
+_CUT_OFF = (Fault("no arbiter", 0.03, seconds=0.4), Fault("crash", 0.16, who=1))
+
 BUGS = [
     Bug("forgotten ack", "replicas that do not send get no acks",
         Consumer, "acks", _no_acks_to_followers),
@@ -423,7 +494,7 @@ BUGS = [
     Bug("no fencing", "frames of who is no member count",
         World, "fence", _not_fenced, kinds=("zombie",)),
     Bug("view not committed", "a view is given out while the arbiter is away",
-        TimedWorld, "commit", _not_committed, kinds=("arbiter", "crash")),
+        ControlNode, "_commit", _not_committed, kinds=("arbiter", "crash")),
     Bug("snapshot within an epoch", "state is handed over as it is, whatever was received",
         Dataflow, "_on_catch_up_ordered", _within_an_epoch),
     Bug("trim too early", "a frame goes when the first replica has it",
@@ -496,4 +567,16 @@ BUGS = [
         Controller, "_lacks_retention", _retention_not_awaited, protocol="pairs", then="upstream"),
     _changes("late checkpoint", "who stood by and computes now still takes checkpoints",
         Node, "_discard_state", _whatever_comes_is_taken, protocol="passive", then="pairs"),
+    Bug("end not committed", "sites are dismissed before the end is committed",
+        ControlNode, "_commit", _end_not_committed),
+    Bug("start not committed", "sources are read before a successor would know",
+        ControlNode, "_commit", _start_not_committed, faults=_LOST_AT_THE_START),
+    Bug("fences outlive the term", "who leads again fences whom it gave up before",
+        ControlNode, "_decide", _fences_outlive_the_term, faults=_SILENT_WHILE_NOBODY_COMMITS),
+    _apps("lease not watched", "a leader without an arbiter leads on",
+        Leadership, "handle", _lease_not_watched, faults=_CUT_OFF),
+    Bug("overtaken view", "of views that wait for the arbiter all are given out",
+        Leading, "add", _overtaken_views_are_given_out),
+    _apps("nobody probed", "who takes over does not look which sites have died meanwhile",
+        ControlNode, "_take_over", _no_probe, kinds=("application",)),
 ]  # fmt: skip

@@ -64,7 +64,7 @@ class Checks:
 
     def _acts_on_what_is_committed(self, site: SiteId, node: Node) -> None:
         view = node.view
-        if view is not None and (view.term, view.number) not in self.world.committed_views:
+        if view is not None and (view.term, view.number) not in self.world.ledger.views:
             raise Violation(f"site {site} acts on {view}, which nobody has committed")
 
     def _in_order(self, site: SiteId, node: Node) -> None:
@@ -149,6 +149,8 @@ class Checks:
             raise Violation("the flow ended although a row could not be processed")
         elif world.controller.state is not State.DONE:
             raise Violation(f"the flow has not ended: {world.describe()}")
+        if world.ledger.known is None or not world.ledger.known.ended:
+            raise Violation("the flow has ended, and that was not committed")
         for sink, right in expected(flow, rows_in).items():
             found = in_order(world.result(sink))
             if world.error is None and not found.equals(right):

@@ -55,7 +55,7 @@ def explore(
                 return 1
     console.print(
         f"{done} runs, all right; {stopped} stopped as they should; "
-        f"{len(hit)} of {len(PAIRS)} pairs of phase and fault were hit"
+        f"{len(hit.intersection(PAIRS))} of {len(PAIRS)} pairs of phase and fault were hit"
     )
     return 0
 
@@ -96,6 +96,7 @@ def show_failure(case: Case, out: Path, console: Console, bug: Bug | None = None
         console.print(f"  see {path}", markup=False, highlight=False)
     again = f"holdfast sim --flow {case.flow} --protocol {case.protocol} --seed {case.seed} --trace"
     again += f" --then {case.then}" if case.then else ""
+    again += f" --apps {case.apps}" if case.apps > 1 else ""
     again += f" --bug '{bug.name}'" if bug else ""
     console.print(f"  again: {again}", markup=False, soft_wrap=True)
 
@@ -127,9 +128,13 @@ def replay(case: Case, out: Path, console: Console, bug: Bug | None = None) -> i
 
 
 def cases_of(
-    seeds: Sequence[int], what: tuple[str, str, str | None, str | None], bug: Bug | None
+    seeds: Sequence[int],
+    what: tuple[str, str, str | None, str | None],
+    bug: Bug | None,
+    apps: int = 0,
 ) -> list[Case]:
-    """Of a flow, its protocol, and those of its first keyed stage at first and later on."""
+    """Of a flow, its protocol, and those of its first keyed stage at first and later on; in `apps`
+    applications."""
     if bug is not None:
         return [bug.case(seed) for seed in seeds]
-    return [Case(seed, *what) for seed in seeds]
+    return [Case(seed, *what, apps=apps) for seed in seeds]

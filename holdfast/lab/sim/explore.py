@@ -14,7 +14,7 @@ from holdfast.core.sequencer import Budget
 from holdfast.errors import HoldfastError
 from holdfast.lab.sim import flows
 from holdfast.lab.sim.checks import Checks, Violation
-from holdfast.lab.sim.faults import KINDS, SPAN_S, Fault, Injector, phase_of, schedule
+from holdfast.lab.sim.faults import APP_KINDS, KINDS, SPAN_S, Fault, Injector, phase_of, schedule
 from holdfast.lab.sim.memory import Memory
 from holdfast.lab.sim.timed import TimedWorld
 from holdfast.plan.planner import plan, shape
@@ -66,6 +66,8 @@ class Case:
     """How it is protected later on, if not in the same way all the time."""
     sites: int = 0
     """0: three to five, as the seed says."""
+    apps: int = 0
+    """How many applications host it; 0: two or three for one seed in eight, else one."""
     rows_in: int = flows.ROWS
     kinds: tuple[str, ...] = KINDS
     """What may go wrong."""
@@ -95,10 +97,22 @@ class Case:
         """How stages are protected later on."""
         return shape(plan(self._flow(self.then)), self._options().partitions).guards
 
+    @property
+    def applications(self) -> int:
+        """How many there are."""
+        if self.apps or self.protocol == "triples" or self.seed % 8 != 6:
+            return self.apps or 1
+        return 2 + self.seed // 8 % 2
+
     def schedule(self) -> list[Fault]:
         if self.faults is not None:
             return list(self.faults)
-        return schedule(self.seed, OPTIONS.lease_s, self.kinds, self.beyond)
+        if self.applications == 1:
+            return schedule(self.seed, OPTIONS.lease_s, self.kinds, self.beyond)
+        kinds = (*self.kinds, *APP_KINDS)
+        return schedule(
+            self.seed if self.apps else self.seed // 8, OPTIONS.lease_s, kinds, self.beyond
+        )
 
     def _options(self) -> Options:
         options = OPTIONS
@@ -112,7 +126,8 @@ class Case:
         checkpoints = any(s.protection and s.protection.every_ms for s in plan(flow).stages)
         world = TimedWorld(
             flow,
-            sites=max(self.sites or 3 + self.seed % 3, ends.replicas),
+            sites=max(self.sites or 3 + self.seed % 3, ends.replicas, self.applications),
+            apps=self.applications,
             seed=self.seed,
             options=self._options(),
             free_rows=int(self.rows_in * FREE) // flows.SPLITS.get(self.flow, 1),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from holdfast.core.ids import SiteId
 from holdfast.core.layout import View
 from holdfast.lab.sim.timed import TimedWorld
-from holdfast.lab.sim.world import CONTROLLER
+from holdfast.lab.sim.world import control_of
 from holdfast.site.node import Node
 
 SPAN_S = 0.06
@@ -38,6 +38,17 @@ KINDS = (
     "old leader",
     "arbiter",
 )
+APP_KINDS = (
+    "application",
+    "stopped",
+    "no arbiter",
+    "session lost",
+    "answers lost",
+    "control reset",
+)
+"""What else can go wrong with several applications: one dies with all its sites; the leader's
+control is stopped and wakes up; it does not reach the arbiter, or loses its session there; or
+does not hear what the arbiter answers; or its connection to a site breaks."""
 LASTING = {
     "pause": (0.05, 0.8),
     "zombie": (1.3, 3.0),
@@ -45,6 +56,8 @@ LASTING = {
     "cut off": (0.3, 3.0),
     "slow": (0.2, 2.0),
     "arbiter": (0.2, 2.0),
+    "stopped": (0.5, 3.0),
+    "no arbiter": (0.5, 4.0),
 }
 """How long those take that take a while, in leases: at least and at most."""
 LOST = ("crash", "crash", "crash", "crash of two", "zombie", "cut off")
@@ -72,6 +85,8 @@ over*: all act on it. *joining*: there are new replicas; *transferring*: their s
 IMPOSSIBLE = {("without a controller", "controller")}
 PAIRS = [(p, k) for p in PHASES for k in KINDS if (p, k) not in IMPOSSIBLE]
 """All phases in which each kind of fault can be done: what coverage is measured by."""
+APP_PAIRS = [(p, k) for p in PHASES for k in APP_KINDS if p != "without a controller"]
+"""The same of what can happen to several applications only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +119,12 @@ def schedule(
     beyond = chance.random() < beyond_share
     first = chance.uniform(0.0, SPAN_S)
     possible = [(p, k) for p, k in PAIRS if k in kinds]
-    phase, last = possible[seed % len(possible)]
+    to_apps = [(p, k) for p, k in APP_PAIRS if k in kinds]
+    if to_apps and (seed % 2 or not possible):
+        possible, turn = to_apps, seed // 2
+    else:
+        turn = seed
+    phase, last = possible[turn % len(possible)]
     before = [k for k in PHASES[phase] if k in kinds]
     if before and chance.random() < 0.3:
         chosen = [chance.choice(before), chance.choice(kinds)]
@@ -218,7 +238,7 @@ class Injector:
                     return False
                 world.block((one, other), fault.seconds)
             case "cut off":
-                world.block((one, CONTROLLER), fault.seconds)
+                world.block((one, control_of(world.leader or 0)), fault.seconds)
             case "slow":
                 world.slow(one, 3.0 + fault.other, fault.seconds)
             case "controller":
@@ -227,15 +247,46 @@ class Injector:
                 return self._old_leader()
             case "arbiter":
                 world.take_arbiter_away(fault.seconds)
+            case _:
+                return self._to_an_application(fault)
+        return True
+
+    def _to_an_application(self, fault: Fault) -> bool:
+        world, leader = self.world, self.world.leader
+        if leader is None:
+            return False
+        match fault.kind:
+            case "application":
+                app = fault.other % world.apps
+                sites = world.applications.sites_of(app)
+                if app not in world.controls or not self._may_go(fault, *sites):
+                    return False
+                world.crash_application(app)
+            case "stopped":
+                world.stop_application(leader, fault.seconds)
+            case "no arbiter":
+                world.cut_off_from_arbiter(leader, fault.seconds)
+            case "session lost":
+                world.lose_session()
+            case "control reset":
+                site = sorted(world.nodes)[fault.who % len(world.nodes)]
+                world.reset_control(site, leader)
+            case "answers lost":
+                world.lose_answers(leader, 1 + fault.other % 3)
+            case _:
+                raise ValueError(fault.kind)
         return True
 
     def _crash(self, fault: Fault, *victims: SiteId) -> bool:
-        """A paused site does not count as living: it may be let go before it wakes up."""
-        asleep = [s for s in self.world.paused_at if s in self.world.nodes]
-        if not self.world.survives(*victims, *asleep) and not fault.beyond:
+        if not self._may_go(fault, *victims):
             return False
         self.world.crash(*victims)
         return True
+
+    def _may_go(self, fault: Fault, *victims: SiteId) -> bool:
+        """A paused site does not count as living: it may be let go before it wakes up."""
+        asleep = [s for s in self.world.paused_at if s in self.world.nodes]
+        return fault.beyond or self.world.survives(*victims, *asleep)
 
     def _freeze(self, fault: Fault, site: SiteId) -> bool:
         if not self.world.survives(site, *self.world.paused_at):

@@ -19,26 +19,31 @@ import pyarrow as pa
 from holdfast.api.graph import Flow
 from holdfast.api.options import Options
 from holdfast.connectors.sources import Position, Source, SplitReader
-from holdfast.core.effects import CommitView
-from holdfast.core.events import SitesFailed, WaitOver
+from holdfast.control import events as ev
+from holdfast.core.effects import ArbiterAsk
 from holdfast.core.ids import SiteId
 from holdfast.core.layout import View
 from holdfast.engine.batches import empty
 from holdfast.errors import InvariantError
+from holdfast.lab.sim.applications import Applications
 from holdfast.lab.sim.memory import Memory
 from holdfast.lab.sim.world import (
     CONTROLLER,
     NOTHING,
+    Down,
+    Exited,
     Launch,
     Link,
-    TakeOver,
+    Restart,
     World,
     _Port,
-    domain_of,
+    control_of,
 )
 from holdfast.net import wire
 from holdfast.net.bundles import Frames
 from holdfast.site.node import Codec, Node, Order
+
+BEAT = wire.Beat()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,8 @@ class Pace:
     relaunch: float = 0.02
     notice: float = 0.001
     """How long it takes until a dead process is known to be dead."""
+    arbiter: float = 0.0002
+    """On the way to the arbiter, and back; 0: it answers at once."""
 
 
 class _ByReference(Codec):
@@ -119,8 +126,11 @@ class TimedWorld(World):
         pace: Pace | None = None,
         free_rows: int | None = None,
         memory: Memory | None = None,
+        apps: int = 1,
     ) -> None:
         self.pace = pace or Pace()
+        self.lease_s = (options or Options()).lease_s
+        self.applications = Applications(self)
         self.gate_is_open = False
         self.time = 0.0
         self._events: list[tuple[float, int, str, Any]] = []
@@ -130,19 +140,24 @@ class TimedWorld(World):
         self._open: dict[Link, float] = {}
         self._speed: dict[SiteId, float] = {}
         self._pending: set[tuple[str, SiteId]] = set()
-        self.arbiter_back = 0.0
         self.paused_at: dict[SiteId, float] = {}
         self.old_view: View | None = None
         self.poisoned = False
         """Whether a row was put in that makes the flow stop."""
         self.trace: list[tuple[Any, ...]] | None = None
         super().__init__(
-            flow, sites=sites, spares=spares, seed=seed, options=options, memory=memory
+            flow,
+            sites=sites,
+            spares=spares,
+            seed=seed,
+            options=options,
+            memory=memory,
+            apps=apps,
         )
         for stage in self.plan.sources:
             if free_rows is not None and stage.source is not None:
                 stage.source = _Gated(self, stage.source, free_rows)
-        self._push(self.options.lease_s / 5, "watch", None)
+        self._push(self.options.lease_s / 5, "pulse", None)
 
     def now(self) -> float:
         return self.time
@@ -166,12 +181,10 @@ class TimedWorld(World):
             self._push(delay, kind, site)
 
     def later(self, seconds: float, what: Any) -> None:
-        if isinstance(what, SitesFailed):
+        if isinstance(what, Exited):
             seconds += self.pace.notice * (0.2 + self.random.random())
         elif isinstance(what, Launch):
             seconds += self.pace.relaunch * (0.2 + 2 * self.random.random())
-        elif isinstance(what, WaitOver):
-            seconds /= 10  # the controller's own times are scaled down like the lease
         self._push(seconds, "timer", what)
 
     def step(self) -> bool:
@@ -192,8 +205,12 @@ class TimedWorld(World):
                 self._flush_notes(kind, what)
             case "timer":
                 self._timer(what)
-            case "watch":
-                self._watch()
+            case "control":
+                self._reach(*what)
+            case "ask":
+                self.applications.on_ask(*what)
+            case "pulse":
+                self._pulse()
             case "do":
                 what(self)
         return True
@@ -203,11 +220,9 @@ class TimedWorld(World):
         self._push(max(0.0, when - self.time), "do", act)
 
     def _timer(self, what: Any) -> None:
-        if isinstance(what, WaitOver | SitesFailed) and self.leaderless:
-            return
         self.happen(what)
-        if isinstance(what, TakeOver):
-            self.note("control", CONTROLLER, f"term {self.controller.term}")
+        if isinstance(what, Restart):
+            self.note("control", control_of(what.app), f"application {what.app} is back")
 
     # --- the network ----------------------------------------------------------------------------
 
@@ -255,10 +270,7 @@ class TimedWorld(World):
         if ready > self.time:
             self._push(ready - self.time, "net", link)
             return
-        if receiver == CONTROLLER and self.leaderless:
-            queue.popleft()
-            return
-        if receiver != CONTROLLER and receiver not in self.nodes:
+        if receiver >= 0 and receiver not in self.nodes:
             queue.popleft()
             return
         if isinstance(queue[0], tuple) and isinstance(queue[0][0], wire.Bundle):
@@ -285,14 +297,16 @@ class TimedWorld(World):
             runner=self.runner,
         )
 
-    def _launch(self, site: SiteId) -> None:
-        super()._launch(site)
+    def _launch(self, site: SiteId, app: int = 0) -> None:
+        super()._launch(site, app)
         for kind, every in (("poll", self.pace.poll), ("retry_stalled", self.pace.retry_stalled)):
             self._once(every * self.random.random(), kind, site)
         self._once(self.pace.status, "status", site)
 
-    def announce(self, site: SiteId) -> None:
-        self.put((site, CONTROLLER), (wire.Register(site, "", 0, 0, domain_of(site)), NOTHING))
+    def announce(self, site: SiteId, app: int) -> None:
+        self.put((site, control_of(app)), (self.registration(site), NOTHING))
+        if self.nodes[site].view is not None:
+            self.nodes[site].report_again()
 
     def _rouse(self, site: SiteId) -> None:
         """See to it that a site does what it has to do."""
@@ -311,7 +325,7 @@ class TimedWorld(World):
 
     def _work_at(self, site: SiteId) -> None:
         node = self.nodes.get(site)
-        if node is None or self._asleep("work", site):
+        if node is None or self._asleep("work", site) or site in self.failed:
             return
         done: list[Order | None] = []
         self.guarded(node, lambda: done.append(node.work()))
@@ -336,7 +350,7 @@ class TimedWorld(World):
         again: float | None
         match kind:
             case "poll":
-                if self._started:
+                if self._started and site not in self.failed:
                     self.guarded(node, node.read_ahead)
                 again = self.pace.poll
             case "hand":
@@ -360,7 +374,7 @@ class TimedWorld(World):
         behind = node.behind()
         if behind is not None and behind[1] > self.options.kept_bytes_max:
             message = wire.Behind(behind[0], f"{behind[1]} bytes are kept for it")
-            self.put((node.site, CONTROLLER), (message, NOTHING))
+            _Port(self, node.site).tell(message)
 
     def _after(self, node: Node) -> None:
         """Acks are sent as a site sends them: together, unless somebody waits for one. Machines
@@ -372,34 +386,57 @@ class TimedWorld(World):
 
     # --- control --------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
-        """As the control does: declare dead who has been silent for longer than the lease."""
+    def _reach(self, app: int, life: int, event: ev.ControlEvent) -> None:
+        """Something reaches a control, if that still lives, and when it is awake."""
+        if self.lives[app] != life:
+            return
+        wake = self._awake.get(control_of(app), 0.0)
+        if wake > self.time:
+            self._push(wake - self.time, "control", (app, life, event))
+        else:
+            self.control(app, event)
+
+    def ask(self, app: int, ask: ArbiterAsk) -> None:
+        if self._setting_out or not self.pace.arbiter:
+            super().ask(app, ask)
+        else:
+            self.applications.ask(app, ask)
+
+    def set_timer(self, app: int, effect: ev.SetTimer) -> None:
+        seconds, timer = effect.seconds, effect.timer
+        if isinstance(timer, ev.WaitTimer | ev.InquireTimer):
+            seconds /= 10  # the controller's own times are scaled down like the lease
+        self._push(seconds, "control", (app, self.lives[app], ev.TimerFired(timer)))
+
+    def probe(self, app: int, effect: ev.Probe) -> None:
+        gone = tuple(s for s in effect.addresses if s not in self.nodes)
+        after = self.pace.delay * (0.5 + self.random.random())
+        self._push(after, "control", (app, self.lives[app], ev.Probed(effect.number, gone)))
+
+    def between(self, app: int, effect: ev.ControlEffect) -> None:
+        self.applications.execute(app, effect)
+
+    def _pulse(self) -> None:
+        """Sites say that they live, to whoever they reach."""
         if not self.ended:
-            self._push(self.options.lease_s / 5, "watch", None)
-        if self.leaderless:
-            return
-        limit = self.time - self.options.lease_s
-        silent = [
-            site
-            for site, since in self.paused_at.items()
-            if since < limit and site in self.nodes and site in self.controller.addresses
-        ]
-        if silent:
-            self._control(SitesFailed(tuple(silent), "silent", certain=False))
+            self._push(self.options.lease_s / 5, "pulse", None)
+        for site in [s for s in self.nodes if self._awake.get(s, 0.0) <= self.time]:
+            for app in [*self.controls]:
+                link = (site, control_of(app))
+                awake = self._awake.get(link[1], 0.0) <= self.time
+                if awake and link in self.network and self._open.get(link, 0.0) <= self.time:
+                    self.control(app, ev.SiteSaid(site, BEAT))
 
-    def commit(self, effect: CommitView) -> None:
-        """While the arbiter is away membership is frozen: data flows on."""
-        if self.arbiter_back > self.time:
-            term = self.controller.term
-            self.at(self.arbiter_back, lambda world: world._commit_late(effect, term))
-            return
-        self.note("view", CONTROLLER, str(effect.view))
-        super().commit(effect)
+    def last_words(self, link: Link, items: list[Any]) -> None:
+        self.put_instead(link, [*items, Down()])
 
-    def _commit_late(self, effect: CommitView, term: int) -> None:
-        current = self.controller.view
-        if not self.leaderless and self.controller.term == term and effect.view is current:
-            self.commit(effect)
+    def _apply(self, app: int, effect: ev.ControlEffect) -> None:
+        if self.trace is not None and isinstance(effect, ev.ViewGiven):
+            self.note("view", control_of(app), str(effect.view))
+        super()._apply(app, effect)
+
+    def expire(self) -> None:
+        """Leases run out by themselves."""
 
     # --- faults ---------------------------------------------------------------------------------
 
@@ -409,9 +446,57 @@ class TimedWorld(World):
             self.paused_at.pop(site, None)
         super().crash(*sites)
 
-    def crash_controller(self) -> None:
-        self.note("fault", CONTROLLER, "crash")
-        super().crash_controller()
+    def crash_controller(self, app: int | None = None) -> None:
+        app = self.leader if app is None else app
+        assert app is not None, "nobody leads"
+        self.note("fault", control_of(app), "crash")
+        super().crash_controller(app)
+        self._awake.pop(control_of(app), None)
+        self.applications.died(app)
+
+    def restart(self, app: int) -> None:
+        known = self.ledger.known
+        self.old_view = known.view if known is not None else None
+        super().restart(app)
+
+    def stop_application(self, app: int, seconds: float) -> None:
+        """Its control stands still (SIGSTOP), and finds out later that it does not lead any more.
+        Its sites go on."""
+        self.note("fault", control_of(app), "stopped", None, self.time + seconds)
+        self.log.append(f"{self.time:.4f}: application {app} stopped for {seconds:.4f}")
+        self._awake[control_of(app)] = self.time + seconds
+
+    def cut_off_from_arbiter(self, app: int, seconds: float) -> None:
+        """It reaches everybody but the arbiter."""
+        self.note("fault", control_of(app), "no arbiter", None, self.time + seconds)
+        self.log.append(f"{self.time:.4f}: no arbiter for application {app} for {seconds:.4f}")
+        self.applications.cut_off_until[app] = self.time + seconds
+
+    def reset_control(self, site: SiteId, app: int) -> None:
+        """The connection of a site to a control breaks, and is rebuilt."""
+        self.note("fault", site, "reset", control_of(app))
+        self.log.append(f"{self.time:.4f}: reset of {site} and application {app}")
+        self.put_instead((control_of(app), site), [])
+        self.put_instead((site, control_of(app)), [Down()])
+        self.announce(site, app)
+
+    def lose_session(self) -> None:
+        """The arbiter ends the lease of whoever leads, who does not know."""
+        self.note("fault", CONTROLLER, "session lost")
+        self.log.append(f"{self.time:.4f}: the leader has lost its session")
+        self.ledger.end_lease()
+
+    def lose_answers(self, app: int, count: int) -> None:
+        """What the arbiter does for it next is done, and it does not hear so."""
+        self.note("fault", control_of(app), "answers lost")
+        self.log.append(f"{self.time:.4f}: {count} answers to application {app} get lost")
+        self.applications.unheard[app] = count
+
+    def crash_application(self, app: int) -> None:
+        """It dies with all its sites."""
+        self.crash(*self.applications.sites_of(app))
+        if app in self.controls:
+            self.crash_controller(app)
 
     def pause(self, site: SiteId, seconds: float) -> None:
         """A process stands still. If that is longer than the lease, it wakes up as a zombie."""
@@ -426,7 +511,7 @@ class TimedWorld(World):
         self.note("fault", link[0], "blocked", link[1], self.time + seconds)
         self.log.append(f"{self.time:.4f}: {link} blocked for {seconds:.4f}")
         self._open[link] = self.time + seconds
-        if link[1] == CONTROLLER:  # its beats do not get through either
+        if link[1] < 0:  # its beats do not get through either
             self.paused_at.setdefault(link[0], self.time)
             self.at(self.time + seconds, lambda world: world.paused_at.pop(link[0], None))
 
@@ -449,16 +534,12 @@ class TimedWorld(World):
         self.note("fault", CONTROLLER, "an old leader speaks")
         self.log.append(f"{self.time:.4f}: old {self.old_view}")
         for site in self.nodes:
-            self._send(site, wire.NewView(self.old_view, {}))
+            self._send(0, site, wire.NewView(self.old_view, {}))
             for task in self.old_view.tasks_at(site):
                 message = wire.CatchUp(self.old_view.term, *task, max(self.nodes))
-                self._send(site, message)
-
-    def take_over(self) -> None:
-        self.old_view = self.controller.view
-        super().take_over()
+                self._send(0, site, message)
 
     def take_arbiter_away(self, seconds: float) -> None:
         self.note("fault", CONTROLLER, "arbiter away", None, self.time + seconds)
         self.log.append(f"{self.time:.4f}: arbiter away for {seconds:.4f}")
-        self.arbiter_back = self.time + seconds
+        self.applications.away_until = self.time + seconds

@@ -1,11 +1,12 @@
 """All sites of a flow in one process, with a network and faults that a seed decides.
 
-The world runs the real nodes: their machines, operators, messages and controller. Messages between
-two sites keep their order, as on a connection; everything else (which message arrives next, which
-site works, when a source is read, when a timer fires) is chosen step by step, by default at random
-from a seed, so a run can be repeated exactly. `holdfast.lab.sim.timed` has a world that goes by a
-clock instead. Sites and controllers can crash, connections can break, and single stages can be
-stalled.
+The world runs the real nodes: those of sites, with their machines, operators and messages, and
+those that control them, with a simulated arbiter. Messages between two sites keep their order, as
+on a connection; everything else (which message arrives next, which site works, when a source is
+read, when a timer fires) is chosen step by step, by default at random from a seed, so a run can be
+repeated exactly. `holdfast.lab.sim.timed` has a world that goes by a clock instead. Sites and
+controllers can crash, connections can break, and single stages can be stalled. In this world the
+arbiter answers at once; one with a clock has several applications, too.
 """
 
 from __future__ import annotations
@@ -21,45 +22,32 @@ import pyarrow as pa
 from holdfast.api.graph import Flow
 from holdfast.api.options import Options
 from holdfast.connectors.sinks import Authority, Sink, SinkWriter
-from holdfast.core.controller import Controller, State
-from holdfast.core.effects import (
-    CommitView,
-    ControllerEffect,
-    DrainFlow,
-    EndFlow,
-    FenceSite,
-    LaunchSite,
-    OrderCatchUp,
-    OrderRetention,
-    PauseFlow,
-    StartFlow,
-    Wait,
-)
-from holdfast.core.events import (
-    ControllerEvent,
-    FlowFailed,
-    ProtectionWanted,
-    ReplicaBehind,
-    ReplicaReported,
-    SiteFinished,
-    SiteRegistered,
-    SitesFailed,
-    StopRequested,
-    ViewSeen,
-    WaitOver,
-)
+from holdfast.control import events as ev
+from holdfast.control.arbitration import answer
+from holdfast.control.hosting import apart
+from holdfast.control.node import ControlNode
+from holdfast.core import events as core
+from holdfast.core.controller import Controller
+from holdfast.core.effects import ArbiterAsk, AskCommit, AskLead, AskRead, AskRenew, AskResign
 from holdfast.core.ids import GroupId, SiteId, StageId
 from holdfast.core.layout import Domain, View
 from holdfast.core.protection import ProtectionSpec
 from holdfast.core.records import EpochRecord
 from holdfast.errors import HoldfastError, InvariantError, ProtocolError
+from holdfast.lab.sim.arbiter import Ledger, SimArbiter
 from holdfast.lab.sim.memory import Memory
 from holdfast.net import wire
 from holdfast.plan.planner import plan, shape
 from holdfast.site.node import Node, Order
 from holdfast.site.stages import TaskRunner
 
-CONTROLLER = SiteId(-1)
+
+def control_of(app: int) -> SiteId:
+    """What an application's control is called on links."""
+    return SiteId(-1 - app)
+
+
+CONTROLLER = control_of(0)
 NOTHING = memoryview(b"")
 
 Move = Callable[[], None]
@@ -76,25 +64,33 @@ class Down:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A timer: a site's process comes up."""
+    """A timer: a site's process comes up, in an application."""
 
     site: SiteId
-
-
-class TakeOver:
-    """A timer: the arbiter has noticed that nobody leads."""
+    app: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
-    """What the arbiter keeps: enough for another controller to go on."""
+class Restart:
+    """A timer: an application that has died comes back."""
 
-    term: int
-    view: View
-    dead: dict[SiteId, str]
-    launched: frozenset[SiteId]
-    running: bool
-    draining: bool
+    app: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """A timer: it is noticed that these processes have ended, together."""
+
+    sites: tuple[SiteId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """A timer: something reaches a control, if that still lives."""
+
+    app: int
+    life: int
+    event: ev.ControlEvent
 
 
 DURABLE_EVERY = 3
@@ -172,13 +168,14 @@ class _Port:
             self._world.put(link, self._world.packed(message, body))
 
     def tell(self, message: wire.Message) -> None:
-        if (self._site, CONTROLLER) in self._world.network:
-            self._world.put((self._site, CONTROLLER), (message, NOTHING))
+        for app in self._world.controls:
+            if (self._site, control_of(app)) in self._world.network:
+                self._world.put((self._site, control_of(app)), (message, NOTHING))
 
 
 class World:
-    """A flow on `sites` simulated sites. `results` has what each sink got, by epoch. With a
-    `memory` no order is computed that was in another world of the same flow."""
+    """A flow on `sites` simulated sites of `apps` applications. `results` has what each sink got,
+    by epoch. With a `memory` no order is computed that was in another world of the same flow."""
 
     def __init__(
         self,
@@ -190,6 +187,7 @@ class World:
         options: Options | None = None,
         relaunch: bool = True,
         memory: Memory | None = None,
+        apps: int = 1,
     ) -> None:
         self.runner = memory.runner() if memory else TaskRunner
         self.options = options or Options()
@@ -213,20 +211,45 @@ class World:
         self.nodes: dict[SiteId, Node] = {}
         self.network: dict[Link, deque[Any]] = {}
         self.broken: set[Link] = set()
-        self.committed: Committed | None = None
-        self.committed_views: set[tuple[int, int]] = set()
         self.exceeded = False
         """Whether something was lost that pairs do not promise to keep."""
+        self.over = False
         self._records: dict[int, EpochRecord] = {}
         self._timers: list[Any] = []
         self._started = False
         self._relaunch = relaunch
-        ids = [SiteId(i) for i in range(sites + spares)]
-        self.shape = shape(self.plan, self.options.partitions)
-        self.controller = Controller(self.shape, ids[:sites], ids[sites:])
-        self.leaderless = False
-        for site in ids:
-            self._launch(site)
+        self.apps, self._sites, self._spares = apps, sites, spares
+        self.shape = apart(shape(self.plan, self.options.partitions), apps)
+        self.ledger = Ledger()
+        self.controls: dict[int, ControlNode] = {}
+        """The applications' controls that live."""
+        self.lives: dict[int, int] = {}
+        self.arbiters: dict[int, SimArbiter] = {}
+        self.home: dict[SiteId, int] = {}
+        """The application that has launched a site."""
+        self._controller: Controller | None = None
+        self._told: deque[tuple[int, ev.ControlEvent]] = deque()
+        self._telling = False
+        self._setting_out = True
+        for app in range(apps):
+            self._begin(app)
+        self._setting_out = False
+
+    @property
+    def controller(self) -> Controller:
+        """Of the leader, or of the last one while nobody leads."""
+        assert self._controller is not None
+        return self._controller
+
+    @property
+    def leader(self) -> int | None:
+        """The application that leads, in the latest term if several believe that they do."""
+        leading = [a for a, node in self.controls.items() if node.leading is not None]
+        return max(leading, key=lambda app: self.controls[app].term, default=None)
+
+    @property
+    def leaderless(self) -> bool:
+        return all(node.leading is None for node in self.controls.values())
 
     @property
     def records(self) -> list[EpochRecord]:
@@ -236,18 +259,47 @@ class World:
         """In seconds. This world has no clock; a step stands for a millisecond."""
         return self.steps / 1e3
 
-    def _launch(self, site: SiteId) -> None:
-        self.nodes[site] = self.make_node(site)
-        self.network[site, CONTROLLER] = deque()
-        self.network[CONTROLLER, site] = deque()
-        self.announce(site)
+    def _launch(self, site: SiteId, app: int = 0) -> None:
+        self.nodes[site], self.home[site] = self.make_node(site), app
+        for other in self.controls:
+            self._connect(site, other)
+
+    def _connect(self, site: SiteId, app: int) -> None:
+        """A site dials an application's control, and says who it is."""
+        self.network[site, control_of(app)] = deque()
+        self.network.setdefault((control_of(app), site), deque())
+        self.announce(site, app)
 
     def make_node(self, site: SiteId) -> Node:
         port = _Port(self, site)
         return Node(self.plan, site, self.options, port, now=self.now, runner=self.runner)
 
-    def _register(self, site: SiteId) -> None:
-        self._control(SiteRegistered(site, ("", site), domain_of(site)))
+    def make_control(self, app: int) -> ControlNode:
+        return ControlNode(
+            self.shape,
+            self.options,
+            holder=str(app),
+            app=app,
+            apps=self.apps,
+            sites=self._sites,
+            spares=self._spares,
+        )
+
+    def _begin(self, app: int) -> None:
+        """An application starts, or starts again; its sites and those of others report to it."""
+        self.lives[app] = self.lives.get(app, 0) + 1
+        self.arbiters[app] = SimArbiter(self.lease_s, self.ledger, self.now)
+        self.controls[app] = self.make_control(app)
+        for site in self.nodes:
+            self._connect(site, app)
+        self.control(app, ev.Began())
+
+    def registration(self, site: SiteId) -> wire.Register:
+        return wire.Register(site, "", site, 0, self.domain_of(site))
+
+    def domain_of(self, site: SiteId) -> Domain:
+        """Every site of a simulated world is a process of its own."""
+        return Domain(f"p{site}", f"p{site}", "host", f"application {self.home[site]}")
 
     # --- what a world with a clock does otherwise -----------------------------------------------
 
@@ -256,9 +308,12 @@ class World:
         data = b"".join(bytes(memoryview(part)) for part in body or [])
         return wire.decode(wire.encode(message)[wire.PREFIX.size :]), memoryview(data)
 
-    def announce(self, site: SiteId) -> None:
-        """A process that has come up says so to the controller."""
-        self._register(site)
+    lease_s = 1e9
+    """Without a clock no lease runs out."""
+
+    def announce(self, site: SiteId, app: int) -> None:
+        """A process that has come up says so to a control."""
+        self.control(app, ev.SiteSaid(site, self.registration(site)))
 
     def put(self, link: Link, item: Any) -> None:
         """Something is on its way."""
@@ -286,7 +341,7 @@ class World:
 
     @property
     def ended(self) -> bool:
-        return self.controller.state in (State.DONE, State.FAILED)
+        return self.over
 
     def run_until_idle(self) -> int:
         """Go on until nothing can move (because of what is stalled); how many steps it took."""
@@ -310,16 +365,33 @@ class World:
     def happen(self, due: Any) -> None:
         """What a timer was set for."""
         if isinstance(due, Launch):
-            self._launch(due.site)
-        elif isinstance(due, TakeOver):
-            self.take_over()
-        else:
-            self._control(due)
+            self._launch(due.site, due.app)
+        elif isinstance(due, Restart):
+            self.restart(due.app)
+        elif isinstance(due, Exited):
+            self._exited(due.sites)
+        elif self.lives[due.app] == due.life:
+            self.control(due.app, due.event)
+
+    def _exited(self, sites: tuple[SiteId, ...]) -> None:
+        """All at once: nothing is found out of one before the others are known of."""
+        told: list[tuple[int, ev.ControlEvent]] = []
+        for app in self.controls:
+            for site in sites:
+                if self.home[site] == app:
+                    told.append((app, ev.ProcessExited(site, "crashed")))
+                if (site, control_of(app)) not in self.network:
+                    told.append((app, ev.SiteLost(site)))
+        if told:
+            self._told.extend(told[:-1])
+            self.control(*told[-1])
 
     def moves(self) -> list[Move]:
         """All that can happen next but timers, in an order that is the same in the same state."""
         moves: list[Move] = []
         for site, node in self.nodes.items():
+            if site in self.failed:
+                continue
             for entry in node.orders:
                 order = entry[-1]
                 if not self.stalled(site, order) and node.stages.ready(order):
@@ -333,13 +405,14 @@ class World:
             if node.outgoing:
                 moves.append(lambda s=site: self.hand_over(s))  # type: ignore[misc]
         for link, queue in self.network.items():
-            if queue and not (link[1] == CONTROLLER and self.leaderless):
+            if queue:
                 moves.append(lambda k=link: self.deliver(k))  # type: ignore[misc]
         return moves
 
     def drain(self) -> None:
         """Ask the sequencer to take no more rows."""
-        self._control(StopRequested(drain=True))
+        for app in list(self.controls):
+            self.control(app, core.StopRequested(drain=True))
 
     def describe(self) -> str:
         lines = [f"view {self.controller.view}"]
@@ -362,7 +435,7 @@ class World:
     def leads_sink(self, into: dict[int, pa.RecordBatch]) -> bool:
         """Whether the site whose code runs leads the sink in the view that counts."""
         name = next(n for n, found in self.results.items() if found is into)
-        view = self.controller.view
+        view = self.ledger.known.view if self.ledger.known is not None else None
         task = (StageId(self.plan.stage_named(name).id), GroupId(0))
         return view is not None and view.group(task).replicas[:1] == (self.acting,)
 
@@ -387,7 +460,7 @@ class World:
             self.exceeded = True
         for site in sites:
             self.vanish(site)
-        self.later(0.0, SitesFailed(tuple(sites), "crashed"))
+        self.later(0.0, Exited(tuple(sites)))
 
     def vanish(self, site: SiteId) -> None:
         """A process ends. What it sent may still arrive; then the connection is seen to be gone."""
@@ -397,9 +470,13 @@ class World:
             if link[0] == site and link[1] in self.nodes:
                 keep = self.random.randint(0, len(queue))
                 self.put_instead(link, [*list(queue)[:keep], Down()])
-            elif link[0] == site and link[1] == CONTROLLER and not self.leaderless:
-                for item in list(queue)[: self.random.randint(0, len(queue))]:
-                    self._on_told(site, item[0])
+            elif link[0] == site and link[1] < 0:
+                self.last_words(link, list(queue)[: self.random.randint(0, len(queue))])
+
+    def last_words(self, link: Link, items: list[Any]) -> None:
+        """What a site that is gone had sent to a control, and arrives."""
+        for item in items:
+            self._hear(-1 - link[1], link[0], item[0])
 
     def reset(self, one: SiteId, other: SiteId) -> None:
         """The connection between two sites breaks, and is rebuilt."""
@@ -409,39 +486,26 @@ class World:
                 self.put_instead(link, [Down(), Up()])
                 self.broken.add((link[1], link[0]))  # what it sends before it notices is lost
 
-    def crash_controller(self) -> None:
-        """Nobody leads until the arbiter notices."""
-        self.log.append(f"{self.steps}: crash of the controller")
-        self.leaderless = True
-        self._timers = [t for t in self._timers if isinstance(t, Launch)]
+    def crash_controller(self, app: int | None = None) -> None:
+        """The control of an application dies; by default that of the leader. Its sites live."""
+        app = self.leader if app is None else app
+        assert app is not None, "nobody leads"
+        self.log.append(f"{self.steps}: crash of the controller of application {app}")
+        del self.controls[app]
+        self.lives[app] += 1
         for site in self.nodes:
-            if (site, CONTROLLER) in self.network:
-                self.put_instead((site, CONTROLLER), [])
-        self.later(self.options.lease_s, TakeOver())
+            self.network.pop((site, control_of(app)), None)
+        self.later(self.options.lease_s, Restart(app))
 
-    def take_over(self) -> None:
-        """Another controller goes on from what was committed and from what the sites say."""
-        known = self.committed
-        assert known is not None, "a controller that has committed nothing is not replaced"
-        term = known.term + 1
-        self.committed = Committed(
-            term, known.view, known.dead, known.launched, known.running, known.draining
-        )
-        self.log.append(f"{self.steps}: take-over of control, term {term}")
-        here = [s for s in self.nodes if s not in known.dead]
-        addresses = {s: ("", int(s)) for s in {*here, *known.view.members}}
-        domains = {s: domain_of(s) for s in addresses}
-        controller = Controller(self.shape, known.view.members)
-        effects = controller.resume(
-            known.view, term, addresses, domains, dict(known.dead), known.running, known.draining
-        )
-        controller.launched |= known.launched - addresses.keys()
-        self.controller, self.leaderless = controller, False
-        gone = [s for s in {*known.view.members, *known.launched} if s not in self.nodes]
-        if gone:
-            effects += controller.handle(SitesFailed(tuple(sorted(gone)), "crashed"))
-        for effect in effects:
-            self._apply(effect)
+    def restart(self, app: int) -> None:
+        """What it had sent may still arrive; nobody heard what it has not said."""
+        self.log.append(f"{self.steps}: application {app} is back")
+        self.expire()
+        self._begin(app)
+
+    def expire(self) -> None:
+        """By now the lease of an application that has died has run out."""
+        self.ledger.end_lease()
 
     # --- moves ----------------------------------------------------------------------------------
 
@@ -465,8 +529,13 @@ class World:
             raise
         except HoldfastError as error:
             self.failed[node.site] = error
-            self._control(FlowFailed(node.site, error))
+            self._say_failed(node)
         self.acting = None
+
+    def _say_failed(self, node: Node) -> None:
+        error = self.failed[node.site]
+        detail = {name: getattr(error, name) for name in error.fields}
+        _Port(self, node.site).tell(wire.Failed(type(error).__name__, detail))
 
     def hand_over(self, site: SiteId) -> None:
         self.nodes[site].hand_over()
@@ -486,12 +555,17 @@ class World:
         """The oldest message on a connection arrives."""
         sender, receiver = link
         item = self.network[link].popleft()
-        if receiver == CONTROLLER:
-            self._on_told(sender, item[0])
+        if receiver < 0 and isinstance(item, Down):
+            if sender not in self.nodes:
+                del self.network[link]
+            self.control(-1 - receiver, ev.SiteLost(sender))
+            return
+        if receiver < 0:
+            self._hear(-1 - receiver, sender, item[0])
             return
         node = self.nodes[receiver]
         self.guarded(node, lambda: self._take(node, sender, item))
-        gone = sender not in self.nodes and sender != CONTROLLER
+        gone = sender not in self.nodes and sender >= 0
         if isinstance(item, Down) and gone and link in self.network:
             del self.network[link]
 
@@ -501,22 +575,47 @@ class World:
             node.on_connected(sender)
         elif isinstance(item, Down):
             node.on_lost(sender)
-        elif isinstance(item[0], wire.NewView):
-            self._on_new_view(node, item[0])
-        elif isinstance(item[0], wire.Start):
-            self._started = True
-        elif isinstance(item[0], wire.Fenced):
-            self.vanish(node.site)
-        else:
+        elif sender < 0:
+            self._obey(node, sender, item[0])
+        elif node.site not in self.failed:
             node.receive(sender, *item)
+
+    def _obey(self, node: Node, control: SiteId, order: wire.Message) -> None:
+        """As a site does it."""
+        if not node.obeys(order):
+            return
+        match order:
+            case wire.NewView():
+                self._on_new_view(node, order)
+            case wire.Start():
+                self._started = True
+            case wire.Fenced():
+                self._leave(node)
+            case wire.Dismiss():
+                self._dismissed(node)
+            case _:
+                if node.site not in self.failed:
+                    node.receive(control, order, NOTHING)
+
+    def _leave(self, node: Node) -> None:
+        known = self.ledger.known
+        members = known.view.members if known is not None and known.view is not None else ()
+        if known is not None and node.site in members and node.site not in known.dead:
+            raise InvariantError(f"site {node.site} was fenced, and is in {known.view}")
+        self.vanish(node.site)
+
+    def _dismissed(self, node: Node) -> None:
+        known = self.ledger.known
+        if known is None or not known.ended:
+            raise InvariantError(f"site {node.site} was dismissed, and the flow has not ended")
+        self.vanish(node.site)
 
     def _on_new_view(self, node: Node, message: wire.NewView) -> None:
         site, view, known = node.site, message.view, node.view
         if view.replaces(known):
             self._act_on(node, view, known)
         assert node.view is not None
-        seen = wire.Seen(node.view.term, node.view.number)
-        self.put((site, CONTROLLER), (seen, NOTHING))
+        _Port(self, site).tell(wire.Seen(node.view.term, node.view.number))
 
     def _act_on(self, node: Node, view: View, known: View | None) -> None:
         site = node.site
@@ -524,7 +623,7 @@ class World:
         node.on_view(view)
         if known is not None and view.term > known.term:
             if site in self.failed:
-                self._control(FlowFailed(site, self.failed[site]))
+                self._say_failed(node)
             node.report_again()
         for other in view.members:
             if other != site and other in self.nodes and (other, site) not in self.network:
@@ -537,109 +636,124 @@ class World:
         """As a site does it: nothing counts any more that comes from one who is no member."""
         for link in [k for k in self.network if node.site in k]:
             other = link[0] if link[1] == node.site else link[1]
-            if other != CONTROLLER and other not in view.members:
+            if other >= 0 and other not in view.members:
                 del self.network[link]
                 if link[1] == node.site:
                     node.on_lost(other)
                 elif other in self.nodes:
                     self.put_instead(link, [Down()])
 
-    # --- the controller -------------------------------------------------------------------------
+    # --- control --------------------------------------------------------------------------------
 
-    def _on_told(self, site: SiteId, message: wire.Message) -> None:
-        match message:
-            case wire.Register():
-                self._register(site)
-            case wire.Seen():
-                self._control(ViewSeen(site, message.term, message.number))
-            case wire.ReplicaReport():
-                task = (StageId(message.stage), GroupId(message.group))
-                replica = SiteId(message.site)
-                self._control(
-                    ReplicaReported(replica, task, message.number, message.phase, message.reason)
-                )
-            case wire.Behind():
-                self._control(ReplicaBehind(SiteId(message.site), message.reason))
-            case wire.Cut():
-                known = self._records.setdefault(message.record.epoch, message.record)
-                if known != message.record:
-                    raise InvariantError(f"epoch {known.epoch} was cut twice")
-            case wire.Finished():
-                self._control(SiteFinished(site, message.number))
+    def _hear(self, app: int, site: SiteId, message: wire.Message) -> None:
+        """A message of a site reaches a control."""
+        if isinstance(message, wire.Cut):
+            known = self._records.setdefault(message.record.epoch, message.record)
+            if known != message.record:
+                raise InvariantError(f"epoch {known.epoch} was cut twice")
+        self.control(app, ev.SiteSaid(site, message))
 
     def want(self, guards: tuple[ProtectionSpec, ...]) -> None:
         """The user wants stages to be protected so."""
-        self._control(ProtectionWanted(guards))
+        app = self.leader
+        if app is not None:
+            wanted = apart(self.controller.shape.guarded(guards), self.apps)
+            self.control(app, core.ProtectionWanted(wanted.guards))
 
-    def _control(self, event: ControllerEvent) -> None:
-        if not self.leaderless:
-            for effect in self.controller.handle(event):
-                self._apply(effect)
+    def control(self, app: int, event: ev.ControlEvent) -> None:
+        """Have a control handle an event, and carry out what follows, one after the other."""
+        self._told.append((app, event))
+        if self._telling:
+            return
+        self._telling = True
+        try:
+            while self._told:
+                app, event = self._told.popleft()
+                node = self.controls.get(app)
+                if node is not None:
+                    for effect in node.handle(event, self.now()):
+                        self._apply(app, effect)
+                    node.check_invariants()
+                    self._note_leader(node)
+        finally:
+            self._telling = False
+            self._told.clear()
 
-    def _apply(self, effect: ControllerEffect) -> None:
+    def _note_leader(self, node: ControlNode) -> None:
+        found, last = node.controller, self._controller
+        if found is not None and found is not last and (last is None or found.term >= last.term):
+            self._controller = found
+
+    def _apply(self, app: int, effect: ev.ControlEffect) -> None:
         match effect:
-            case CommitView():
-                self.commit(effect)
-            case StartFlow():
-                self._note_committed()
-                for site in self.nodes:
-                    self._send(site, wire.Start())
-            case OrderCatchUp():
-                term = self.controller.term
-                self._send(effect.donor, wire.CatchUp(term, *effect.task, effect.joiner))
-            case OrderRetention():
-                self._send(effect.site, wire.Retain(effect.number))
-            case DrainFlow():
-                self._note_committed()
-                self._send(effect.site, wire.Drain())
-            case PauseFlow():
-                self._send(effect.site, wire.Pause(effect.paused))
-            case LaunchSite():
-                if self._relaunch:
-                    self.later(effect.after_ms / 1e3, Launch(effect.site))
-            case FenceSite():
-                self._send(effect.site, wire.Fenced())
-            case Wait():
-                self.later(effect.ms / 1e3, WaitOver(effect.timer))
-            case EndFlow():
-                self.error = effect.error
+            case AskLead() | AskRenew() | AskRead() | AskResign() | AskCommit():
+                self.ask(app, effect)
+            case ev.SendSite() | ev.ExpelSite():
+                self._check_leader(app)
+                self._send(app, effect.site, effect.message)
+            case ev.LaunchHere():
+                if self._setting_out:
+                    self._launch(effect.site, app)
+                elif self._relaunch:
+                    self.later(0.0, Launch(effect.site, app))
+            case ev.SetTimer():
+                self.set_timer(app, effect)
+            case ev.Probe():
+                self.probe(app, effect)
+            case ev.ViewGiven():
+                self.log.append(f"{self.steps}: {effect.view}")
+            case ev.Note():
+                self.log.append(f"{self.steps}: {effect.text}")
+            case ev.End():
+                if not self.over:
+                    self.error, self.over = effect.error, True
+            case _:
+                self.between(app, effect)
 
-    def commit(self, effect: CommitView) -> None:
-        """The arbiter takes a view, and only then anybody hears of it."""
-        self.log.append(f"{self.steps}: {effect.view}")
-        self._note_committed()
-        self.committed_views.add((effect.view.term, effect.view.number))
-        self.give_out(effect)
+    def _check_leader(self, app: int) -> None:
+        """A leader steps down before the arbiter lets another lead: nobody else gives orders,
+        unless the arbiter has broken its word."""
+        term, latest = self.controls[app].term, self.ledger.record.entry.term
+        if term != latest and term not in self.ledger.broken:
+            raise InvariantError(f"application {app} gives orders in term {term} of {latest}")
 
-    def give_out(self, effect: CommitView) -> None:
-        for site in effect.view.members:
-            self._skip_views(site)
-            self._send(site, wire.NewView(effect.view, {}))
+    def ask(self, app: int, ask: ArbiterAsk) -> None:
+        """Ask the arbiter, which answers at once."""
+        self.control(app, self.answer(app, ask))
 
-    def _note_committed(self) -> None:
-        controller = self.controller
-        if controller.view is not None:
-            self.committed = Committed(
-                controller.term,
-                controller.view,
-                dict(controller.dead),
-                frozenset(controller.launched),
-                controller.running,
-                controller.state is State.DRAINING,
-            )
+    def answer(self, app: int, ask: ArbiterAsk) -> ev.ArbiterAnswer:
+        lease_s = float("inf") if self.lease_s == World.lease_s else self.lease_s
+        found = answer(self.arbiters[app], str(app), ask, lease_s)
+        if isinstance(found, core.Committed):
+            self.ledger.note()
+        return found
 
-    def _skip_views(self, site: SiteId) -> None:
+    def probe(self, app: int, effect: ev.Probe) -> None:
+        gone = tuple(s for s in effect.addresses if s not in self.nodes)
+        self.control(app, ev.Probed(effect.number, gone))
+
+    def set_timer(self, app: int, effect: ev.SetTimer) -> None:
+        """Without a clock nobody is silent for too long, and no lease is renewed. Those that are
+        gone at once are found out at once."""
+        tell = Tell(app, self.lives[app], ev.TimerFired(effect.timer))
+        if isinstance(effect.timer, ev.InquireTimer):
+            self.control(app, tell.event)
+        elif not isinstance(effect.timer, ev.WatchTimer | ev.LeadTimer):
+            self.later(effect.seconds, tell)
+
+    def between(self, app: int, effect: ev.ControlEffect) -> None:
+        """What goes on between applications; here there is one."""
+
+    def _skip_views(self, link: Link) -> None:
         """A view that is committed right after another may be the only one that is given out."""
-        queue = self.network.get((CONTROLLER, site))
-        if queue is not None and self.random.random() < 0.5:
+        queue = self.network[link]
+        if self.random.random() < 0.5:
             for item in [i for i in queue if isinstance(i[0], wire.NewView)]:
                 queue.remove(item)
 
-    def _send(self, site: SiteId, message: wire.Message) -> None:
-        if (CONTROLLER, site) in self.network:
-            self.put((CONTROLLER, site), (message, NOTHING))
-
-
-def domain_of(site: SiteId) -> Domain:
-    """Every site of a simulated world is a process of its own."""
-    return Domain(f"p{site}", f"p{site}", "host", "app")
+    def _send(self, app: int, site: SiteId, message: wire.Message) -> None:
+        link = (control_of(app), site)
+        if link in self.network and site in self.nodes:
+            if isinstance(message, wire.NewView):
+                self._skip_views(link)
+            self.put(link, (message, NOTHING))
