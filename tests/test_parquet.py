@@ -447,7 +447,7 @@ def test_rows_wait_for_a_disk_that_fails(
     assert os.strerror(error) in writer.report()["away"]
     until(lambda: len(calls) > 3, "it tries again")
     assert not writer.room() and writer.commit(last) == 0 and writer.report()["away"]
-    assert sum("rows are held" in r.message for r in caplog.records) == 1, "it is logged once"
+    assert sum("holding rows" in r.message for r in caplog.records) == 1, "it is logged once"
     calls.clear()
     settle(writer, last)
     assert writer.room() and writer.report()["away"] is None

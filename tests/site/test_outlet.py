@@ -214,7 +214,9 @@ def test_the_slowest_reader_is_dropped_when_too_much_is_held() -> None:
     say(writer, "fast", 2)
     assert clock.wait(writer, 2, held_bytes=99) == [False, False]
     assert clock.wait(writer, 1, held_bytes=100) == [True] and writer.commit(3) == 2
-    with pytest.raises(FlowError, match="more than 100 bytes were held for it; the rows of epoch"):
+    with pytest.raises(
+        FlowError, match="more than 100 bytes were held for it; it lacks the rows of epoch"
+    ):
         say(writer, "slow", 0)
     assert clock.wait(writer, 1, held_bytes=100) == [True] and writer.commit(4) == 4
     with pytest.raises(FlowError, match="'fast' was dropped"):
@@ -224,7 +226,7 @@ def test_the_slowest_reader_is_dropped_when_too_much_is_held() -> None:
 def test_a_reader_that_was_forgotten_is_told() -> None:
     writer = opened(Clock())
     say(writer, "old", 0)
-    with pytest.raises(FlowError, match=r"has no reader 'odl'\n  hint: it has 'old'"):
+    with pytest.raises(FlowError, match=r"has no reader 'odl'\n  hint: its readers: 'old'"):
         writer.answer({"do": "forget", "reader": "odl"}, HELD)
     for _ in range(2):
         writer.answer({"do": "forget", "reader": "old"}, HELD)
@@ -532,7 +534,7 @@ def test_a_reader_that_never_comes_back_is_forgotten(
     assert found["gone"]["bytes_held"] > found["other"]["bytes_held"] == 0
     monkeypatch.setenv("HOLDFAST_FLOW", run.url)
     assert main(["readers", "out", "--forget", "gnoe"]) == 2
-    assert "it has 'gone', 'other'" in capsys.readouterr().err
+    assert "its readers: 'gone', 'other'" in capsys.readouterr().err
     assert main(["readers", "out"]) == 0
     assert "reading" in capsys.readouterr().out
     run.forget_reader("out", "gone")
