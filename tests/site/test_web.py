@@ -77,5 +77,5 @@ def test_what_is_not_there_is_said(run: Run, path: str, said: str) -> None:
 
 
 def test_an_address_that_is_none_is_refused() -> None:
-    with pytest.raises(FlowError, match="is no address"):
+    with pytest.raises(FlowError, match="is not an address"):
         Web(None, "9090")  # type: ignore[arg-type]
