@@ -23,15 +23,15 @@ log = logging.getLogger("holdfast.outlet")
 UNREAD_BYTES_MAX = 256 << 20
 ANSWER_BYTES = 8 << 20
 NAME_CHARS_MAX = 200
-DEAF_S = 5.0
+STALL_S = 5.0
 """After a gap this long in `drop_reader` calls, the idle time of all readers starts anew: a site
 that was stalled may have missed their requests."""
-AWAY_S = 5.0
+INACTIVE_S = 5.0
 """A flow that is stopped and stored does not wait for a reader that was inactive this long."""
 
 Held = Sequence[tuple[int, pa.RecordBatch]]
 
-LISTED = pa.schema(
+READER_COLUMNS = pa.schema(
     [
         ("reader", pa.string()),
         ("state", pa.string()),
@@ -262,7 +262,7 @@ class OutletWriter(SinkWriter):
             }
             for name, reader in self._readers.known.items()
         ]
-        return pa.RecordBatch.from_pylist(rows, LISTED)
+        return pa.RecordBatch.from_pylist(rows, READER_COLUMNS)
 
     def _forget(self, name: str) -> None:
         if name not in self._readers.known:
@@ -275,7 +275,7 @@ class OutletWriter(SinkWriter):
 
     def drop_reader(self, held_bytes: int) -> bool:
         now = self._now()
-        if now - self._checked_at > DEAF_S:
+        if now - self._checked_at > STALL_S:
             self._watched_since = now
         self._checked_at = now
         drop = self._to_drop(now, held_bytes)
@@ -305,7 +305,7 @@ class OutletWriter(SinkWriter):
         seen = (
             self._seen.get(n) for n, r in self._readers.reading.items() if r.epoch < self._taken
         )
-        return any(at is not None and self._now() - at < AWAY_S for at in seen)
+        return any(at is not None and self._now() - at < INACTIVE_S for at in seen)
 
 
 def outlet(

@@ -35,7 +35,7 @@ from holdfast.engine.state import STANDBY, Field, StateTable
 from holdfast.errors import FlowError
 
 ROWS_MAX = 65_536
-LISTED_MAX = 2_000
+ENTRIES_MAX = 2_000
 """Maximum folder entries examined in one call; the site does other work in between."""
 KEYS_MAX = 1_000
 """Maximum files in one mark."""
@@ -112,13 +112,13 @@ class FolderReader(PullReader):
         because only then the table has all files that were read."""
         self._listing: _Listing | None = None
         self._listings = 0
-        self._look_at = 0.0
+        self._next_listing_at = 0.0
 
     # --- reading --------------------------------------------------------------------------------
 
     def take(self) -> Taken | None:
         if not self._changes and self._batches is None and not self._open_next():
-            if self._look():
+            if self._list():
                 return None
             if not self._changes and not self._open_next():
                 return [], ""
@@ -183,29 +183,29 @@ class FolderReader(PullReader):
 
     # --- listing --------------------------------------------------------------------------------
 
-    def _look(self) -> bool:
+    def _list(self) -> bool:
         """List a part of the folder. Return True if the source has ended."""
         begun = time.monotonic()
-        if self._unnoted or (self._listing is None and begun < self._look_at):
+        if self._unnoted or (self._listing is None and begun < self._next_listing_at):
             return False
         if self._listing is None:
             self._listings += 1
             self._listing = _Listing(self._source, self._listings)
         listing = self._listing
-        names = listing.next(LISTED_MAX)
+        names = listing.next(ENTRIES_MAX)
         if names:
-            self._sort_out(listing, names)
+            self._classify(listing, names)
         listing.busy_s += time.monotonic() - begun
         if not listing.is_complete:
             return False
         self._listing = None
         if self._source.every_s:  # listing takes at most a tenth of the time
-            self._look_at = time.monotonic() + max(self._source.every_s, 9 * listing.busy_s)
+            self._next_listing_at = time.monotonic() + max(self._source.every_s, 9 * listing.busy_s)
         self._queue.extend(name for _, name in sorted(listing.unknown))
         self._note_missing(listing)
         return listing.is_last and not self._queue and not self._changes
 
-    def _sort_out(self, listing: _Listing, names: dict[str, os.stat_result]) -> None:
+    def _classify(self, listing: _Listing, names: dict[str, os.stat_result]) -> None:
         """Mark the files that the flow has as seen, and collect the others."""
         slots = self._table.find(key_words([pa.array(list(names), pa.string())]))
         for (name, stat), slot in zip(names.items(), slots.tolist(), strict=True):

@@ -95,9 +95,8 @@ class Readers:
             allowed = reader.state in NEXT[before.state]
             require(allowed, f"reader {name!r} cannot be {reader.state} after {before.state}")
             if reader.state is not before.state:
-                del self.known[
-                    name
-                ]  # keeps dropped readers in the order in which they were dropped
+                # Keeps dropped readers in the order in which they were dropped.
+                del self.known[name]
         self.known[name] = reader
 
     def save(self) -> dict[str, Any]:

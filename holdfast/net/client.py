@@ -69,9 +69,8 @@ class Client:
             raise HostError(f"cannot reach {address[0]}:{address[1]}: {error}") from error
         self._unanswered = 0
         self._shake_hands(secret, identity)
-        self._socket.settimeout(
-            None
-        )  # the answer comes when there is room, which may take any time
+        # The ingress answers when it has room, which may take any time.
+        self._socket.settimeout(None)
 
     def _shake_hands(self, secret: bytes, identity: tuple[str, int]) -> None:
         challenge = self._receive(wire.Challenge)

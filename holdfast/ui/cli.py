@@ -110,9 +110,7 @@ def _add_sim(commands: Any) -> None:
         "again. A failing schedule is minimised and drawn. Exit status 1 if a run fails.",
     )
     sim.add_argument("--seeds", type=int, default=200, help="number of runs (200)")
-    sim.add_argument(
-        "--seed", type=int, help="the seed of the only run; with --seeds, of the first one"
-    )
+    sim.add_argument("--seed", type=int, help="the first seed (0); with --trace, the only one")
     sim.add_argument("--trace", action="store_true", help="print and draw the run of --seed")
     sim.add_argument(
         "--flow",

@@ -325,7 +325,7 @@ def test_records_that_are_gone(topics: Kafka) -> None:
 
 
 def test_a_topic_that_is_not_what_it_was(topics: Kafka, monkeypatch) -> None:
-    monkeypatch.setattr(source, "LOOK_S", 0.1)
+    monkeypatch.setattr(source, "CHECK_S", 0.1)
     topic = topics.create(2)
     made = kafka_source(topics.servers, topic, schema=SCHEMA)
     made = made.resolved(made.resolve(2))

@@ -55,9 +55,8 @@ class Json(Format):
         )
         self._required = [f.name for f in schema if not f.nullable]
         self._temporal = [i for i, f in enumerate(schema) if pa.types.is_temporal(f.type)]
-        names = {
-            f"c{i}": name for i, name in enumerate(schema.names)
-        }  # so that columns may have any name
+        # A struct's attributes need valid names, and columns may have any.
+        names = {f"c{i}": name for i, name in enumerate(schema.names)}
         self._row = msgspec.defstruct("Row", [(n, object) for n in names], rename=names)
         self._encoder = msgspec.json.Encoder()
 

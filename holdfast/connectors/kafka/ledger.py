@@ -29,14 +29,14 @@ CALL_S = 20.0
 """How long a call waits for the broker. After a failed call the writer starts over with a new
 producer: the broker shows whether the call had an effect, and some calls of the client hang when
 they are repeated."""
-AGAIN_S = 0.2
+RETRY_S = 0.2
 CLAIM_S = 2.0
 """How long a refused writer waits for the claim of another writer."""
 FAILURES_MAX = 10
 """Consecutive failures, other than an absent broker, after which the sink fails."""
 
-REFUSED = (KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH)
-AWAY = (
+FENCED = (KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH)
+UNAVAILABLE = (
     KafkaError._TRANSPORT,
     KafkaError._ALL_BROKERS_DOWN,
     KafkaError._TIMED_OUT,
@@ -48,7 +48,7 @@ AWAY = (
     KafkaError.NOT_COORDINATOR,
     KafkaError.REQUEST_TIMED_OUT,
 )
-FORBIDDEN = (
+PERMANENT = (
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
     KafkaError.GROUP_AUTHORIZATION_FAILED,
     KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
@@ -127,7 +127,7 @@ class Ledger:
                 return self._reached
             except KafkaException as error:
                 self._raise_if_permanent(error)
-                time.sleep(AGAIN_S)
+                time.sleep(RETRY_S)
         return None
 
     def append(self, group: Group) -> int | None:
@@ -140,7 +140,7 @@ class Ledger:
             return self._reached
         except KafkaException as error:
             self._raise_if_permanent(error)
-            if error.args[0].code() in REFUSED and self._is_claimed_by_other():
+            if error.args[0].code() in FENCED and self._is_claimed_by_other():
                 return None
         return self.begin()
 
@@ -184,7 +184,7 @@ class Ledger:
             f"{confirmed} rows that were written later, if any, are written again",
         )
 
-    # --- who may write --------------------------------------------------------------------------
+    # --- claims ---------------------------------------------------------------------------------
 
     def _is_replaced(self, claim: KafkaClaim) -> bool:
         authority = self._authority
@@ -218,7 +218,7 @@ class Ledger:
                     return True
             except KafkaException as error:
                 self._raise_if_permanent(error)
-            time.sleep(AGAIN_S)
+            time.sleep(RETRY_S)
         return False
 
     def _read(self) -> KafkaClaim:
@@ -257,9 +257,8 @@ class Ledger:
         try:
             incarnation, term = msgspec.json.decode(committed.metadata or "", type=tuple[str, int])
         except msgspec.MsgspecError:
-            return KafkaClaim(
-                epoch=committed.offset - 1
-            )  # written by other software, or set by hand
+            # Other software wrote the offset, or a user set it by hand.
+            return KafkaClaim(epoch=committed.offset - 1)
         return KafkaClaim(incarnation, term, committed.offset - 1)
 
     # --- transactions ---------------------------------------------------------------------------
@@ -305,12 +304,12 @@ class Ledger:
         deque(map(self._producer.produce, repeat(sink.topic), values, *more), maxlen=0)
 
     def _raise_if_permanent(self, error: KafkaException) -> None:
-        """Raise if the error is permanent."""
+        """Log an error. Raise if it is permanent, or after `FAILURES_MAX` failures in a row."""
         cause = error.args[0]
         log.warning("%s: %s", self._where, cause.str())
-        if cause.code() not in REFUSED and cause.code() not in AWAY:
+        if cause.code() not in FENCED and cause.code() not in UNAVAILABLE:
             self._failures += 1
-        if cause.code() in FORBIDDEN or self._failures >= FAILURES_MAX:
+        if cause.code() in PERMANENT or self._failures >= FAILURES_MAX:
             raise HostError(f"{self._where}: {cause.str()}") from error
 
 

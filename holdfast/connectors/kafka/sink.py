@@ -158,7 +158,7 @@ class KafkaWriter(SinkWriter):
 
     @property
     def _ended(self) -> bool:
-        """Whether the writer will not write any more."""
+        """Whether the writer has stopped writing."""
         return self._abandoned or self._quiet_since is not None or self._error is not None
 
     def _check(self) -> None:

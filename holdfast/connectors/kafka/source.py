@@ -32,14 +32,14 @@ Start = str | int | datetime.datetime | Mapping[int, int]
 
 ANSWER_S_MAX = 10.0
 """Maximum time for the broker to answer when a flow is started."""
-LOOK_S = 2.0
+CHECK_S = 2.0
 """Interval at which one reader checks that the topic still exists with as many partitions."""
-GONE_LOOKS = 3
+MISSED_CHECKS_MAX = 3
 """Consecutive checks that must miss the topic before it counts as deleted: a broker that has just
 started does not know its topics yet."""
 MESSAGES_MAX = 16_384
 """Maximum messages taken in one call; the site does nothing else during the call."""
-TEXT_MAX = 1_000
+SHOWN_BYTES_MAX = 1_000
 """Maximum bytes of an undecodable record that are shown."""
 _OURS = {
     "bootstrap.servers",
@@ -303,7 +303,7 @@ class KafkaReader(SplitReader):
     def _decode_error(self, message: Any, error: Exception) -> pa.RecordBatch:
         """Return a row that describes why a record cannot be decoded."""
         cause = f"{self._where}, offset {message.offset()}: {_first_line(error)}"
-        text = (message.value() or b"")[:TEXT_MAX].decode(errors="replace")
+        text = (message.value() or b"")[:SHOWN_BYTES_MAX].decode(errors="replace")
         nulls = [pa.nulls(1, f.type) for f in self._source.schema]
         decode_error = pa.array([json.dumps([cause, text])])
         return pa.RecordBatch.from_arrays([*nulls, decode_error], schema=self._schema)
@@ -321,7 +321,7 @@ def _first_line(error: Exception) -> str:
 
 
 class _TopicMonitor(threading.Thread):
-    """Checks every `LOOK_S` that the topic exists and has as many partitions as before. It has its
+    """Checks every `CHECK_S` that the topic exists and has as many partitions as before. It has its
     own client, because another thread could close a shared one during a call."""
 
     def __init__(self, source: KafkaSource) -> None:
@@ -338,10 +338,10 @@ class _TopicMonitor(threading.Thread):
         from holdfast.connectors.kafka.topics import partitions_of
 
         topic, missed = self._source.topic, 0
-        while not self._closed.wait(LOOK_S) and self.error is None:
-            count = partitions_of(self._source.servers, topic, self._source.options, LOOK_S)
+        while not self._closed.wait(CHECK_S) and self.error is None:
+            count = partitions_of(self._source.servers, topic, self._source.options, CHECK_S)
             missed = missed + 1 if count == 0 else 0
-            if missed >= GONE_LOOKS:
+            if missed >= MISSED_CHECKS_MAX:
                 self.error = InputError(
                     f"topic {topic!r} is gone: no broker at {self._source.servers} knows it",
                     hint="the results include all rows read so far; to read a new topic, start the "

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 ROW = "__row"
 """With a key: the column of the temporary table that numbers the rows, so that the latest wins."""
-PIECE_ROWS = 65_536
+CHUNK_ROWS = 65_536
 
-SAFE = {
+DSN_DEFAULTS = {
     "connect_timeout": "10",
     "keepalives_idle": "10",
     "keepalives_interval": "5",
@@ -74,7 +74,7 @@ class Session:
                 "libpq cannot parse the dsn", "see the libpq manual on connection strings"
             ) from None
         name = f"holdfast {self._authority.flow}/{self._authority.sink}"
-        named = {**SAFE, "application_name": name[:63], **given}
+        named = {**DSN_DEFAULTS, "application_name": name[:63], **given}
         self._connection = psycopg.connect(**named, autocommit=True, prepare_threshold=None)
         self._execute(
             "SET client_encoding = 'UTF8'; SET DateStyle = 'ISO'; SET TimeZone = 'UTC';"
@@ -262,10 +262,10 @@ class Session:
         cursor, row = self._connection.cursor(), 0
         with cursor.copy(self._sql["copy"]) as copy:
             for batch in batches:
-                for at in range(0, batch.num_rows, PIECE_ROWS):
-                    piece = batch.slice(at, PIECE_ROWS)
-                    copy.write(memoryview(to_csv(self._numbered(piece, row))))
-                    row += piece.num_rows
+                for at in range(0, batch.num_rows, CHUNK_ROWS):
+                    chunk = batch.slice(at, CHUNK_ROWS)
+                    copy.write(memoryview(to_csv(self._numbered(chunk, row))))
+                    row += chunk.num_rows
         won = self._execute(self._put(after, upto) + driver().sql.SQL("; COMMIT")).fetchone()
         return bool(won[0])
 
