@@ -65,10 +65,10 @@ def test_views_and_the_status_are_there_for_all(run: Run) -> None:
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("/", "there are /metrics"),
+        ("/", "the paths are /metrics"),
         ("/views/other", "has no sink 'other'"),
         ("/views/latest?key=-1", "null"),
-        ("/views/latest?key=x", "a key is k: int64"),
+        ("/views/latest?key=x", "must have the columns k: int64"),
     ],
 )
 def test_what_is_not_there_is_said(run: Run, path: str, said: str) -> None:

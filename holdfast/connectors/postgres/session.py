@@ -153,7 +153,7 @@ class Session:
             -1 if found is None else found,
             f"table {self._sink.table}: is this another server, a standby that lacks the last "
             f"transactions, or a restored backup? Go back to the server that has them and continue "
-            f"with resume=. To continue without these rows, or after adding them by hand, execute: "
+            f"with resume=. To continue without these rows, or after adding them, first execute: "
             f"{repair.as_string(self._connection)}",
         )
 
