@@ -1,9 +1,8 @@
-"""Results that are kept until those who read them have them: the flow's end of a Spark stream.
+"""A sink that holds results until its readers have them: the flow's side of a Spark stream.
 
-Rows wait at the replicas of the egress. Each reader has a name; it says up to which epoch it has
-everything for good, and what all of them have is let go. Who the readers are is known to all
-replicas, so none is forgotten with a site that dies. Until all that are expected have come,
-everything is kept.
+The replicas of the egress hold the rows. Each reader has a name and commits epochs that it has
+stored; the sink drops rows that all readers have committed. All replicas know the readers, so no
+reader is lost with a site. Until all expected readers have registered, the sink holds everything.
 """
 
 from __future__ import annotations
@@ -25,14 +24,15 @@ log = logging.getLogger("holdfast.outlet")
 UNREAD_BYTES_MAX = 256 << 20
 ANSWER_BYTES = 8 << 20
 NAME_CHARS_MAX = 200
-DEAF_S = 5.0
-"""A site that does not get to look after its readers for so long may not have heard them either."""
-AWAY_S = 5.0
-"""A reader that was not seen for so long is not waited for when the flow is stopped and stored."""
+STALL_S = 5.0
+"""After a gap this long in `drop_reader` calls, the idle time of all readers starts anew: a site
+that was stalled may have missed their requests."""
+INACTIVE_S = 5.0
+"""A flow that is stopped and stored does not wait for a reader that was inactive this long."""
 
 Held = Sequence[tuple[int, pa.RecordBatch]]
 
-LISTED = pa.schema(
+READER_COLUMNS = pa.schema(
     [
         ("reader", pa.string()),
         ("state", pa.string()),
@@ -42,11 +42,11 @@ LISTED = pa.schema(
         ("seen_s_ago", pa.float64()),
     ]
 )
-"""What is told of each reader."""
+"""The columns of the list of readers."""
 
 
 class Outlet(Sink):
-    """A sink that is read where it is written."""
+    """A sink that readers read from the egress; see `outlet`."""
 
     replicated = True
 
@@ -58,7 +58,7 @@ class Outlet(Sink):
         reader_bytes_max: int | None = None,
     ) -> None:
         if readers < 1:
-            raise FlowError(f"outlet(): readers={readers}, so nobody would read the rows")
+            raise FlowError(f"outlet(): readers={readers}: no reader would get the rows")
         if unread_bytes_max <= 0:
             raise FlowError(
                 f"outlet(): unread_bytes_max={unread_bytes_max} leaves no room for a row"
@@ -68,7 +68,7 @@ class Outlet(Sink):
             self.reader_idle_s_max = positive_seconds(
                 reader_timeout,
                 "outlet(): reader_timeout",
-                "give more time than a query needs for a micro-batch, or is away for",
+                "allow more time than a query needs for a micro-batch or a restart",
             )
         if reader_bytes_max is not None and not 0 < reader_bytes_max <= unread_bytes_max:
             raise FlowError(
@@ -83,24 +83,24 @@ class Outlet(Sink):
 
 
 class OutletWriter(SinkWriter):
-    """One replica's. Only the one that leads is asked, and drops readers."""
+    """One replica of an outlet. Only the leading one answers and drops readers."""
 
     def __init__(
         self, whose: Authority, sink: Outlet, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self._whose, self._sink, self._now = whose, sink, now
+        self._authority, self._sink, self._now = whose, sink, now
         self._readers = Readers(sink.readers)
         self._taken = self._durable = -1
         self._seen: dict[str, float] = {}
-        self._watched = self._looked = float("-inf")
-        """Since when, and when last, this replica looked after the readers."""
+        self._watched_since = self._checked_at = float("-inf")
+        """The first and the last time that this replica checked the readers without a gap."""
 
     def write(self, epoch: int, batch: pa.RecordBatch) -> None:
-        """The egress keeps the rows."""
+        """Do nothing: the egress holds the rows."""
 
     def commit(self, epoch: int) -> int:
         self._taken = max(self._taken, epoch)
-        self._durable = max(self._durable, self._readers.let_go(self._taken))
+        self._durable = max(self._durable, self._readers.unneeded_upto(self._taken))
         return self._durable
 
     def save(self) -> dict[str, Any]:
@@ -116,7 +116,7 @@ class OutletWriter(SinkWriter):
         dropped = {n: r.state.value for n, r in known.items() if n not in behind}
         return {"epoch": self._taken, "epochs_behind": behind, "dropped": dropped}
 
-    # --- what readers ask -----------------------------------------------------------------------
+    # --- requests of readers --------------------------------------------------------------------
 
     def answer(
         self, request: Mapping[str, Any], held: Held
@@ -139,23 +139,23 @@ class OutletWriter(SinkWriter):
             case "forget":
                 self._forget(str(request["reader"]))
                 return {}, []
-        raise FlowError(f"sink {self._whose.sink!r} does not know how to {request.get('do')!r}")
+        raise FlowError(f"sink {self._authority.sink!r}: unknown request {request.get('do')!r}")
 
     def _begin(self, request: Mapping[str, Any]) -> int:
-        """A query without a checkpoint: it gets what is kept, or what comes. From now on rows are
-        held for it. Another one of that name is none any more."""
+        """Register a query without a checkpoint, from the first held epoch or the next one on. The
+        sink holds rows for it from now on. It replaces an earlier reader of the same name."""
         name = self._name(request)
         epoch = self._taken if request["latest"] else self._durable
-        self._put(name, epoch, self._whose.incarnation)
+        self._put(name, epoch, self._authority.incarnation)
         return epoch
 
     def _commit(self, request: Mapping[str, Any], epoch: int) -> int:
-        """A reader has everything up to `epoch` for good, and will want what follows; up to where
-        it is known to have it. From the first time on it is one that counts."""
+        """Note that a reader has stored everything up to `epoch`, and return the committed epoch.
+        The first commit registers the reader."""
         name, incarnation = self._name(request), self._incarnation(request)
-        self._expect(name, epoch)
+        self._check_held(name, epoch)
         known = self._readers.known.get(name)
-        # Whoever leads since just now may be behind its readers.
+        # A new leader may be behind its readers.
         had = min(epoch, max(self._taken, known.epoch if known is not None else -1))
         self._put(name, had, incarnation)
         return had
@@ -168,54 +168,55 @@ class OutletWriter(SinkWriter):
         name = str(request["reader"])
         if not 0 < len(name) <= NAME_CHARS_MAX:
             raise FlowError(
-                f"sink {self._whose.sink!r}: a reader's name has 1 to {NAME_CHARS_MAX} characters"
+                f"sink {self._authority.sink!r}: a reader's name must have 1 to {NAME_CHARS_MAX} "
+                "characters"
             )
         return name
 
     def _incarnation(self, request: Mapping[str, Any]) -> str:
-        """Of the flow whose epochs the reader counts: this one, or the one that it goes on from,
-        if the reader was known there."""
-        incarnation = str(request.get("incarnation", self._whose.incarnation))
+        """Return the incarnation whose epochs the reader counts: this one, or the one that this
+        flow continues if the reader was known there."""
+        incarnation = str(request.get("incarnation", self._authority.incarnation))
         reader = self._readers.known.get(str(request["reader"]))
-        known = (self._whose.incarnation, reader.incarnation if reader is not None else "")
+        known = (self._authority.incarnation, reader.incarnation if reader is not None else "")
         if incarnation not in known:
             raise FlowError(
-                f"sink {self._whose.sink!r}: the query has read another life of the flow, whose "
-                "epochs have nothing to do with those of this one",
+                f"sink {self._authority.sink!r}: the query has read another incarnation of the "
+                "flow, whose epochs are unrelated to those of this one",
                 hint="start the query with a new checkpoint",
             )
         return incarnation
 
-    def _expect(self, name: str, after: int) -> None:
-        """Refuse a reader that lacks rows which are not there any more."""
+    def _check_held(self, name: str, after: int) -> None:
+        """Refuse a reader that lacks rows that are gone."""
         if after >= self._durable:
             return
         gone = f"{after + 1} to {self._durable}"
-        begins = f"start the query with a new checkpoint: it begins with epoch {self._durable + 1}"
+        begins = f"start the query with a new checkpoint; it begins at epoch {self._durable + 1}"
         reader = self._readers.known.get(name)
         if reader is None or reader.state is ReaderState.READING:
             raise FlowError(
-                f"sink {self._whose.sink!r}: the rows of epochs {gone} were let go, as all readers "
-                f"had them; reader {name!r} comes too late",
+                f"sink {self._authority.sink!r}: reader {name!r} is too late: the rows of epochs "
+                f"{gone} were dropped, as all readers had them",
                 hint=f"does another query use the name? If not, {begins}",
             )
         why = self._why(reader.state)
         raise FlowError(
-            f"sink {self._whose.sink!r}: reader {name!r} was dropped, as {why}; "
-            f"the rows of epochs {gone} are gone, and it lacks them",
-            hint=f"{begins}. Give outlet() higher limits for readers that are away for longer",
+            f"sink {self._authority.sink!r}: reader {name!r} was dropped because {why}; "
+            f"it lacks the rows of epochs {gone}, which are gone",
+            hint=f"{begins}. Set higher limits in outlet() for readers that pause for longer",
         )
 
     def _why(self, state: ReaderState) -> str:
         match state:
             case ReaderState.IDLE:
-                return f"it was not seen for {self._sink.reader_idle_s_max:g} s"
+                return f"it was inactive for {self._sink.reader_idle_s_max:g} s"
             case ReaderState.BEHIND:
                 return f"more than {self._sink.reader_bytes_max} bytes were held for it"
-        return "somebody had it forgotten"
+        return "a user had it forgotten"
 
     def _latest(self, held: Held, after: int, rows_max: int) -> int:
-        """Up to where a reader may go that wants at most so many rows (but an epoch at least)."""
+        """Return the last epoch of a read with at most `rows_max` rows, but at least one epoch."""
         rows = 0
         for epoch, batch in held:
             if epoch <= after:
@@ -228,14 +229,14 @@ class OutletWriter(SinkWriter):
     def _read(
         self, request: Mapping[str, Any], held: Held
     ) -> tuple[dict[str, int], list[pa.RecordBatch]]:
-        """Rows of the epochs after `after`, as far as they fit into an answer. A site that leads
-        since just now may not have come as far as the one before it."""
+        """Return rows of the epochs above `after`, up to `upto`, as far as they fit into an answer.
+        A new leader may not have processed as many epochs as the one before it."""
         name, after, upto = self._name(request), int(request["after"]), int(request["upto"])
         self._incarnation(request)
-        self._expect(name, after)
+        self._check_held(name, after)
         if name in self._readers.known:
             self._seen[name] = self._now()
-        found: list[pa.RecordBatch] = []
+        batches: list[pa.RecordBatch] = []
         nbytes = 0
         for epoch, batch in held:
             if epoch <= after:
@@ -243,12 +244,12 @@ class OutletWriter(SinkWriter):
             nbytes += int(batch.nbytes)
             if epoch > upto:
                 break
-            if found and nbytes > ANSWER_BYTES:
-                return {"epoch": epoch - 1}, found
-            found.append(batch)
-        return {"epoch": max(after, min(upto, self._taken))}, found
+            if batches and nbytes > ANSWER_BYTES:
+                return {"epoch": epoch - 1}, batches
+            batches.append(batch)
+        return {"epoch": max(after, min(upto, self._taken))}, batches
 
-    # --- who looks after the readers ------------------------------------------------------------
+    # --- listing and dropping readers -----------------------------------------------------------
 
     def _list(self, held: Held) -> pa.RecordBatch:
         now = self._now()
@@ -264,29 +265,31 @@ class OutletWriter(SinkWriter):
             }
             for name, reader in self._readers.known.items()
         ]
-        return pa.RecordBatch.from_pylist(rows, LISTED)
+        return pa.RecordBatch.from_pylist(rows, READER_COLUMNS)
 
     def _forget(self, name: str) -> None:
         if name not in self._readers.known:
             raise FlowError(
-                f"sink {self._whose.sink!r} has no reader {name!r}",
-                hint=f"it has {', '.join(map(repr, sorted(self._readers.known))) or 'none'}",
+                f"sink {self._authority.sink!r} has no reader {name!r}",
+                hint=f"its readers: {', '.join(map(repr, sorted(self._readers.known))) or 'none'}",
             )
         if name in self._readers.reading:
             self._readers.drop(name, ReaderState.FORGOTTEN)
 
     def drop_reader(self, held_bytes: int) -> bool:
         now = self._now()
-        if now - self._looked > DEAF_S:
-            self._watched = now
-        self._looked = now
-        found = self._to_drop(now, held_bytes)
-        if found is not None:
-            name, why = found
+        if now - self._checked_at > STALL_S:
+            self._watched_since = now
+        self._checked_at = now
+        drop = self._to_drop(now, held_bytes)
+        if drop is not None:
+            name, why = drop
             self._readers.drop(name, why)
             self._seen = {n: at for n, at in self._seen.items() if n in self._readers.known}
-            log.warning("sink %r: reader %r is dropped: %s", self._whose.sink, name, self._why(why))
-        return found is not None
+            log.warning(
+                "sink %r: dropped reader %r: %s", self._authority.sink, name, self._why(why)
+            )
+        return drop is not None
 
     def _to_drop(self, now: float, held_bytes: int) -> tuple[str, ReaderState] | None:
         slowest = self._readers.slowest()
@@ -294,7 +297,7 @@ class OutletWriter(SinkWriter):
             return None
         idle_s, bytes_max = self._sink.reader_idle_s_max, self._sink.reader_bytes_max
         for name in self._readers.reading:
-            unseen = now - max(self._seen.get(name, self._watched), self._watched)
+            unseen = now - max(self._seen.get(name, self._watched_since), self._watched_since)
             if idle_s is not None and unseen > idle_s:
                 return name, ReaderState.IDLE
         if bytes_max is not None and held_bytes >= bytes_max:
@@ -305,7 +308,7 @@ class OutletWriter(SinkWriter):
         seen = (
             self._seen.get(n) for n, r in self._readers.reading.items() if r.epoch < self._taken
         )
-        return any(at is not None and self._now() - at < AWAY_S for at in seen)
+        return any(at is not None and self._now() - at < INACTIVE_S for at in seen)
 
 
 def outlet(
@@ -315,15 +318,16 @@ def outlet(
     reader_timeout: Seconds | None = None,
     reader_bytes_max: int | None = None,
 ) -> Sink:
-    """Keep results until they are read, by ``spark.readStream.format("holdfast")``.
+    """Hold results until ``spark.readStream.format("holdfast")`` has read them.
 
-    Everything is kept until as many `readers` have come; then what the slowest of them lacks, so
-    give the number of queries that are to have all rows. At most about `unread_bytes_max` bytes are
-    kept; a flow whose readers are slower waits for them, and it ends when they have everything.
+    The sink holds all rows until `readers` readers have registered, and then the rows that the
+    slowest of them lacks: set `readers` to the number of queries that must get all rows. It holds
+    at most about `unread_bytes_max` bytes. The flow waits for readers that are slower, and ends
+    when they have everything.
 
-    A reader that was not seen for `reader_timeout`, or for which `reader_bytes_max` bytes
-    are held, is dropped: nothing is held for it any more. When it comes back and rows are
-    gone that it lacks, its query fails and says which. Without these limits a reader that never
-    comes back holds the flow up, until ``run.forget_reader``.
+    The sink drops a reader that was inactive for `reader_timeout`, or for which it holds
+    `reader_bytes_max` bytes, and holds no more rows for it. If the reader returns and lacks rows
+    that are gone, its query fails and names their epochs. Without these limits a reader that never
+    returns blocks the flow until ``run.forget_reader``.
     """
     return Outlet(readers, unread_bytes_max, reader_timeout, reader_bytes_max)

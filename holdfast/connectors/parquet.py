@@ -1,8 +1,8 @@
-"""Results in a folder of parquet files, each row once: who publishes, and what follows on what, is
-the business of `holdfast.connectors.parquet_folder`.
+"""A sink that writes a folder of parquet files with every row exactly once. The protocol between
+writers is in `holdfast.connectors.parquet_folder`.
 
-A thread writes, so that a site does not stand still while the disk works. A disk that is full or
-does not answer is waited for: rows are held, up to a bound, and then the flow waits, too.
+A thread writes the files, so that the site does not block on the disk. While the disk is full or
+does not answer, the writer holds rows up to a bound; at the bound the flow waits.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from holdfast.storage.disk import Disk
 log = logging.getLogger("holdfast.parquet")
 
 FILE_ROWS = 1 << 20
-"""With so many rows a file is written before it is due."""
+"""A writer that holds this many rows publishes them before `interval` has passed."""
 HELD_BYTES_MAX = 128 << 20
 RETRY_S, RETRY_S_MAX = 0.1, 2.0
 QUIET_S = 30.0
-"""A writer that was overtaken is told by its site's end. One that is still asked to write after so
-long is not what it takes itself for."""
+"""How long an overtaken writer stays quiet. Normally its site is fenced in that time. If the site
+still leads afterwards, the flow was started twice with the same secret, which is an error."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 
 
@@ -68,40 +68,40 @@ class Parquet(Sink):
         return self._begin(Beginning.AFTER_STOP, whose, schema, durable)
 
     def resume(self, whose: Authority, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
-        """What is published the writer's thread finds out: the disk may be away just now."""
-        return ParquetWriter(self, self._held_by(whose), schema, durable, claimed=False), durable
+        """The writer's thread finds the published files later: the disk may not answer now."""
+        return ParquetWriter(self, self._folder_of(whose), schema, durable, claimed=False), durable
 
     def _begin(
         self, beginning: Beginning, whose: Authority, schema: pa.Schema, durable: int
     ) -> SinkWriter:
-        """Whoever starts a flow is there to hear at once that it cannot write."""
-        folder = self._held_by(whose)
+        """Claim the folder now, so that the start of the flow fails if it cannot be written."""
+        folder = self._folder_of(whose)
         try:
             folder.claim(beginning, durable)
         except Overtaken:
             raise FlowError(
                 f"sink {whose.sink!r}: a later leader of flow {whose.flow!r} writes to {self.path}",
-                hint="was the flow started twice with one secret? Each start needs another",
+                hint="was the flow started twice with the same secret? Use a new one each time",
             ) from None
         except OSError as error:
             raise SinkError(
                 f"sink {whose.sink!r}: cannot write to the folder {self.path}: {error}",
-                hint="the folder must be one that all sites can write to",
+                hint="use a folder that all sites can write to",
             ) from error
         return ParquetWriter(self, folder, schema, durable, claimed=True)
 
-    def _held_by(self, whose: Authority) -> PartFolder:
+    def _folder_of(self, whose: Authority) -> PartFolder:
         path = str(self.path)
         return PartFolder(path, whose, allow_missing=self.allow_missing, disk=self.disk)
 
 
 class Phase(Enum):
-    """Of a writer; only its thread moves it on, but for `ABANDONED`."""
+    """The state of a writer. Only its thread changes it, except to `ABANDONED`."""
 
     CLAIMING = auto()
     WRITING = auto()
     UNSURE = auto()
-    """Whether the last file was published is not known."""
+    """The outcome of the last publish is unknown."""
     CLOSED = auto()
     OVERTAKEN = auto()
     FAILED = auto()
@@ -152,7 +152,7 @@ class ParquetWriter(SinkWriter):
                 self._held_rows += batch.num_rows
 
     def commit(self, epoch: int) -> int:
-        """Durable is what is in a file: a new leader compares that with what it finds."""
+        """Return the last epoch in a published file. A new leader checks that it finds as much."""
         with self._changed:
             self._check()
             self._committed = max(self._committed, epoch)
@@ -172,7 +172,7 @@ class ParquetWriter(SinkWriter):
             return self._phase is Phase.CLOSED
 
     def close(self) -> None:
-        """Waits for the disk, if need be."""
+        """Publish everything, waiting for the disk if necessary."""
         self.finish()
         self._thread.join()
         with self._changed:
@@ -194,7 +194,7 @@ class ParquetWriter(SinkWriter):
 
     @property
     def _where(self) -> str:
-        return f"sink {self._folder.whose.sink!r}, folder {self._sink.path}"
+        return f"sink {self._folder.authority.sink!r}, folder {self._sink.path}"
 
     def _check(self) -> None:
         if self._error is not None:
@@ -203,7 +203,7 @@ class ParquetWriter(SinkWriter):
         if self._phase is Phase.OVERTAKEN and late:
             raise FlowError(
                 f"{self._where}: a later leader of the flow has written, but this site leads",
-                hint="was the flow started twice with one secret? Each start needs another",
+                hint="was the flow started twice with the same secret? Use a new one each time",
             )
 
     def _move(self, phase: Phase) -> None:
@@ -237,11 +237,13 @@ class ParquetWriter(SinkWriter):
                 self._enter(Phase.OVERTAKEN)
             except Exception as error:
                 with self._changed:
-                    self._error = error if isinstance(error, HoldfastError) else self._odd(error)
+                    self._error = (
+                        error if isinstance(error, HoldfastError) else self._unexpected(error)
+                    )
                 self._enter(Phase.FAILED)
 
     def _wait_until_due(self) -> bool:
-        """Whether there is, by now, something to do."""
+        """Wait for work. Return False once there will be none."""
         with self._changed:
             while self._phase is Phase.WRITING and not self._closing:
                 wait = self._rolled + self._sink.interval_s - time.monotonic()
@@ -257,7 +259,7 @@ class ParquetWriter(SinkWriter):
             self._changed.wait_for(lambda: self._phase not in AT_WORK, pause)
 
     def _step(self) -> None:
-        """Do what comes next; any `OSError` leaves it to be done again."""
+        """Execute the next step. A step that raises `OSError` is repeated."""
         with self._changed:
             phase, upto = self._phase, self._committed
             group = [b for e, b in self._held if e <= upto]
@@ -266,7 +268,7 @@ class ParquetWriter(SinkWriter):
         elif phase is Phase.UNSURE:
             self._reach(self._folder.look_again())
         elif upto > self._durable:
-            self._enter(Phase.UNSURE)  # until it has come to an end
+            self._enter(Phase.UNSURE)  # until the call returns
             if self._folder.publish(group, self._schema, upto) == upto:
                 self._files, self._rows = self._files + 1, self._rows + _rows(group)
             self._reach(self._folder.chain.end)
@@ -275,7 +277,7 @@ class ParquetWriter(SinkWriter):
             self._enter(Phase.CLOSED)
 
     def _reach(self, durable: int) -> None:
-        """Everything up to this epoch is published, and what follows can be written."""
+        """Drop the rows up to this epoch, which are published, and continue writing."""
         with self._changed:
             if durable > self._durable or self._phase is Phase.CLAIMING:
                 self._away, self._rolled = None, time.monotonic()
@@ -294,9 +296,11 @@ class ParquetWriter(SinkWriter):
         with self._changed:
             first, self._away = self._away is None, str(error)
         if first:
-            log.warning("%s: rows are held until it can be written to: %s", self._where, error)
+            log.warning(
+                "%s: holding rows until the folder can be written to: %s", self._where, error
+            )
 
-    def _odd(self, error: Exception) -> SinkError:
+    def _unexpected(self, error: Exception) -> SinkError:
         return SinkError(f"{self._where}: writing failed: {error}")
 
 
@@ -305,20 +309,20 @@ def _rows(batches: list[pa.RecordBatch]) -> int:
 
 
 def _folder(path: str | os.PathLike[str]) -> Path:
-    """The folder of a path or a ``file:`` URL. Nothing else will do: publishing a file takes hard
-    links, and object stores as pyarrow reaches them can neither refuse a name that is taken nor a
-    writer whose time is over."""
-    said = os.fspath(path)
-    scheme = _SCHEME.match(said)
+    """Return the folder of a path or a ``file:`` URL and refuse other URLs. Publishing needs hard
+    links. Object stores, as pyarrow uses them, can refuse neither a name that exists nor a fenced
+    writer."""
+    text = os.fspath(path)
+    scheme = _SCHEME.match(text)
     if scheme is None:
-        return Path(said).absolute()
-    url = urlsplit(said)
+        return Path(text).absolute()
+    url = urlsplit(text)
     if scheme[1].lower() == "file" and url.netloc in ("", "localhost"):
         return Path(unquote(url.path)).absolute()
     raise FlowError(
-        f"parquet({said!r}): a sink that gives each row once needs a folder of a file system "
-        f"(a path, or file:///path), and {scheme[1]!r} is none",
-        hint="have Spark write there: sink('out', outlet()), and in Spark "
+        f"parquet({text!r}): a sink that writes each row exactly once needs a folder of a file "
+        f"system (a path, or file:///path), not {scheme[1]!r}",
+        hint="let Spark write there: sink('out', outlet()), and in Spark "
         "spark.readStream.format('holdfast')...writeStream.parquet(...)",
     )
 
@@ -331,16 +335,17 @@ def parquet(
     held_bytes_max: int = HELD_BYTES_MAX,
     allow_missing: bool = False,
 ) -> Sink:
-    """Write a folder of parquet files that Spark reads back; a new one at most every
-    `interval` (a second).
+    """Write a folder of parquet files, for example for Spark to read. The sink publishes a new file
+    at most every `interval` (a second).
 
-    `path` is a folder that all sites reach, of a file system with hard links. Each file has the
-    rows of a range of epochs; one whose name a reader sees is whole, and on the disk. While the
-    disk is full or away rows are held, up to `held_bytes_max` bytes; then the source is held back.
+    `path` is a folder that all sites can reach, on a file system with hard links. Each file holds
+    the rows of a range of epochs; a file that a reader can see is complete and synced to disk.
+    While the disk is full or does not answer, the sink holds up to `held_bytes_max` bytes of rows;
+    then it holds back the source.
 
-    A flow that goes on (``restore_from=``, or under another leader) checks that all files of the
-    epochs it knows as written are there. With `allow_missing` it does not: for files that are moved
-    elsewhere while the flow runs, or a flow that goes on in a new folder.
+    A flow that continues (``restore_from=``, or under another leader) checks that the files of all
+    durable epochs exist. `allow_missing` turns the check off, for files that are moved elsewhere
+    while the flow runs and for a flow that continues in a new folder.
     """
     return Parquet(
         path,

@@ -1,36 +1,37 @@
-"""The protocol by which writers of a parquet sink share a folder: at any moment one of them can
-publish, and what it publishes follows on what is there.
+"""The protocol by which writers of a parquet sink share a folder. At any moment only one writer can
+publish, and each file it publishes continues the sequence of published epochs.
 
 ::
 
     out/part-000000000000.parquet      the rows of the epochs 0 to 6
-        part-000000000007.parquet      and from 7 on: a file is named after its first epoch
-        _SUCCESS                       while no flow writes
-        _holdfast/flow-000000          a flow that wrote here, and the one that came after it
-        _holdfast/flow-000001
-        _holdfast/writer-000001-...    the staging folder of the writer that leads
+        part-000000000007.parquet      from epoch 7 on: a file is named after its first epoch
+        _SUCCESS                       present while no flow writes
+        _holdfast/flow-000000          the first flow that wrote here
+        _holdfast/flow-000001          the flow that continued after it
+        _holdfast/writer-000001-...    the staging folder of the leading writer
 
 **Fencing.** A writer prepares each file in a *staging folder* of its own, with a unique name, and
 publishes it with a hard link. A new leader removes the staging folders of all writers before it,
-and only then lists what is published. A link needs its source. So a writer that was stopped at any
-call, and wakes up later, fails at its link or at creating another file. The same holds for
-``_SUCCESS``, which is linked out of the staging folder and renamed into it. No clock, lease or
-connection is involved.
+and only then lists the published files. A link needs its source file, so a writer that was paused
+at any call and wakes up later fails when it links, or when it creates another file. The same holds
+for ``_SUCCESS``: a writer publishes it with a link from its staging folder, and a new leader
+renames it into its own. No clock, lease or connection is involved.
 
 **Order.** Staging folders are ordered by flow, then by the leader's term. A writer creates its own
-first and lists the others afterwards. So of two that claim at the same time, either the later one
-sees and removes the folder of the earlier, or the earlier one sees that of the later and gives up.
-Flows get their numbers by linking ``flow-N``, which succeeds once. A flow that is resumed after a
-stop is another flow, and fences the writers of the earlier one, too. A flow that was lost and
-resumed is the same flow in a later term.
+first and lists the others afterwards. If two writers claim at the same time, either the later one
+sees and removes the folder of the earlier one, or the earlier one sees the folder of the later one
+and gives up. A flow gets its number by linking ``flow-N``, which succeeds only once. A flow that is
+resumed after a stop is a new flow and also fences the writers of the stopped one. A flow that was
+lost and resumed is the same flow in a later term.
 
-**Chain.** A file's metadata says which flow, sink, incarnation and term wrote it, which epochs it
-has, and how many files precede it. A listing and a few footers therefore tell whether files are
-missing, torn, or of somebody else. Since names are taken once, even two writers that are not fenced
-from each other (somebody removed ``_holdfast``) cannot publish ranges that overlap.
+**Chain.** A file's metadata records the flow, sink, incarnation and term that wrote it, its epochs,
+and the number of files before it. A listing and a few footers are therefore enough to detect files
+that are missing, torn, or written by another flow. A name can be linked only once, so even two
+writers that are not fenced from each other (a user removed ``_holdfast``) cannot publish
+overlapping ranges.
 
-Nothing here waits, retries or has a thread; that is the writer's. Every method may raise `OSError`
-and can then be called again.
+This module does not wait, retry or start threads; the writer does. Every method may raise `OSError`
+and can be called again afterwards.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ from holdfast.storage.disk import NO_HARD_LINKS, Disk
 log = logging.getLogger("holdfast.parquet")
 
 HIDDEN = "_holdfast"
-"""Spark, pyarrow and others leave out names that begin so."""
+"""Spark, pyarrow and other readers skip names that begin with an underscore."""
 SUCCESS = "_SUCCESS"
 EMPTY = "part-empty.parquet"
-"""Has no epoch: a result without any must be readable, too."""
+"""The file of a result without rows, so that readers find a schema. It has no epochs."""
 PREFIX = "holdfast."
 _PART = re.compile(r"part-(\d{12})\.parquet")
 _FLOW = re.compile(r"flow-(\d{6})")
@@ -67,35 +68,35 @@ _WRITER = re.compile(r"writer-(\d{6})-(\d{20})-([0-9a-f]{32})")
 
 
 class Beginning(Enum):
-    """In whose place a writer begins."""
+    """Which writer, if any, a new writer succeeds."""
 
     FIRST = auto()
-    """Of none: the flow starts with its first epoch."""
+    """None: the flow starts with its first epoch."""
     AFTER_STOP = auto()
-    """Of a flow that was stopped: it has published exactly what the new one is told."""
+    """The writer of a stopped flow, which has published exactly the epochs known as durable."""
     TAKE_OVER = auto()
-    """Of another writer of the same flow, which may have published more than it has said."""
+    """Another writer of the same flow, which may have published more than it reported."""
 
 
 class Overtaken(Exception):
-    """A writer of a later term has taken over; this one must keep quiet."""
+    """A writer of a later term has taken over; this writer must stop publishing."""
 
 
 class StagingGone(Exception):
-    """Somebody removed this writer's staging folder, but no rows, and no other writer leads: it can
-    claim again."""
+    """This writer's staging folder was removed, but no rows were and no other writer leads. The
+    writer can claim again."""
 
 
 class FlowMark(msgspec.Struct, frozen=True):
-    """What a ``flow-N`` file has."""
+    """The content of a ``flow-N`` file."""
 
     flow: str
     sink: str
     incarnation: str
 
 
-class Part(msgspec.Struct, frozen=True):
-    """What the metadata of a published file says."""
+class ParquetPart(msgspec.Struct, frozen=True):
+    """The metadata of a published file."""
 
     flow: str
     sink: str
@@ -104,7 +105,7 @@ class Part(msgspec.Struct, frozen=True):
     first_epoch: int
     last_epoch: int
     number: int
-    """So many files were published before it."""
+    """Number of files published before this one."""
 
     def metadata(self) -> dict[str, str]:
         return {
@@ -114,69 +115,77 @@ class Part(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """What is published."""
+    """The published files."""
 
     end: int
-    """The last epoch without a gap."""
+    """The last epoch before the first gap."""
     number: int
-    """So many files lead up to there."""
+    """Number of files up to that epoch."""
     name: str | None = None
-    """The last of them, if it is still there."""
+    """The last of these files, if it still exists."""
     torn: tuple[str, ...] = ()
-    """Files beyond it, the first of which cannot be read."""
+    """Files after `end`, the first of which cannot be read."""
     foreign: tuple[str, ...] = ()
-    """What else a reader of the folder would take for rows."""
+    """Other parquet files, which a reader of the folder would read as rows."""
 
 
 class PartFolder:
-    """One writer's hold on a folder."""
+    """One writer's access to a folder."""
 
-    def __init__(self, path: str, whose: Authority, *, allow_missing: bool, disk: Disk) -> None:
-        self._path, self.whose, self._allow_missing = path, whose, allow_missing
+    def __init__(self, path: str, authority: Authority, *, allow_missing: bool, disk: Disk) -> None:
+        self._path, self.authority, self._allow_missing = path, authority, allow_missing
         self._disk = disk
         self._id = uuid.uuid4().hex
         self._staging = ""
         self._staged: list[str] = []
-        """Files in the staging folder that are not needed any more."""
+        """Files in the staging folder that are no longer needed."""
         self._marked = False
-        """Whether the folder has, or had, the mark of this flow."""
+        """Whether a claim has found or linked the ``flow-N`` file of this flow."""
         self.chain = Chain(-1, 0)
 
     # --- what a writer calls --------------------------------------------------------------------
 
     def claim(self, beginning: Beginning, durable: int) -> int:
-        """Take the place of all writers before this one. The answer is the last epoch that is
-        published; `durable` is the last one of which the flow knows that it was."""
-        self._disk.make_folders(self._in(HIDDEN))
-        flow = self._enter(beginning, durable)
+        """Fence all earlier writers and return the last published epoch. `durable` is the last
+        epoch that the flow knows to be published."""
+        self._disk.make_folders(self._join(HIDDEN))
+        flow = self._register(beginning, durable)
         self._make_staging(flow)
         self._fence(flow)
         self._refresh()
         self.chain = self._examine(beginning, durable)
-        self._set_aside(self.chain.torn)
+        self._move_torn(self.chain.torn)
         with contextlib.suppress(FileNotFoundError):
-            self._disk.rename(self._in(SUCCESS), self._fresh(""))
+            self._disk.rename(self._join(SUCCESS), self._new_path(""))
         self._disk.sync_folder(self._path)
         if self.chain.foreign:
             log.warning(
-                "sink %r: readers of %s will also find %s, which this flow has not written",
-                self.whose.sink,
+                "sink %r: readers of %s will also read %s, which this flow did not write",
+                self.authority.sink,
                 self._path,
                 ", ".join(self.chain.foreign),
             )
         return self.chain.end
 
     def publish(self, batches: Sequence[pa.RecordBatch], schema: pa.Schema, last: int) -> int:
-        """Add a file with the rows of the epochs after the end of the chain, up to `last`. The
-        answer is the last epoch that is published: another one if the file was there already."""
-        require(last > self.chain.end, f"epoch {last} is published")
+        """Publish a file with the rows of the epochs after the end of the chain, up to `last`.
+        Return the last published epoch, which is not `last` if the file already existed."""
+        require(last > self.chain.end, f"epoch {last} is already published")
         first, number = self.chain.end + 1, self.chain.number
-        whose = self.whose
-        part = Part(whose.flow, whose.sink, whose.incarnation, whose.term, first, last, number)
+        authority = self.authority
+        part = ParquetPart(
+            authority.flow,
+            authority.sink,
+            authority.incarnation,
+            authority.term,
+            first,
+            last,
+            number,
+        )
         try:
             staged = self._stage(pa.Table.from_batches(batches, schema), part)
             self._check_chain()
-            self._disk.link(staged, self._in(_name(first)))
+            self._disk.link(staged, self._join(_name(first)))
         except FileExistsError:
             return self.look_again()
         except FileNotFoundError as error:
@@ -187,23 +196,25 @@ class PartFolder:
         return last
 
     def look_again(self) -> int:
-        """What is published, after a call of which it is not known whether it had an effect."""
+        """Return the last published epoch, after a call whose outcome is unknown."""
         try:
             self.chain = self._examine(Beginning.TAKE_OVER, self.chain.end)
-            self._set_aside(self.chain.torn)
+            self._move_torn(self.chain.torn)
             self._disk.sync_folder(self._path)
         except FileNotFoundError as error:
             self._explain(error)
         return self.chain.end
 
     def close(self, schema: pa.Schema) -> None:
-        """The flow has ended: say so to readers, who must find something to read."""
-        whose = self.whose
+        """Write ``_SUCCESS`` at the end of the flow, and an empty file if there are no rows."""
+        authority = self.authority
         try:
             if self.chain.name is None and not any(map(_PART.fullmatch, self._names())):
-                nothing = Part(whose.flow, whose.sink, whose.incarnation, whose.term, 0, -1, 0)
+                nothing = ParquetPart(
+                    authority.flow, authority.sink, authority.incarnation, authority.term, 0, -1, 0
+                )
                 self._link_once(self._stage(schema.empty_table(), nothing), EMPTY)
-            done = self._fresh("")
+            done = self._new_path("")
             with self._disk.create(done) as file:
                 self._staged.append(done)
                 self._disk.sync(file)
@@ -215,112 +226,114 @@ class PartFolder:
 
     # --- claiming -------------------------------------------------------------------------------
 
-    def _enter(self, beginning: Beginning, durable: int) -> int:
-        """The number of this flow in the folder, which it gets now if it has none."""
+    def _register(self, beginning: Beginning, durable: int) -> int:
+        """Return the number of this flow in the folder; register the flow if it has none."""
         while True:
             marks = self._marks()
             ours = bool(marks) and self._is_ours(marks[-1][1])
-            if not ours and marks and (self._marked or self._is_among(marks)):
-                raise self._taken(marks[-1][1])
+            if not ours and marks and (self._marked or self._is_registered(marks)):
+                raise self._taken_over(marks[-1][1])
             if not ours or beginning is not Beginning.TAKE_OVER:
-                # It must not end what runs here only to find that it has no business here.
+                # Check first: a claim that is about to fail must not fence a running flow.
                 self._examine(beginning, durable)
             number = marks[-1][0] + (not ours) if marks else 0
-            if ours or self._mark(number):
+            if ours or self._link_mark(number):
                 self._marked = True
                 return number
 
     def _marks(self) -> list[tuple[int, FlowMark]]:
         """The flows that have written here, in order."""
-        found = []
-        for name in self._disk.list(self._in(HIDDEN)):
+        marks = []
+        for name in self._disk.list(self._join(HIDDEN)):
             if match := _FLOW.fullmatch(name):
-                data = self._disk.read(self._in(HIDDEN, name))
-                found.append((int(match[1]), self._decoded(name, data)))
-        return sorted(found, key=lambda mark: mark[0])
+                data = self._disk.read(self._join(HIDDEN, name))
+                marks.append((int(match[1]), self._decode_mark(name, data)))
+        return sorted(marks, key=lambda mark: mark[0])
 
-    def _decoded(self, name: str, data: bytes) -> FlowMark:
+    def _decode_mark(self, name: str, data: bytes) -> FlowMark:
         try:
             return msgspec.json.decode(data, type=FlowMark)
         except msgspec.MsgspecError as error:
             raise SinkError(
-                f"sink {self.whose.sink!r}: {self._in(HIDDEN, name)} is damaged: {error}",
-                hint=f"if no flow writes to the folder, remove {self._in(HIDDEN)}",
+                f"sink {self.authority.sink!r}: {self._join(HIDDEN, name)} is damaged: {error}",
+                hint=f"if no flow writes to the folder, remove {self._join(HIDDEN)}",
             ) from error
 
-    def _is_among(self, marks: Sequence[tuple[int, FlowMark]]) -> bool:
-        return any(mark.incarnation == self.whose.incarnation for _, mark in marks)
+    def _is_registered(self, marks: Sequence[tuple[int, FlowMark]]) -> bool:
+        return any(mark.incarnation == self.authority.incarnation for _, mark in marks)
 
     def _is_ours(self, mark: FlowMark) -> bool:
-        if mark.incarnation != self.whose.incarnation:
+        if mark.incarnation != self.authority.incarnation:
             return False
-        if mark.sink != self.whose.sink:
+        if mark.sink != self.authority.sink:
             raise FlowError(
-                f"sink {self.whose.sink!r}: the folder {self._path} is that of sink "
+                f"sink {self.authority.sink!r}: the folder {self._path} belongs to sink "
                 f"{mark.sink!r} of flow {mark.flow!r}",
-                hint="each sink needs a folder of its own",
+                hint="give each sink a folder of its own",
             )
         return True
 
-    def _mark(self, number: int) -> bool:
-        """Become the last flow of the folder, unless another one just has."""
-        whose = self.whose
-        staged = self._in(HIDDEN, f".{uuid.uuid4().hex}")
+    def _link_mark(self, number: int) -> bool:
+        """Register as the last flow of the folder. Return False if another flow was faster."""
+        authority = self.authority
+        staged = self._join(HIDDEN, f".{uuid.uuid4().hex}")
         with self._disk.create(staged) as file:
-            mark = FlowMark(whose.flow, whose.sink, whose.incarnation)
+            mark = FlowMark(authority.flow, authority.sink, authority.incarnation)
             file.write(msgspec.json.encode(mark))
             self._disk.sync(file)
         try:
-            self._disk.link(staged, self._in(HIDDEN, f"flow-{number:06d}"))
+            self._disk.link(staged, self._join(HIDDEN, f"flow-{number:06d}"))
         except FileExistsError:
             return False
         except OSError as error:
             if error.errno in NO_HARD_LINKS:
                 raise SinkError(
-                    f"sink {whose.sink!r}: the file system of {self._path} has no hard links "
-                    f"({error.strerror}), and without them writers cannot be told apart",
-                    hint="use a folder of a POSIX file system: a local disk, or NFS",
+                    f"sink {authority.sink!r}: the file system of {self._path} has no hard links "
+                    f"({error.strerror}), which the sink needs to fence earlier writers",
+                    hint="use a folder on a POSIX file system: a local disk, or NFS",
                 ) from error
             raise
         finally:
             with contextlib.suppress(OSError):
                 self._disk.remove(staged)
-        self._disk.sync_folder(self._in(HIDDEN))
+        self._disk.sync_folder(self._join(HIDDEN))
         return True
 
     def _make_staging(self, flow: int) -> None:
-        self._staging = self._in(HIDDEN, f"writer-{flow:06d}-{self.whose.term:020d}-{self._id}")
+        self._staging = self._join(
+            HIDDEN, f"writer-{flow:06d}-{self.authority.term:020d}-{self._id}"
+        )
         self._staged.clear()
-        with contextlib.suppress(FileExistsError):  # a claim that failed half-way made it
+        with contextlib.suppress(FileExistsError):  # left by a claim that failed half-way
             self._disk.make_folder(self._staging)
-        self._disk.sync_folder(self._in(HIDDEN))
+        self._disk.sync_folder(self._join(HIDDEN))
 
     def _fence(self, flow: int) -> None:
-        """Remove the staging folders of all earlier writers, unless there is a later one."""
-        names = self._disk.list(self._in(HIDDEN))
+        """Remove the staging folders of all earlier writers. Raise if a later writer exists."""
+        names = self._disk.list(self._join(HIDDEN))
         self._check_latest(flow, names)
-        mine = (flow, self.whose.term)
+        mine = (flow, self.authority.term)
         for name in names:
             if (match := _WRITER.fullmatch(name)) and (int(match[1]), int(match[2])) < mine:
-                self._remove_staging(self._in(HIDDEN, name))
-        self._disk.sync_folder(self._in(HIDDEN))
+                self._remove_staging(self._join(HIDDEN, name))
+        self._disk.sync_folder(self._join(HIDDEN))
 
     def _check_latest(self, flow: int, names: Sequence[str]) -> None:
         if any((match := _FLOW.fullmatch(n)) and int(match[1]) > flow for n in names):
-            raise self._taken(self._marks()[-1][1])
+            raise self._taken_over(self._marks()[-1][1])
         terms = [(int(m[1]), int(m[2]), m[3]) for n in names if (m := _WRITER.fullmatch(n))]
-        mine = (flow, self.whose.term)
+        mine = (flow, self.authority.term)
         if any(term[:2] > mine for term in terms):
             raise Overtaken
         if any(term[:2] == mine and term[2] != self._id for term in terms):
             raise FlowError(
-                f"sink {self.whose.sink!r}: flow {self.whose.flow!r} writes to {self._path} "
-                f"already: was it started twice with one secret?",
-                hint="each start needs a secret of its own (HOLDFAST_SECRET)",
+                f"sink {self.authority.sink!r}: flow {self.authority.flow!r} already writes to "
+                f"{self._path}: was it started twice with the same secret?",
+                hint="use a new secret for each start (HOLDFAST_SECRET)",
             )
 
     def _remove_staging(self, path: str) -> None:
-        """Its writer may be adding files meanwhile; once the folder is gone it cannot."""
+        """Remove a staging folder. Its writer may add files until the folder is gone: retry."""
         while True:
             try:
                 for name in self._disk.list(path):
@@ -328,7 +341,7 @@ class PartFolder:
                         self._disk.remove(f"{path}/{name}")
                 self._disk.remove_folder(path)
             except FileNotFoundError:
-                return  # somebody else removed it
+                return  # another writer removed it
             except OSError as error:
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
@@ -336,19 +349,19 @@ class PartFolder:
                 return
 
     def _refresh(self) -> None:
-        """Change the folder, so that an NFS client forgets what it believes to be in it."""
-        probe = self._in(f".{uuid.uuid4().hex}")
+        """Change the folder, so that an NFS client drops its cached listing."""
+        probe = self._join(f".{uuid.uuid4().hex}")
         with self._disk.create(probe):
             pass
         self._disk.remove(probe)
 
-    # --- what is published ----------------------------------------------------------------------
+    # --- published files ------------------------------------------------------------------------
 
     def _names(self) -> list[str]:
         return self._disk.list(self._path)
 
     def _examine(self, beginning: Beginning, durable: int) -> Chain:
-        """What is published, if it is what this writer can go on from."""
+        """Return the published files. Raise if this writer cannot continue from them."""
         names = self._names()
         firsts = sorted(int(m[1]) for n in names if (m := _PART.fullmatch(n)))
         foreign = tuple(
@@ -368,30 +381,30 @@ class PartFolder:
         chain = self._known_chain(known, durable)
         later = [f for f in firsts if f > durable]
         if beginning is Beginning.AFTER_STOP and later:
-            raise self._from_after(_name(later[0]))
+            raise self._written_after_stop(_name(later[0]))
         return self._later_chain(chain, later, foreign)
 
     def _check_overtaken(self, name: str) -> None:
-        """Before it has claimed: whether a later leader of the same flow has published."""
-        with contextlib.suppress(FlowError):  # a file of somebody else
+        """Raise `Overtaken` if a later leader of the same flow has published this file."""
+        with contextlib.suppress(FlowError):  # a file that this flow did not write
             part = self._part(name)
-            if part is not None and part.incarnation == self.whose.incarnation:
+            if part is not None and part.incarnation == self.authority.incarnation:
                 self._check_term(part)
 
-    def _check_term(self, part: Part) -> None:
-        if part.term > self.whose.term:
+    def _check_term(self, part: ParquetPart) -> None:
+        if part.term > self.authority.term:
             raise Overtaken
 
     def _expect_none(self, names: Sequence[str]) -> None:
         if names:
             raise FlowError(
-                f"sink {self.whose.sink!r}: the directory {self._path} already holds parquet files"
-                f" ({names[0]})",
-                hint="give each run a directory of its own, or empty it first",
+                f"sink {self.authority.sink!r}: the directory {self._path} already holds parquet "
+                f"files ({names[0]})",
+                hint="give each run a new directory, or empty this one first",
             )
 
     def _known_chain(self, known: Sequence[int], durable: int) -> Chain:
-        """Of the files that begin with an epoch that the flow knows to be durable."""
+        """Return the chain of the files whose first epoch the flow knows to be durable."""
         if not known:
             if durable >= 0 and not self._allow_missing:
                 raise self._rewound(durable, -1)
@@ -400,13 +413,13 @@ class PartFolder:
         part = self._part(name)
         if part is None:
             raise SinkError(
-                f"sink {self.whose.sink!r}: {self._in(name)} cannot be read as parquet, and the "
-                f"flow has its rows no more: it knows epochs up to {durable} as durable",
-                hint="restore the file from a replica; or move it away, and say allow_missing=True",
+                f"sink {self.authority.sink!r}: {self._join(name)} cannot be read as parquet, and "
+                f"the flow no longer has its rows: epochs up to {durable} were durable",
+                hint="restore the file from a backup; or move it away and set allow_missing=True",
             )
         self._check_author(name, part)
         if part.last_epoch > durable:
-            raise self._from_after(name)
+            raise self._written_after_stop(name)
         if not self._allow_missing and part.number + 1 != len(known):
             raise self._rewound(durable, self._first_gap(known))
         if not self._allow_missing and part.last_epoch < durable:
@@ -414,60 +427,62 @@ class PartFolder:
         return Chain(durable, part.number + 1, name)
 
     def _later_chain(self, chain: Chain, later: Sequence[int], foreign: tuple[str, ...]) -> Chain:
-        """Of the files that a writer before this one has added without its being known."""
+        """Extend the chain with files that an earlier writer published but did not report."""
         end, number, last = chain.end, chain.number, chain.name
         torn: tuple[str, ...] = ()
         for at, first in enumerate(later):
             name = _name(first)
             part = self._part(name)
             if part is None:
-                # None of these epochs is known to be durable, so whoever leads has their rows.
+                # None of these epochs is known to be durable, so the leader still has their rows.
                 torn = tuple(map(_name, later[at:]))
                 break
             self._check_author(name, part)
-            if part.incarnation != self.whose.incarnation:
-                raise self._from_after(name)
+            if part.incarnation != self.authority.incarnation:
+                raise self._written_after_stop(name)
             self._check_term(part)
             if first != end + 1 and not self._allow_missing:
                 raise self._rewound(part.last_epoch, end)
             end, number, last = part.last_epoch, part.number + 1, name
         return Chain(end, number, last, torn, foreign)
 
-    def _part(self, name: str) -> Part | None:
-        """What a file says of itself; None if it is not whole."""
-        footer = self._disk.footer(self._in(name))
+    def _part(self, name: str) -> ParquetPart | None:
+        """Return the metadata of a file, or None if the file is torn."""
+        footer = self._disk.footer(self._join(name))
         try:
-            found = pq.read_metadata(pa.BufferReader(b"PAR1" + footer)).metadata or {}
-        except (pa.ArrowException, OSError):  # of the bytes: they have been read
+            metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + footer)).metadata or {}
+        except (pa.ArrowException, OSError):  # the bytes are not parquet; the read succeeded
             return None
         start = PREFIX.encode()
-        said = {k[len(start) :].decode(): v for k, v in found.items() if k.startswith(start)}
+        fields = {k[len(start) :].decode(): v for k, v in metadata.items() if k.startswith(start)}
         try:
-            part = msgspec.convert({k: v.decode() for k, v in said.items()}, Part, strict=False)
+            part = msgspec.convert(
+                {k: v.decode() for k, v in fields.items()}, ParquetPart, strict=False
+            )
         except (msgspec.ValidationError, UnicodeDecodeError) as error:
             raise FlowError(
-                f"sink {self.whose.sink!r}: {self._in(name)} is none of Holdfast's, or of an "
-                f"earlier version ({error})",
-                hint="move it elsewhere, or give the flow a folder of its own",
+                f"sink {self.authority.sink!r}: {self._join(name)} was not written by this version "
+                f"of Holdfast ({error})",
+                hint="move the file elsewhere, or give the flow a folder of its own",
             ) from error
         if _name(part.first_epoch) != name or part.last_epoch < part.first_epoch:
             raise FlowError(
-                f"sink {self.whose.sink!r}: {self._in(name)} has the epochs {part.first_epoch} to "
-                f"{part.last_epoch}: it was renamed",
-                hint="give it its old name again, or move it elsewhere",
+                f"sink {self.authority.sink!r}: {self._join(name)} was renamed: it holds the "
+                f"epochs {part.first_epoch} to {part.last_epoch}",
+                hint="give the file its old name again, or move it elsewhere",
             )
         return part
 
-    def _check_author(self, name: str, part: Part) -> None:
-        if (part.flow, part.sink) != (self.whose.flow, self.whose.sink):
+    def _check_author(self, name: str, part: ParquetPart) -> None:
+        if (part.flow, part.sink) != (self.authority.flow, self.authority.sink):
             raise FlowError(
-                f"sink {self.whose.sink!r}: {self._in(name)} has rows of sink {part.sink!r} of "
-                f"flow {part.flow!r}, and this is flow {self.whose.flow!r}",
-                hint="give each flow a folder of its own; one that goes on keeps its name",
+                f"sink {self.authority.sink!r}: {self._join(name)} holds rows of sink "
+                f"{part.sink!r} of flow {part.flow!r}, and this is flow {self.authority.flow!r}",
+                hint="give each flow a folder of its own; a resumed flow must keep its name",
             )
 
     def _first_gap(self, known: Sequence[int]) -> int:
-        """The last epoch before the first file that is missing."""
+        """Return the last epoch before the first missing file."""
         end = -1
         for first in known:
             part = self._part(_name(first)) if first == end + 1 else None
@@ -477,35 +492,35 @@ class PartFolder:
         return end
 
     def _check_chain(self) -> None:
-        """Whether the file is still there that the next one follows on."""
+        """Raise if the last file of the chain was removed."""
         last = self.chain.name
-        if last is None or self._allow_missing or self._disk.exists(self._in(last)):
+        if last is None or self._allow_missing or self._disk.exists(self._join(last)):
             return
-        self._examine(Beginning.TAKE_OVER, self.chain.end)  # says what is missing
+        self._examine(Beginning.TAKE_OVER, self.chain.end)  # raises and names what is missing
 
-    def _set_aside(self, torn: Sequence[str]) -> None:
-        """Have readers not see files that cannot be read, and will be written again."""
+    def _move_torn(self, torn: Sequence[str]) -> None:
+        """Move torn files out of the readers' sight; the writer publishes their epochs again."""
         for name in torn:
             log.warning(
-                "sink %r: %s is torn, or follows on a file that is; its epochs are written again",
-                self.whose.sink,
-                self._in(name),
+                "sink %r: %s is torn, or follows a torn file; its epochs are written again",
+                self.authority.sink,
+                self._join(name),
             )
-            self._disk.rename(self._in(name), self._fresh(""))
+            self._disk.rename(self._join(name), self._new_path(""))
 
     # --- the staging folder ---------------------------------------------------------------------
 
-    def _in(self, *names: str) -> str:
+    def _join(self, *names: str) -> str:
         return "/".join((self._path, *names))
 
-    def _fresh(self, suffix: str) -> str:
-        """A name in the staging folder that nobody has used."""
+    def _new_path(self, suffix: str) -> str:
+        """Return an unused path in the staging folder."""
         return f"{self._staging}/{uuid.uuid4().hex}{suffix}"
 
-    def _stage(self, table: pa.Table, part: Part) -> str:
-        """A file in the staging folder, synced."""
+    def _stage(self, table: pa.Table, part: ParquetPart) -> str:
+        """Write a file to the staging folder, sync it, and return its path."""
         self._tidy()
-        staged = self._fresh(".parquet")
+        staged = self._new_path(".parquet")
         metadata = {**(table.schema.metadata or {}), **part.metadata()}
         try:
             with self._disk.create(staged) as file:
@@ -519,11 +534,11 @@ class PartFolder:
 
     def _link_once(self, staged: str, name: str) -> None:
         with contextlib.suppress(FileExistsError):
-            self._disk.link(staged, self._in(name))
+            self._disk.link(staged, self._join(name))
 
     def _tidy(self) -> None:
-        """Remove staged files; one that is published has another name. What cannot be removed now
-        is tried again later."""
+        """Remove staged files; a published file also has its own name. A file that cannot be
+        removed now is tried again later."""
         left = []
         for staged in self._staged:
             try:
@@ -535,18 +550,18 @@ class PartFolder:
         self._staged = left
 
     def _explain(self, error: FileNotFoundError) -> NoReturn:
-        """Raise the reason why a file or folder that a call needs is not there."""
+        """Raise the reason why a file or folder that a call needed is missing."""
         staging = self._staging.rpartition("/")[2]
         try:
-            names, marks = self._disk.list(self._in(HIDDEN)), self._marks()
+            names, marks = self._disk.list(self._join(HIDDEN)), self._marks()
         except FileNotFoundError:
             names, marks = [], []
-        if marks and not self._is_among(marks):
-            raise self._taken(marks[-1][1]) from error
+        if marks and not self._is_registered(marks):
+            raise self._taken_over(marks[-1][1]) from error
         if marks and (match := _WRITER.fullmatch(staging)):
             self._check_latest(int(match[1]), names)
         if staging in names:
-            raise error  # a file in it is missing; the next attempt makes another
+            raise error  # only the staged file is missing; the next attempt writes another
         try:
             self._examine(Beginning.TAKE_OVER, self.chain.end)
         except FileNotFoundError:
@@ -555,29 +570,30 @@ class PartFolder:
 
     # --- errors ---------------------------------------------------------------------------------
 
-    def _taken(self, by: FlowMark) -> FlowError:
+    def _taken_over(self, by: FlowMark) -> FlowError:
         return FlowError(
-            f"sink {self.whose.sink!r}: another flow, {by.flow!r} ({by.incarnation}), has taken "
-            f"the folder {self._path} over from flow {self.whose.flow!r} "
-            f"({self.whose.incarnation})",
-            hint="give each run a directory of its own, and resume a flow once",
+            f"sink {self.authority.sink!r}: another flow, {by.flow!r} ({by.incarnation}), has "
+            f"taken the folder {self._path} over from flow {self.authority.flow!r} "
+            f"({self.authority.incarnation})",
+            hint="give each run a directory of its own, and resume a flow only once",
         )
 
-    def _from_after(self, name: str) -> FlowError:
+    def _written_after_stop(self, name: str) -> FlowError:
         return FlowError(
-            f"sink {self.whose.sink!r}: {self._in(name)} is from after the flow was stopped",
-            hint="another flow has gone on from there; give this one a directory of its own",
+            f"sink {self.authority.sink!r}: {self._join(name)} was written after the flow was "
+            "stopped",
+            hint="another flow has continued there; give this one a directory of its own",
         )
 
     def _rewound(self, committed: int, found: int) -> SinkRewoundError:
         return SinkRewoundError(
-            self.whose.sink,
+            self.authority.sink,
             committed,
             found,
             f"files were removed from {self._path}, or it was restored from an older backup, or is "
             f"not the same folder on all machines: put the files with the epochs {found + 1} to "
-            f"{committed} back and resume the flow. If they are meant to be missing (moved "
-            "elsewhere, or a new folder), say parquet(..., allow_missing=True)",
+            f"{committed} back and resume the flow. If they are missing on purpose (moved "
+            "elsewhere, or a new folder), set parquet(..., allow_missing=True)",
         )
 
 

@@ -1,9 +1,9 @@
-"""Sources that only one site reads: a folder to which files are added, and a socket.
+"""Pull sources, which only one site reads: a folder to which files are added, and a socket.
 
-What they give cannot be read twice by two sites and be the same, so the leading replica of the
-ingress reads, and gives every push batch to the other replicas before it enters the flow (see
-`site/push.py`). With it goes a *mark*: how far reading has come. All replicas note it when the rows
-have entered, and whoever leads next goes on from there.
+Two sites that read such a source would not get the same rows. So only the leading replica of the
+ingress reads, and it sends every push batch to the other replicas before the batch enters the flow
+(see `site/push.py`). Each push batch carries a *mark*: the position up to which the source was
+read. All replicas note the mark when the rows have entered, and the next leader continues there.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from holdfast.engine.state import STANDBY, Field, StateTable
 from holdfast.errors import FlowError
 
 ROWS_MAX = 65_536
-LISTED_MAX = 2_000
-"""So many entries of a folder are looked at before other work goes on."""
+ENTRIES_MAX = 2_000
+"""Maximum folder entries examined in one call; the site does other work in between."""
 KEYS_MAX = 1_000
-"""So many files are named in one mark."""
+"""Maximum files in one mark."""
 FORGET_S = 7 * 86_400
-"""A file that has been missing for so long is forgotten, and its name may be used again."""
+"""The source forgets a file that has been missing this long; its name may then be reused."""
 FORGOTTEN = -1
 FORMATS = ("parquet", "csv", "json", "arrow")
 
 
-class Folder(Source):
-    """Files that are added to a folder, one after another."""
+class FolderSource(Source):
+    """Reads the files that are added to a folder; see `follow`."""
 
     pushed = pulled = True
 
@@ -61,19 +61,21 @@ class Folder(Source):
         until: str | None,
     ) -> None:
         if format not in FORMATS:
-            raise FlowError(f"follow(): format {format!r}", hint=f"it is one of {list(FORMATS)}")
+            raise FlowError(
+                f"follow(): unknown format {format!r}", hint=f"use one of {list(FORMATS)}"
+            )
         self.path, self.schema = Path(path).absolute(), schema
         self.format, self.pattern, self.until = format, pattern, until
         self.interval_s = seconds(interval, "follow(): interval")
         self.known: frozenset[str] = frozenset()
-        """Files that are not to be read: the flow has their rows."""
+        """Files that are skipped because the flow already has their rows."""
 
     def resolve(self, replicas: int, known: Sequence[str] = ()) -> list[str] | None:
         files = [Path(unquote(urlsplit(name).path)) for name in known]
         here = self.path.resolve()
         return sorted(f.name for f in files if f.parent.resolve() == here) or None
 
-    def resolved(self, values: Any) -> Folder:
+    def resolved(self, values: Any) -> FolderSource:
         made = copy.copy(self)
         made.known = frozenset(values)
         return made
@@ -83,42 +85,42 @@ class Folder(Source):
 
 
 class FolderReader(PullReader):
-    """Files in the order in which they were last changed; of equals, by name.
+    """Reads files in the order of their modification time, then of their name.
 
-    Which files the flow has is in a table, by name, with the size that each had: 60 bytes a file,
-    which go to other replicas and to the store like the state of an operator. A file is forgotten
-    when it has been missing from the folder for `FORGET_S`. Until then it does not matter whether
-    a listing shows it.
+    A table keeps the files that the flow has read, by name, with the size of each: 60 bytes a file.
+    The table is handed over and stored like the state of an operator. The reader forgets a file
+    that has been missing from the folder for `FORGET_S`. A file that is missing for a shorter time
+    is not read again.
     """
 
-    def __init__(self, source: Folder) -> None:
+    def __init__(self, source: FolderSource) -> None:
         self._source = source
         fields = {"size": Field(pa.int64()), "absent": Field(pa.int64()), "seen": Field(pa.int64())}
         self._table = StateTable(fields, 1)
-        """By file: its size (-1 if that is not known), since when it is missing (0 if it is not),
-        and the last listing here that had it, which nobody else needs to know."""
+        """By file: its size (-1 if unknown), since when it is missing (0 if it is present), and
+        the last listing that had it, which only this replica uses."""
         self._noted = _Mark()
-        """The file that has entered the flow in part."""
+        """The file of which only a part has entered the flow."""
         self._file: str | None = None
-        self._rows = 0  # of that file, how many were taken
+        self._rows = 0  # rows of that file that were taken
         self._size = -1
         self._batches: Iterator[pa.RecordBatch] | None = None
         self._queue: deque[str] = deque()
-        """Files that the last listing has found."""
+        """New files of the last listing."""
         self._changes: deque[str] = deque()
-        """Marks: which files are missing now, or are there again."""
+        """Marks about files that are missing now, or present again."""
         self._unnoted = 0
-        """How many marks were given out. Nothing is listed before all of them are noted, as only
-        then the table says which files are known."""
+        """Marks given out and not yet noted. The reader lists the folder only when there are none,
+        because only then the table has all files that were read."""
         self._listing: _Listing | None = None
         self._listings = 0
-        self._look_at = 0.0
+        self._next_listing_at = 0.0
 
     # --- reading --------------------------------------------------------------------------------
 
     def take(self) -> Taken | None:
         if not self._changes and self._batches is None and not self._open_next():
-            if self._look():
+            if self._list():
                 return None
             if not self._changes and not self._open_next():
                 return [], ""
@@ -139,7 +141,7 @@ class FolderReader(PullReader):
         return ([batch] if batch else []), _encoded(mark)
 
     def _open_next(self) -> bool:
-        """Begin with a file, or go on with it; False if there is none."""
+        """Open the current or the next file. Return False if there is none."""
         if self._file is None:
             if not self._queue:
                 return False
@@ -158,54 +160,56 @@ class FolderReader(PullReader):
         return True
 
     def _check_size(self, name: str, size: int) -> None:
-        """A file that is written to after it was opened may have been read in part."""
+        """Raise if a file has changed since it was opened: it may have been read in part."""
         try:
             now = (self._source.path / name).stat().st_size
         except FileNotFoundError:
-            return  # removed, which is nobody's business once it was opened
+            return  # removing a file after it was opened is allowed
         if now != size:
             raise self._changed(name, size, now)
 
     def _changed(self, name: str, size: int, now: int) -> FlowError:
         return FlowError(
             f"{self._source.path / name} had {size} bytes when it was read, and has {now} now: "
-            "the flow does not have what is new in it",
-            hint="files must be whole when they appear, and stay as they are: write elsewhere, and "
-            "rename. To go on, give what is new another name and resume the flow",
+            "the flow does not have the new rows",
+            hint="files must be complete when they appear, and must not change: write them "
+            "elsewhere, then rename. To continue, put the new rows into a file with another name "
+            "and resume the flow",
         )
 
     def _unreadable(self, error: Exception) -> FlowError:
         return FlowError(
             f"cannot read {self._source.path / str(self._file)} as {self._source.format}: {error}",
-            hint="files must be whole when they appear: write elsewhere, and rename",
+            hint="files must be complete when they appear: write them elsewhere, then rename",
         )
 
     # --- listing --------------------------------------------------------------------------------
 
-    def _look(self) -> bool:
-        """List some of the folder; True if there is nothing to read and will never be."""
+    def _list(self) -> bool:
+        """List a part of the folder. Return True if the source has ended."""
         begun = time.monotonic()
-        if self._unnoted or (self._listing is None and begun < self._look_at):
+        if self._unnoted or (self._listing is None and begun < self._next_listing_at):
             return False
         if self._listing is None:
             self._listings += 1
             self._listing = _Listing(self._source, self._listings)
         listing = self._listing
-        names = listing.next(LISTED_MAX)
+        names = listing.next(ENTRIES_MAX)
         if names:
-            self._sort_out(listing, names)
+            self._classify(listing, names)
         listing.busy_s += time.monotonic() - begun
         if not listing.is_complete:
             return False
         self._listing = None
-        if self._source.interval_s:  # and never more than a tenth of the time
-            self._look_at = time.monotonic() + max(self._source.interval_s, 9 * listing.busy_s)
+        if self._source.interval_s:  # listing takes at most a tenth of the time
+            wait_s = max(self._source.interval_s, 9 * listing.busy_s)
+            self._next_listing_at = time.monotonic() + wait_s
         self._queue.extend(name for _, name in sorted(listing.unknown))
         self._note_missing(listing)
         return listing.is_last and not self._queue and not self._changes
 
-    def _sort_out(self, listing: _Listing, names: dict[str, os.stat_result]) -> None:
-        """Tell files that the flow has from others."""
+    def _classify(self, listing: _Listing, names: dict[str, os.stat_result]) -> None:
+        """Mark the files that the flow has as seen, and collect the others."""
         slots = self._table.find(key_words([pa.array(list(names), pa.string())]))
         for (name, stat), slot in zip(names.items(), slots.tolist(), strict=True):
             if slot >= 0:
@@ -217,8 +221,8 @@ class FolderReader(PullReader):
         self._table["seen"][slots[slots >= 0]] = listing.number
 
     def _note_missing(self, listing: _Listing) -> None:
-        """Find out which files have gone, or are there again. A listing without any file says
-        nothing: that is what a folder looks like that is not mounted."""
+        """Queue marks for files that are missing now, or present again. A listing without any
+        file is ignored, because a folder that is not mounted looks the same."""
         if not listing.files:
             return
         table, now = self._table, int(time.time())
@@ -234,21 +238,21 @@ class FolderReader(PullReader):
             for at in range(0, len(keys), KEYS_MAX):
                 self._changes.append(_encoded(_Mark(absent=since, keys=keys[at : at + KEYS_MAX])))
 
-    # --- what has entered the flow --------------------------------------------------------------
+    # --- marks ----------------------------------------------------------------------------------
 
     def note(self, mark: str, epoch: int) -> None:
         try:
-            said = msgspec.json.decode(mark, type=_Mark)
+            decoded = msgspec.json.decode(mark, type=_Mark)
         except msgspec.MsgspecError as error:
             raise ValueError(str(error)) from error
         self._unnoted = max(0, self._unnoted - 1)
-        if said.file is None:
-            self._note_absent(said, epoch)
-        elif said.done:
-            self._add([said.file], said.size, epoch)
+        if decoded.file is None:
+            self._note_absent(decoded, epoch)
+        elif decoded.done:
+            self._add([decoded.file], decoded.size, epoch)
             self._noted = _Mark()
         else:
-            self._noted = said
+            self._noted = decoded
 
     def _add(self, names: list[str], size: int, epoch: int) -> None:
         slots = self._table.slots(key_words([pa.array(names, pa.string())]))
@@ -257,19 +261,19 @@ class FolderReader(PullReader):
         self._table["absent"][slots] = 0
         self._table["seen"][slots] = self._listings
 
-    def _note_absent(self, said: _Mark, epoch: int) -> None:
-        low, high = np.array(said.keys, np.int64).reshape(-1, 2).T
+    def _note_absent(self, mark: _Mark, epoch: int) -> None:
+        low, high = np.array(mark.keys, np.int64).reshape(-1, 2).T
         slots = self._table.find(KeyWords(low, high))
         slots = slots[slots >= 0]
-        if said.absent == FORGOTTEN:
+        if mark.absent == FORGOTTEN:
             self._table.remove(slots)
         else:
             self._table.touch(slots, epoch)
-            self._table["absent"][slots] = said.absent
+            self._table["absent"][slots] = mark.absent
 
     def rewind(self) -> None:
-        said = self._noted
-        self._file, self._rows, self._size = said.file, said.rows, said.size
+        noted = self._noted
+        self._file, self._rows, self._size = noted.file, noted.rows, noted.size
         self._batches, self._listing, self._unnoted = None, None, 0
         self._queue.clear()
         self._changes.clear()
@@ -278,14 +282,14 @@ class FolderReader(PullReader):
         return _encoded(self._noted)
 
     def restore(self, saved: str) -> None:
-        said = msgspec.json.decode(saved, type=_Saved)
-        if isinstance(said.done, list) and said.done:  # as it was stored before there was a table
-            self._add(said.done, -1, 0)
-        self._noted = _Mark(said.file, said.rows, False, said.size)
+        position = msgspec.json.decode(saved, type=_SavedPosition)
+        if isinstance(position.done, list) and position.done:  # stored without a table
+            self._add(position.done, -1, 0)
+        self._noted = _Mark(position.file, position.rows, False, position.size)
         self.rewind()
 
     def tables(self) -> dict[str, StateTable]:
-        """Which files the flow has, for other replicas and for the store."""
+        """The files that the flow has read, for other replicas and for the store."""
         return {"files": self._table}
 
     def snapshot(self, after: int | None = None, *, whose: str = STANDBY) -> OperatorSnapshot:
@@ -296,9 +300,9 @@ class FolderReader(PullReader):
 
 
 class _Listing:
-    """The files of a folder, some at a time: of a large one all at once would take seconds."""
+    """Lists a folder in parts, because listing a large folder at once would take seconds."""
 
-    def __init__(self, source: Folder, number: int) -> None:
+    def __init__(self, source: FolderSource, number: int) -> None:
         self.number = number
         self.files = 0
         self.unknown: list[tuple[int, str]] = []
@@ -306,7 +310,7 @@ class _Listing:
         self._source = source
         until = source.until
         self.is_last = until is not None and (source.path / until).exists()
-        """Whether all files are there: said before the first of them is looked at."""
+        """Whether the file `until` existed before the listing began, so that no file is missed."""
         try:
             self._entries: Iterator[os.DirEntry[str]] = os.scandir(source.path)
         except FileNotFoundError:
@@ -314,14 +318,14 @@ class _Listing:
         self.is_complete = False
 
     def next(self, most: int) -> dict[str, os.stat_result]:
-        """Of so many entries, those that are files to be read."""
+        """Examine up to `most` entries and return those that are files to read."""
         entries = list(itertools.islice(self._entries, most))
         self.is_complete = len(entries) < most
         found: dict[str, os.stat_result] = {}
         for entry in entries:
             shown = not entry.name.startswith((".", "_"))
             if shown and fnmatch.fnmatch(entry.name, self._source.pattern) and entry.is_file():
-                with contextlib.suppress(FileNotFoundError):  # it has just been removed
+                with contextlib.suppress(FileNotFoundError):  # removed since it was listed
                     found[entry.name] = entry.stat()
         self.files += len(found)
         return found
@@ -331,8 +335,9 @@ Word = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class _Mark(msgspec.Struct, frozen=True, omit_defaults=True):
-    """So many rows of a file were taken, or all (`done`); or, without a file: these files have been
-    missing since a time, in seconds (0: they are there), or are forgotten."""
+    """A position in the source. With a file: the rows taken of it, or all of them (`done`). Without
+    a file: the files with these keys are missing since the time `absent`, in seconds, are present
+    again (0), or are forgotten."""
 
     file: str | None = None
     rows: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -342,8 +347,8 @@ class _Mark(msgspec.Struct, frozen=True, omit_defaults=True):
     keys: list[tuple[Word, Word]] = []
 
 
-class _Saved(msgspec.Struct):
-    """A mark as it is stored, or the position as it was stored before there was a table."""
+class _SavedPosition(msgspec.Struct):
+    """A stored mark, or a position that was stored by a version without a table."""
 
     file: str | None = None
     rows: int = 0
@@ -364,7 +369,7 @@ def _after(batches: Iterator[pa.RecordBatch], rows: int) -> Iterator[pa.RecordBa
 
 
 class Lines(Source):
-    """JSON lines from a TCP server."""
+    """Reads JSON lines from a TCP server; see `lines`."""
 
     pushed = pulled = True
 
@@ -376,13 +381,14 @@ class Lines(Source):
 
     def dry_run(self) -> Source:
         raise FlowError(
-            f"lines of {self.host}:{self.port} that are read here may be missing elsewhere",
-            hint="try the flow with a server that gives them for this",
+            f"cannot dry-run the source {self.host}:{self.port}: lines that are read here would be "
+            "missing elsewhere",
+            hint="use a separate server for the dry run",
         )
 
 
 class _LinesReader(PullReader):
-    """Nothing can be asked for again of a socket: there is no mark."""
+    """Reads a socket. It gives no marks, because a socket cannot be read again."""
 
     _CHUNK = 1 << 20
     _REDIAL_S = 0.5
@@ -432,7 +438,7 @@ class _LinesReader(PullReader):
             table = pa.json.read_json(io.BytesIO(lines), parse_options=options)
         except pa.ArrowException as error:
             where = f"{self._source.host}:{self._source.port}"
-            raise FlowError(f"{where} sent what is no JSON of the schema: {error}") from error
+            raise FlowError(f"{where} sent a line that does not fit the schema: {error}") from error
         return list(table.combine_chunks().to_batches())
 
     def close(self) -> None:
@@ -450,24 +456,24 @@ def follow(
     interval: Seconds = 0.1,
     until: str | None = None,
 ) -> Source:
-    """The rows of all files in a folder, and of those that are added to it, each file once.
+    """Read all files of a folder, and those that are added to it, each file once.
 
-    The folder is listed every `interval` (a tenth of a second); with 0 whenever there is time.
-    Files are taken in the order in which they were last changed, of those that a listing finds.
-    They must be whole when they appear: write them elsewhere, or under a name that begins with
-    ``.`` or ``_``, and rename. A file is known by its name: one whose size is another than when it
-    was read is an error, and a name may be used again a week after its file was removed. When a
-    file named `until` is there and all others are read, the source ends. All sites that may lead
-    must reach the folder. Of a flow that is started with a history, files that the history was
-    read from are left out.
+    The source lists the folder every `interval` (a tenth of a second), or with 0 whenever it is
+    asked for rows. It reads the new files of each listing in the order of their modification time.
+    Files must be complete when they appear: write them elsewhere, or under a name that begins with
+    ``.`` or ``_``, then rename. A file is identified by its name. If its size changes after it was
+    read, the flow fails. A name may be reused a week after its file was removed. The source ends
+    when a file named `until` exists and all others are read. All sites that may lead must reach the
+    folder. A flow that is started with a history skips the files that the history was read from.
     """
-    return Folder(path, schema, format, pattern, interval, until)
+    return FolderSource(path, schema, format, pattern, interval, until)
 
 
 def lines(host: str, port: int, schema: pa.Schema) -> Source:
-    """Rows from a TCP server that sends a JSON object a line; the end of the connection is the end.
+    """Read rows from a TCP server that sends one JSON object per line, until it closes the
+    connection.
 
-    For trying things out: what a site has read of a socket when it dies, and no other has yet, is
-    lost, as a socket gives nothing twice.
+    For experiments only: a socket cannot be read again, so when a site dies, the rows that it has
+    read and not yet sent to another site are lost.
     """
     return Lines(host, port, schema)

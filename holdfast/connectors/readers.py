@@ -1,12 +1,12 @@
-"""Who reads a sink where it is written, and how far each reader is.
+"""The readers of a sink that is read from the egress, and the progress of each.
 
-Every reader has a name that it keeps. Rows are held for those that are *reading*. A reader that is
-dropped, because it was not seen for too long, holds too much, or somebody forgot it, stays known:
-if rows have gone meanwhile that it lacks, it is told so when it comes back. It never gets past them
-unnoticed.
+Every reader has a permanent name. The egress holds rows for readers in the state *reading*. It
+drops a reader that was idle for too long, that holds too many rows, or that a user had it forget.
+A dropped reader stays known: if it returns and rows that it lacks are gone, it gets an error. A
+reader never skips rows silently.
 
-What is here is the same at all replicas of the egress, and is stored when the flow is stopped. When
-a reader was seen is known only to the replica that leads.
+All replicas of the egress have the same readers, and they are stored when the flow is stopped. Only
+the leading replica knows when a reader was last active.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Any
 from holdfast.errors import require
 
 DROPPED_MAX = 1_000
-"""So many readers that were dropped are remembered, the latest. Others are refused as well if they
-lack rows, but not told why they were dropped."""
+"""Maximum dropped readers that are remembered; the latest are kept. Readers that were dropped
+earlier are also refused if they lack rows, but the error does not say why they were dropped."""
 
 
 class ReaderState(enum.Enum):
     READING = "reading"
     IDLE = "idle"
-    """Dropped: it was not seen for too long."""
+    """Dropped because it was inactive for too long."""
     BEHIND = "behind"
-    """Dropped: too much was held for it."""
+    """Dropped because too many bytes were held for it."""
     FORGOTTEN = "forgotten"
-    """Dropped: somebody said so."""
+    """Dropped on a user's request."""
 
 
 S = ReaderState
@@ -45,14 +45,14 @@ NEXT: dict[ReaderState, tuple[ReaderState, ...]] = {
 @dataclass(frozen=True, slots=True)
 class Reader:
     epoch: int
-    """It has everything up to here for good."""
+    """It has committed everything up to this epoch."""
     incarnation: str
-    """Of the flow when it last said so. One that goes on from a stopped flow has another."""
+    """The flow's incarnation at that commit. A flow that continues a stopped one has another."""
     state: ReaderState = ReaderState.READING
 
 
 class Readers:
-    """The readers of one sink, of which `awaited` have yet to come."""
+    """The readers of one sink; `awaited` more are expected."""
 
     def __init__(self, awaited: int) -> None:
         self.awaited = awaited
@@ -62,28 +62,28 @@ class Readers:
     def reading(self) -> dict[str, Reader]:
         return {n: r for n, r in self.known.items() if r.state is ReaderState.READING}
 
-    def let_go(self, taken: int) -> int:
-        """Up to which epoch nobody needs the rows. While a reader is awaited it will need all of
-        them; if all were dropped nobody needs any."""
+    def unneeded_upto(self, taken: int) -> int:
+        """Return the epoch up to which no reader needs rows. While a reader is awaited, all rows
+        are needed; if all readers were dropped, none are."""
         if self.awaited:
             return -1
         return min((r.epoch for r in self.reading.values()), default=taken)
 
     def slowest(self) -> str | None:
-        """Whose rows are held; None if nobody reads, or somebody else is awaited."""
+        """Return the reader that holds the most rows; None if none reads or one is awaited."""
         reading = self.reading
         if self.awaited or not reading:
             return None
         return min(reading, key=lambda name: reading[name].epoch)
 
     def put(self, name: str, epoch: int, incarnation: str) -> None:
-        """A reader has everything up to `epoch`, and wants what follows."""
+        """Note that a reader has everything up to `epoch` and needs the epochs after it."""
         if name not in self.known:
             self.awaited = max(self.awaited - 1, 0)
         self._set(name, Reader(epoch, incarnation))
 
     def drop(self, name: str, why: ReaderState) -> None:
-        """Hold nothing for a reader from now on."""
+        """Stop holding rows for a reader."""
         self._set(name, replace(self.known[name], state=why))
         dropped = [n for n, r in self.known.items() if r.state is not ReaderState.READING]
         for oldest in dropped[:-DROPPED_MAX]:
@@ -95,7 +95,8 @@ class Readers:
             allowed = reader.state in NEXT[before.state]
             require(allowed, f"reader {name!r} cannot be {reader.state} after {before.state}")
             if reader.state is not before.state:
-                del self.known[name]  # the latest that was dropped comes last
+                # Keeps dropped readers in the order in which they were dropped.
+                del self.known[name]
         self.known[name] = reader
 
     def save(self) -> dict[str, Any]:

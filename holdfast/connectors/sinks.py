@@ -1,7 +1,7 @@
-"""Where results go: descriptions that a user passes to ``stream.sink``.
+"""Sinks: descriptions that a user passes to ``stream.sink``.
 
-Egress gives a sink one batch per epoch, in sequence order, and calls `commit` when the epoch is
-complete; only then is it counted as delivered.
+The egress gives a sink one batch per epoch, in sequence order, and calls `commit` when the epoch is
+complete. Only then does the epoch count as delivered.
 """
 
 from __future__ import annotations
@@ -22,83 +22,84 @@ from holdfast.errors import FlowError
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """In whose name a writer writes."""
+    """The identity of a writer: its flow and sink, and its right to write."""
 
     flow: str
     sink: str
     incarnation: str = ""
-    """Of the flow: another one each time it is started again."""
+    """Identifies the flow's start: a flow that is started again has another one."""
     term: int = 0
-    """Whoever leads the egress after another has a higher one."""
+    """The leader's term. Each new leader of the egress has a higher one."""
     after: int = -1
-    """The last epoch before the first of this incarnation: a flow that goes on from one that was
-    stopped counts on."""
+    """The last epoch before this incarnation. A flow that continues a stopped one also continues
+    its epoch numbers."""
     before: tuple[str, int] | None = None
-    """The incarnation that was stopped, and the last epoch that its store has confirmed."""
+    """The stopped incarnation, and the last epoch that its store confirmed."""
     lost: bool = False
-    """Whether this incarnation has run before and was lost. Then its store knows of it."""
+    """Whether this incarnation ran before and was lost. If so, its store knows it."""
 
     def confirmed(self, durable: int) -> int | None:
-        """The least that the store must have of this incarnation, if `durable` is what it said
-        last. None if it may never have heard of it."""
+        """Return the epoch up to which the store must have this incarnation's rows, given the last
+        `durable` epoch. None if the store may not know the incarnation."""
         return durable if self.lost or durable > self.after else None
 
 
 class SinkWriter:
-    """Takes the rows of one sink on the site that leads its egress."""
+    """Writes the rows of one sink on the site that leads its egress."""
 
     def write(self, epoch: int, batch: pa.RecordBatch) -> None:
-        """Take the rows of the next epoch. Who goes on in place of another is not given again
-        those that had none."""
+        """Take the rows of the next epoch. A writer that takes over from another does not get
+        epochs without rows again."""
         raise NotImplementedError
 
     def commit(self, epoch: int) -> int:
-        """All rows up to and including `epoch` have been written. The answer is the last epoch
-        whose rows outlive this process: up to there nobody will ever be asked to write again.
-        While that is not the last one, the same is said again every now and then. Never more than
-        the store itself has confirmed (epochs without rows that it was not told of are not
-        counted): whoever leads next takes a store that knows of less for one that has lost it."""
+        """Note that all rows up to and including `epoch` were written. Return the last durable
+        epoch: no writer will be asked to write the epochs up to it again. While `epoch` is not
+        durable, the egress repeats the call from time to time. Never return more than the store
+        itself has confirmed (an epoch without rows that was not sent to the store does not count),
+        because the next leader treats a store that has less as one that lost rows."""
         return epoch
 
     def room(self) -> bool:
-        """Whether another epoch can be taken now. If not it waits, and the source with it; the
-        question is asked again and again."""
+        """Whether the writer can take another epoch now. If not, the epoch and the source wait,
+        and the egress asks again."""
         return True
 
     def finish(self) -> bool:
-        """No epoch follows. Whether all that were committed are durable: asked until they are, so
-        that a site does not stand still while a store outside is away."""
+        """Called after the last epoch. Return whether all committed epochs are durable. The egress
+        repeats the call until they are, so that the site does not block on an external store."""
         return True
 
     def close(self) -> None:
-        """The flow has ended; everything written must be readable now."""
+        """Called at the end of the flow. Everything written must be readable afterwards."""
 
     def abandon(self) -> None:
-        """This site has nothing more to do with the sink: nothing is to be written after this."""
+        """Called when this site loses the sink. The writer must not write anything afterwards."""
 
     def report(self) -> dict[str, Any]:
-        """Figures for ``run.status()``."""
+        """Return metrics for ``run.status()``."""
         return {}
 
     def answer(
         self, request: Mapping[str, Any], held: Sequence[tuple[int, pa.RecordBatch]]
     ) -> tuple[dict[str, int], list[pa.RecordBatch]]:
-        """What somebody is told who reads the sink where it is written; `held` are the epochs that
-        are not durable. A request that changes what `save` gives is known to all replicas before
-        its answer is given."""
-        raise FlowError("this sink is not one that can be asked")
+        """Answer a reader of a sink that is read from the egress. `held` are the epochs that are
+        not durable. If a request changes what `save` returns, all replicas know the change before
+        the reader gets the answer."""
+        raise FlowError("this sink cannot be read from the egress")
 
     def drop_reader(self, held_bytes: int) -> bool:
-        """Of a sink that is read where it is written, called every now and then at the leading
-        replica until it says no: whether a reader for which rows are held was dropped just now."""
+        """Drop a reader that exceeds its limits, if any, and return whether one was dropped. For
+        sinks that are read from the egress; the leading replica calls it from time to time, each
+        time until it returns False."""
         return False
 
     def is_attended(self) -> bool:
-        """Whether a reader that lacks rows was seen just now."""
+        """Whether a reader that lacks rows was active recently."""
         return False
 
     def save(self) -> dict[str, Any]:
-        """Of a replicated sink: what a new replica needs to go on."""
+        """Return what a new replica of a replicated sink needs to continue."""
         return {}
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -111,34 +112,34 @@ class Sink:
     with_order = False
     """Whether rows keep the columns of their order key (named ``__o0``, ...)."""
     replicated = False
-    """Whether every replica of the egress writes, because what is written is in memory only."""
+    """Whether every replica of the egress writes, because the result is only in memory."""
     unread_bytes_max: int | None = None
-    """How much the egress keeps for those who read it there; None if nothing is kept for them."""
+    """Maximum bytes that the egress holds for readers; None if the sink has no readers."""
 
     def check(self, schema: pa.Schema, where: str) -> None:
-        """Refuse columns that the sink has no place for, while the flow is written."""
+        """Refuse columns that the sink cannot store. Called while the flow is built."""
 
     def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
-        """Begin with the first epoch."""
+        """Return a writer that begins with the first epoch."""
         raise NotImplementedError
 
     def go_on(self, whose: Authority, schema: pa.Schema, durable: int) -> SinkWriter:
-        """Begin with the epoch after `durable`, in a flow that goes on from where an earlier one
-        was stopped. Raises `SinkRewoundError` if the store lacks what that one has written."""
+        """Return a writer that begins with the epoch after `durable`, in a flow that continues a
+        stopped one. Raises `SinkRewoundError` if the store lacks rows of the stopped flow."""
         return self.open(whose, schema)
 
     def resume(self, whose: Authority, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
-        """Go on in place of a writer that is gone, which said last that `durable` was durable.
-        Also gives the epoch that was durable in truth: the first to write is the one after it.
-        Raises `SinkRewoundError`, now or when rows are written, if the store has less."""
+        """Take over from a writer that last reported `durable`. Return a writer and the epoch that
+        is actually durable; the writer begins with the next one. Raises `SinkRewoundError`, now
+        or when rows are written, if the store has less."""
         return self.open(whose, schema), durable
 
 
 class Discard(Sink):
-    """Counts the rows and adds up their digests: for benchmarks and checks.
+    """Counts the rows and sums their digests, for benchmarks and checks.
 
-    With `clock` it also measures latency: the column so named holds, in microseconds since the
-    Unix epoch, when the row came into being.
+    With `clock` it also measures latency. The column of that name holds the time at which the row
+    was created, in microseconds since the Unix epoch.
     """
 
     replicated = True
@@ -151,10 +152,10 @@ class Discard(Sink):
 
 
 class _DiscardWriter(SinkWriter):
-    """Latencies are counted in bins of a tenth of a millisecond: what measures must not slow."""
+    """Counts latencies in bins of 0.1 ms, so that measuring does not slow the flow down."""
 
     _BIN_MS, _BINS = 0.1, 100_000
-    _WARM_UP_S = 1.0  # the start-up is not the steady state
+    _WARM_UP_S = 1.0  # excludes the start-up from the measurement
 
     def __init__(self, clock: str | None) -> None:
         self._clock = clock
@@ -168,10 +169,10 @@ class _DiscardWriter(SinkWriter):
         if self._clock is not None and batch.num_rows:
             self._measure(batch.column(self._clock).to_numpy(), time.time())
 
-    def _measure(self, born_us: np.ndarray, now: float) -> None:
+    def _measure(self, created_us: np.ndarray, now: float) -> None:
         self._first_row = now if self._first_row is None else self._first_row
         if now - self._first_row >= self._WARM_UP_S:
-            bins = (now * 1e6 - born_us) / (1e3 * self._BIN_MS)
+            bins = (now * 1e6 - created_us) / (1e3 * self._BIN_MS)
             bins = np.clip(bins, 0, self._BINS - 1).astype(np.int64)
             self._latencies += np.bincount(bins, minlength=self._BINS)
 
@@ -182,17 +183,17 @@ class _DiscardWriter(SinkWriter):
         self._rows, self._digest = saved["rows"], int(saved["digest"], 16)
 
     def report(self) -> dict[str, Any]:
-        figures: dict[str, Any] = {"rows": self._rows, "digest": f"{self._digest:016x}"}
+        metrics: dict[str, Any] = {"rows": self._rows, "digest": f"{self._digest:016x}"}
         seen = np.cumsum(self._latencies)
         if seen[-1]:
             for q in (50, 99):
                 at = np.searchsorted(seen, seen[-1] * q / 100)
-                figures[f"p{q}_ms"] = float((at + 1) * self._BIN_MS)
-        return figures
+                metrics[f"p{q}_ms"] = float((at + 1) * self._BIN_MS)
+        return metrics
 
 
 class Console(Sink):
-    """Prints rows as JSON lines: for a first look."""
+    """Prints rows as JSON lines."""
 
     def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
         return _ConsoleWriter(whose.sink, sys.stdout)
@@ -227,15 +228,15 @@ class _CallbackWriter(SinkWriter):
 
 
 def discard(clock: str | None = None) -> Sink:
-    """Count and checksum the rows, and keep none."""
+    """Count and checksum the rows, and discard them."""
     return Discard(clock)
 
 
 def console() -> Sink:
-    """Print every row where the egress runs."""
+    """Print every row on the site that runs the egress."""
     return Console()
 
 
 def callback(function: Callable[[int, pa.RecordBatch], None]) -> Sink:
-    """Call a function with each epoch's rows, on the site that hosts the egress."""
+    """Call a function with the rows of each epoch, on the site that runs the egress."""
     return Callback(function)

@@ -1,9 +1,8 @@
-"""Where rows come from: descriptions that a user passes to ``flow.source``.
+"""Sources: descriptions that a user passes to ``flow.source``.
 
 A source has a schema and one or more splits. Each split is a sequence of rows with offsets 0, 1,
-2, ..., read by a `SplitReader` on the ingress that the split was placed on. Where a source has
-offsets of its own, with gaps, its readers say a *position* for the rows they are at: what it takes
-to read on from there.
+2, ..., read by a `SplitReader` on the ingress that the split was placed on. If a source has its own
+offsets, with gaps, its readers also report a *position*, from which another reader can continue.
 """
 
 from __future__ import annotations
@@ -18,77 +17,76 @@ from holdfast.engine.batches import empty
 from holdfast.errors import FlowError
 
 Position = dict[str, int]
-"""Where in a split some row is, in terms of whoever keeps the rows."""
+"""The place of a row in a split, in the external system's own terms."""
 
 
 class SplitReader:
     """Reads a split. `read` returns rows, an empty batch for "nothing yet", or None at the end.
 
-    With `due`, another replica of the ingress has had these rows: they are to be given at once,
-    even if their time has not come by the clock of this one.
+    With `due`, another replica of the ingress has already read these rows. The reader returns them
+    immediately, even if they are not yet due by its own clock.
     """
 
     def read(self, rows_max: int, *, due: bool = False) -> pa.RecordBatch | None:
         raise NotImplementedError
 
     def position(self) -> Position | None:
-        """What `Source.open` needs to find the row that `read` gives next, or one before it. None
-        if the row's offset says it all."""
+        """Return the position of the row that `read` returns next, or of one before it, for
+        `Source.open`. None if the row's offset is sufficient."""
         return None
 
     def caught_up(self) -> bool:
-        """Whether a `read` that gave no rows means that there are none. False if the source has not
-        answered yet: a split that is only slow must not be taken for idle, or its rows would come
-        late."""
+        """Whether a `read` without rows means that there are none. False if the source has not
+        answered yet: a slow split must not be treated as idle, or its rows would be late."""
         return True
 
     def close(self) -> None:
-        """Called once, when no more rows will be asked for."""
+        """Called once, after the last `read`."""
 
 
 Taken = tuple[list[pa.RecordBatch], str]
-"""Rows, and a mark: how far reading has come with them; empty if there is nothing to say."""
+"""Rows, and the mark of the position after them; the mark is empty if there is none."""
 
 
 class PullReader:
-    """What the leading replica of an ingress reads, of a source that only one can. The other
-    replicas have one, too, which is told how far that has come."""
+    """The reader of a pull source. Only the leading replica of the ingress reads with it. The other
+    replicas have one too, and note the marks of the leader's."""
 
     def take(self) -> Taken | None:
-        """Some rows, none if there are none now, or None if there never will be again."""
+        """Return some rows, no rows if there are none now, or None if the source has ended."""
         raise NotImplementedError
 
     def note(self, mark: str, epoch: int) -> None:
-        """Rows with this mark have entered the flow, in this epoch or a later one: at all replicas,
-        the one that has taken them included. A mark that is none is a `ValueError`, and changes
-        nothing."""
+        """Note that rows with this mark have entered the flow, in this epoch or a later one. Called
+        at all replicas, including the leader. Raises `ValueError` for an invalid mark and then
+        changes nothing."""
 
     def rewind(self) -> None:
-        """This replica leads from now on: `take` goes on behind what was noted."""
+        """Called when this replica becomes the leader: `take` continues after the last mark."""
 
     def save(self) -> str:
-        """What `note` has said so far, in a few bytes. Whatever grows with the source is in tables
-        of the pull reader."""
+        """Return the noted position, in a few bytes. State that grows with the source is in the
+        tables of the pull reader."""
         return ""
 
     def restore(self, saved: str) -> None:
         """The inverse of `save`."""
 
     def close(self) -> None:
-        """Somebody else reads now, or nobody."""
+        """Called when this replica stops reading."""
 
 
 Locate = Callable[[], list[tuple[str, int]]]
 
 
 class Pusher(Protocol):
-    """Pushes rows into a push source from the controller's side; calls `failed` if that breaks."""
+    """Pushes rows into a push source from the controller's side; calls `failed` on an error."""
 
     failed: Callable[[Exception], None]
 
     def start(self, locate: Locate, secret: bytes, source: int, name: str, flow: str) -> None:
-        """`locate` tells where the replicas of the ingress are just now; `name` is the source's and
-        `flow` the flow's, for people to read."""
+        """Start pushing. `locate` returns the current addresses of the ingress's replicas; `name`
+        and `flow` are the names of the source and the flow, for messages."""
 
     def stop(self) -> None: ...
 
@@ -99,52 +97,51 @@ class Source:
     schema: pa.Schema
     splits: int = 1
     pushed = False
-    """Whether rows are pushed to the ingress (by Spark tasks) instead of read by it."""
+    """Whether rows are pushed to the ingress (by Spark tasks) instead of being read by it."""
     pulled = False
-    """Of a push source: whether the leading ingress feeds itself."""
+    """Whether this is a pull source: the leading ingress reads the rows that it pushes."""
     resumable = True
-    """Of a push source: whether another application can go on feeding it."""
+    """Of a push source: whether another application can continue pushing."""
     through = False
-    """Of a push source: whether rows are taken as they come in, or a whole batch at a time."""
+    """Of a push source: whether rows enter as they arrive, not only as a whole batch."""
     has_decode_errors = False
-    """Whether readers add the column `DECODE_ERROR`, because they may come across rows they cannot
-    read."""
+    """Whether readers add the column `DECODE_ERROR`, for rows that they cannot decode."""
 
     def resolve(self, replicas: int, known: Sequence[str] = ()) -> Any:
-        """What is not known before the flow starts and must be the same for all `replicas` (how
-        many splits there are, where they begin), as plain values for `resolved`. Asked once.
-        `known` are the files that the source's history was read from, if it has one."""
+        """Look up what is known only when the flow starts and must be the same for all `replicas`
+        (the number of splits, their first offsets). Returns plain values for `resolved`; called
+        once. `known` are the files that the source's history was read from, if it has one."""
         return None
 
     def resolved(self, values: Any) -> Source:
-        """This source, once that is known."""
+        """Return this source with the values that `resolve` returned."""
         return self
 
     def timed(self, event_time: str) -> Source:
-        """This source, once it is known which column is the event time of its rows."""
+        """Return this source with the column that is the event time of its rows."""
         return self
 
     def dry_run(self) -> Source:
-        """This source for a flow that is only tried: whoever reads it leaves nothing behind by
-        which another would go on elsewhere. Refused if the rows would be missing there."""
+        """Return this source for a dry run, in which reading leaves no trace in the external
+        system that would move another reader. Raises if rows would be missing elsewhere."""
         return self
 
     def open(self, split: int, offset: int = 0, position: Position | None = None) -> SplitReader:
-        """Read one of the splits from its row `offset` on; of a source that is not fed.
-        `position` is what a reader said when it was at that row or at one before it."""
+        """Read a split from its row `offset` on. Not called for push sources. `position` is what a
+        reader reported at that row or at one before it."""
         raise NotImplementedError
 
     def pull_reader(self) -> PullReader:
-        """What the leading ingress reads; of a source that is pulled."""
+        """Return the reader of a pull source."""
         raise NotImplementedError
 
     def pusher(self) -> Pusher:
-        """What pushes the rows; of a push source."""
+        """Return the pusher of a push source."""
         raise NotImplementedError
 
 
-class Rows(Source):
-    """Rows that are already in memory, one list of batches for each split."""
+class RowsSource(Source):
+    """Reads rows that are already in memory, one list of batches for each split."""
 
     def __init__(self, *splits: pa.RecordBatch | pa.Table | Sequence[pa.RecordBatch]) -> None:
         if not splits:
@@ -152,7 +149,7 @@ class Rows(Source):
         self._splits = [_batches(s) for s in splits]
         first = [b for s in self._splits for b in s]
         if not first:
-            raise FlowError("rows() needs at least one batch, if only an empty one with a schema")
+            raise FlowError("rows() needs at least one batch; it may be empty, but has a schema")
         self.schema = first[0].schema
         self.splits = len(splits)
 
@@ -185,9 +182,10 @@ class _RowsReader(SplitReader):
 
 
 class Generator(Source):
-    """Rows made by a function of (split, first offset, count), at a set rate or as fast as taken.
+    """Generates rows with a function of (split, first offset, count), at a fixed rate or as fast as
+    the flow reads them.
 
-    The function must give the same rows whenever it is asked for the same offsets.
+    The function must return the same rows for the same offsets.
     """
 
     def __init__(
@@ -205,8 +203,8 @@ class Generator(Source):
         self.rate_per_split = None if rate is None else rate / splits
 
     def rows_of(self, split: int) -> int | None:
-        """How many rows a split has, if there is an end: the first ones have one more where they
-        cannot have the same number."""
+        """Return the number of rows of a split, or None if it has no end. If the rows do not divide
+        evenly, the first splits have one more."""
         if self.rows is None:
             return None
         share, rest = divmod(self.rows, self.splits)
@@ -243,8 +241,8 @@ class _GeneratorReader(SplitReader):
 
 
 def rows(*splits: pa.RecordBatch | pa.Table | Sequence[pa.RecordBatch]) -> Source:
-    """A source of rows already in memory; each argument is one split."""
-    return Rows(*splits)
+    """A source of rows that are already in memory; each argument is one split."""
+    return RowsSource(*splits)
 
 
 def generator(
@@ -255,5 +253,5 @@ def generator(
     rate: float | None = None,
     splits: int = 1,
 ) -> Source:
-    """A source of made-up rows: ``make(split, offset, count)`` gives `count` rows of `schema`."""
+    """A source of generated rows: ``make(split, offset, count)`` returns `count` rows."""
     return Generator(make, schema, rows=rows, rate=rate, splits=splits)

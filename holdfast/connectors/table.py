@@ -1,7 +1,7 @@
-"""A table: the latest row of every key, kept at the replicas of the egress, to be looked at there.
+"""The table sink: the latest row of every key, in the memory of the egress's replicas.
 
-It is in memory alone. Whoever looks asks the replica that leads: for the rows of some keys, or for
-all rows as they were after one epoch, which are given out in parts while the table goes on.
+Readers ask the leading replica, either for the rows of some keys or for a scan. A scan returns all
+rows as of one epoch, in parts, while the table continues to change.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ from holdfast.errors import FlowError
 PART_ROWS = 50_000
 SCANS_MAX = 8
 SCAN_S_MAX = 60.0
-"""A scan that nobody has gone on with for so long is given up: until then it costs."""
+"""The table closes a scan that its reader has not continued for this long: open scans cost
+memory."""
 
 
 class LatestTable(Sink):
-    """The latest row of every key, in memory."""
+    """The latest row of every key, in memory; see `table`."""
 
     replicated = True
 
     def __init__(self, key: Sequence[str]) -> None:
         if not key:
-            raise FlowError("table() needs a key", hint='write for example table("user")')
+            raise FlowError("table() needs a key", hint='for example table("user")')
         self.key = list(key)
 
     def check(self, schema: pa.Schema, where: str) -> None:
         for name in self.key:
             if name not in schema.names:
                 raise FlowError(
-                    f"{where}: there is no column {name!r} to keep rows by",
+                    f"{where}: the key column {name!r} does not exist",
                     hint=f"the columns are {schema.names}",
                 )
 
@@ -52,14 +53,14 @@ class LatestTableWriter(SinkWriter):
     """One replica of a table."""
 
     def __init__(self, whose: Authority, schema: pa.Schema, key: list[str]) -> None:
-        self._whose, self._schema, self._key = whose, schema, key
+        self._authority, self._schema, self._key = whose, schema, key
         self._table = StateTable({f.name: Field(f.type) for f in schema}, 1)
         self._scans: dict[int, tuple[Snapshot, float]] = {}
         self._next = 0
         self._epoch = -1
 
     def tables(self) -> dict[str, StateTable]:
-        """The rows, for whoever makes another replica."""
+        """The rows, for the hand-over to another replica."""
         return {"rows": self._table}
 
     def snapshot(self, after: int | None = None, *, whose: str = STANDBY) -> OperatorSnapshot:
@@ -88,23 +89,28 @@ class LatestTableWriter(SinkWriter):
             case "get":
                 return {"epoch": self._epoch}, [self._get(json.loads(request["keys"]))]
             case "scan":
-                return {"epoch": self._epoch, "scan": self._begin()}, []
+                return {"epoch": self._epoch, "scan": self._begin_scan()}, []
             case "go on":
-                return {"rows": 1}, self._go_on(int(request["scan"]))
-        raise FlowError(f"sink {self._whose.sink!r} does not know how to {request.get('do')!r}")
+                return {"rows": 1}, self._continue_scan(int(request["scan"]))
+        raise FlowError(f"sink {self._authority.sink!r}: unknown request {request.get('do')!r}")
 
     def _get(self, keys: list[list[Any]]) -> pa.RecordBatch:
-        """The rows of these keys, without those that there are none of."""
+        """Return the rows of those of these keys that have one."""
         if any(len(key) != len(self._key) for key in keys):
-            raise FlowError(f"sink {self._whose.sink!r}: a key is {', '.join(self._key)}")
+            raise FlowError(
+                f"sink {self._authority.sink!r}: a key must have the columns {', '.join(self._key)}"
+            )
         kinds = [self._schema.field(name).type for name in self._key]
         try:
             columns = [
                 pa.array([key[at] for key in keys]).cast(kind) for at, kind in enumerate(kinds)
             ]
         except (pa.ArrowException, TypeError) as error:
-            said = ", ".join(f"{n}: {k}" for n, k in zip(self._key, kinds, strict=True))
-            raise FlowError(f"sink {self._whose.sink!r}: a key is {said}: {error}") from error
+            columns_text = ", ".join(f"{n}: {k}" for n, k in zip(self._key, kinds, strict=True))
+            raise FlowError(
+                f"sink {self._authority.sink!r}: a key must have the columns {columns_text}: "
+                f"{error}"
+            ) from error
         if not keys:
             return empty(self._schema)
         slots = self._table.find(key_words(columns))
@@ -112,21 +118,21 @@ class LatestTableWriter(SinkWriter):
         arrays = [self._table.get(name, found) for name in self._schema.names]
         return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
-    def _begin(self) -> int:
-        """Freeze the table for a scan."""
+    def _begin_scan(self) -> int:
+        """Take a snapshot for a scan and return the scan's number."""
         limit = time.monotonic() - SCAN_S_MAX
         for number in [n for n, (_, at) in self._scans.items() if at < limit]:
             self._scans.pop(number)[0].close()
         if len(self._scans) >= SCANS_MAX:
-            raise FlowError(f"sink {self._whose.sink!r}: {SCANS_MAX} scans are under way already")
+            raise FlowError(f"sink {self._authority.sink!r}: {SCANS_MAX} scans are already open")
         self._next += 1
         self._scans[self._next] = (self._table.snapshot(), time.monotonic())
         return self._next
 
-    def _go_on(self, number: int) -> list[pa.RecordBatch]:
-        """More rows of a scan; none when it is complete."""
+    def _continue_scan(self, number: int) -> list[pa.RecordBatch]:
+        """Return the next rows of a scan, or none when it is complete."""
         if number not in self._scans:
-            raise FlowError(f"sink {self._whose.sink!r}: there is no scan {number} any more")
+            raise FlowError(f"sink {self._authority.sink!r}: scan {number} is closed")
         snapshot = self._scans[number][0]
         part = snapshot.next(PART_ROWS)
         if part is None:
@@ -138,6 +144,6 @@ class LatestTableWriter(SinkWriter):
 
 
 def table(*key: str) -> Sink:
-    """Keep the latest row of every key in memory, to be looked at while the flow runs: with
-    ``run.table(name)``, over HTTP, and by ``spark.read.format("holdfast")``."""
+    """Keep the latest row of every key in memory, to be read while the flow runs: with
+    ``run.table(name)``, over HTTP, and with ``spark.read.format("holdfast")``."""
     return LatestTable(key)

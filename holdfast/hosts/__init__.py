@@ -1,1 +1,1 @@
-"""Where sites run without Spark: plain processes, forked from one that has everything loaded."""
+"""Hosts of sites without Spark: plain processes, forked from a fork server."""

@@ -1,12 +1,12 @@
-"""A process that has everything loaded, and forks the sites of this one.
+"""The fork server: a process that has all modules loaded and forks the sites of this process.
 
-Loading numpy, pyarrow and pandas costs a second of processor time. A site that replaces a dead one
-would spend it just when the flow has least to spare; forked from here it runs after milliseconds.
+Loading numpy, pyarrow and pandas takes a second of processor time. A site that replaces a dead one
+would spend it while the flow recovers. Forked from the fork server, it runs after milliseconds.
 
-What a site is to be comes through its standard input. Whoever wants it has a line to it, a socket
-on which the fork server says the number of its process, and with which status that has ended. The
-site holds the other end of the line, too, and says nothing: so the line breaks if fork server and
-site are both gone, and not before.
+A site reads its work from its standard input. For each site the parent has a *line*, a socket on
+which the fork server sends the site's process id and, when the site has ended, its exit status. The
+site also holds the fork server's end of the line, without using it. So the line closes only when
+both the fork server and the site are gone.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ from holdfast.errors import HostError
 
 _NUMBER = struct.Struct("!i")
 _LOST = -1
-"""The status of a site whose fork server is gone, so that nobody knows it."""
+"""The status of a site whose fork server is gone; the real status is unknown."""
 
 Work = Callable[[], None]
 OnEnd = Callable[[int, int], None]
-"""Called with the number and the exit status of a process that has ended."""
+"""Called with the process id and the exit status of a process that has ended."""
 
 
 class Child:
-    """A process that the fork server has forked."""
+    """A process that the fork server forked."""
 
     def __init__(self, line: socket.socket, on_end: OnEnd | None) -> None:
         self._line, self._on_end = line, on_end
-        number = line.recv(_NUMBER.size)
-        if not number:
-            raise HostError("the process from which sites are forked has ended")
-        (self.pid,) = _NUMBER.unpack(number)
+        pid = line.recv(_NUMBER.size)
+        if not pid:
+            raise HostError("the fork server has ended")
+        (self.pid,) = _NUMBER.unpack(pid)
         self._status = _LOST
         self._ended = threading.Event()
         threading.Thread(target=self._listen, daemon=True, name="holdfast-watch").start()
 
     def _listen(self) -> None:
         with self._line:
-            said = self._line.recv(_NUMBER.size)
-        if said:
-            (self._status,) = _NUMBER.unpack(said)
+            status = self._line.recv(_NUMBER.size)
+        if status:
+            (self._status,) = _NUMBER.unpack(status)
         self._ended.set()
         if self._on_end is not None:
             self._on_end(self.pid, self._status)
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Its exit status, minus the signal that ended it; None if it still runs after `timeout`
-        seconds."""
+        """Return the exit status, negative for the signal that ended the process; None if it still
+        runs after `timeout` seconds."""
         return self._status if self._ended.wait(timeout) else None
 
     def kill(self) -> None:
@@ -72,7 +72,7 @@ class Child:
 
 
 class ForkServer:
-    """The end of it in the process that wants sites. Started with the first of them."""
+    """The client of the fork server, which it starts with the first site."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -80,15 +80,15 @@ class ForkServer:
         self._control: socket.socket | None = None
 
     def fork(self, work: Work, on_end: OnEnd | None = None) -> Child:
-        """A process that does `work`, with the environment, the folder, the module path and the
-        output of this one as they are now. `on_end` is called in a thread of its own."""
-        here = (os.getcwd(), dict(os.environ), sys.path, cloudpickle.dumps(work))
+        """Fork a process that does `work`. It gets the current environment, working directory,
+        module path and output of this process. `on_end` is called in its own thread."""
+        setup = (os.getcwd(), dict(os.environ), sys.path, cloudpickle.dumps(work))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        stdin, feed = os.pipe()
-        with suppress(BrokenPipeError), open(feed, "wb") as to_site:
+        stdin, write_end = os.pipe()
+        with suppress(BrokenPipeError), open(write_end, "wb") as to_site:
             with theirs, open(stdin):
                 self._ask([theirs.fileno(), stdin, 1, 2])
-            pickle.dump(here, to_site)  # if it has died already, its line says so
+            pickle.dump(setup, to_site)  # if it has already died, its line reports that
         return Child(ours, on_end)
 
     def _ask(self, descriptors: list[int]) -> None:
@@ -115,7 +115,7 @@ class ForkServer:
         return self._control
 
     def close(self) -> None:
-        """No more sites; those that run are not touched."""
+        """End the fork server; running sites are not affected."""
         with self._lock:
             self._close()
 
@@ -127,14 +127,15 @@ class ForkServer:
 
 
 shared = ForkServer()
-"""One is enough for a process, however many flows it runs."""
+"""The fork server of this process, for all flows that it runs."""
 
 
 def serve(control: socket.socket) -> Work:
-    """Fork a process for every request until nobody is left who could send one. Returns only in
-    those processes, each time with what it is to do."""
-    # Ctrl-C is for whoever runs the flow, and may want it to drain. Without that one a site leaves.
-    # The same goes for SIGTERM, which a service manager sends to all processes of a service.
+    """Fork a process for every request, until no process can send one. Returns only in the forked
+    processes, with their work."""
+    # Ctrl-C is for the process that runs the flow, which may want to drain it. A site leaves when
+    # that process is gone. The same holds for SIGTERM, which a service manager sends to all
+    # processes of a service.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -150,7 +151,7 @@ def serve(control: socket.socket) -> Work:
         ready = [key.fileobj for key, _ in selector.select()]
         if waking in ready:
             waking.recv(1024)
-            _remove(lines)
+            _reap(lines)
         if control not in ready:
             continue
         request, descriptors, *_ = socket.recv_fds(control, 1, 4)
@@ -168,7 +169,7 @@ def serve(control: socket.socket) -> Work:
         lines[pid] = line
         for descriptor in descriptors[1:]:
             os.close(descriptor)
-        _say(line, pid)
+        _send_number(line, pid)
 
 
 def _received(streams: list[int]) -> Work:
@@ -183,16 +184,16 @@ def _received(streams: list[int]) -> Work:
     return pickle.loads(work)
 
 
-def _remove(lines: dict[int, socket.socket]) -> None:
-    """Tell everybody whose site has ended."""
+def _reap(lines: dict[int, socket.socket]) -> None:
+    """Send the exit status of every ended site on its line, and close the line."""
     while lines:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
             return
         with lines.pop(pid) as line:
-            _say(line, os.waitstatus_to_exitcode(status))
+            _send_number(line, os.waitstatus_to_exitcode(status))
 
 
-def _say(line: socket.socket, number: int) -> None:
-    with suppress(OSError):  # nobody listens any more
+def _send_number(line: socket.socket, number: int) -> None:
+    with suppress(OSError):  # the parent has closed the line
         line.send(_NUMBER.pack(number))

@@ -1,4 +1,4 @@
-"""Sites in plain subprocesses of this one: for quick tests, and for a machine without Spark."""
+"""Sites in plain processes on this machine, for quick tests and for use without Spark."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.site.runtime import OnExit, SiteConfig, run_site
 
 
 class ProcessHost:
-    """Launches every site in a process of its own, forked from the fork server."""
+    """Launches every site in its own process, forked from the fork server."""
 
     name = "processes"
     application = "local"
@@ -31,7 +31,7 @@ class ProcessHost:
             self._processes[config.site] = shared.fork(self.work(flow, config), on_end)
 
     def work(self, flow: Flow, config: SiteConfig) -> Work:
-        """What a site's process does."""
+        """Return the function that a site's process runs."""
         return partial(run_site, flow, config)
 
     def _ended(self, site: int, on_exit: OnExit, pid: int, status: int) -> None:
@@ -39,10 +39,10 @@ class ProcessHost:
             on_exit(site, f"process {pid} ended with status {status}")
 
     def close(self) -> None:
-        """Wait a little for the sites to leave, then end those that did not."""
+        """Wait up to 5 s for each site to leave, then kill those that did not."""
         with self._lock:
             self._closed = True
-        for born in self._processes.values():
-            if born.wait(timeout=5) is None:
-                born.kill()
-                born.wait()
+        for child in self._processes.values():
+            if child.wait(timeout=5) is None:
+                child.kill()
+                child.wait()

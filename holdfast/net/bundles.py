@@ -1,8 +1,8 @@
 """Bundles: all frames that one partition group sends to another in one epoch of an exchange.
 
 Rows keep their sequence order within a bundle, so a consumer merges a few sorted runs. Which
-partition a row is for follows from its key; the bundle carries the digest of each partition's
-frame, and whoever processes the rows checks that they are those.
+partition a row belongs to follows from its key. The bundle carries the digest of each partition's
+frame, and the consumer checks the rows against it.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Frames:
         self.spilled = False
 
     def put_aside(self, rows: pa.RecordBatch) -> None:
-        """The same rows are elsewhere now, and not in memory."""
-        self.nbytes  # noqa: B018 (as it was)
+        """Replace the rows by the same rows outside of memory."""
+        self.nbytes  # noqa: B018 (caches the size in memory)
         self.batch, self.spilled = rows, True
 
     @cached_property
@@ -52,12 +52,12 @@ class Frames:
 
     @cached_property
     def checksum(self) -> int:
-        """The same for the same rows; what two replicas of a producer are compared by."""
+        """A checksum of the rows, by which the replicas of a producer are compared."""
         return 0 if self.digests is None else int(self.digests.sum(dtype=np.uint64))
 
     @cached_property
     def content(self) -> tuple[bytes, ...]:
-        """All that it holds: the same for the same frames, and for no others."""
+        """The full content: equal exactly for equal frames."""
         digests = b"" if self.digests is None else self.digests.tobytes()
         return (self.track.to_bytes(), digests, *content_of(self.batch))
 
@@ -83,7 +83,7 @@ class Router:
         )
 
     def split(self, batch: pa.RecordBatch, track: Track) -> dict[GroupId, Frames]:
-        """One bundle for each consumer partition group, an empty one where it gets no rows."""
+        """Return a bundle for each consumer partition group, also for groups without rows."""
         numbers = [GroupId(n) for n in range(len(self.groups))]
         if batch.num_rows == 0:
             return {n: Frames(batch, track, None) for n in numbers}
@@ -94,10 +94,10 @@ class Router:
     def split_epochs(
         self, batch: pa.RecordBatch, tracks: Sequence[Track], epoch_of: np.ndarray
     ) -> list[dict[GroupId, Frames]]:
-        """The same for several epochs, given their tracks and the epoch of every row."""
+        """Like `split`, for several epochs, given their tracks and the epoch of every row."""
         epochs, groups = len(tracks), len(self.groups)
         partition = self.partition(batch)
-        # Numbers of 16 bits, wherever these do, are sorted several times as fast as larger ones.
+        # Sorting 16-bit numbers, where they suffice, is several times as fast as larger ones.
         epoch_of = epoch_of.astype(np.min_scalar_type(epochs * self.partitions))
         digests = None
         if self._digests:
@@ -122,7 +122,7 @@ class Router:
 
 
 def check(frames: Sequence[Frames], merged: Sequence[pa.RecordBatch], where: str) -> None:
-    """Whether the rows that came together from all frames are those the digests were made of."""
+    """Raise `DivergenceError` if the merged rows do not match the digests of the frames."""
     filled = [f.digests for f in frames if f.batch.num_rows]
     digests = [d for d in filled if d is not None]
     if not digests or len(digests) < len(filled):
@@ -131,7 +131,7 @@ def check(frames: Sequence[Frames], merged: Sequence[pa.RecordBatch], where: str
     found = np.array([row_digests(b).sum(dtype=np.uint64) for b in merged]).sum(dtype=np.uint64)
     if found != expected:
         raise DivergenceError(
-            f"{where}: the rows are not what the digests of their frames say "
+            f"{where}: the rows do not match the digests of their frames "
             f"({int(found):016x} instead of {int(expected):016x})"
         )
 
@@ -148,15 +148,15 @@ def encode(
     last: bool = True,
     pack: Callable[[Frames], list[Any]] | None = None,
 ) -> tuple[wire.Bundle, list[Any]]:
-    """The message and the buffers of its body: the track, the digests, and the rows if any."""
+    """Return the message and the buffers of its body: track, digests, and rows if any."""
     body = (pack or packed)(frames)
     sizes = (frames.batch.num_rows, len(body[0]), len(body[1]))
     return wire.Bundle(exchange, epoch, producer, consumer, joined_view, part, last, *sizes), body
 
 
-@lru_cache(maxsize=1)  # a bundle goes to all replicas of its consumer, one right after another
+@lru_cache(maxsize=1)  # a bundle is sent to all replicas of its consumer in succession
 def packed(frames: Frames) -> list[Any]:
-    """A bundle's body, as bytes."""
+    """Return a bundle's body as buffers."""
     track = frames.track.to_bytes()
     digests = b"" if frames.digests is None else frames.digests.tobytes()
     rows = [frames.batch.serialize()] if frames.batch.num_rows else []
@@ -165,17 +165,17 @@ def packed(frames: Frames) -> list[Any]:
 
 @contextmanager
 def _from_a_peer() -> Iterator[None]:
-    """Whatever Arrow makes of rows that are none."""
+    """Turn Arrow's errors about a peer's rows into `ProtocolError`."""
     try:
         yield
     except (pa.ArrowException, OSError, EOFError) as error:
-        raise ProtocolError(f"rows that are no Arrow batch: {error}") from error
+        raise ProtocolError(f"the rows are not an Arrow batch: {error}") from error
 
 
 def rows_of(body: memoryview) -> pa.RecordBatch:
-    """Rows that came with their schema (see `to_ipc`), uncopied."""
+    """Decode rows that carry their schema (see `to_ipc`), without a copy."""
     if not body.nbytes:
-        raise ProtocolError("rows that are no Arrow batch: nothing at all")
+        raise ProtocolError("the rows are not an Arrow batch: the body is empty")
     with _from_a_peer():
         batch = from_ipc(pa.py_buffer(body))
         validate(batch)
@@ -183,13 +183,15 @@ def rows_of(body: memoryview) -> pa.RecordBatch:
 
 
 def decode(message: wire.Bundle, body: memoryview, schema: pa.Schema) -> Frames:
-    """The inverse of `encode`; the rows stay in the body, uncopied."""
+    """The inverse of `encode`; the rows stay in the body, without a copy."""
     head = message.track + message.digests
     if head > body.nbytes or message.track % 16 or message.digests % 8 or message.track == 0:
-        raise ProtocolError(f"bundle of exchange {message.exchange}: lengths do not fit the body")
+        raise ProtocolError(
+            f"bundle of exchange {message.exchange}: the lengths do not fit the body"
+        )
     track = Track.from_bytes(body[: message.track])
     if not track.is_sound:
-        raise ProtocolError(f"bundle of exchange {message.exchange}: a watermark that goes back")
+        raise ProtocolError(f"bundle of exchange {message.exchange}: the watermark goes back")
     digests = np.frombuffer(body[message.track : head], np.uint64) if message.digests else None
     if message.rows == 0:
         return Frames(empty(schema), track, digests)
@@ -197,7 +199,9 @@ def decode(message: wire.Bundle, body: memoryview, schema: pa.Schema) -> Frames:
         batch = pa.ipc.read_record_batch(pa.py_buffer(body[head:]), schema)
         validate(batch)
     if batch.num_rows != message.rows:
-        raise ProtocolError(f"bundle of exchange {message.exchange}: {batch.num_rows} rows")
+        raise ProtocolError(
+            f"bundle of exchange {message.exchange}: {batch.num_rows} rows, not {message.rows}"
+        )
     if any(c.null_count and not f.nullable for c, f in zip(batch.columns, schema, strict=True)):
-        raise ProtocolError(f"bundle of exchange {message.exchange}: nulls where none can be")
+        raise ProtocolError(f"bundle of exchange {message.exchange}: nulls in a required column")
     return Frames(batch, track, digests)

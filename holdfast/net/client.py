@@ -1,4 +1,4 @@
-"""A blocking client of the wire, for tasks and threads outside the event loops."""
+"""A blocking client of the wire protocol, for tasks and threads outside the event loops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.net import wire
 
 M = TypeVar("M", bound=wire.Message)
 UNANSWERED_MAX = 16
-"""So many pieces of rows may be on their way to the ingress."""
+"""Maximum pieces of rows that are sent and not yet answered."""
 
 
 LEADER_S_MAX = 2.0
@@ -25,14 +25,15 @@ LEADER_S_MAX = 2.0
 def to_leader(
     addresses: Sequence[tuple[str, int]], secret: bytes, message: wire.Message
 ) -> tuple[Client, str]:
-    """Say something to whoever leads an ingress: a connection to it, and its remark.
+    """Send a message to the leader of an ingress. Return a connection to it, and its answer.
 
-    Any site knows who that is. While a leader has just died and nobody leads yet, it waits.
+    Every site knows the leader. After a leader has died, the call waits for the next one, up to
+    `LEADER_S_MAX`.
     """
     deadline = time.monotonic() + LEADER_S_MAX
-    told: tuple[str, int] | None = None
+    leader: tuple[str, int] | None = None
     while True:
-        for address in [told, *addresses] if told else addresses:
+        for address in [leader, *addresses] if leader else addresses:
             client = None
             try:
                 client = Client(address, secret)
@@ -44,14 +45,14 @@ def to_leader(
                 if isinstance(error, Refused):
                     if wire.NOT_HERE not in error.message:
                         raise
-                    told = error.leader
+                    leader = error.leader
         if time.monotonic() > deadline:
-            raise HostError(f"no ingress takes rows: {failure}") from failure
+            raise HostError(f"no ingress accepts rows: {failure}") from failure
         time.sleep(0.02)
 
 
 class Refused(HostError):
-    """The ingress does not want what it was sent; `leader` is who does, if that is known."""
+    """The ingress refused a message; `leader` is the address of its leader, if known."""
 
     leader: tuple[str, int] | None = None
     reason = ""
@@ -69,7 +70,8 @@ class Client:
             raise HostError(f"cannot reach {address[0]}:{address[1]}: {error}") from error
         self._unanswered = 0
         self._shake_hands(secret, identity)
-        self._socket.settimeout(None)  # an answer comes when there is room, however long it takes
+        # The ingress answers when it has room, which may take any time.
+        self._socket.settimeout(None)
 
     def _shake_hands(self, secret: bytes, identity: tuple[str, int]) -> None:
         challenge = self._receive(wire.Challenge)
@@ -81,7 +83,7 @@ class Client:
         return self._receive_all(kind)[0]
 
     def _receive_all(self, kind: type[Any]) -> tuple[Any, bytes]:
-        """A message and its body."""
+        """Return a message and its body."""
         greeting = kind in (wire.Challenge, wire.Welcome)
         body, header = wire.PREFIX.unpack(self._exactly(wire.PREFIX.size))
         wire.check_lengths(body, header, greeting)
@@ -92,7 +94,7 @@ class Client:
         return message, data[header:]
 
     def exchange(self, message: wire.Message, kind: type[Any]) -> tuple[Any, bytes]:
-        """Send a message and wait for what answers it: a message of this kind, and its body."""
+        """Send a message and wait for its answer: a message of this kind, and its body."""
         self._socket.sendall(wire.encode(message))
         return self._receive_all(kind)
 
@@ -101,17 +103,17 @@ class Client:
         while len(data) < nbytes:
             part = self._socket.recv(nbytes - len(data))
             if not part:
-                raise HostError("the other side closed the connection: has the flow ended?")
+                raise HostError("the peer closed the connection: has the flow ended?")
             data += part
         return bytes(data)
 
     def tell(self, message: wire.Message) -> None:
-        """Send a message that nobody answers."""
+        """Send a message that has no answer."""
         self._socket.sendall(wire.encode(message))
 
     def heard(self, kind: type[M]) -> M | None:
-        """The message of this kind that has come, if one has, from a side that says nothing
-        else."""
+        """Return the message of this kind that has arrived, if any, from a peer that sends no other
+        kind."""
         try:
             self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -120,7 +122,7 @@ class Client:
         return message
 
     def ask(self, message: wire.Message) -> str:
-        """Send a message and wait until the ingress has taken it; its remark."""
+        """Send a message, wait until the ingress has taken it, and return its answer."""
         self._socket.sendall(wire.encode(message))
         self._unanswered += 1
         while self._unanswered > 1:
@@ -137,7 +139,7 @@ class Client:
         return str(taken.reason)
 
     def send_rows(self, batch: pa.RecordBatch) -> None:
-        """Send rows; waits only when too many of those before have not been taken yet."""
+        """Send rows. Waits only while `UNANSWERED_MAX` pieces are not answered."""
         for piece in cut(batch, wire.PIECE_BYTES):
             body = to_ipc(piece)
             self._socket.sendall(wire.encode(wire.PushRows(), body.size))

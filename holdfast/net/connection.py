@@ -1,7 +1,7 @@
-"""One end of a connection: the handshake, and messages as they come and go.
+"""One end of a connection: the handshake and the framing of messages.
 
-What the messages are says `holdfast.net.wire`. A body takes memory as it comes, not as it was
-announced.
+`holdfast.net.wire` defines the messages. A connection allocates memory for a body as bytes arrive,
+not by the announced length.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ log = logging.getLogger("holdfast.wire")
 
 HANDSHAKE_S_MAX = 5.0
 CHUNK_BYTES = 1 << 17
-"""So much is received at once; a message that does not fit goes into memory of its own."""
+"""Size of the receive buffer. A message that does not fit gets a buffer of its own."""
 LARGE_BYTES = 1 << 22
-"""So much room a message gets that was only announced; more when it is full."""
+"""Maximum bytes allocated for a large message before its body arrives."""
 _JOINED_BYTES_MAX = 1 << 16
 
 Handler = Callable[["Connection", wire.Message, memoryview], None]
@@ -35,8 +35,8 @@ class Connection(asyncio.BufferedProtocol):
     """One end of an authenticated connection.
 
     `on_open` is called after the handshake, `on_message` for each message (the body is a view
-    that stays valid), `on_close` once at the end. Reading never pauses: credits, not TCP, hold
-    senders back.
+    that stays valid), `on_close` once at the end. Reading never pauses: credits, not TCP, limit
+    senders.
     """
 
     def __init__(
@@ -50,18 +50,18 @@ class Connection(asyncio.BufferedProtocol):
     ) -> None:
         self._secret = secret
         self._on_open, self._on_message, self._on_close = on_open, on_message, on_close
-        self._identity = identity  # as whom we dial; None on the side that was dialled
-        self._peer = peer  # whom we dial
+        self._identity = identity  # our identity if we dial; None on the accepting side
+        self._peer = peer  # the identity of the side that we dial
         self.role, self.id = "", -1
         self.open = False
         self.sent_bytes = 0
         self.heard = self.spoke = True
-        """Whether anything came in or went out since whoever watches this has cleared them."""
+        """Whether bytes were received or sent since the owner last cleared these flags."""
         self._transport: asyncio.Transport | None = None
         self._nonce = os.urandom(16)
         self._challenge: wire.Challenge | None = None
         self._chunk = _empty(CHUNK_BYTES)
-        self._begin = self._end = 0  # what of the chunk is not taken yet
+        self._begin = self._end = 0  # the unparsed part of the chunk
         self._large: _Large | None = None  # a message that does not fit into a chunk
         self._waiting: list[bytes | memoryview] = []
         self._waiting_bytes = 0
@@ -106,7 +106,7 @@ class Connection(asyncio.BufferedProtocol):
     # --- framing --------------------------------------------------------------------------------
 
     def _take_messages(self) -> None:
-        """Take all messages that are whole; the chunk keeps the rest."""
+        """Dispatch all complete messages; the chunk keeps the rest."""
         while self._end - self._begin >= wire.PREFIX.size and not self._closing:
             body, header = wire.PREFIX.unpack_from(self._chunk, self._begin)
             wire.check_lengths(body, header, greeting=not self.open)
@@ -119,7 +119,7 @@ class Connection(asyncio.BufferedProtocol):
                 break
             self._begin = end
             message = wire.decode(self._chunk[begin : begin + header], greeting=not self.open)
-            content = _empty(body)  # the chunk is used again
+            content = _empty(body)  # a copy, because the chunk is reused
             content[:] = self._chunk[begin + header : end]
             self._dispatch(message, content)
         left = self._end - self._begin
@@ -150,7 +150,7 @@ class Connection(asyncio.BufferedProtocol):
                 if not hmac.compare_digest(expected, message.proof):
                     raise ProtocolError("the peer does not know the flow's secret")
                 if message.role == wire.SERVER:
-                    raise ProtocolError("who dials is no server")
+                    raise ProtocolError("the dialling side claims to be a server")
                 self._write(
                     wire.encode(
                         wire.Welcome(wire.proof(self._secret, "server", message.nonce, self._nonce))
@@ -159,7 +159,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._opened(message.role, message.id)
             case wire.Welcome() if self._identity is not None:
                 if self._challenge is None:
-                    raise ProtocolError("a welcome without a challenge")
+                    raise ProtocolError("Welcome without a Challenge")
                 wire.check_welcome(self._secret, self._challenge, self._nonce, message)
                 self._opened(*self._peer)
             case _:
@@ -180,7 +180,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def local_host(self) -> str:
-        """The address of this machine by which the other end is reached."""
+        """The local address of this connection."""
         assert self._transport is not None
         return str(self._transport.get_extra_info("sockname")[0])
 
@@ -189,8 +189,8 @@ class Connection(asyncio.BufferedProtocol):
         return self._transport is None or self._transport.is_closing()
 
     def _write(self, data: bytes | memoryview) -> None:
-        """Send with whatever else is said in this turn of the loop: a system call costs more than
-        a small replica."""
+        """Queue data, to be sent together with all other data of this turn of the event loop: a
+        system call costs more than copying a little data."""
         if self._closing:
             return
         if not self._waiting:
@@ -201,24 +201,24 @@ class Connection(asyncio.BufferedProtocol):
         self._waiting_bytes += len(data)
 
     def _flush(self) -> None:
-        """Neighbours that are small go out together, what is large goes as it is."""
+        """Send the queue. Adjacent small buffers are joined; large ones are sent without a copy."""
         waiting, self._waiting, self._waiting_bytes = self._waiting, [], 0
         small: list[bytes | memoryview] = []
         for data in waiting:
             if len(data) <= _JOINED_BYTES_MAX:
                 small.append(data)
             else:
-                self._pass_on(b"".join(small))
-                self._pass_on(data)
+                self._write_through(b"".join(small))
+                self._write_through(data)
                 small = []
-        self._pass_on(b"".join(small))
+        self._write_through(b"".join(small))
 
-    def _pass_on(self, data: bytes | memoryview) -> None:
+    def _write_through(self, data: bytes | memoryview) -> None:
         if data and self._transport is not None and not self._transport.is_closing():
             self._transport.write(data)
 
     def send(self, message: wire.Message, body: list[Any] | None = None) -> None:
-        """Queue a message. `body` is a list of buffers, which must not change any more."""
+        """Queue a message. `body` is a list of buffers, which must not change afterwards."""
         views = [memoryview(b).cast("B") for b in body or ()]
         self._write(wire.encode(message, sum(v.nbytes for v in views)))
         for view in views:
@@ -226,12 +226,12 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def queued(self) -> int:
-        """Bytes that the kernel has not taken yet."""
+        """Bytes that the kernel has not accepted yet."""
         written = self._transport.get_write_buffer_size() if self._transport else 0
         return written + self._waiting_bytes
 
     def close(self) -> None:
-        """Send what is queued, then close."""
+        """Send the queued data, then close."""
         if self._transport is not None:
             self._flush()
             self._transport.close()
@@ -242,29 +242,30 @@ class Connection(asyncio.BufferedProtocol):
 
 
 class _Large:
-    """A message that does not fit into a chunk: it comes straight to where it stays.
+    """The buffer of a message that does not fit into a chunk. It is received in place.
 
-    There is room for `LARGE_BYTES` at once, and when those are there for four times as much: who
-    only announces a large body makes nobody provide for it. The steps are a quarter of the message,
-    a quarter of that and so on, so that growing replicas less than a third of it in all.
+    The buffer begins with at most `LARGE_BYTES` and grows fourfold each time it is full, so that a
+    peer that only announces a large body does not make this side allocate it. The sizes are a
+    quarter of the message, a quarter of that and so on, so that growing copies less than a third of
+    the message in all.
     """
 
-    def __init__(self, header: int, body: int, begun: memoryview) -> None:
+    def __init__(self, header: int, body: int, received: memoryview) -> None:
         self._header, self._nbytes = header, header + body
         room = self._nbytes
         while room > LARGE_BYTES:
             room = -(-room // 4)  # rounded up
         self._held = self._make(room)
-        self._filled = begun.nbytes
-        self._held[: self._filled] = begun
+        self._filled = received.nbytes
+        self._held[: self._filled] = received
 
     @property
     def room(self) -> memoryview:
-        """Where the next bytes go; never empty."""
+        """The unfilled part of the buffer; never empty."""
         return self._held[self._filled :]
 
     def fill(self, nbytes: int) -> bool:
-        """So many bytes have come into the room; whether they were the last."""
+        """Note that `nbytes` were received into `room`. Return whether the message is complete."""
         self._filled += nbytes
         if self._filled == self._held.nbytes < self._nbytes:
             held = self._held
@@ -273,7 +274,7 @@ class _Large:
         return self._filled == self._nbytes
 
     def _make(self, nbytes: int) -> memoryview:
-        aligned = -self._header % 64  # so that the body begins at a multiple of 64
+        aligned = -self._header % 64  # the body begins at a multiple of 64
         return _empty(aligned + nbytes)[aligned:]
 
     @property
@@ -298,24 +299,24 @@ async def listen(make: ConnectionMaker, host: str, port: int = 0) -> tuple[async
 
 
 async def dial(make: ConnectionMaker, address: tuple[str, int]) -> Connection:
-    """Connect; the handshake goes on by itself and ends in `on_open` or `on_close`. Where nobody
-    answers it is given up long before the kernel would: callers have other things to do."""
+    """Connect. The handshake then runs by itself and ends in `on_open` or `on_close`. Raises
+    `TimeoutError` after `HANDSHAKE_S_MAX`, long before the kernel would give up."""
     async with asyncio.timeout(HANDSHAKE_S_MAX):
         _, connection = await asyncio.get_running_loop().create_connection(make, *address)
     return connection
 
 
 async def is_listening(address: tuple[str, int], patience_s: float) -> bool:
-    """Whether somebody listens there, as far as one can tell: False is certain."""
+    """Whether a process listens at an address. False is certain; True may also mean no answer."""
     try:
         async with asyncio.timeout(patience_s):
             reader, writer = await asyncio.open_connection(*address)
             with contextlib.closing(writer):
-                # The kernel may still take connections of a process that is ending. A site that
-                # lives begins the handshake.
+                # The kernel may still accept connections for a process that is ending. A live site
+                # begins the handshake.
                 return bool(await reader.read(1))
     except (ConnectionRefusedError, ConnectionResetError):
         return False
     except (OSError, TimeoutError) as error:
-        log.info("nobody answers at %s: %s", address, error)
+        log.info("no answer from %s: %s", address, error)
         return True

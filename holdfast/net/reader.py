@@ -1,7 +1,9 @@
-"""Reading a sink where it is written, from outside the flow: whoever leads its egress answers.
+"""Readers of a sink that is read from the egress, for processes outside the flow. The leader of the
+egress answers.
 
-The address of a flow names the controls of its applications and carries its secret:
-``holdfast://SECRET@host:port,host:port/flow``. Whoever has it can read, and could feed.
+The address of a flow names the controllers of its applications and contains its secret:
+``holdfast://SECRET@host:port,host:port/flow``. A process that has the address can read the flow's
+sinks, and could push rows.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from holdfast.net.bundles import rows_of
 from holdfast.net.client import Client
 
 PATIENCE_S = 30.0
-"""How long nobody may answer: while a site or a driver that is gone is being replaced."""
+"""How long a reader waits for an answer, for example while a lost site or driver is replaced."""
 PAUSE_S = 0.05
 
 Address = tuple[str, int]
 
 
 def url_of(flow: str, secret: bytes, controls: Sequence[Address]) -> str:
-    """The address of a flow.
+    """Return the address of a flow.
 
     >>> url_of("alerts", b"abc", [("localhost", 7000), ("localhost", 7001)])
     'holdfast://616263@localhost:7000,localhost:7001/alerts'
@@ -43,14 +45,14 @@ def parse(url: str) -> tuple[str, bytes, list[Address]]:
     listed = [a.rpartition(":") for a in found[2].split(",")] if found else []
     if found is None or not all(host and port.isdigit() for host, _, port in listed):
         raise FlowError(
-            "this is not the address of a flow", hint="give what run.url of the running flow says"
+            "this is not the address of a flow", hint="use the value of run.url of the running flow"
         )
     controls = [(host, int(port)) for host, _, port in listed]
     return unquote(found[3]), bytes.fromhex(found[1]), controls
 
 
 class SinkReader:
-    """Questions to one sink. Not for several threads at once."""
+    """Sends requests to one sink. Not thread-safe."""
 
     def __init__(self, url: str, sink: str) -> None:
         self.flow, self._secret, self._controls = parse(url)
@@ -62,11 +64,11 @@ class SinkReader:
 
     @property
     def schema(self) -> pa.Schema:
-        """Of the rows."""
+        """The schema of the rows."""
         return pa.ipc.read_schema(pa.py_buffer(self._locate().schema))
 
     def ask(self, request: dict[str, str | int]) -> tuple[dict[str, int], list[pa.RecordBatch]]:
-        """Ask whoever leads the egress, wherever that is by now."""
+        """Send a request to the leader of the egress, also after the leader has changed."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -76,8 +78,8 @@ class SinkReader:
                 self._there = None
                 if time.monotonic() > deadline:
                     raise HostError(
-                        f"nobody answers for sink {self.sink!r} of flow {self.flow!r}: {error}",
-                        hint="does the flow still run?",
+                        f"no answer from sink {self.sink!r} of flow {self.flow!r}: {error}",
+                        hint="is the flow still running?",
                     ) from error
                 time.sleep(PAUSE_S)
 
@@ -87,7 +89,7 @@ class SinkReader:
         while True:
             if self._client is None:
                 if not untried:
-                    raise HostError("no site leads it")
+                    raise HostError("no site leads the sink")
                 self._client = Client(untried.pop(0), self._secret, (wire.READER, 0))
             answer, body = self._client.exchange(message, wire.Answer)
             if answer.ok:
@@ -100,7 +102,8 @@ class SinkReader:
                 untried.insert(0, answer.leader)
 
     def _locate(self) -> wire.There:
-        """What a control says; if none does, data flows on, and the sites are where they were."""
+        """Return where the sink is. If no controller answers, return its last known place: sites
+        continue without a controller."""
         if self._there is None:
             try:
                 self._there = self._last = self._find()
@@ -111,22 +114,22 @@ class SinkReader:
         return self._there
 
     def _find(self) -> wire.There:
-        """Ask the controls in turn: the one that leads knows."""
-        said = "no control answers"
+        """Ask the controllers in turn; the leading one knows."""
+        reason = "no controller answers"
         for address in self._controls:
             try:
                 client = Client(address, self._secret, (wire.READER, 0))
                 there, _ = client.exchange(wire.Where(self.sink), wire.There)
                 client.close()
             except (HoldfastError, OSError) as error:
-                said = str(error)
+                reason = str(error)
                 continue
             if there.addresses:
                 return there
             if "has no sink" in there.reason:
                 raise FlowError(there.reason)
-            said = there.reason
-        raise HostError(f"cannot find sink {self.sink!r} of flow {self.flow!r}: {said}")
+            reason = there.reason
+        raise HostError(f"cannot find sink {self.sink!r} of flow {self.flow!r}: {reason}")
 
     def close(self) -> None:
         client, self._client = self._client, None
@@ -141,21 +144,21 @@ class SinkReader:
 
 
 def readers_of(url: str, sink: str) -> list[dict[str, Any]]:
-    """Who reads a sink that is an outlet: of each its name, its state, up to which epoch it has
-    everything, how many epochs and bytes it is behind, and how long ago it was seen."""
+    """Return the readers of an outlet, each with its name, its state, its last committed epoch, how
+    many epochs and bytes it is behind, and how long ago it was active."""
     with SinkReader(url, sink) as reader:
         return [row for batch in reader.ask({"do": "list"})[1] for row in batch.to_pylist()]
 
 
 def forget_reader(url: str, sink: str, name: str) -> None:
-    """Hold no rows any more for a reader that will not come back. If it does, and lacks some that
-    have gone, it is refused."""
+    """Stop holding rows for a reader that will not return. If it does return and lacks rows that
+    are gone, it is refused."""
     with SinkReader(url, sink) as reader:
         reader.ask({"do": "forget", "reader": name})
 
 
 class TableReader:
-    """Reads a table while the flow runs: see `holdfast.sinks.table`."""
+    """Reads a table while the flow runs; see `holdfast.sinks.table`."""
 
     def __init__(self, url: str, sink: str) -> None:
         self._reader = SinkReader(url, sink)
@@ -165,28 +168,28 @@ class TableReader:
         return self._reader.schema
 
     def get(self, *key: Any) -> dict[str, Any] | None:
-        """The latest row of a key; None if there is none."""
+        """Return the latest row of a key; None if there is none."""
         found = self.get_all([key])
         return found.to_pylist()[0] if found.num_rows else None
 
     def get_all(self, keys: Sequence[Sequence[Any]]) -> pa.RecordBatch:
-        """The latest rows of those of these keys that have one."""
+        """Return the latest rows of those of these keys that have one."""
         listed = json.dumps([list(key) for key in keys], default=str)
         return self._reader.ask({"do": "get", "keys": listed})[1][0]
 
     def scan(self) -> Iterator[pa.RecordBatch]:
-        """All rows as they are after one epoch, in no particular order. If the site that gives
-        them dies meanwhile, that is an error: begin again."""
+        """Yield all rows as of one epoch, in no particular order. Raises if the site that serves
+        the scan dies; start the scan again then."""
         number = self._reader.ask({"do": "scan"})[0]["scan"]
         while parts := self._reader.ask({"do": "go on", "scan": number})[1]:
             yield from parts
 
     def to_arrow(self) -> pa.Table:
-        """All rows, as an Arrow table."""
+        """Return all rows as an Arrow table."""
         return pa.Table.from_batches(self.scan(), self.schema)
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._reader.close()
 
     def __enter__(self) -> TableReader:

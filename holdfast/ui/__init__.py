@@ -1,1 +1,1 @@
-"""What a person sees: the command line, the live table, HTTP, reports and pictures."""
+"""The user interface: command line, live table, HTTP, reports and charts."""

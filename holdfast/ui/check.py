@@ -1,6 +1,6 @@
-"""``holdfast check``: what a store holds, whether all of it is as it was written, and what to do.
+"""``holdfast check``: reports the contents of a store, damaged files, and what to do.
 
-It reads everything that a flow would begin with, in the same way, and writes nothing.
+It reads everything that a resumed flow would read, in the same way, and writes nothing.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from holdfast.storage import generations, layout
 from holdfast.storage.files import Folder, located
 from holdfast.storage.restore_point import Kind, RestorePoint
 
-LOOKS_MAX = 5
-"""How often to look at a store that a running flow replaces meanwhile."""
+ATTEMPTS_MAX = 5
+"""Maximum attempts to check a store whose checkpoint a running flow replaces."""
 
 
 @dataclass
-class Report:
-    """What was found in a store."""
+class StoreReport:
+    """The result of a check."""
 
     place: str
     contents: list[str] = field(default_factory=list)
     damage: list[tuple[str, str]] = field(default_factory=list)
-    """By file: what is wrong with it."""
+    """Damaged files, each with its damage."""
     advice: list[str] = field(default_factory=list)
 
     @property
@@ -43,20 +43,20 @@ class Report:
         yield from self.advice
 
 
-def check_store(place: str) -> Report:
-    """Look at everything in a store. A flow that runs may replace its checkpoint meanwhile: then
-    what seems to be missing was removed, and the store is looked at again."""
+def check_store(place: str) -> StoreReport:
+    """Check all files of a store. A running flow may replace its checkpoint during the check, which
+    makes removed files look missing; then the check starts again."""
     place = located(place)
-    looks = 0
+    attempts = 0
     while True:
-        report, looks = Report(place), looks + 1
+        report, attempts = StoreReport(place), attempts + 1
         try:
             restore_point = RestorePoint.load(place)
         except HoldfastError as error:
             _describe_nothing(report, error)
             return report
         _check_files(report, restore_point)
-        if report.sound or looks == LOOKS_MAX or _load(place) == restore_point:
+        if report.sound or attempts == ATTEMPTS_MAX or _load(place) == restore_point:
             _describe(report, restore_point)
             return report
 
@@ -68,7 +68,7 @@ def _load(place: str) -> RestorePoint | None:
         return None
 
 
-def _check_files(report: Report, restore_point: RestorePoint) -> None:
+def _check_files(report: StoreReport, restore_point: RestorePoint) -> None:
     folder, home = Folder(restore_point.place), Folder(restore_point.home)
     for name in restore_point.named():
         _note(report, name, partial(folder.read, name, restore_point.files.get(name)))
@@ -80,7 +80,7 @@ def _check_files(report: Report, restore_point: RestorePoint) -> None:
         _note(report, name, partial(home.read_data, name))
     for name in home.list(f"{layout.RECORDS}/{restore_point.generation:06d}"):
         _note(report, name, partial(read_records, home, name))
-    if report.sound:  # what is missing between them
+    if report.sound:  # finds gaps between the files
         _note(
             report,
             layout.manifest_file(restore_point.generation),
@@ -88,7 +88,7 @@ def _check_files(report: Report, restore_point: RestorePoint) -> None:
         )
 
 
-def _note(report: Report, name: str, read: Callable[[], object]) -> None:
+def _note(report: StoreReport, name: str, read: Callable[[], object]) -> None:
     try:
         read()
     except HoldfastError as error:
@@ -96,8 +96,8 @@ def _note(report: Report, name: str, read: Callable[[], object]) -> None:
         report.damage.append((name, wrong))
 
 
-def _describe_nothing(report: Report, error: HoldfastError) -> None:
-    """There is no manifest that could be read."""
+def _describe_nothing(report: StoreReport, error: HoldfastError) -> None:
+    """Describe a store without a readable manifest."""
     folder = Folder(report.place)
     last = layout.latest(folder.list(layout.MANIFESTS))
     if last < 0:
@@ -106,14 +106,14 @@ def _describe_nothing(report: Report, error: HoldfastError) -> None:
         return
     wrong = error.message.split(" has written: ", 1)[-1]
     report.damage.append((layout.manifest_file(last), wrong))
-    report.advice += _what_can_be_done(report.place)
+    report.advice += _repair_advice(report.place)
 
 
-def _describe(report: Report, restore_point: RestorePoint) -> None:
+def _describe(report: StoreReport, restore_point: RestorePoint) -> None:
     report.contents += [
-        f"flow {restore_point.flow!r} at {report.place}: {_how(restore_point)}, generation "
+        f"flow {restore_point.flow!r} at {report.place}: {_state(restore_point)}, generation "
         f"{restore_point.generation}",
-        f"  {_stored(restore_point)}, {restore_point.partitions} partitions; stages: "
+        f"  {_schedule(restore_point)}, {restore_point.partitions} partitions; stages: "
         f"{', '.join(restore_point.stages)}",
         f"  {len(restore_point.named())} files of state, "
         f"{sum(info.nbytes for info in restore_point.files.values()):,} "
@@ -126,14 +126,14 @@ def _describe(report: Report, restore_point: RestorePoint) -> None:
         report.contents.append(f"  {_since(restore_point)}")
     left = _left_over(restore_point)
     if left:
-        report.contents.append(f"  {left} files that nobody needs any more; the flow removes them")
+        report.contents.append(f"  {left} files that are no longer needed; the flow removes them")
     if report.damage:
-        report.advice += _what_can_be_done(report.place)
+        report.advice += _repair_advice(report.place)
     else:
-        report.advice.append(_how_to_go_on(restore_point, report.place))
+        report.advice.append(_how_to_resume(restore_point, report.place))
 
 
-def _how(restore_point: RestorePoint) -> str:
+def _state(restore_point: RestorePoint) -> str:
     after = f"after epoch {restore_point.epochs - 1}, {restore_point.rows:,} rows"
     match restore_point.kind:
         case Kind.STOPPED:
@@ -142,13 +142,11 @@ def _how(restore_point: RestorePoint) -> str:
             return f"ended {after}"
         case _:
             return (
-                f"runs, or was lost; stored {after}"
-                if restore_point.epochs
-                else "runs, or was lost"
+                f"running, or lost; stored {after}" if restore_point.epochs else "running, or lost"
             )
 
 
-def _stored(restore_point: RestorePoint) -> str:
+def _schedule(restore_point: RestorePoint) -> str:
     if restore_point.every_ms:
         return f"stored every {restore_point.every_ms / 1e3:g} s"
     return "stored when it is stopped"
@@ -162,10 +160,10 @@ def _since(restore_point: RestorePoint) -> str:
     found = known(restore_point, Folder(restore_point.home))
     push_batches = sum(len(files) for files in found.push_batches.values())
     taken = sum(pushed_up_to(restore_point, source)[0] for source in found.push_batches)
-    said = f"since then the records of {len(found.records)} epochs"
-    return (
-        f"{said}, and {push_batches} push batches of rows after {taken}" if push_batches else said
-    )
+    records = f"since then the records of {len(found.records)} epochs"
+    if not push_batches:
+        return records
+    return f"{records}, and {push_batches} push batches of rows after {taken}"
 
 
 def _left_over(restore_point: RestorePoint) -> int:
@@ -189,21 +187,22 @@ def _left_over(restore_point: RestorePoint) -> int:
     return len(found) + len(folder.unfinished())
 
 
-def _how_to_go_on(restore_point: RestorePoint, place: str) -> str:
+def _how_to_resume(restore_point: RestorePoint, place: str) -> str:
     if restore_point.kind is Kind.ENDED:
-        return "its sources have ended: there is nothing to go on with"
+        return "its sources have ended: there is nothing to resume"
     if restore_point.kind is Kind.RUNNING and not restore_point.every_ms:
         return (
-            "it was to be stored only when it is stopped: stop it if it runs; if it was lost, what "
-            "its sinks have got since is not known, and only with another --checkpoint can it go on"
+            "the flow is stored only when it is stopped: stop it if it is running; if it was lost, "
+            "the checkpoint does not tell what its sinks have received since, and the flow can "
+            "only continue with another --checkpoint"
         )
     return f"it can be resumed: holdfast run FLOW.py --restore-from {place}"
 
 
-def _what_can_be_done(place: str) -> list[str]:
+def _repair_advice(place: str) -> list[str]:
     return [
-        "it cannot be resumed as it is: rows would be missing, or others than they were",
-        f"  put these files back from a backup of {place}, if there is one: only the right ones "
-        "fit",
-        "  if not, start the flow from its sources again, into sinks that have none of its results",
+        "it cannot be resumed as it is: rows would be missing or wrong",
+        f"  restore these files from a backup of {place}, if there is one; only the original "
+        "files pass the check",
+        "  otherwise start the flow from its sources again, into sinks without its results",
     ]

@@ -26,15 +26,15 @@ from holdfast.errors import FlowError, HoldfastError
 from holdfast.ui.report import write_json
 
 WIDTH = 132
-STOPPING = "stopping; once more (Ctrl-C, SIGTERM) gives up what was taken"
+STOPPING = "stopping; repeat Ctrl-C or SIGTERM to give up rows that are not delivered yet"
 BENCHES = ("throughput", "scaling", "failover", "protections", "sim", "ends")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, run, and turn Holdfast's own errors into one readable message and exit status 2."""
+    """Run a command. Print Holdfast's own errors as one message and return exit status 2."""
     options = _parser().parse_args(argv)
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    # A file or a pipe has no width: tables are then as wide as they want to be, within reason.
+    # A file or a pipe has no width: tables then have up to `WIDTH` columns.
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     try:
         return int(options.command(options, console))
@@ -48,13 +48,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM: to be stopped, as by Ctrl-C."""
+    """SIGTERM was received; it stops the flow like Ctrl-C."""
 
 
 @contextmanager
 def _stoppable(*, by_sigterm: bool = True) -> Iterator[None]:
-    """Both Ctrl-C and SIGTERM interrupt what is done here. To be entered when Spark has started:
-    its own handler of Ctrl-C cancels all jobs, and sites are jobs."""
+    """Let Ctrl-C and SIGTERM interrupt this context. Enter it after Spark has started, because
+    Spark installs a handler of Ctrl-C that cancels all jobs, and sites are jobs."""
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
@@ -90,9 +90,9 @@ def _parser() -> argparse.ArgumentParser:
         "Spark batch job. Exit status 1 if they differ.",
     )
     demo.add_argument(
-        "--seconds", type=float, default=5.0, help="how long it runs before and after each kill (5)"
+        "--seconds", type=float, default=5.0, help="seconds before and after each kill (5)"
     )
-    demo.add_argument("--sites", type=int, default=4, help="how many sites run the flow (4)")
+    demo.add_argument("--sites", type=int, default=4, help="number of sites (4)")
     demo.set_defaults(command=_demo)
     _add_bench(commands)
     _add_sim(commands)
@@ -104,14 +104,14 @@ def _parser() -> argparse.ArgumentParser:
 def _add_sim(commands: Any) -> None:
     sim = commands.add_parser(
         "sim",
-        help="try faults on a simulated cluster, and check everything",
-        description="Runs flows on simulated sites in virtual time, with faults that seeds decide, "
-        "and checks after every run that the result is exact and everything is protected again. "
-        "A schedule that fails is made small and drawn. Exit status 1 if one does.",
+        help="inject faults into a simulated cluster, and check the result",
+        description="Runs flows on simulated sites in virtual time, with faults chosen by seeds, "
+        "and checks after every run that the result is exact and all partitions are protected "
+        "again. A failing schedule is minimised and drawn. Exit status 1 if a run fails.",
     )
-    sim.add_argument("--seeds", type=int, default=200, help="how many runs (200)")
-    sim.add_argument("--seed", type=int, help="just this run; with --seeds, the first one")
-    sim.add_argument("--trace", action="store_true", help="show and draw the run of --seed")
+    sim.add_argument("--seeds", type=int, default=200, help="number of runs (200)")
+    sim.add_argument("--seed", type=int, help="the first seed (0); with --trace, the only one")
+    sim.add_argument("--trace", action="store_true", help="print and draw the run of --seed")
     sim.add_argument(
         "--flow",
         choices=("dmz", "splits", "windows", "times", "timeouts", "diamond", "poison"),
@@ -120,27 +120,31 @@ def _add_sim(commands: Any) -> None:
     protocols = ("pairs", "triples", "active", "passive", "upstream", "rollback")
     sim.add_argument("--protocol", choices=protocols, default="pairs")
     sim.add_argument(
-        "--then", choices=protocols, help="protect the first keyed stage so later on, meanwhile"
+        "--then",
+        choices=protocols,
+        help="change the first keyed stage to this protection during the run",
     )
     sim.add_argument(
         "--apps", type=int, default=0, help="applications (several for one run in eight)"
     )
-    sim.add_argument("--bug", help="plant a bug, to see it caught; 'list' names them")
-    sim.add_argument("--exhaustive", action="store_true", help="every crash point of a small flow")
-    sim.add_argument("--out", default=".", help="where drawings of failures go (.)")
+    sim.add_argument("--bug", help="plant a bug and expect to catch it; 'list' lists the bugs")
+    sim.add_argument(
+        "--exhaustive", action="store_true", help="try every crash point of a small flow"
+    )
+    sim.add_argument("--out", default=".", help="folder for drawings of failures (.)")
     sim.set_defaults(command=_sim)
 
 
 def _add_paper(commands: Any) -> None:
     paper = commands.add_parser(
         "paper",
-        help="a paper's simulations again, beside Holdfast under the same conditions",
+        help="repeat a paper's simulations, with Holdfast under the same conditions",
         description="hwang05: A Comparison of Stream-Oriented High-Availability Algorithms, 2005. "
-        "Prints what passive standby, active standby and upstream backup cost and how long they "
-        "take to recover: in the paper, in a model of it, and in Holdfast.",
+        "Prints the cost and the recovery time of passive standby, active standby and upstream "
+        "backup: in the paper, in a model of it, and in Holdfast.",
     )
-    paper.add_argument("name", choices=("hwang05",), help="which one")
-    paper.add_argument("--out", metavar="FOLDER", help="draw the figures there, as SVG")
+    paper.add_argument("name", choices=("hwang05",), help="the paper")
+    paper.add_argument("--out", metavar="FOLDER", help="write the figures to FOLDER as SVG")
     paper.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     paper.add_argument("--quick", action="store_true", help="shorter and fewer runs")
     paper.set_defaults(command=_paper)
@@ -152,14 +156,14 @@ def _add_run(commands: Any) -> None:
         help="run a flow file",
         description="Runs a Python file that defines `flow` (a holdfast.Flow), or a function "
         "`flow(spark)` that returns one. The same file can go to spark-submit if it starts the "
-        "flow itself under `if __name__ == '__main__'`. SIGTERM and Ctrl-C stop the flow: no more "
-        "rows are taken, those that were are delivered, and with --checkpoint its state is "
-        "written. A second one gives that up.",
+        "flow itself under `if __name__ == '__main__'`. SIGTERM and Ctrl-C stop the flow: it takes "
+        "no more rows, delivers the rows that it has taken, and with --checkpoint writes its "
+        "state. A second signal ends it immediately.",
         epilog="example: holdfast run examples/dmz.py --sites 4 --master 'local[8]'",
     )
     run.add_argument("file", metavar="FLOW.py", help="the file that defines the flow")
-    run.add_argument("--sites", type=int, default=2, help="how many sites run the flow (2)")
-    run.add_argument("--spares", type=int, default=0, help="sites that wait in reserve (0)")
+    run.add_argument("--sites", type=int, default=2, help="number of sites (2)")
+    run.add_argument("--spares", type=int, default=0, help="number of spare sites (0)")
     run.add_argument("--partitions", type=int, default=32, help="partitions of a keyed stage (32)")
     run.add_argument(
         "--host",
@@ -168,48 +172,48 @@ def _add_run(commands: Any) -> None:
         help="where sites run: as Spark tasks, or as plain processes on this machine (spark)",
     )
     run.add_argument(
-        "--master", help="Spark master to connect to (an embedded one with room for the sites)"
+        "--master", help="Spark master to connect to (an embedded one, large enough for the sites)"
     )
     run.add_argument(
         "--apps",
         type=int,
         default=1,
-        help="host the flow in so many applications, so that it outlives any of them (1)",
+        help="number of applications that host the flow, so that it survives the loss of one (1)",
     )
     run.add_argument(
         "--arbiter",
         metavar="URL",
-        help="where several applications settle who leads: file:/path, or zk://host:port,...",
+        help="arbiter that decides which application leads: file:/path, or zk://host:port,...",
     )
-    run.add_argument(
-        "--app", type=int, help="be just this one of the applications, with --controls"
-    )
+    run.add_argument("--app", type=int, help="number of this application in --controls, from 0")
     run.add_argument(
         "--controls",
         metavar="HOST:PORT,...",
-        help="where each application's control listens; all need the same HOLDFAST_SECRET",
+        help="addresses of the applications' controllers; all need the same HOLDFAST_SECRET",
     )
-    run.add_argument("--seconds", type=float, help="stop after so long (when the sources end)")
-    run.add_argument("--listen", help="address that controller and sites listen on")
+    run.add_argument("--seconds", type=float, help="stop after this time (when the sources end)")
+    run.add_argument("--listen", help="address on which controller and sites listen")
     run.add_argument(
         "--http",
         metavar="HOST:PORT",
-        help="serve metrics, status and tables there; with --apps each at a port of its own, from "
-        "PORT on",
+        help="serve metrics, status and tables at this address; with --apps each application has "
+        "its own port, from PORT on",
     )
     run.add_argument(
-        "--checkpoint", metavar="PATH", help="write the state to this folder when it is stopped"
+        "--checkpoint",
+        metavar="PATH",
+        help="write the state to this folder when the flow is stopped",
     )
     run.add_argument(
         "--checkpoint-interval",
         metavar="SECONDS",
         type=float,
-        help="and so often while it runs, so that it can be resumed if everything is lost",
+        help="also write the state at this interval, so that a flow that is lost can be resumed",
     )
     run.add_argument(
         "--restore-from",
         metavar="PATH",
-        help="go on from what --checkpoint has written, and write there again, as often as before",
+        help="continue from the state that --checkpoint wrote, and write it there again, as before",
     )
     run.add_argument("--quiet", action="store_true", help="no live table")
     run.add_argument("--json", metavar="FILE", help="write the final status to FILE")
@@ -219,10 +223,10 @@ def _add_run(commands: Any) -> None:
 def _add_check(commands: Any) -> None:
     check = commands.add_parser(
         "check",
-        help="verify what --checkpoint has written",
-        description="Reads everything in a folder that a flow was stored in, and says what is in "
-        "it, what is damaged, and what can be done. Exit status 1 if something is damaged, or if "
-        "there is nothing to go on from. A flow that runs is not disturbed.",
+        help="verify a folder that --checkpoint has written",
+        description="Reads all files of a folder in which a flow is stored, and reports its "
+        "contents, the damage, and what to do. Exit status 1 if something is damaged, or if there "
+        "is no state to resume from. Does not disturb a running flow.",
         epilog="example: holdfast check s3://bucket/calls",
     )
     check.add_argument("folder", metavar="FOLDER", help="the folder, or URL")
@@ -241,20 +245,20 @@ def _check(options: argparse.Namespace, console: Console) -> int:
 def _add_readers(commands: Any) -> None:
     readers = commands.add_parser(
         "readers",
-        help="list the queries that read an outlet of a running flow, or have one forgotten",
-        description="Lists the readers of a sink that is an outlet: up to which epoch each has "
-        "everything, and what is held for it. With --forget nothing is held any more for a reader "
-        "that will not come back; if it does and lacks rows that have gone, it is refused.",
+        help="list the queries that read an outlet of a running flow, or forget one",
+        description="Lists the readers of an outlet, each with its last committed epoch and the "
+        "bytes held for it. With --forget the flow stops holding rows for a reader that will not "
+        "return; if the reader does return and lacks rows that are gone, it is refused.",
         epilog="example: HOLDFAST_FLOW=holdfast://... holdfast readers alerts --forget nightly",
     )
     readers.add_argument("sink", metavar="SINK", help="the outlet's name in the flow")
     readers.add_argument(
         "--flow",
         metavar="URL",
-        help="what run.url of the running flow says (the environment's HOLDFAST_FLOW, where other "
-        "users of the machine do not see the secret in it)",
+        help="the value of run.url of the running flow (the environment variable HOLDFAST_FLOW, "
+        "which hides the secret in the URL from other users of the machine)",
     )
-    readers.add_argument("--forget", metavar="NAME", help="hold nothing for this reader any more")
+    readers.add_argument("--forget", metavar="NAME", help="stop holding rows for this reader")
     readers.set_defaults(command=_readers)
 
 
@@ -263,10 +267,10 @@ def _add_advise(commands: Any) -> None:
         "advise",
         help="measure a flow and propose how to protect it",
         description="Runs a flow file unprotected on plain processes for a while, with its sinks "
-        "replaced by ones that only count, and predicts what each protection would cost and how "
-        "long a loss would be felt, by models that were fitted to `holdfast bench protections`. "
-        "Proposes the cheapest protection of every stage that is within both bounds, and says "
-        "what else there is. Exit status 1 if nothing is.",
+        "replaced by ones that only count, and predicts the cost of each protection and the delay "
+        "that a loss causes, with models fitted to `holdfast bench protections`. Proposes for "
+        "every stage the cheapest protection within both bounds, and lists the alternatives. Exit "
+        "status 1 if no protection is within the bounds.",
         epilog="example: holdfast advise examples/dmz.py --recovery 200ms --overhead 10%",
     )
     advise.add_argument("file", metavar="FLOW.py", nargs="?", help="the file that defines the flow")
@@ -274,34 +278,36 @@ def _add_advise(commands: Any) -> None:
         "--recovery",
         metavar="TIME",
         type=_argument("duration_ms"),
-        help="how late a row may be by a loss, from when that is known: 200ms, 1.5s",
+        help="maximum delay of a row by a loss, counted from its detection: 200ms, 1.5s",
     )
     advise.add_argument(
         "--overhead",
         metavar="PERCENT",
         type=_argument("percentage"),
-        help="how much of the maximum rate may be given up: 10%%",
+        help="maximum share of the throughput to give up: 10%%",
     )
-    advise.add_argument("--sites", type=int, default=4, help="how many sites will run it (4)")
+    advise.add_argument(
+        "--sites", type=int, default=4, help="number of sites that will run the flow (4)"
+    )
     advise.add_argument(
         "--partitions", type=int, default=32, help="partitions of a keyed stage (32)"
     )
-    advise.add_argument("--seconds", type=float, default=10.0, help="how long it is looked at (10)")
+    advise.add_argument("--seconds", type=float, default=10.0, help="seconds to measure (10)")
     advise.add_argument(
         "--master", help="Spark master for a file that defines `flow(spark)` (an embedded one)"
     )
     advise.add_argument(
         "--fit",
         metavar="FILE",
-        help="go by these figures of `holdfast bench protections`; without FLOW.py, print the "
-        "constants they give, and with --json write them as they are shipped",
+        help="fit the models to this output of `holdfast bench protections`; without FLOW.py, "
+        "print the fitted constants, and with --json write them in the shipped format",
     )
     advise.add_argument("--json", metavar="FILE", help="write the advice to FILE")
     advise.set_defaults(command=_advise)
 
 
 def _argument(name: str) -> Callable[[str], float]:
-    """A parser of `holdfast.advise.command` whose errors argparse shows."""
+    """Return a parser of `holdfast.advise.command` as an argparse type."""
 
     def parse(text: str) -> float:
         from holdfast.advise import command
@@ -317,22 +323,22 @@ def _argument(name: str) -> Callable[[str], float]:
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
-        help="measure Holdfast, and Spark beside it",
+        help="run a benchmark of Holdfast, or of Holdfast and Spark",
         description="Runs a benchmark, prints a table and optionally writes its figures as JSON. "
         "throughput: the network-monitoring flow against Structured Streaming on the same cores. "
         "scaling: cost per row as keys and partitions grow. "
-        "failover: what kill -9 of sites and of a Spark driver does to the output, under pairs. "
-        "protections: what each of them costs, and how long a kill -9 is felt. "
-        "sim: how many simulated recoveries a second, and what they have tried. "
+        "failover: the effect of kill -9 of sites and of a Spark driver on the output, with pairs. "
+        "protections: the cost of each protection, and the delay that a kill -9 causes. "
+        "sim: simulated recoveries per second, and their coverage. "
         "ends: rows from Spark and Kafka into a flow and back, against Spark copying them.",
     )
-    bench.add_argument("name", choices=BENCHES, help="which one")
+    bench.add_argument("name", choices=BENCHES, help="the benchmark")
     bench.add_argument("--quick", action="store_true", help="fewer rows and repeats")
     bench.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     bench.add_argument(
         "--out",
         metavar="FOLDER",
-        help="where the picture of protections goes, as SVG (beside FILE)",
+        help="folder for the chart of `protections`, as SVG (next to FILE)",
     )
     bench.set_defaults(command=_bench)
 
@@ -370,21 +376,20 @@ def _paper(options: argparse.Namespace, console: Console) -> int:
 def _add_chaos(commands: Any) -> None:
     chaos = commands.add_parser(
         "chaos",
-        help="kill, stop and cut off sites of a flow under load, and check the result",
-        description="Runs a flow under load, protected as asked on 4 sites, and kills and stops "
-        "its sites, breaks their connections and cuts their network, at moments that a seed "
-        "decides; never more than the protection promises to survive. On Spark also executors "
-        "are killed, "
-        "and then, with the flow in two applications, drivers; and their ZooKeeper is killed or "
-        "stopped, and comes back. Prints what that did to the output. "
+        help="kill, pause and partition sites of a flow under load, and check the result",
+        description="Runs a flow under load with the given protection on 4 sites. Kills and pauses "
+        "its sites, breaks their connections and partitions their network at times chosen by a "
+        "seed, never more than the protection promises to survive. On Spark it also kills "
+        "executors. With the flow in two applications it kills drivers, and kills or pauses their "
+        "ZooKeeper, which returns. Prints the effect on the output. "
         "Exit status 1 if a row is lost, repeated or wrong, if the flow fails, or if it is not "
         "protected again at the end.",
         epilog="example: holdfast chaos --faults 50 --seed 7",
     )
     long = chaos.add_mutually_exclusive_group()
-    long.add_argument("--faults", type=int, help="how many faults (50)")
-    long.add_argument("--minutes", type=float, help="faults for so long instead")
-    chaos.add_argument("--seed", type=int, help="what decides about the faults (a random one)")
+    long.add_argument("--faults", type=int, help="number of faults (50)")
+    long.add_argument("--minutes", type=float, help="inject faults for this time instead")
+    chaos.add_argument("--seed", type=int, help="seed that chooses the faults (a random one)")
     chaos.add_argument(
         "--host",
         choices=("spark", "process"),
@@ -396,22 +401,22 @@ def _add_chaos(commands: Any) -> None:
         type=int,
         choices=(1, 2),
         default=1,
-        help="with 2 only the faults to applications and their arbiter, on either host (1)",
+        help="with 2, inject only faults of applications and their arbiter, on either host (1)",
     )
     chaos.add_argument(
         "--protection",
         choices=("pairs", "active", "passive", "upstream", "rollback"),
         default="pairs",
-        help="how the flow is protected (pairs)",
+        help="protection of the flow (pairs)",
     )
     chaos.add_argument(
         "--flow",
         choices=("dmz", "windows"),
-        help="the network-monitoring flow, or windows over event time (dmz, but windows under "
-        "upstream and rollback, which refuse state from all rows of a key)",
+        help="the network-monitoring flow, or windows over event time (dmz; windows with "
+        "upstream and rollback, which refuse state that depends on all rows of a key)",
     )
     chaos.add_argument("--json", metavar="FILE", help="write the figures to FILE")
-    chaos.add_argument("--verbose", action="store_true", help="say what is done while it is done")
+    chaos.add_argument("--verbose", action="store_true", help="print each action")
     chaos.set_defaults(command=_chaos)
 
 
@@ -420,7 +425,7 @@ def _run(options: argparse.Namespace, console: Console) -> int:
         return _run_apps(options, console)
     spark = _session(options) if options.host == "spark" else None
     try:
-        # An application of several is only taken away from the flow, which goes on without it.
+        # SIGTERM to one of several applications only removes it; the flow continues without it.
         with _stoppable(by_sigterm=options.app is None):
             _run_here(options, console, spark)
     finally:
@@ -453,7 +458,7 @@ def _run_here(options: argparse.Namespace, console: Console, spark: Any) -> None
         every_s = run.options.store_every_ms / 1e3
         often = f"every {every_s:g} s, and " if every_s else ""
         console.print(
-            f"going on from {options.restore_from}; stored at {run.options.store} {often}"
+            f"resuming from {options.restore_from}; storing at {run.options.store} {often}"
             "when stopped",
             highlight=False,
             soft_wrap=True,
@@ -484,18 +489,18 @@ def _readers(options: argparse.Namespace, console: Console) -> int:
     if not url:
         raise FlowError(
             "holdfast readers needs the address of the flow",
-            hint="set HOLDFAST_FLOW, or give --flow, to what run.url of the running flow says",
+            hint="set HOLDFAST_FLOW or --flow to the value of run.url of the running flow",
         )
     if options.forget is not None:
         forget_reader(url, options.sink, options.forget)
-    found = readers_of(url, options.sink)
+    readers = readers_of(url, options.sink)
     table = Table("reader", "state", "epoch", "epochs behind", "bytes held", "seen s ago")
-    for row in found:
+    for row in readers:
         seen = row["seen_s_ago"]
         figures = (row["epoch"], row["epochs_behind"], row["bytes_held"])
         ago = "" if seen is None else f"{seen:.1f}"
         table.add_row(row["reader"], row["state"], *(f"{n:,}" for n in figures), ago)
-    console.print(table if found else f"nobody has read {options.sink!r} yet")
+    console.print(table if readers else f"{options.sink!r} has no readers yet")
     return 0
 
 
@@ -505,21 +510,21 @@ def _advise(options: argparse.Namespace, console: Console) -> int:
 
     if options.file is None:
         if options.fit is None:
-            raise FlowError("advise needs a FLOW.py, or --fit FILE to look at its constants")
+            raise FlowError("advise needs a FLOW.py, or --fit FILE to print its constants")
         command.refit(options.fit, options.json, console)
         return 0
     if options.recovery is None or options.overhead is None:
         raise FlowError(
-            "advise needs to know what is wanted",
+            "advise needs both --recovery and --overhead",
             hint="for example --recovery 200ms --overhead 10%",
         )
-    found, spark = _defined(options.file), None
-    if not isinstance(found, Flow):  # Spark feeds it, though its sites are plain processes
+    defined, spark = _flow_definition(options.file), None
+    if not isinstance(defined, Flow):  # Spark pushes its rows, though its sites are processes
         options.spares = 0
         spark = _session(options)
     try:
         advice = command.advise(
-            found if isinstance(found, Flow) else _made(options.file, found, spark),
+            defined if isinstance(defined, Flow) else _made_flow(options.file, defined, spark),
             Bounds(options.recovery, options.overhead),
             sites=options.sites,
             partitions=options.partitions,
@@ -537,7 +542,7 @@ def _advise(options: argparse.Namespace, console: Console) -> int:
 def _run_apps(options: argparse.Namespace, console: Console) -> int:
     """Supervise several applications on this machine."""
     if options.checkpoint or options.restore_from:
-        raise FlowError("--checkpoint and --restore-from are for a flow in one application")
+        raise FlowError("--checkpoint and --restore-from need a flow in one application")
     from holdfast.control.applications import Apps
     from holdfast.ui.live_table import watch
 
@@ -574,7 +579,7 @@ def _run_apps(options: argparse.Namespace, console: Console) -> int:
 def _checkpoint(options: argparse.Namespace) -> Checkpoint | None:
     path, interval = options.checkpoint or options.restore_from, options.checkpoint_interval
     if interval is not None and interval <= 0:
-        raise FlowError(f"--checkpoint-interval {interval}: it is a number of seconds above 0")
+        raise FlowError(f"--checkpoint-interval {interval}: the interval must be positive")
     if interval is not None and path is None:
         raise FlowError("--checkpoint-interval needs --checkpoint, a folder to write to")
     if options.checkpoint is None and interval is None:
@@ -586,7 +591,7 @@ def _place(options: argparse.Namespace) -> Place | None:
     if options.app is None and options.controls is None:
         return None
     if options.app is None or options.controls is None or options.arbiter is None:
-        raise FlowError("--app, --controls and --arbiter belong together")
+        raise FlowError("--app, --controls and --arbiter must be used together")
     try:
         pairs = [text.rsplit(":", 1) for text in options.controls.split(",")]
         controls = tuple((host, int(port)) for host, port in pairs)
@@ -598,10 +603,12 @@ def _place(options: argparse.Namespace) -> Place | None:
 
 
 def _secret(options: argparse.Namespace) -> bytes | None:
-    """What the applications of a flow have in common, and nobody else."""
+    """Return the secret that the applications of a flow share; None with one application."""
     text = os.environ.get("HOLDFAST_SECRET", "")
     if options.app is not None and len(text) < 16:
-        raise FlowError("HOLDFAST_SECRET must be the same 16 characters or more everywhere")
+        raise FlowError(
+            "HOLDFAST_SECRET must have at least 16 characters, the same for all applications"
+        )
     return text.encode() if options.app is not None else None
 
 
@@ -614,23 +621,23 @@ def _session(options: argparse.Namespace) -> Any:
 
 
 def load_flow(path: str, spark: Any) -> Flow:
-    """The flow that a file defines."""
-    return _made(path, _defined(path), spark)
+    """Return the flow that a file defines."""
+    return _made_flow(path, _flow_definition(path), spark)
 
 
-def _defined(path: str) -> Flow | Callable[[Any], Any]:
-    """What a file calls `flow`: one, or a function that makes one."""
+def _flow_definition(path: str) -> Flow | Callable[[Any], Any]:
+    """Return the `flow` that a file defines: a flow, or a function that returns one."""
     if not os.path.isfile(path):
-        raise FlowError(f"there is no file {path}")
-    # Not "__main__", so that a file that starts its flow itself does not do so here.
-    found = runpy.run_path(path, run_name="holdfast_flow_file").get("flow")
-    if not isinstance(found, Flow) and not callable(found):
+        raise FlowError(f"the file {path} does not exist")
+    # Not "__main__", so that a file that starts its own flow does not do so here.
+    defined = runpy.run_path(path, run_name="holdfast_flow_file").get("flow")
+    if not isinstance(defined, Flow) and not callable(defined):
         raise _no_flow(path)
-    return found
+    return defined
 
 
-def _made(path: str, found: Flow | Callable[[Any], Any], spark: Any) -> Flow:
-    flow = found if isinstance(found, Flow) else found(spark)
+def _made_flow(path: str, defined: Flow | Callable[[Any], Any], spark: Any) -> Flow:
+    flow = defined if isinstance(defined, Flow) else defined(spark)
     if not isinstance(flow, Flow):
         raise _no_flow(path)
     return flow
@@ -654,7 +661,7 @@ def _bench(options: argparse.Namespace, console: Console) -> int:
 
     module = importlib.import_module(f"holdfast.lab.bench.{options.name}")
     if options.out and not hasattr(module, "picture"):
-        raise FlowError(f"bench {options.name} draws nothing", hint="leave out --out")
+        raise FlowError(f"bench {options.name} has no chart", hint="omit --out")
     figures = module.bench(quick=options.quick, console=console)
     if options.json:
         write_json(options.json, figures)
@@ -664,7 +671,7 @@ def _bench(options: argparse.Namespace, console: Console) -> int:
             drawn = Path(options.out) / drawn.name
         drawn.parent.mkdir(parents=True, exist_ok=True)
         drawn.write_text(module.picture(figures))
-        console.print(f"the picture is {drawn}", highlight=False, soft_wrap=True)
+        console.print(f"wrote the chart to {drawn}", highlight=False, soft_wrap=True)
     return 0
 
 

@@ -1,6 +1,6 @@
-"""Pictures of figures: a frame with two axes, in an SVG file that needs nothing else to be seen.
+"""Charts as self-contained SVG files: a frame with two axes.
 
-It knows how a frame, its axes and its text look; what is drawn into it is up to whoever asks.
+This module draws the frame, its axes and its text; the caller draws the content.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ COLOURS = {
     "rollback": "#7b4fb5",
     "pairs": "#b8860b",
 }
-"""Of the protections, the same in every picture."""
+"""Colours of the protections, the same in every chart."""
 STYLE = (
     "text{font:12px Inter,'Helvetica Neue',Helvetica,Arial,'DejaVu Sans',sans-serif;"
     f"fill:{INK}}} .title{{font-size:16px;font-weight:600}} .pale{{fill:{PALE}}}"
@@ -31,7 +31,7 @@ Point = tuple[float, float]
 def framed(
     title: str, x_name: str, y_name: str, across: Axis, upward: Axis, inside: Sequence[str]
 ) -> str:
-    """Parts of a picture, placed by the two axes, in a frame with a grid."""
+    """Return a chart: the content, placed by the two axes, in a frame with a grid."""
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         f'width="{WIDTH}" height="{HEIGHT}"><style>{STYLE}</style>',
@@ -49,7 +49,7 @@ def framed(
 
 
 class Axis:
-    """Where values are, in pixels, and which are written beside the axis."""
+    """Maps values to pixels, and chooses the ticks of the axis."""
 
     def __init__(self, values: Sequence[float], begin: float, end: float, log: bool) -> None:
         self._begin, self._end, self._log = begin, end, log
@@ -82,7 +82,7 @@ class Axis:
 
 
 def _step(span: float) -> float:
-    """Half a dozen ticks or so, at round values."""
+    """Return a round distance between ticks that gives about half a dozen ticks."""
     steps = [m * 10.0**e for e in range(-3, 7) for m in (1, 2, 5)]
     return next(s for s in steps if span / s <= 7)
 
@@ -97,7 +97,7 @@ def _grid_line(axis: Axis, tick: float, across: bool) -> str:
     return f'<path d="{path}" stroke="{GRID}"/>' + label
 
 
-def text(x: float, y: float, said: str, kind: str = "", anchor: str = "") -> str:
+def text(x: float, y: float, content: str, kind: str = "", anchor: str = "") -> str:
     style = f' class="{kind}"' if kind else ""
     where = f' text-anchor="{anchor}"' if anchor else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}"{style}{where}>{escape(said)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}"{style}{where}>{escape(content)}</text>'

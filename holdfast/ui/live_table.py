@@ -1,4 +1,4 @@
-"""The live table: a thin reader of ``run.status()``."""
+"""The live table, rendered from ``run.status()``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.text import Text
 
 
 class Dashboard:
-    """Turns successive statuses into tables; rates come from the difference of two."""
+    """Renders successive statuses as tables; a rate is the difference of two statuses."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[int, str], tuple[float, int]] = {}
@@ -78,7 +78,7 @@ class Dashboard:
 
 
 def _by_stage(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A site's units of the same stage as one row."""
+    """Combine a site's tasks of the same stage into one row."""
     rows: dict[str, dict[str, Any]] = {}
     for task in tasks:
         row = rows.get(task["stage"])
@@ -92,7 +92,7 @@ def _by_stage(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _recovery(partitions: list[dict[str, Any]]) -> Table | Text:
-    """What is not protected, and how long it will take."""
+    """Return a table of the partitions that are not protected, with the time to recover."""
     missing = [p for p in partitions if p["phase"] not in ("protected", "not protected")]
     if not missing:
         return Text("every partition is protected", style="green")
@@ -114,7 +114,7 @@ def _recovery(partitions: list[dict[str, Any]]) -> Table | Text:
     return table
 
 
-class Watched(Protocol):
+class WatchedFlow(Protocol):
     """A flow that can be watched: a `Run`, or `Apps`."""
 
     def status(self) -> dict[str, Any]: ...
@@ -122,8 +122,8 @@ class Watched(Protocol):
     def ended(self, timeout: float | None = None) -> bool: ...
 
 
-def watch(run: Watched, console: Console, enough: Callable[[], bool] = lambda: False) -> None:
-    """Show the live table until the flow ends, or `enough` says so."""
+def watch(run: WatchedFlow, console: Console, enough: Callable[[], bool] = lambda: False) -> None:
+    """Show the live table until the flow ends or `enough` returns True."""
     board = Dashboard()
     with Live(console=console, auto_refresh=False, transient=False) as live:
         while True:
@@ -132,12 +132,12 @@ def watch(run: Watched, console: Console, enough: Callable[[], bool] = lambda: F
             if ended or enough():
                 break
     if not console.is_terminal:
-        console.print()  # Live ends without a new line there
+        console.print()  # Live does not end with a newline there
 
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on the terminal, if there is one. It is told how many tasks are done, of how many."""
+    """Show a progress bar on a terminal. Yields a function of the tasks done and their total."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

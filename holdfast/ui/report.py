@@ -1,7 +1,7 @@
 """Results on the terminal and in files: numbers, tables, JSON.
 
-A figure is never a single run: machines are noisy, so it is the median of several, shown with
-the smallest and the largest.
+Machines are noisy, so a figure is the median of several runs, shown with the smallest and the
+largest value.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Figure:
 
 
 def number(value: float) -> str:
-    """As many digits as say something: ``1,234,567``, ``12.3``, ``0.123``."""
+    """Format a number with its significant digits: ``1,234,567``, ``12.3``, ``0.123``."""
     if abs(value) >= 100 or value == int(value):
         return f"{value:,.0f}"
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
@@ -79,7 +79,7 @@ def show(
 
 
 def write_json(path: str | os.PathLike[str], results: Mapping[str, Any]) -> None:
-    """Write results for other programs to read; a `Figure` becomes an object of its parts."""
+    """Write results as JSON; a `Figure` becomes an object of its parts."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(dict(results), indent=2, default=_plain)

@@ -1,6 +1,6 @@
 """A running flow over HTTP: ``/metrics`` for Prometheus, ``/status``, and ``/tables/NAME``.
 
-It is for whoever watches a flow, on an address that only they reach: nobody is asked who they are.
+There is no authentication: serve it only on an address that trusted users can reach.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from prometheus_client.registry import Collector
 from holdfast.errors import FlowError, HoldfastError
 
 
-class Lookable(Protocol):
-    """What is shown: a `Run`."""
+class ServedFlow(Protocol):
+    """A flow that can be served: a `Run`."""
 
     def status(self) -> dict[str, Any]: ...
 
     def table(self, sink: str) -> Any: ...
 
 
-class Figures(Collector):
-    """The figures of a flow, in the form that Prometheus wants."""
+class MetricsCollector(Collector):
+    """Collects the metrics of a flow for Prometheus."""
 
-    def __init__(self, run: Lookable) -> None:
+    def __init__(self, run: ServedFlow) -> None:
         self._run = run
 
     def collect(self) -> Iterable[Metric]:
@@ -40,25 +40,25 @@ class Figures(Collector):
 
 
 def metrics(status: dict[str, Any]) -> Iterator[Metric]:
-    """What ``run.status()`` says, as metrics."""
+    """Return the content of ``run.status()`` as metrics."""
     flow = [status["flow"]]
     whole = ["flow"]
     yield _one(CounterMetricFamily, "rows_in", "Rows that were put into epochs", flow, status)
     yield _one(CounterMetricFamily, "epochs", "Epochs that were cut", flow, status)
     leading = GaugeMetricFamily(
-        "holdfast_leading", "Whether the application that is asked leads the flow", labels=whole
+        "holdfast_leading", "Whether this application leads the flow", labels=whole
     )
     leading.add_metric(flow, status["state"] != "following")
     yield leading
-    if status["partitions"]:  # if not, nobody here knows
+    if status["partitions"]:  # unknown otherwise
         yield _one(
             GaugeMetricFamily, "protected", "Whether all replicas are up to date", flow, status
         )
-    sites = GaugeMetricFamily("holdfast_sites", "Sites that take part", labels=whole)
+    sites = GaugeMetricFamily("holdfast_sites", "Sites of the flow", labels=whole)
     sites.add_metric(flow, len(status["sites"]))
     yield sites
     gap = GaugeMetricFamily(
-        "holdfast_output_gap_seconds", "The longest time without output of late", labels=whole
+        "holdfast_output_gap_seconds", "The longest recent time without output", labels=whole
     )
     gap.add_metric(flow, max((s["output_gap_ms"] or 0.0 for s in status["sites"]), default=0) / 1e3)
     yield gap
@@ -76,16 +76,20 @@ def _by_replicas(flow: list[str], partitions: list[dict[str, Any]]) -> Iterator[
     labels = ["flow", "stage"]
     missing = GaugeMetricFamily(
         "holdfast_replicas_missing",
-        "Partition groups of partitions that lack a replica",
+        "Partition groups that lack a replica",
         labels=labels,
     )
     lag = GaugeMetricFamily(
-        "holdfast_lag_epochs", "How far the slowest replica is behind the fastest", labels=labels
+        "holdfast_lag_epochs",
+        "Epochs by which the slowest replica is behind the fastest",
+        labels=labels,
     )
     for stage in dict.fromkeys(p["stage"] for p in partitions):
         own = [p for p in partitions if p["stage"] == stage]
-        bare = sum(p["phase"] not in ("protected", "not protected", "replaying") for p in own)
-        missing.add_metric([*flow, stage], bare)
+        unprotected = sum(
+            p["phase"] not in ("protected", "not protected", "replaying") for p in own
+        )
+        missing.add_metric([*flow, stage], unprotected)
         lag.add_metric([*flow, stage], max(p["epochs_to_go"] for p in own))
     yield missing
     yield lag
@@ -94,13 +98,15 @@ def _by_replicas(flow: list[str], partitions: list[dict[str, Any]]) -> Iterator[
 def _by_stage(flow: list[str], sites: list[dict[str, Any]]) -> Iterator[Metric]:
     labels = ["flow", "stage", "site"]
     families = {
-        "rows_in": CounterMetricFamily("holdfast_stage_rows_in", "Rows taken", labels=labels),
-        "rows_out": CounterMetricFamily("holdfast_stage_rows_out", "Rows given", labels=labels),
+        "rows_in": CounterMetricFamily("holdfast_stage_rows_in", "Rows processed", labels=labels),
+        "rows_out": CounterMetricFamily("holdfast_stage_rows_out", "Rows emitted", labels=labels),
         "late_rows": CounterMetricFamily(
-            "holdfast_stage_late_rows", "Rows that came too late for their windows", labels=labels
+            "holdfast_stage_late_rows",
+            "Rows that arrived after all of their windows had closed",
+            labels=labels,
         ),
         "dead_rows": CounterMetricFamily(
-            "holdfast_stage_dead_rows", "Rows that were put aside as dead letters", labels=labels
+            "holdfast_stage_dead_rows", "Rows that were diverted as dead letters", labels=labels
         ),
         "state_bytes": GaugeMetricFamily(
             "holdfast_state_bytes", "Size of the state", labels=labels
@@ -118,12 +124,14 @@ def _by_stage(flow: list[str], sites: list[dict[str, Any]]) -> Iterator[Metric]:
 class Web:
     """Serves one flow until it is closed. `address` is ``host:port``; port 0 is any free one."""
 
-    def __init__(self, run: Lookable, address: str) -> None:
+    def __init__(self, run: ServedFlow, address: str) -> None:
         host, colon, port = address.rpartition(":")
         if not colon or not port.isdigit():
-            raise FlowError(f"http={address!r} is no address", hint="write http='127.0.0.1:9090'")
+            raise FlowError(
+                f"http={address!r} is not an address", hint="for example http='127.0.0.1:9090'"
+            )
         registry = CollectorRegistry()
-        registry.register(Figures(run))
+        registry.register(MetricsCollector(run))
         handler = type("Handler", (_Handler,), {"run": run, "registry": registry})
         try:
             self._server = ThreadingHTTPServer((host, int(port)), handler)
@@ -141,7 +149,7 @@ class Web:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    run: Lookable
+    run: ServedFlow
     registry: CollectorRegistry
 
     def do_GET(self) -> None:
@@ -149,33 +157,37 @@ class _Handler(BaseHTTPRequestHandler):
         head, _, rest = where.path.strip("/").partition("/")
         try:
             if head == "metrics" and not rest:
-                self._say(200, "text/plain; version=0.0.4", generate_latest(self.registry))
+                self._respond(200, "text/plain; version=0.0.4", generate_latest(self.registry))
             elif head == "status" and not rest:
                 text = json.dumps(self.run.status(), default=_plain)
-                self._say(200, "application/json", text.encode())
+                self._respond(200, "application/json", text.encode())
             elif head == "tables" and rest:
                 self._table(unquote(rest), parse_qs(where.query).get("key", []))
             else:
-                self._say(404, "text/plain", b"there are /metrics, /status and /tables/NAME\n")
+                self._respond(
+                    404, "text/plain", b"the paths are /metrics, /status and /tables/NAME\n"
+                )
         except HoldfastError as error:
-            self._say(404, "text/plain", f"{error}\n".encode())
+            self._respond(404, "text/plain", f"{error}\n".encode())
 
     def _table(self, sink: str, key: list[str]) -> None:
         with self.run.table(sink) as table:
             if key:
                 row = table.get(*map(_value, key))
                 code = 200 if row is not None else 404
-                self._say(code, "application/json", json.dumps(row, default=str).encode() + b"\n")
+                self._respond(
+                    code, "application/json", json.dumps(row, default=str).encode() + b"\n"
+                )
                 return
             batches = table.scan()
-            first = next(batches, None)  # that it cannot be scanned is said here
+            first = next(batches, None)  # raises here, before the response, if it cannot be scanned
             self.send_response(200)
             self.send_header("Content-Type", "application/x-ndjson")
             self.end_headers()
             for batch in itertools.chain([first] if first else [], batches):
                 self.wfile.write(_lines(batch))
 
-    def _say(self, code: int, kind: str, body: bytes) -> None:
+    def _respond(self, code: int, kind: str, body: bytes) -> None:
         self.send_response(code)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
@@ -183,7 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Not on the user's terminal."""
+        """Do not log requests to the user's terminal."""
 
 
 def _lines(batch: pa.RecordBatch) -> bytes:
@@ -191,7 +203,7 @@ def _lines(batch: pa.RecordBatch) -> bytes:
 
 
 def _value(text: str) -> Any:
-    """A part of a key: ``7`` is a number, ``"7"`` and ``seven`` are texts."""
+    """Parse a part of a key: ``7`` is a number, ``"7"`` and ``seven`` are text."""
     try:
         return json.loads(text)
     except ValueError:

@@ -145,7 +145,7 @@ def test_bad_bounds(
     ("arguments", "said"),
     [
         ([], "needs a FLOW.py"),
-        (["no.py", *WANTED], "there is no file no.py"),
+        (["no.py", *WANTED], "file no.py does not exist"),
         (["FILE"], "--recovery 200ms --overhead 10%"),
         (["FILE", *WANTED, "--sites", "1"], "at least two sites"),
         (["FILE", *WANTED, "--seconds", "0"], "--seconds must be positive"),

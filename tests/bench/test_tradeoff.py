@@ -82,4 +82,4 @@ def test_where_it_is_written(
 
 def test_other_benchmarks_draw_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "sim", "--out", str(tmp_path)]) == 2
-    assert "draws nothing" in capsys.readouterr().err
+    assert "has no chart" in capsys.readouterr().err

@@ -255,7 +255,7 @@ def test_where_it_starts_and_what_records_have(topics: Kafka) -> None:
     for bad in ({0: 3}, {0: 3, 1: 11}, {0: 0, 1: 0, 2: 0}):
         with pytest.raises(FlowError, match="partition"):
             begins(bad)
-    with pytest.raises(FlowError, match="there is no topic 'nowhere'"):
+    with pytest.raises(FlowError, match="topic 'nowhere' does not exist"):
         kafka_source(topics.servers, "nowhere", schema=SCHEMA).resolve(1)
     made = kafka_source(
         topics.servers,
@@ -278,7 +278,7 @@ def test_where_it_starts_and_what_records_have(topics: Kafka) -> None:
 def test_nobody_answers() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(source, "ANSWER_S_MAX", 0.5)
-        with pytest.raises(HostError, match=r"no broker answers at 127\.0\.0\.1:1"):
+        with pytest.raises(HostError, match=r"no broker at 127\.0\.0\.1:1 answered"):
             kafka_source("127.0.0.1:1", "t", schema=SCHEMA).resolve(1)
 
 
@@ -313,7 +313,7 @@ def test_records_that_are_gone(topics: Kafka) -> None:
 
 
 def test_a_topic_that_is_not_what_it_was(topics: Kafka, monkeypatch) -> None:
-    monkeypatch.setattr(source, "LOOK_S", 0.1)
+    monkeypatch.setattr(source, "CHECK_S", 0.1)
     topic = topics.create(2)
     made = kafka_source(topics.servers, topic, schema=SCHEMA)
     made = made.resolved(made.resolve(2))
@@ -422,7 +422,7 @@ def test_started_twice_with_one_secret(topics: Kafka, kept) -> None:
         ten(topics, "secret", topic), options=Options(sites=1), secret=b"0123456789abcdef"
     )
     kept.append(again)
-    with pytest.raises(FlowError, match="was started before with the same secret"):
+    with pytest.raises(FlowError, match="was already started with the same secret"):
         again.wait(PATIENCE_S)
     assert len(topics.rows(topic)) == 10
 
@@ -439,7 +439,7 @@ def test_two_flows_of_one_name(topics: Kafka, kept) -> None:
     totals(second, generator(numbers, SCHEMA, rate=1_000), kafka_sink(topics.servers, topic))
     other = second.start(sites=1)
     kept.append(other)
-    with pytest.raises(FlowError, match="another flow called 'twins' has taken this one's place"):
+    with pytest.raises(FlowError, match="another flow named 'twins' has fenced this one"):
         run.wait(PATIENCE_S)
     other.stop(timeout=PATIENCE_S)
 
@@ -447,7 +447,7 @@ def test_two_flows_of_one_name(topics: Kafka, kept) -> None:
 def test_a_topic_that_is_not_there(topics: Kafka, kept) -> None:
     run = ten(topics, "nowhere", "nowhere").start(sites=1)
     kept.append(run)
-    with pytest.raises(FlowError, match=r"topic 'nowhere' at .*: there is no such topic"):
+    with pytest.raises(FlowError, match=r"topic 'nowhere' at .*: the topic does not exist"):
         run.wait(PATIENCE_S)
 
 
@@ -465,7 +465,12 @@ class Writers:
         whose = Authority("writers", self.topic, **{"incarnation": "life", "term": term, **more})
         format = Json(pa.schema([("e", pa.int64())]))
         return Ledger(
-            self._sink, whose, format, fresh=fresh, confirmed=confirmed, stopped=lambda: False
+            self._sink,
+            whose,
+            format,
+            new_incarnation=fresh,
+            confirmed=confirmed,
+            stopped=lambda: False,
         )
 
     @property
@@ -578,7 +583,7 @@ def test_a_claim_is_renewed_while_there_are_no_rows(
     writer.close()
     with Ledger(
         made, Authority("idle", topic, "life", 2), Json(pa.schema([("e", pa.int64())])),
-        fresh=False, confirmed=0, stopped=lambda: False,
+        new_incarnation=False, confirmed=0, stopped=lambda: False,
     ) as new:  # fmt: skip
         assert new.begin() == 0
 

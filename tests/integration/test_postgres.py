@@ -196,21 +196,21 @@ def test_a_column_that_has_no_place_is_named_while_the_flow_is_written(kind) -> 
 
 def test_a_key_must_be_a_column() -> None:
     stream = Flow("f").source("s", rows(some(1)))
-    with pytest.raises(FlowError, match="there is no column 'k' to be a key"):
+    with pytest.raises(FlowError, match="key column 'k' does not exist"):
         stream.sink("out", postgres("", "t", key=["k"]))
 
 
 @pytest.mark.parametrize(
     ("columns", "options", "complaint"),
     [
-        (None, {}, "there is no such table"),
-        ("n bigint", {}, "it has no column 's'"),
+        (None, {}, "the table does not exist"),
+        ("n bigint", {}, "the table has no column 's'"),
         (
             "n integer, s text",
             {},
-            "the column 'n' is integer, which does not hold every value of int64",
+            "the column 'n' is integer, which cannot hold every value of int64",
         ),
-        ("n numeric(18), s text", {}, r"the column 'n' is numeric\(18,0\), which does not hold"),
+        ("n numeric(18), s text", {}, r"the column 'n' is numeric\(18,0\), which cannot hold"),
         ("n double precision, s text", {}, "the column 'n' is double precision"),
         ("n bigint, s bytea", {}, "the column 's' is bytea"),
         ("n bigint, s date", {}, "the column 's' is date"),
@@ -240,7 +240,7 @@ def test_a_table_that_does_not_fit(database, name, ask, columns, options, compla
 )
 def test_nothing_is_rounded_in_silence(database, name, ask, kind, column) -> None:
     ask(f"CREATE TABLE {name} (v {column})")
-    with pytest.raises(SinkError, match="does not hold every value"):
+    with pytest.raises(SinkError, match="cannot hold every value"):
         postgres(database.dsn, name).open(whose(flow=name), pa.schema([("v", kind)]))
 
 
@@ -258,7 +258,7 @@ def test_who_may_not_create_is_told_what_to_have_made(database, name, ask) -> No
     ask(f"CREATE TABLE {name} (n bigint, s text); GRANT INSERT, SELECT ON {name} TO app")
     sink = postgres(database.app_dsn("right"), name, progress=f"p{name}")
     try:
-        with pytest.raises(SinkError, match=f"have it made: CREATE TABLE p{name}"):
+        with pytest.raises(SinkError, match=f"have it created: CREATE TABLE p{name}"):
             sink.open(whose(flow=name), ROWS)
         ask(f"CREATE TABLE p{name} (LIKE {_progress(ask)} INCLUDING ALL)")
         with pytest.raises(SinkError, match="permission denied"):
@@ -281,7 +281,7 @@ def _progress(ask) -> str:
 def test_a_server_that_is_not_there_ends_the_start(name) -> None:
     with pytest.raises(SinkError, match=r"(?i)connection refused"):
         postgres("host=127.0.0.1 port=1", name).open(whose(), ROWS)
-    with pytest.raises(SinkError, match="not one that libpq understands") as caught:
+    with pytest.raises(SinkError, match="libpq cannot parse the dsn") as caught:
         postgres("hunter2", name).open(whose(), ROWS)
     assert "hunter2" not in str(caught.value)
 
@@ -291,7 +291,7 @@ def test_rows_that_the_server_refuses_are_an_error_with_its_words(database, name
     writer = postgres(database.dsn, name).open(whose(flow=name), ROWS)
     give(writer, 0, some(1))
     give(writer, 1, some(11))
-    with pytest.raises(SinkError, match=r"are refused: .*violates check constraint"):
+    with pytest.raises(SinkError, match=r"refused the rows of epochs .*violates check constraint"):
         writer.close()
     with pytest.raises(SinkError, match="refused"):
         writer.room()
@@ -315,7 +315,7 @@ def test_results_of_another_incarnation_stay(database, name, ask) -> None:
     written(sink, some(1), whose(flow=name, incarnation="one"))
     written(sink, some(2), whose(flow=name, incarnation="two"))
     assert ask(f"SELECT n FROM {name} ORDER BY n") == [(1,), (2,)]
-    with pytest.raises(SinkError, match="already results of this incarnation, up to epoch 0"):
+    with pytest.raises(SinkError, match="already has results of this incarnation, up to epoch 0"):
         sink.open(whose(flow=name, incarnation="one"), ROWS)
 
 

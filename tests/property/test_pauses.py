@@ -17,7 +17,7 @@ import pytest
 from holdfast import functions as F
 from holdfast.api.graph import Flow
 from holdfast.api.options import Options
-from holdfast.connectors.sources import Position, Rows, SplitReader
+from holdfast.connectors.sources import Position, RowsSource, SplitReader
 from holdfast.core import sequencer
 from holdfast.core.protection import ProtectionSpec
 from holdfast.core.sequencer import Budget
@@ -43,7 +43,7 @@ PROTECTIONS: list[ProtectionSpec] = [
 ]
 
 
-class Pausing(Rows):
+class Pausing(RowsSource):
     """Rows in memory that are not always there when they are asked for."""
 
     def __init__(self, *splits: pa.RecordBatch, rng: random.Random, longest: int) -> None:

@@ -596,7 +596,7 @@ def test_rows_that_are_lost_on_the_way_are_found_out() -> None:
     stage = world.plan.stage_named("running aggregate by (k)").id
     world._work = _skewed(world, stage, noticed=True)  # type: ignore[method-assign]
     with pytest.raises(
-        DivergenceError, match=r"partition group \d+, epoch .* not what the digests"
+        DivergenceError, match=r"partition group \d+, epoch .* do not match the digests"
     ):
         finish(world)
 

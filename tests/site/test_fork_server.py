@@ -85,7 +85,7 @@ def test_a_fork_server_that_dies_takes_nobody_along_and_is_replaced(fork_server,
 
 def test_a_fork_server_that_cannot_start_is_an_error(fork_server, monkeypatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/true")
-    with pytest.raises(HostError, match="process from which sites are forked"):
+    with pytest.raises(HostError, match="fork server has ended"):
         fork_server.fork(signal.pause)
 
 

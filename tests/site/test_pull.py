@@ -299,7 +299,7 @@ def test_a_position_that_was_stored_before_there_was_a_table(tmp_path: Path) -> 
 
 
 def test_a_large_folder_is_listed_a_part_at_a_time(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(pull_readers, "LISTED_MAX", 3)
+    monkeypatch.setattr(pull_readers, "ENTRIES_MAX", 3)
     pull_reader = follow(tmp_path, SCHEMA, interval=0, until="_END").pull_reader()
     for number in range(10):
         add(tmp_path, number, number)

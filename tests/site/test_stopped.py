@@ -284,7 +284,7 @@ def test_a_flow_that_is_stored_while_it_runs_is_so_again_when_it_was_stopped(
     running.wait()
     assert main(["check", str(tmp_path / "st1")]) == 0
     said = capsys.readouterr().out
-    assert "runs, or was lost" in said and "--restore-from" in said
+    assert "running, or lost" in said and "--restore-from" in said
     running = command.run("--restore-from", "st1")
     command.until_rows(running)
     os.kill(running.pid, signal.SIGTERM)
@@ -391,7 +391,7 @@ def test_stored_state_that_was_damaged_is_refused_and_checked(
         kept.append(start_again.start(sites=2, partitions=4, restore_from=str(store)))
     assert main(["check", str(store)]) == 1
     said = capsys.readouterr().out
-    assert f"{state.name}: its checksum is" in said and "put these files back" in said
+    assert f"{state.name}: its checksum is" in said and "restore these files from a backup" in said
     state.write_bytes(data)
     assert main(["check", str(store)]) == 0
     kept.append(start_again.start(sites=2, partitions=4, restore_from=str(store)))

@@ -69,10 +69,10 @@ def test_views_and_the_status_are_there_for_all(run: Run) -> None:
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("/", "there are /metrics"),
+        ("/", "the paths are /metrics"),
         ("/tables/other", "has no sink 'other'"),
         ("/tables/latest?key=-1", "null"),
-        ("/tables/latest?key=x", "a key is k: int64"),
+        ("/tables/latest?key=x", "must have the columns k: int64"),
     ],
 )
 def test_what_is_not_there_is_said(run: Run, path: str, said: str) -> None:
@@ -81,5 +81,5 @@ def test_what_is_not_there_is_said(run: Run, path: str, said: str) -> None:
 
 
 def test_an_address_that_is_none_is_refused() -> None:
-    with pytest.raises(FlowError, match="is no address"):
+    with pytest.raises(FlowError, match="is not an address"):
         Web(None, "9090")  # type: ignore[arg-type]

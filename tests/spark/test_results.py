@@ -108,7 +108,7 @@ def test_two_queries_and_another_life_of_the_flow(
     assert rows_of(spark, tmp_path / "one") == rows_of(spark, tmp_path / "other") == right(spark)
     query = into_files(results(spark, begun(flow()), "one"), tmp_path / "one")
     until(lambda: query.exception() is not None, "it is refused")
-    assert "another life of the flow" in str(query.exception())
+    assert "another incarnation of the flow" in str(query.exception())
 
 
 def test_a_scheduled_query_reads_what_is_there_and_ends(

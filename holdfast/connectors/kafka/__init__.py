@@ -1,6 +1,6 @@
-"""Kafka topics at both ends of a flow, without Spark in between.
+"""Kafka topics as sources and sinks, without Spark in between.
 
-Nothing here needs the client before a flow that uses it is started.
+The Kafka client is imported only when a flow that uses it is started.
 """
 
 from holdfast.connectors.kafka.sink import kafka_sink

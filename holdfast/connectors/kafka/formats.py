@@ -1,7 +1,7 @@
-"""What the values of Kafka records look like: JSON, Arrow, or bytes that are left alone.
+"""Formats of the values of Kafka records: JSON, Arrow, or plain bytes.
 
-A format turns the values of many records into one batch, and a batch into values. Neither looks at
-rows one by one, except that whoever writes must make a Python object of each value.
+A format decodes the values of many records into one batch, and encodes a batch into values. Neither
+handles rows one by one, except that encoding creates a Python object for each value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Format:
 
     name: str
     has_decode_errors = True
-    """Whether a value can be wrong."""
+    """Whether a value can be undecodable."""
     rows_per_value: int | None = 1
     """None if a value may hold any number of rows."""
 
@@ -32,8 +32,8 @@ class Format:
         self.schema = schema
 
     def decode(self, values: Values) -> tuple[pa.RecordBatch, np.ndarray | None]:
-        """The rows, and how many each value has (None for one each). A value that is wrong makes
-        it raise `ValueError` or an `ArrowException`; which of them, it does not say."""
+        """Return the rows, and the number of rows of each value (None for one each). Raises
+        `ValueError` or an `ArrowException` if a value is invalid, without saying which."""
         raise NotImplementedError
 
     def encode(self, batch: pa.RecordBatch) -> list[bytes]:
@@ -41,8 +41,8 @@ class Format:
 
 
 class Json(Format):
-    """Every value is a JSON object with the columns as members. Members that are no columns are
-    passed over, and columns that are no members are null."""
+    """Every value is a JSON object with the columns as members. Other members are ignored, and
+    missing ones are null."""
 
     name = "json"
     _HEAD, _BETWEEN, _TAIL = b'{"v":', b'}\n{"v":', b"}"
@@ -55,18 +55,19 @@ class Json(Format):
         )
         self._required = [f.name for f in schema if not f.nullable]
         self._temporal = [i for i, f in enumerate(schema) if pa.types.is_temporal(f.type)]
-        names = {f"c{i}": name for i, name in enumerate(schema.names)}  # any name will do
+        # A struct's attributes need valid names, and columns may have any.
+        names = {f"c{i}": name for i, name in enumerate(schema.names)}
         self._row = msgspec.defstruct("Row", [(n, object) for n in names], rename=names)
         self._encoder = msgspec.json.Encoder()
 
     def decode(self, values: Values) -> tuple[pa.RecordBatch, np.ndarray | None]:
-        """One call of Arrow's parser for all. Every value becomes the only member of an object: an
-        object that ends where the next begins can only stand alone, and strings do not go over the
-        end of a line. So as many rows as values means one row from each."""
+        """Decode all values with one call of Arrow's parser. Each value becomes the only member of
+        an object. A value cannot swallow the start of the next object, because a JSON string cannot
+        contain a line end. So if there are as many rows as values, each value is one row."""
         if None in values:
             raise ValueError("a record without a value")
         data = b"".join((self._HEAD, self._BETWEEN.join(values), self._TAIL))  # type: ignore[arg-type]
-        str(data, "utf-8")  # the parser would let anything pass
+        str(data, "utf-8")  # the parser does not check the encoding
         whole = pj.ReadOptions(use_threads=False, block_size=len(data) + 1)
         table = pj.read_json(io.BytesIO(data), whole, self._options)
         column = table.column("v").combine_chunks()
@@ -93,7 +94,7 @@ class Json(Format):
         return lines.splitlines()
 
     def _plain(self, at: int, column: pa.Array) -> list[object]:
-        """As Python values; times as text, which has all their digits."""
+        """Return the column as Python values; times as text, which keeps all digits."""
         if at in self._temporal:
             column = column.cast(pa.string())
         if pa.types.is_primitive(column.type) and not column.null_count:
@@ -102,7 +103,7 @@ class Json(Format):
 
 
 def _readable(kind: pa.DataType) -> pa.DataType:
-    """What Arrow's parser makes of a value that is then cast to `kind`."""
+    """Return the type that Arrow's parser reads for a column, before the cast to `kind`."""
     text = pa.types.is_date(kind) or pa.types.is_time(kind)
     return pa.string() if text else kind
 
@@ -129,7 +130,7 @@ class Arrow(Format):
     def _table(self, value: bytes) -> pa.Table:
         with pa.ipc.open_stream(value) as reader:
             table = reader.read_all()
-        table.validate(full=True)  # it may come from anywhere
+        table.validate(full=True)  # the data is not trusted
         return table.select(self.schema.names).cast(_nullable(self.schema))
 
     def encode(self, batch: pa.RecordBatch) -> list[bytes]:
@@ -144,7 +145,7 @@ def _nullable(schema: pa.Schema) -> pa.Schema:
 
 
 class Bytes(Format):
-    """The value as it is, in the only column."""
+    """The value is the only column, unchanged."""
 
     name = "bytes"
     has_decode_errors = False
@@ -162,10 +163,10 @@ VALUE = pa.schema([("value", pa.binary())])
 
 
 def reading(name: str, schema: pa.Schema | None, what: str) -> Format:
-    """The format of what is read."""
+    """Return the format for reading."""
     kind = _kind(name, what)
     if kind is Bytes and schema is not None:
-        raise FlowError(f"{what}: bytes have no schema", hint="leave it out; the column is 'value'")
+        raise FlowError(f"{what}: bytes have no schema", hint="omit it; the column is 'value'")
     if kind is Bytes:
         return Bytes(VALUE)
     if not isinstance(schema, pa.Schema) or not schema.names:
@@ -176,26 +177,27 @@ def reading(name: str, schema: pa.Schema | None, what: str) -> Format:
             made.decode([b"{}"])
         except ValueError as error:
             if "is missing or null" not in str(error):
-                raise FlowError(f"{what}: there is no JSON for this schema: {error}") from error
+                raise FlowError(f"{what}: JSON cannot represent this schema: {error}") from error
         except (pa.ArrowException, NotImplementedError) as error:
-            raise FlowError(f"{what}: there is no JSON for this schema: {error}") from error
+            raise FlowError(f"{what}: JSON cannot represent this schema: {error}") from error
     return made
 
 
 def writing(name: str, schema: pa.Schema, what: str) -> Format:
-    """The format of what is written."""
+    """Return the format for writing."""
     kind = _kind(name, what)
     if kind is Bytes and (len(schema) != 1 or not _is_bytes(schema.field(0).type)):
         raise FlowError(
-            f"{what}: as bytes goes one column of bytes or text, not {', '.join(schema.names)}",
-            hint="select it before the sink, or name the others as key=",
+            f"{what}: format bytes needs exactly one column of bytes or text, not "
+            f"{', '.join(schema.names)}",
+            hint="select it before the sink, or make the other column the key with key=",
         )
     return kind(schema)
 
 
 def _kind(name: str, what: str) -> type[Format]:
     if name not in FORMATS:
-        raise FlowError(f"{what}: format is one of {', '.join(FORMATS)}, not {name!r}")
+        raise FlowError(f"{what}: format must be one of {', '.join(FORMATS)}, not {name!r}")
     return FORMATS[name]
 
 

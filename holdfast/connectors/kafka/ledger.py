@@ -1,5 +1,5 @@
-"""A sink's transactions, and how far they reach. Needs the client; every call may wait for the
-broker, as long as it is away."""
+"""A sink's transactions, and the last epoch that they have made durable. Imports the Kafka client.
+Every call may wait for the broker until it answers."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from holdfast.errors import FlowError, HostError, SinkRewoundError
 log = logging.getLogger("holdfast.kafka")
 
 CALL_S = 20.0
-"""How long a call waits for the broker. After any that fails all begins again: whether it had an
-effect is to be seen there, and some calls of the client never end if they are made again."""
-AGAIN_S = 0.2
+"""How long a call waits for the broker. After a failed call the writer starts over with a new
+producer: the broker shows whether the call had an effect, and some calls of the client hang when
+they are repeated."""
+RETRY_S = 0.2
 CLAIM_S = 2.0
-"""So long a writer that was refused waits for the claim of another."""
+"""How long a refused writer waits for the claim of another writer."""
 FAILURES_MAX = 10
-"""So many in a row that are not the broker's absence are more than bad luck."""
+"""Consecutive failures, other than an absent broker, after which the sink fails."""
 
-REFUSED = (KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH)
-AWAY = (
+FENCED = (KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH)
+UNAVAILABLE = (
     KafkaError._TRANSPORT,
     KafkaError._ALL_BROKERS_DOWN,
     KafkaError._TIMED_OUT,
@@ -47,7 +48,7 @@ AWAY = (
     KafkaError.NOT_COORDINATOR,
     KafkaError.REQUEST_TIMED_OUT,
 )
-FORBIDDEN = (
+PERMANENT = (
     KafkaError.TOPIC_AUTHORIZATION_FAILED,
     KafkaError.GROUP_AUTHORIZATION_FAILED,
     KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
@@ -61,8 +62,8 @@ FORBIDDEN = (
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """Who wrote last, and up to which epoch. An epoch without an incarnation was set by hand."""
+class KafkaClaim:
+    """The last writer, and its last epoch. An epoch without an incarnation was set by hand."""
 
     incarnation: str = ""
     term: int = -1
@@ -70,8 +71,8 @@ class Claim:
 
 
 class Ledger:
-    """One writer's part in it. `confirmed` is the least that must be there (see
-    `Authority.confirmed`); `stopped` says that what it does is of no use any more."""
+    """One writer's transactions. `confirmed` is the epoch that the broker must have at least (see
+    `Authority.confirmed`); `stopped` returns True once the writer was abandoned."""
 
     def __init__(
         self,
@@ -79,23 +80,23 @@ class Ledger:
         whose: Authority,
         format: Format,
         *,
-        fresh: bool,
+        new_incarnation: bool,
         confirmed: int | None = None,
         stopped: Callable[[], bool],
     ) -> None:
-        self._sink, self._whose, self._format = sink, whose, format
-        self._fresh, self._confirmed, self._stopped = fresh, confirmed, stopped
+        self._sink, self._authority, self._format = sink, whose, format
+        self._new_incarnation, self._confirmed, self._stopped = new_incarnation, confirmed, stopped
         self._name = f"holdfast-{whose.flow}-{whose.sink}"
         self._reached = whose.after
         self._claimed = False
         self._failures = 0
         self._producer: Any = None
         self._consumer: Any = None
-        self._glancer: Any = None
+        self._uncommitted_consumer: Any = None
 
     @property
     def _where(self) -> str:
-        return f"sink {self._whose.sink!r}, topic {self._sink.topic!r} at {self._sink.servers}"
+        return f"sink {self._authority.sink!r}, topic {self._sink.topic!r} at {self._sink.servers}"
 
     def __enter__(self) -> Ledger:
         return self
@@ -104,133 +105,139 @@ class Ledger:
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
     ) -> None:
         self._producer = None
-        for consumer in (self._consumer, self._glancer):
+        for consumer in (self._consumer, self._uncommitted_consumer):
             if consumer is not None:
                 consumer.close()
 
     # --- what a writer calls --------------------------------------------------------------------
 
     def begin(self) -> int | None:
-        """Take the place of whoever wrote before. The answer is the last epoch that is durable, or
-        None if somebody else has taken this one's place."""
+        """Fence the writer before this one and claim. Return the last durable epoch, or None if a
+        later writer has replaced this one."""
         while not self._stopped():
             try:
-                if self._claimed and self._is_over(self._glance()):
+                if self._claimed and self._is_replaced(self._peek()):
                     return None
                 self._connect()
                 claim = self._read()
-                if self._is_over(claim):
-                    return None  # it is this one that has come late, and the other will come back
-                self._transact([], self._found(claim))
+                if self._is_replaced(claim):
+                    return None  # this writer fenced a later one, which will reconnect
+                self._transact([], self._durable_epoch(claim))
                 self._claimed, self._failures = True, 0
                 return self._reached
             except KafkaException as error:
-                self._consider(error)
-                time.sleep(AGAIN_S)
+                self._raise_if_permanent(error)
+                time.sleep(RETRY_S)
         return None
 
     def append(self, group: Group) -> int | None:
-        """Write epochs, all or none. The answer is the last epoch that is durable, which says
-        whether it was done, or None as with `begin`. Without any epochs the claim is renewed: the
-        broker forgets one that is old."""
+        """Write epochs, all or none. Return the last durable epoch, which tells whether they were
+        written, or None as in `begin`. Without epochs the call renews the claim, because the broker
+        drops old offsets."""
         try:
             self._transact(group, group[-1][0] if group else self._reached)
             self._failures = 0
             return self._reached
         except KafkaException as error:
-            self._consider(error)
-            if error.args[0].code() in REFUSED and self._is_claimed_by_another():
+            self._raise_if_permanent(error)
+            if error.args[0].code() in FENCED and self._is_claimed_by_other():
                 return None
         return self.begin()
 
-    # --- how far it reaches ---------------------------------------------------------------------
+    # --- the last durable epoch -----------------------------------------------------------------
 
-    def _found(self, claim: Claim) -> int:
-        """Up to which epoch rows are there. If that is less than was confirmed, rows are gone that
-        nobody here has, or the broker has forgotten the claim; and then rows may be there that
-        would be written again."""
-        whose = self._whose
-        mine = claim.incarnation == whose.incarnation
+    def _durable_epoch(self, claim: KafkaClaim) -> int:
+        """Return the last durable epoch. Raise if it is less than was confirmed: then rows are gone
+        that the flow no longer has, or the broker has dropped the claim and rows that exist would
+        be written again."""
+        authority = self._authority
+        mine = claim.incarnation == authority.incarnation
         if self._confirmed is not None:
             by_hand = not claim.incarnation and claim.epoch >= 0
             found = claim.epoch if mine or by_hand else -1
             if found < self._confirmed or not (mine or by_hand):
                 raise self._rewound(self._confirmed, found)
             return found
-        if whose.before is not None and not mine:
-            self._check_predecessor(claim, *whose.before)
-        return claim.epoch if mine else whose.after
+        if authority.before is not None and not mine:
+            self._check_predecessor(claim, *authority.before)
+        return claim.epoch if mine else authority.after
 
-    def _check_predecessor(self, claim: Claim, incarnation: str, confirmed: int) -> None:
-        """What a flow has written that was stopped must be there. If another one was started since,
-        the claim says nothing about it."""
+    def _check_predecessor(self, claim: KafkaClaim, incarnation: str, confirmed: int) -> None:
+        """Raise if rows of the stopped flow are missing. If another flow was started since, the
+        claim tells nothing about it."""
         if claim.incarnation in ("", incarnation) and claim.epoch < confirmed:
             raise self._rewound(confirmed, claim.epoch)
 
     def _rewound(self, confirmed: int, found: int) -> SinkRewoundError:
         return SinkRewoundError(
-            self._whose.sink,
+            self._authority.sink,
             confirmed,
             found,
             f"topic {self._sink.topic!r} at {self._sink.servers}: the offset of the group "
-            f"{self._name!r} says which epochs are there. The broker forgets it after "
-            f"offsets.retention.minutes, and with another cluster or a deleted topic it is lost. "
-            f"Look whether the rows are there; then set it by hand and go on with restore_from=, "
-            f"and with another checkpoint= if the flow is stored only when it is stopped: "
+            f"{self._name!r} records the last epoch. The broker drops it after "
+            f"offsets.retention.minutes, and another cluster or a deleted topic does not have it. "
+            f"Check whether the rows exist; then set the offset by hand and continue with "
+            f"restore_from=, and with another checkpoint= if the flow is stored only when it is "
+            f"stopped: "
             f"confluent_kafka.Consumer({{'bootstrap.servers': ..., 'group.id': {self._name!r}}})"
             f".commit(offsets=[TopicPartition({self._sink.topic!r}, 0, N + 1)], "
-            f"asynchronous=False), where N is the last epoch whose rows are there; with N = "
-            f"{confirmed} rows that were written later, if any, come again",
+            f"asynchronous=False), where N is the last epoch whose rows exist; with N = "
+            f"{confirmed} rows that were written later, if any, are written again",
         )
 
-    # --- who may write --------------------------------------------------------------------------
+    # --- claims ---------------------------------------------------------------------------------
 
-    def _is_over(self, claim: Claim) -> bool:
-        whose = self._whose
-        if claim.incarnation == whose.incarnation:
-            before = claim.epoch > whose.after or claim.term < whose.term
-            if self._fresh and not self._claimed and before and claim.term <= whose.term:
+    def _is_replaced(self, claim: KafkaClaim) -> bool:
+        authority = self._authority
+        if claim.incarnation == authority.incarnation:
+            before = claim.epoch > authority.after or claim.term < authority.term
+            if (
+                self._new_incarnation
+                and not self._claimed
+                and before
+                and claim.term <= authority.term
+            ):
                 raise FlowError(
-                    f"{self._where}: flow {whose.flow!r} was started before with the same secret, "
-                    f"and has written {claim.epoch + 1} epochs",
-                    hint="each start needs a secret of its own",
+                    f"{self._where}: flow {authority.flow!r} was already started with the same "
+                    f"secret, and has written {claim.epoch + 1} epochs",
+                    hint="use a new secret for each start",
                 )
-            return claim.term > whose.term
+            return claim.term > authority.term
         if self._claimed and claim.incarnation:
             raise FlowError(
-                f"{self._where}: another flow called {whose.flow!r} has taken this one's place",
-                hint="flows that run at the same time need different names",
+                f"{self._where}: another flow named {authority.flow!r} has fenced this one",
+                hint="give flows that run at the same time different names",
             )
         return False
 
-    def _is_claimed_by_another(self) -> bool:
-        """Whether whoever had this one refused says that it leads."""
+    def _is_claimed_by_other(self) -> bool:
+        """Whether the writer that fenced this one claims to lead."""
         deadline = time.monotonic() + CLAIM_S
         while time.monotonic() < deadline and not self._stopped():
             try:
-                if self._is_over(self._glance()):
+                if self._is_replaced(self._peek()):
                     return True
             except KafkaException as error:
-                self._consider(error)
-            time.sleep(AGAIN_S)
+                self._raise_if_permanent(error)
+            time.sleep(RETRY_S)
         return False
 
-    def _read(self) -> Claim:
-        """The latest claim. Waits for whatever transaction is under way, so it is asked only by
-        who has just seen to it that there is none."""
+    def _read(self) -> KafkaClaim:
+        """Return the latest claim. Waits for an open transaction, so it is called only after
+        `_connect`, which aborts one."""
         if self._consumer is None:
             self._consumer = self._make_consumer("read_committed")
         return self._ask(self._consumer)
 
-    def _glance(self) -> Claim:
-        """The same, but for a transaction that is under way."""
-        if self._glancer is None:
-            self._glancer = self._make_consumer("read_uncommitted")
-        return self._ask(self._glancer)
+    def _peek(self) -> KafkaClaim:
+        """Return the latest committed claim without waiting for an open transaction."""
+        if self._uncommitted_consumer is None:
+            self._uncommitted_consumer = self._make_consumer("read_uncommitted")
+        return self._ask(self._uncommitted_consumer)
 
     def _make_consumer(self, isolation: str) -> Consumer:
         if partitions_of(self._sink.servers, self._sink.topic, self._sink.options, CALL_S) == 0:
-            raise FlowError(f"{self._where}: there is no such topic", hint="create it first")
+            raise FlowError(f"{self._where}: the topic does not exist", hint="create it first")
         return Consumer(
             settings(
                 self._sink.servers,
@@ -241,35 +248,36 @@ class Ledger:
             )
         )
 
-    def _ask(self, consumer: Consumer) -> Claim:
+    def _ask(self, consumer: Consumer) -> KafkaClaim:
         at = TopicPartition(self._sink.topic, 0)
-        (found,) = consumer.committed([at], timeout=CALL_S)
-        if found.error is not None:
-            raise KafkaException(found.error)
-        if found.offset < 0:
-            return Claim()
+        (committed,) = consumer.committed([at], timeout=CALL_S)
+        if committed.error is not None:
+            raise KafkaException(committed.error)
+        if committed.offset < 0:
+            return KafkaClaim()
         try:
-            incarnation, term = msgspec.json.decode(found.metadata or "", type=tuple[str, int])
+            incarnation, term = msgspec.json.decode(committed.metadata or "", type=tuple[str, int])
         except msgspec.MsgspecError:
-            return Claim(epoch=found.offset - 1)  # not of ours, or set by hand
-        return Claim(incarnation, term, found.offset - 1)
+            # Other software wrote the offset, or a user set it by hand.
+            return KafkaClaim(epoch=committed.offset - 1)
+        return KafkaClaim(incarnation, term, committed.offset - 1)
 
     # --- transactions ---------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        self._producer = None  # only one at a time
+        self._producer = None  # at most one exists at a time
         self._producer = Producer(
             settings(
                 self._sink.servers,
                 {
-                    # Kafka's own client puts keys into the same partitions.
+                    # The partitions are the same as those of Kafka's own client.
                     "partitioner": "murmur2_random",
                     "compression.type": "lz4",
-                    # What is in a transaction is bounded already.
+                    # The size of a transaction is already bounded.
                     "queue.buffering.max.messages": 0,
                     "queue.buffering.max.kbytes": 2_097_151,
-                    # If not, librdkafka 2.16 forgets the coordinator while all brokers are away,
-                    # and a call that waits for it never ends.
+                    # Otherwise librdkafka 2.16 loses the coordinator while all brokers are down,
+                    # and a call that waits for it hangs.
                     "metadata.recovery.strategy": "none",
                     **self._sink.options,
                 },
@@ -283,7 +291,7 @@ class Ledger:
         producer.begin_transaction()
         for _, batch in group:
             self._produce(batch)
-        claim = msgspec.json.encode((self._whose.incarnation, self._whose.term)).decode()
+        claim = msgspec.json.encode((self._authority.incarnation, self._authority.term)).decode()
         at = TopicPartition(self._sink.topic, 0, reached + 1, claim)
         group_metadata = self._consumer.consumer_group_metadata()
         producer.send_offsets_to_transaction([at], group_metadata, CALL_S)
@@ -296,13 +304,13 @@ class Ledger:
         more = [] if sink.key is None else [_keys(batch.column(sink.key))]
         deque(map(self._producer.produce, repeat(sink.topic), values, *more), maxlen=0)
 
-    def _consider(self, error: KafkaException) -> None:
-        """Raise what will not pass by itself."""
+    def _raise_if_permanent(self, error: KafkaException) -> None:
+        """Log an error. Raise if it is permanent, or after `FAILURES_MAX` failures in a row."""
         cause = error.args[0]
         log.warning("%s: %s", self._where, cause.str())
-        if cause.code() not in REFUSED and cause.code() not in AWAY:
+        if cause.code() not in FENCED and cause.code() not in UNAVAILABLE:
             self._failures += 1
-        if cause.code() in FORBIDDEN or self._failures >= FAILURES_MAX:
+        if cause.code() in PERMANENT or self._failures >= FAILURES_MAX:
             raise HostError(f"{self._where}: {cause.str()}") from error
 
 

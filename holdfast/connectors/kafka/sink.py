@@ -1,17 +1,19 @@
-"""A Kafka topic as a sink: every row once, whoever dies while it is written.
+"""A Kafka topic as a sink: every row exactly once, also when sites fail.
 
-Rows go out in transactions, each with all rows of some epochs. In the same transaction goes how far
-it reaches: an offset, of a consumer group named after the sink, that is the epoch after the last
-one. So a new leader reads there what is durable. Its producer has the transactional id of the one
-before, and the broker refuses that one from then on.
+The writer sends rows in transactions, each with all rows of some epochs. The same transaction
+commits an offset of a consumer group named after the sink: the last epoch plus one. A new leader
+reads the last durable epoch there. Its producer has the same transactional id as the producer
+before it, so the broker fences the earlier one.
 
-The offset's metadata is a *claim*: the flow's incarnation and the term of whoever leads. It is made
-before anything is written, and tells a writer that finds itself refused what to make of that. A
-higher term: it leads no more, and keeps quiet. Another incarnation: two flows write to one sink,
-which is an error. Its own claim: somebody who led before has woken up and has not seen yet that its
-time is over; go on.
+The offset's metadata is a *claim*: the flow's incarnation and the leader's term. A writer claims
+before it writes. A writer that the broker refuses reads the claim to decide what to do:
 
-All talking to the broker is done in a thread of the writer's own; the site never waits for it.
+- A higher term: another site leads. The writer stops without an error.
+- Another incarnation: two flows write to one sink. That is an error.
+- Its own claim: an earlier leader woke up and does not know yet that it was replaced. The writer
+  continues.
+
+The writer talks to the broker only in its own thread; the site never waits for the broker.
 """
 
 from __future__ import annotations
@@ -33,15 +35,15 @@ Group = list[tuple[int, pa.RecordBatch]]
 """Epochs with their rows."""
 
 GROUP_BYTES = 16 << 20
-"""A transaction has no more than this, but for a larger epoch."""
+"""Maximum bytes per transaction, unless a single epoch is larger."""
 WAITING_BYTES_MAX = 64 << 20
-"""With so much unwritten the flow must wait."""
+"""Maximum unwritten bytes; at this bound the flow waits."""
 RENEW_S = 600.0
-"""So often a sink that gets no rows says again how far it is: the broker forgets what is older than
-its ``offsets.retention.minutes``."""
+"""Interval at which a sink without rows commits its offset again: the broker drops offsets that are
+older than ``offsets.retention.minutes``."""
 QUIET_S = 30.0
-"""A writer that leads no more is told so by the site's end. One that is still asked to write after
-so long is not what it takes itself for."""
+"""How long a replaced writer stays quiet. Normally its site is fenced in that time. If the site
+still leads afterwards, the flow was started twice with the same secret, which is an error."""
 _OURS = {"bootstrap.servers", "transactional.id", "enable.idempotence", "acks", "group.id"}
 
 
@@ -63,43 +65,51 @@ class KafkaSink(Sink):
     def check(self, schema: pa.Schema, where: str) -> None:
         if self.key is not None and self.key not in schema.names:
             raise FlowError(
-                f"{where}: there is no column {self.key!r} to be the key",
+                f"{where}: the key column {self.key!r} does not exist",
                 hint=f"the columns are {', '.join(schema.names)}",
             )
         if self.key is not None and pa.types.is_nested(schema.field(self.key).type):
-            raise FlowError(f"{where}: {schema.field(self.key).type} cannot be a key")
+            raise FlowError(
+                f"{where}: a column of type {schema.field(self.key).type} cannot be the key"
+            )
         self.formatted(schema, where)
 
     def formatted(self, schema: pa.Schema, where: str) -> Format:
-        """How rows of `schema` are written."""
-        # Bytes have no place for the key's column in the value.
+        """Return the format in which rows of `schema` are written."""
+        # A value of format bytes has no room for the key column.
         names = [n for n in schema.names if n != self.key or self.format != "bytes"]
         return writing(self.format, pa.schema([schema.field(n) for n in names]), where)
 
     def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
-        return KafkaWriter(self, whose, schema, whose.after, fresh=True)
+        return KafkaWriter(self, whose, schema, whose.after, new_incarnation=True)
 
     def resume(self, whose: Authority, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
-        # What was durable in truth the writer finds out by itself, and leaves that out.
-        return KafkaWriter(self, whose, schema, durable, fresh=False), durable
+        # The writer reads the durable epoch from the broker later, and skips epochs up to it.
+        return KafkaWriter(self, whose, schema, durable, new_incarnation=False), durable
 
 
 class KafkaWriter(SinkWriter):
-    """Collects epochs for a thread that writes them."""
+    """Queues epochs for a thread that writes them."""
 
     def __init__(
-        self, sink: KafkaSink, whose: Authority, schema: pa.Schema, durable: int, *, fresh: bool
+        self,
+        sink: KafkaSink,
+        whose: Authority,
+        schema: pa.Schema,
+        durable: int,
+        *,
+        new_incarnation: bool,
     ) -> None:
         from holdfast.connectors.kafka.ledger import Ledger
 
-        self._sink, self._whose = sink, whose
+        self._sink, self._authority = sink, whose
         format = sink.formatted(schema, f"sink {whose.sink!r}")
         self._ledger = Ledger(
             sink,
             whose,
             format,
-            fresh=fresh,
-            confirmed=None if fresh else whose.confirmed(durable),
+            new_incarnation=new_incarnation,
+            confirmed=None if new_incarnation else whose.confirmed(durable),
             stopped=lambda: self._abandoned,
         )
         self._changed = threading.Condition()
@@ -149,7 +159,7 @@ class KafkaWriter(SinkWriter):
 
     @property
     def _ended(self) -> bool:
-        """Whether nothing will be written any more."""
+        """Whether the writer has stopped writing."""
         return self._abandoned or self._quiet_since is not None or self._error is not None
 
     def _check(self) -> None:
@@ -158,9 +168,9 @@ class KafkaWriter(SinkWriter):
         quiet = self._quiet_since
         if quiet is not None and not self._abandoned and time.monotonic() - quiet > QUIET_S:
             raise FlowError(
-                f"sink {self._whose.sink!r}: a later leader of flow {self._whose.flow!r} has "
-                f"written to topic {self._sink.topic!r}, but this site leads",
-                hint="was the flow started twice with one secret? Each start needs another",
+                f"sink {self._authority.sink!r}: a later leader of flow {self._authority.flow!r} "
+                f"has written to topic {self._sink.topic!r}, but this site leads",
+                hint="was the flow started twice with the same secret? Use a new one each time",
             )
 
     # --- the writing thread ---------------------------------------------------------------------
@@ -170,7 +180,7 @@ class KafkaWriter(SinkWriter):
             with self._ledger as ledger:
                 reached = ledger.begin()
                 while reached is not None:
-                    self._let_go(reached)
+                    self._drop_written(reached)
                     group = self._next_group()
                     if group is None:
                         return
@@ -180,18 +190,18 @@ class KafkaWriter(SinkWriter):
                 self._changed.notify_all()
         except Exception as error:
             with self._changed:
-                self._error = error if isinstance(error, HoldfastError) else self._strange(error)
+                self._error = error if isinstance(error, HoldfastError) else self._unexpected(error)
                 self._changed.notify_all()
 
-    def _strange(self, error: Exception) -> HostError:
+    def _unexpected(self, error: Exception) -> HostError:
         return HostError(
-            f"sink {self._whose.sink!r}: writing to topic {self._sink.topic!r} at "
+            f"sink {self._authority.sink!r}: writing to topic {self._sink.topic!r} at "
             f"{self._sink.servers} failed: {error}"
         )
 
     def _next_group(self) -> Group | None:
-        """The epochs to write next: an empty list if there were none for long, None if there will
-        be none."""
+        """Wait for epochs to write and return them. An empty list means that there were none for
+        `RENEW_S`, None that there will be none."""
         with self._changed:
             if not self._changed.wait_for(
                 lambda: self._is_due() or self._closing or self._abandoned, RENEW_S
@@ -215,8 +225,8 @@ class KafkaWriter(SinkWriter):
     def _is_due(self) -> bool:
         return bool(self._waiting) and self._waiting[0][0] <= self._committed
 
-    def _let_go(self, reached: int) -> None:
-        """Everything up to this epoch is durable."""
+    def _drop_written(self, reached: int) -> None:
+        """Drop the rows up to this epoch, which are durable."""
         with self._changed:
             self._transactions += 1
             self._written = max(self._written, reached)
@@ -236,22 +246,22 @@ def kafka_sink(
     linger: Seconds = 0.1,
     options: Options | None = None,
 ) -> Sink:
-    """Write rows to a Kafka topic, each exactly once for whoever reads with ``read_committed``.
+    """Write rows to a Kafka topic, each exactly once for consumers that read ``read_committed``.
 
-    `format` says what a record's value is: ``"json"``, an object for each row; ``"arrow"``, an IPC
-    stream for each epoch; ``"bytes"``, the only column besides the key. The column `key` becomes
-    the records' key, as text if it is not bytes, and says which partition a row goes to, as it
-    would for Kafka's own client. Within a partition rows are in the flow's order.
+    `format` is the format of a record's value: ``"json"``, an object for each row; ``"arrow"``, an
+    IPC stream for each epoch; or ``"bytes"``, the only column other than the key. The column `key`
+    becomes the record's key, as text if it is not bytes, and determines the partition as in Kafka's
+    own client. Within a partition rows are in the flow's order.
 
-    Epochs share a transaction for `linger`; that long, and a little more, rows take to be
-    seen. A flow that is started again adds to what is there. `options` are librdkafka's, for
-    instance those of TLS and SASL.
+    A transaction collects epochs for `linger`, which delays rows by a little more than that. A flow
+    that is started again appends to the topic. `options` are librdkafka's, for example those for
+    TLS and SASL.
     """
     what = f"sinks.kafka({topic!r})"
     options = check(what, servers, topic, options, _OURS)
     if format not in FORMATS:
-        raise FlowError(f"{what}: format is one of {', '.join(FORMATS)}, not {format!r}")
+        raise FlowError(f"{what}: format must be one of {', '.join(FORMATS)}, not {format!r}")
     if key is not None and format == "arrow":
-        raise FlowError(f"{what}: a record of many rows has no key", hint="leave out key=")
+        raise FlowError(f"{what}: a record of several rows cannot have a key", hint="omit key=")
     linger_s = seconds(linger, f"{what}: linger")
     return KafkaSink(servers, topic, key, format, linger_s, options)

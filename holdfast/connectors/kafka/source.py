@@ -1,9 +1,9 @@
-"""A Kafka topic as a source: every partition is a split, read by the ingress itself.
+"""A Kafka topic as a source: every partition is a split, which the ingress reads directly.
 
-The flow keeps the offsets, and no consumer group does. All replicas of the ingress read from the
-broker, each for itself, what is committed there; so they must find the same records. They begin at
-offsets that are settled once, before the flow starts. A row is found again by its position: an
-offset in the partition, and the number that the first row there had.
+The flow keeps the offsets itself and does not use a consumer group. Every replica of the ingress
+reads the committed records from the broker independently, so all of them must find the same
+records. They begin at offsets that are resolved once, before the flow starts. A position is an
+offset in the partition and the row number of the first row at that offset.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ log = logging.getLogger("holdfast.kafka")
 Start = str | int | datetime.datetime | Mapping[int, int]
 
 ANSWER_S_MAX = 10.0
-"""So long the broker may take to answer whoever starts a flow."""
-LOOK_S = 2.0
-"""How often one reader looks whether the topic is still what it was."""
-GONE_LOOKS = 3
-"""How often in a row it must not be there. A broker that has just started does not know it yet."""
+"""Maximum time for the broker to answer when a flow is started."""
+CHECK_S = 2.0
+"""Interval at which one reader checks that the topic still exists with as many partitions."""
+MISSED_CHECKS_MAX = 3
+"""Consecutive checks that must miss the topic before it counts as deleted: a broker that has just
+started does not know its topics yet."""
 MESSAGES_MAX = 16_384
-"""So many are taken at once: the site does nothing else meanwhile."""
-TEXT_MAX = 1_000
-"""So much of a record that could not be read is shown."""
+"""Maximum messages taken in one call; the site does nothing else during the call."""
+SHOWN_BYTES_MAX = 1_000
+"""Maximum bytes of an undecodable record that are shown."""
 _OURS = {
     "bootstrap.servers",
     "group.id",
@@ -52,8 +53,8 @@ _OURS = {
 
 
 @dataclass(frozen=True)
-class Extras:
-    """Columns for what a record has besides its value; None for those that are not wanted."""
+class MetadataColumns:
+    """Names of the columns for a record's key and metadata; None for columns to leave out."""
 
     key: str | None = None
     timestamp: str | None = None
@@ -76,16 +77,16 @@ class Extras:
         return [pa.field(name, self.TYPES[what]) for what, name in self.wanted.items()]
 
     def of(self, messages: list[Any]) -> list[pa.Array]:
-        found = []
+        arrays = []
         for what in self.wanted:
             if what == "timestamp":
                 plain = pa.array([m.timestamp()[1] for m in messages], pa.int64())
-                found.append(plain.cast(self.TYPES[what]))
+                arrays.append(plain.cast(self.TYPES[what]))
             else:
                 get = {"key": "key", "partition": "partition", "offset": "offset"}[what]
                 values = [getattr(m, get)() for m in messages]
-                found.append(pa.array(values, self.TYPES[what]))
-        return found
+                arrays.append(pa.array(values, self.TYPES[what]))
+        return arrays
 
 
 class KafkaSource(Source):
@@ -96,7 +97,7 @@ class KafkaSource(Source):
         servers: str,
         topic: str,
         format: Format,
-        extras: Extras,
+        extras: MetadataColumns,
         start: Start,
         bounded: bool,
         options: Options,
@@ -109,14 +110,14 @@ class KafkaSource(Source):
         self.ends: list[int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # Arrow's parser options do not travel.
+        # Arrow's parser options cannot be pickled.
         return self.__dict__ | {"format": (self.format.name, self.format.schema)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         name, schema = state["format"]
         where = f"topic {state['topic']!r}"
-        again = reading(name, None if name == "bytes" else schema, where)
-        self.__dict__.update(state | {"format": again})
+        format = reading(name, None if name == "bytes" else schema, where)
+        self.__dict__.update(state | {"format": format})
 
     def resolve(self, replicas: int, known: Sequence[str] = ()) -> dict[str, Any]:
         from holdfast.connectors.kafka.topics import Topic
@@ -136,7 +137,7 @@ class KafkaSource(Source):
     def open(self, split: int, offset: int = 0, position: Position | None = None) -> SplitReader:
         if self.begins is None:
             raise FlowError(
-                f"topic {self.topic!r} is read before it is known where it begins",
+                f"topic {self.topic!r}: its first offsets are not resolved",
                 hint="start the flow with flow.start()",
             )
         begin = position or {"row": 0, "offset": self.begins[split]}
@@ -144,12 +145,12 @@ class KafkaSource(Source):
 
 
 class KafkaReader(SplitReader):
-    """Reads one partition with a consumer of its own, which is made when it is first asked."""
+    """Reads one partition with its own consumer, which the first read creates."""
 
     def __init__(self, source: KafkaSource, split: int, offset: int, begin: Position) -> None:
         self._source, self._split = source, split
         self._begin = begin
-        """Where `_rest` began when it was read, or the next records do."""
+        """The position of the first row of the batch of `_rest`, or of the next records."""
         self._after = begin
         self._skip = offset - begin["row"]
         self._end = source.ends[split] if source.ends is not None else None
@@ -162,7 +163,7 @@ class KafkaReader(SplitReader):
         self._rest = empty(self._schema)
         self._caught_up = False
         self._consumer: Any = None
-        self._watch: _Watch | None = None
+        self._monitor: _TopicMonitor | None = None
 
     @property
     def _where(self) -> str:
@@ -189,17 +190,17 @@ class KafkaReader(SplitReader):
     def close(self) -> None:
         if self._consumer is not None:
             self._consumer.close()
-        if self._watch is not None:
-            self._watch.close()
+        if self._monitor is not None:
+            self._monitor.close()
 
     # --- records --------------------------------------------------------------------------------
 
     def _messages(self, count: int) -> list[Any]:
-        """What is there of the next records, without waiting."""
+        """Return the next records that are available, without waiting."""
         if self._consumer is None:
             self._connect()
-        if self._watch is not None and self._watch.error is not None:
-            raise self._watch.error
+        if self._monitor is not None and self._monitor.error is not None:
+            raise self._monitor.error
         messages = self._consumer.consume(min(count, MESSAGES_MAX), 0)
         if messages:
             self._caught_up = _is_end(messages[-1])
@@ -221,10 +222,10 @@ class KafkaReader(SplitReader):
             settings(
                 source.servers,
                 {
-                    # A queue that was full is filled up at once, and many splits fit in memory.
+                    # Refill a full queue quickly, and let many splits fit into memory.
                     "fetch.queue.backoff.ms": 5,
                     "queued.max.messages.kbytes": 16_384,
-                    # The end is noticed when the broker has nothing more to give.
+                    # The client reports the end only when a fetch has returned nothing.
                     "fetch.wait.max.ms": 500 if self._end is None else 50,
                     **source.options,
                 },
@@ -239,16 +240,16 @@ class KafkaReader(SplitReader):
         at = TopicPartition(source.topic, self._split, self._begin["offset"])
         self._consumer.assign([at])
         if self._split == 0:
-            self._watch = _Watch(source)
+            self._monitor = _TopicMonitor(source)
 
     def _on_error(self, message: Any) -> None:
-        """Wait if it may pass; the client tries again by itself."""
+        """Raise if the error is permanent; otherwise the client retries by itself."""
         from confluent_kafka import KafkaError
 
         error = message.error()
         code = error.code()
         if code == KafkaError._PARTITION_EOF:
-            # Markers of transactions are no records, so the last record need not be the end.
+            # Transaction markers take offsets too, so the end may be after the last record.
             self._over = self._end is not None and message.offset() >= self._end
         elif code in (
             KafkaError._AUTO_OFFSET_RESET,
@@ -258,19 +259,19 @@ class KafkaReader(SplitReader):
             raise InputError(
                 f"{self._where}: the records at offset {self._after['offset']} are gone: "
                 f"{error.str()}",
-                hint="keep records for longer than the flow may be behind (retention.ms)",
+                hint="retain records for longer than the flow can lag (retention.ms)",
             )
         elif code in (
             KafkaError.TOPIC_AUTHORIZATION_FAILED,
             KafkaError.GROUP_AUTHORIZATION_FAILED,
             KafkaError._AUTHENTICATION,
         ):
-            raise InputError(f"{self._where} may not be read: {error.str()}")
+            raise InputError(f"{self._where}: reading is not permitted: {error.str()}")
         else:
             log.warning("%s: %s", self._where, error.str())
 
     def _take(self, messages: list[Any]) -> None:
-        """Make rows of records, leaving out those that were had before."""
+        """Decode records into rows, and skip rows that were read before."""
         batch = self._rows(messages)
         rows = self._begin["row"] + batch.num_rows
         self._after = {"row": rows, "offset": messages[-1].offset() + 1}
@@ -279,12 +280,12 @@ class KafkaReader(SplitReader):
         self._rest = batch.slice(skipped)
 
     def _rows(self, messages: list[Any]) -> pa.RecordBatch:
-        """Decode all at once; if that fails, in ever smaller parts, until what is wrong stands
-        alone."""
+        """Decode all records at once. If that fails, halve them until the undecodable records are
+        isolated."""
         try:
             batch, counts = self._source.format.decode([m.value() for m in messages])
         except pa.ArrowMemoryError:
-            raise  # no record is to blame
+            raise  # not the fault of a record
         except (pa.ArrowException, ValueError, KeyError) as error:
             if len(messages) == 1:
                 return self._decode_error(messages[0], error)
@@ -300,16 +301,16 @@ class KafkaReader(SplitReader):
         return pa.RecordBatch.from_arrays(columns, schema=self._schema)
 
     def _decode_error(self, message: Any, error: Exception) -> pa.RecordBatch:
-        """A row that says what is wrong with a record."""
+        """Return a row that describes why a record cannot be decoded."""
         cause = f"{self._where}, offset {message.offset()}: {_first_line(error)}"
-        text = (message.value() or b"")[:TEXT_MAX].decode(errors="replace")
+        text = (message.value() or b"")[:SHOWN_BYTES_MAX].decode(errors="replace")
         nulls = [pa.nulls(1, f.type) for f in self._source.schema]
         decode_error = pa.array([json.dumps([cause, text])])
         return pa.RecordBatch.from_arrays([*nulls, decode_error], schema=self._schema)
 
 
 def _is_end(message: Any) -> bool:
-    """Whether the broker says that there is nothing more for now."""
+    """Whether this message reports the current end of the partition."""
     from confluent_kafka import KafkaError
 
     return message.error() is not None and message.error().code() == KafkaError._PARTITION_EOF
@@ -319,9 +320,9 @@ def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-class _Watch(threading.Thread):
-    """Looks every now and then whether the topic is there and has as many partitions as before.
-    Has a client of its own: another thread's could be closed under it."""
+class _TopicMonitor(threading.Thread):
+    """Checks every `CHECK_S` that the topic exists and has as many partitions as before. It has its
+    own client, because another thread could close a shared one during a call."""
 
     def __init__(self, source: KafkaSource) -> None:
         super().__init__(daemon=True, name="holdfast-kafka-watch")
@@ -337,18 +338,19 @@ class _Watch(threading.Thread):
         from holdfast.connectors.kafka.topics import partitions_of
 
         topic, missed = self._source.topic, 0
-        while not self._closed.wait(LOOK_S) and self.error is None:
-            count = partitions_of(self._source.servers, topic, self._source.options, LOOK_S)
+        while not self._closed.wait(CHECK_S) and self.error is None:
+            count = partitions_of(self._source.servers, topic, self._source.options, CHECK_S)
             missed = missed + 1 if count == 0 else 0
-            if missed >= GONE_LOOKS:
+            if missed >= MISSED_CHECKS_MAX:
                 self.error = InputError(
-                    f"topic {topic!r} is gone: nobody at {self._source.servers} knows it",
-                    hint="what was read is in the results; start the flow again to read another",
+                    f"topic {topic!r} is gone: no broker at {self._source.servers} knows it",
+                    hint="the results include all rows read so far; to read a new topic, start the "
+                    "flow again",
                 )
             elif count is not None and count > self._source.splits:
                 self.error = InputError(
                     f"topic {topic!r} has {count} partitions, and had {self._source.splits} when "
-                    "the flow was started: records of the new ones would be missed",
+                    "the flow was started: the flow would miss records of the new ones",
                     hint="start the flow again",
                 )
 
@@ -367,31 +369,31 @@ def kafka_source(
     offset: str | None = None,
     options: Options | None = None,
 ) -> Source:
-    """The committed records of a Kafka topic; every partition is a split.
+    """Read the committed records of a Kafka topic; every partition is a split.
 
-    `format` says what a record's value is: ``"json"``, an object with the columns of `schema` as
-    members; ``"arrow"``, an IPC stream of any number of rows; ``"bytes"``, which need no schema and
-    become the column ``value``. `key`, `timestamp`, `partition` and `offset` name further columns
-    for what else a record has.
+    `format` is the format of a record's value: ``"json"``, an object with the columns of `schema`
+    as members; ``"arrow"``, an IPC stream of any number of rows; or ``"bytes"``, which needs no
+    schema and becomes the column ``value``. `key`, `timestamp`, `partition` and `offset` name
+    columns for the record's key and metadata.
 
     `start` is ``"earliest"``, ``"latest"``, a time (records from then on), or a mapping from
-    partition to offset; it is looked up once, when the flow is started. With ``end="latest"`` the
-    source ends with the records that were committed then.
+    partition to offset. It is resolved once, when the flow is started. With ``end="latest"`` the
+    source ends after the records that were committed at that time.
 
     A record that does not fit the format, or lacks a column that is not nullable, is treated like
-    a row that a step raised on: it stops the flow, or becomes a dead letter. `options` are
-    librdkafka's, for instance those of TLS and SASL.
+    a row that made a step raise: it stops the flow or becomes a dead letter. `options` are
+    librdkafka's, for example those for TLS and SASL.
     """
     what = f"sources.kafka({topic!r})"
     options = check(what, servers, topic, options, _OURS)
-    extras = Extras(key, timestamp, partition, offset)
+    extras = MetadataColumns(key, timestamp, partition, offset)
     made = reading(format, schema, what)
     names = [*made.schema.names, *extras.wanted.values()]
     if len(set(names)) < len(names):
         raise FlowError(f"{what}: two columns have the same name: {', '.join(sorted(names))}")
     _check_start(start, what)
     if end not in (None, "latest"):
-        raise FlowError(f"{what}: end is 'latest' or left out, not {end!r}")
+        raise FlowError(f"{what}: end must be 'latest' or None, not {end!r}")
     return KafkaSource(servers, topic, made, extras, start, end is not None, options)
 
 
@@ -405,5 +407,5 @@ def _check_start(start: Start, what: str) -> None:
             raise FlowError(f"{what}: start must map partitions to offsets, not {dict(start)}")
     elif start not in ("earliest", "latest"):
         raise FlowError(
-            f"{what}: start is 'earliest', 'latest', a time or a mapping, not {start!r}"
+            f"{what}: start must be 'earliest', 'latest', a time or a mapping, not {start!r}"
         )

@@ -1,4 +1,4 @@
-"""What a broker says about a topic. Needs the client."""
+"""Metadata of a topic: its partitions and offsets. Imports the Kafka client."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ UNKNOWN = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError._UNKNOWN_TOPIC)
 
 
 def partitions_of(servers: str, topic: str, options: Options, timeout: float) -> int | None:
-    """How many partitions it has; 0 if there is no such topic, None if nobody answers."""
+    """Return the number of partitions; 0 if the topic does not exist, None without an answer."""
     try:
-        found = AdminClient(settings(servers, options)).list_topics(topic, timeout=timeout)
+        listed = AdminClient(settings(servers, options)).list_topics(topic, timeout=timeout)
     except KafkaException as error:
-        log.info("topic %r cannot be looked at: %s", topic, error)
+        log.info("topic %r: no metadata: %s", topic, error)
         return None
-    metadata = found.topics[topic]
+    metadata = listed.topics[topic]
     if metadata.error is not None:
         return 0 if metadata.error.code() in UNKNOWN else None
     return len(metadata.partitions)
 
 
 class Topic:
-    """A topic that is there, asked about where its partitions begin and end."""
+    """An existing topic, with the offsets of its partitions."""
 
     def __init__(self, servers: str, name: str, options: Options, timeout: float) -> None:
         self.servers, self.name = servers, name
@@ -44,11 +44,11 @@ class Topic:
         count = partitions_of(servers, name, options, timeout)
         if count is None:
             raise HostError(
-                f"topic {name!r}: no broker answers at {servers} within {timeout:.0f} s",
+                f"topic {name!r}: no broker at {servers} answered within {timeout:.0f} s",
                 hint="is the address right, and the broker up?",
             )
         if count == 0:
-            raise FlowError(f"there is no topic {name!r} at {servers}", hint="create it first")
+            raise FlowError(f"topic {name!r} does not exist at {servers}", hint="create it first")
         self.partitions = [TopicPartition(name, n) for n in range(count)]
 
     def __enter__(self) -> Topic:
@@ -58,7 +58,7 @@ class Topic:
         self._consumer.close()
 
     def begins(self, start: Any) -> list[int]:
-        """The offset at which each partition begins."""
+        """Return the offset at which to begin in each partition."""
         if start == "earliest":
             return [low for low, _ in self._spans()]
         if start == "latest":
@@ -68,26 +68,26 @@ class Topic:
         return self._at(start)
 
     def latest(self) -> list[int]:
-        """Where what is committed ends."""
+        """Return the end of the committed records of each partition."""
         return [high for _, high in self._spans()]
 
     def _spans(self) -> list[tuple[int, int]]:
         return [self._ask(self._consumer.get_watermark_offsets, p) for p in self.partitions]
 
     def _given(self, start: Mapping[int, int]) -> list[int]:
-        found = []
+        offsets = []
         for partition, (low, high) in enumerate(self._spans()):
             offset = start.get(partition)
             if offset is None or not low <= offset <= high:
                 raise FlowError(
                     f"topic {self.name!r}, partition {partition}: it has the offsets {low} to "
                     f"{high}, and start says {offset}",
-                    hint="give one for every partition",
+                    hint="give a valid offset for every partition",
                 )
-            found.append(offset)
-        if unknown := sorted(start.keys() - range(len(found))):
-            raise FlowError(f"topic {self.name!r} has {len(found)} partitions, and no {unknown}")
-        return found
+            offsets.append(offset)
+        if unknown := sorted(start.keys() - range(len(offsets))):
+            raise FlowError(f"topic {self.name!r} has {len(offsets)} partitions, and no {unknown}")
+        return offsets
 
     def _at(self, start: datetime.datetime) -> list[int]:
         ms = math.ceil(start.timestamp() * 1e3)
@@ -99,20 +99,19 @@ class Topic:
         ]
 
     def refuse_compacted(self) -> None:
-        """Of a topic that is compacted, a second replica may not find what the first has read."""
+        """Raise if the topic is compacted: one replica may not find what another has read."""
         resource = ConfigResource(ConfigResource.Type.TOPIC, self.name)
         admin = AdminClient(settings(self.servers, self._options))
         try:
             found = admin.describe_configs([resource])[resource].result(self._timeout)
         except KafkaException as error:
-            log.warning("topic %r: whether it is compacted cannot be known: %s", self.name, error)
+            log.warning("topic %r: cannot tell whether it is compacted: %s", self.name, error)
             return
         if "compact" in found["cleanup.policy"].value:
             raise FlowError(
-                f"topic {self.name!r} is compacted: what one replica of the flow has read may be "
-                "gone "
-                "when another comes to read it",
-                hint="protect the flow with none(), or read it through spark_stream(...)",
+                f"topic {self.name!r} is compacted: records that one replica of the flow has read "
+                "may be gone when another reads them",
+                hint="protect the flow with none(), or read the topic through spark_stream(...)",
             )
 
     def _ask(self, call: Callable[..., Any], about: Any) -> Any:
@@ -121,5 +120,5 @@ class Topic:
         except KafkaException as error:
             raise HostError(
                 f"topic {self.name!r} at {self.servers}: {error.args[0].str()}",
-                hint="is the broker up, and may this user read the topic?",
+                hint="is the broker up, and does this user have permission to read the topic?",
             ) from error

@@ -1,8 +1,8 @@
-"""Arrow columns in PostgreSQL: which type holds a column without loss, and the rows as CSV.
+"""Arrow columns in PostgreSQL: the type that holds a column without loss, and the rows as CSV.
 
-CSV and not the binary form of COPY: the server then reads each value as the column's own type has
-it, so that an int64 goes into a numeric and a string into a jsonb, and pyarrow writes it without a
-loop in Python. Whatever a PostgreSQL type would round or cut off is refused before the first row.
+The sink uses CSV, not the binary form of COPY. The server parses each CSV value as the column's own
+type, so that an int64 fits into a numeric and a string into a jsonb, and pyarrow writes CSV without
+a loop in Python. A type that would round or truncate values is refused before the first row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNIT_DIGITS = {"s": 0, "ms": 3, "us": 6}
 
 
 def sql_type(kind: pa.DataType) -> str | None:
-    """The type of a column that holds every value of an Arrow type; None if there is none."""
+    """Return the PostgreSQL type that holds every value of an Arrow type; None if none does."""
     if pa.types.is_dictionary(kind):
         return sql_type(kind.value_type)
     if pa.types.is_boolean(kind):
@@ -62,11 +62,11 @@ def _is_bytes(kind: pa.DataType) -> bool:
     return plain or pa.types.is_fixed_size_binary(kind) or kind == pa.binary_view()
 
 
-def why_not(kind: pa.DataType) -> str:
-    """What to do about a type that `sql_type` has no answer for."""
+def hint_for(kind: pa.DataType) -> str:
+    """Return a hint for a type for which `sql_type` returns None."""
     if pa.types.is_temporal(kind) and "ns" in str(kind):
         return "PostgreSQL keeps microseconds: cast the column to them"
-    return "leave the column out, or make text or numbers of it, with select() or map()"
+    return "drop the column, or convert it to text or numbers, with select() or map()"
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class Column:
     """A column of a table, as the server describes it."""
 
     type: str
-    """Without its modifiers: ``numeric``, ``timestamp with time zone``."""
+    """The type without modifiers: ``numeric``, ``timestamp with time zone``."""
     category: str
     """The server's ``typcategory``: N for numbers, S for strings."""
     full: str
-    """With them: ``numeric(10,2)``."""
+    """The type with modifiers: ``numeric(10,2)``."""
 
     @property
     def modifiers(self) -> list[int]:
@@ -86,7 +86,7 @@ class Column:
         return [int(n) for n in found.group(1).split(",")] if found else []
 
     def holds(self, kind: pa.DataType) -> bool:
-        """Whether every value of an Arrow type is kept as it is. Text may also become any type
+        """Whether the column stores every value of an Arrow type unchanged. Text also fits any type
         that is written as text: json, uuid, an enum, an address."""
         if pa.types.is_dictionary(kind):
             return self.holds(kind.value_type)
@@ -118,7 +118,7 @@ class Column:
 
 
 def to_csv(batch: pa.RecordBatch) -> pa.Buffer:
-    """The rows for ``COPY ... FROM STDIN (FORMAT csv)``: a null is nothing, text is in quotes."""
+    """Encode rows for ``COPY ... FROM STDIN (FORMAT csv)``; a null is empty, text is quoted."""
     arrays = [_writable(column) for column in batch.columns]
     out = pa.BufferOutputStream()
     csv.write_csv(pa.RecordBatch.from_arrays(arrays, batch.schema.names), out, _CSV)
@@ -126,7 +126,7 @@ def to_csv(batch: pa.RecordBatch) -> pa.Buffer:
 
 
 def _writable(column: pa.Array) -> pa.Array:
-    """The column in a type that pyarrow writes as PostgreSQL reads it."""
+    """Cast a column to a type that pyarrow writes in PostgreSQL's syntax."""
     kind = column.type
     if pa.types.is_dictionary(kind):
         return _writable(column.dictionary_decode())
@@ -140,7 +140,7 @@ def _writable(column: pa.Array) -> pa.Array:
 
 
 def _hex(column: pa.Array) -> pa.Array:
-    r"""Bytes as a bytea is written: ``\x`` and two digits for each."""
+    r"""Encode bytes as bytea text: ``\x`` and two hexadecimal digits for each byte."""
     offsets = np.frombuffer(column.buffers()[1], np.int64)[column.offset :][: len(column) + 1]
     data = np.frombuffer(column.buffers()[2] or b"", np.uint8)[offsets[0] : offsets[-1]]
     digits = pa.py_buffer(np.ascontiguousarray(_HEX[data]))

@@ -1,6 +1,6 @@
-"""A writer's connection to PostgreSQL: what it checks, claims and puts.
+"""A writer's connection to PostgreSQL: its checks, its claim and its inserts.
 
-Nothing here waits or tries again; that is the writer's.
+This module does not wait or retry; the writer does.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
     from holdfast.connectors.postgres.sink import Postgres
 
 ROW = "__row"
-"""With a key: the column of the temporary table that says which of two rows is the later one."""
-PIECE_ROWS = 65_536
+"""With a key: the column of the temporary table that numbers the rows, so that the latest wins."""
+CHUNK_ROWS = 65_536
 
-SAFE = {
+DSN_DEFAULTS = {
     "connect_timeout": "10",
     "keepalives_idle": "10",
     "keepalives_interval": "5",
     "keepalives_count": "3",
     "tcp_user_timeout": "30000",
 }
-"""Unless the dsn says otherwise: a server that is gone without a word is noticed."""
+"""Defaults for the dsn, with which the client detects a server that has vanished."""
 
 TEMPORARY = ("08", "40", "53", "55", "57", "58", "25006")
-"""What the server says (SQLSTATE, or its class) while it is shut down, started, full, or a standby:
-the rows are kept, and tried again."""
+"""SQLSTATEs, or their classes, of a server that is shutting down, starting, full, or a standby. The
+writer keeps the rows and tries again."""
 
 PROGRESS = """(
     flow text, sink text, incarnation text, epoch bigint NOT NULL, term bigint NOT NULL,
@@ -50,15 +50,15 @@ WHERE a.attrelid = to_regclass(%s) AND a.attnum > 0 AND NOT a.attisdropped
 
 
 class Session:
-    """A connection in the name of one writer. Every method but `close` may raise what the driver
-    raises; what a user can mend is a `SinkError`."""
+    """The connection of one writer. Every method except `close` may raise the driver's errors;
+    errors that a user can fix are `SinkError`."""
 
     def __init__(self, sink: Postgres, whose: Authority, schema: pa.Schema) -> None:
-        self._sink, self._whose, self._schema = sink, whose, schema
+        self._sink, self._authority, self._schema = sink, whose, schema
         self._connection: Any = None
         self._sql: dict[str, Any] = {}
 
-    # --- coming and going -----------------------------------------------------------------------
+    # --- connecting -----------------------------------------------------------------------------
 
     @property
     def connected(self) -> bool:
@@ -69,17 +69,17 @@ class Session:
         try:
             given = psycopg.conninfo.conninfo_to_dict(self._sink.dsn)
         except psycopg.Error:
-            # The driver's own words would show parts of it, and with them the password.
+            # The driver's message would show parts of the dsn, and so the password.
             raise self._error(
-                "the dsn is not one that libpq understands", "see its manual"
+                "libpq cannot parse the dsn", "see the libpq manual on connection strings"
             ) from None
-        name = f"holdfast {self._whose.flow}/{self._whose.sink}"
-        named = {**SAFE, "application_name": name[:63], **given}
+        name = f"holdfast {self._authority.flow}/{self._authority.sink}"
+        named = {**DSN_DEFAULTS, "application_name": name[:63], **given}
         self._connection = psycopg.connect(**named, autocommit=True, prepare_threshold=None)
         self._execute(
             "SET client_encoding = 'UTF8'; SET DateStyle = 'ISO'; SET TimeZone = 'UTC';"
             "SET default_transaction_isolation = 'read committed';"
-            # What was said to be durable must not be lost with the server's memory.
+            # Rows that were reported durable must survive a crash of the server.
             "SELECT set_config('synchronous_commit', 'on', false)"
             " WHERE current_setting('synchronous_commit') = 'off'"
         )
@@ -91,7 +91,7 @@ class Session:
             self._connection = None
 
     def begin(self) -> None:
-        """Before the first epoch: make what is missing, check what is there, and claim."""
+        """Before the first epoch: create missing tables, check existing ones, and claim."""
         psycopg = driver()
         try:
             self.connect()
@@ -103,67 +103,68 @@ class Session:
             self._check_predecessor()
             epoch = self.claim()
         except psycopg.Error as error:
-            raise self._error(said(error), "see the message of the server") from error
-        if epoch is not None and epoch > self._whose.after:
+            raise self._error(message_of(error), "see the server's message") from error
+        if epoch is not None and epoch > self._authority.after:
             raise self._error(
-                f"there are already results of this incarnation, up to epoch {epoch}",
-                "start the flow with another secret (HOLDFAST_SECRET), or delete its row from "
-                f"{self._sink.progress} and its results",
+                f"the table already has results of this incarnation, up to epoch {epoch}",
+                "start the flow with another secret (HOLDFAST_SECRET), or delete its results and "
+                f"its row in {self._sink.progress}",
             )
 
     def _check_predecessor(self) -> None:
-        """What a flow has written that was stopped must be here before this one adds to it."""
-        if self._whose.before is not None:
-            incarnation, confirmed = self._whose.before
+        """Raise if rows of the stopped flow that this one continues are missing."""
+        if self._authority.before is not None:
+            incarnation, confirmed = self._authority.before
             found = self._epoch_of(incarnation)
             if found is None or found < confirmed:
                 raise self._rewound(incarnation, confirmed, found)
 
     def _epoch_of(self, incarnation: str) -> int | None:
-        """How far the results of an incarnation reach; None if it is not known here."""
+        """Return the last epoch of an incarnation; None if the server does not know it."""
         sql = driver().sql
         statement = sql.SQL(
             "SELECT epoch FROM {} WHERE flow = {} AND sink = {} AND incarnation = {}"
         )
         row = self._execute(
             statement.format(
-                _identifier(self._sink.progress), self._whose.flow, self._whose.sink, incarnation
+                _identifier(self._sink.progress),
+                self._authority.flow,
+                self._authority.sink,
+                incarnation,
             )
         ).fetchone()
         return None if row is None else int(row[0])
 
     def _rewound(self, incarnation: str, confirmed: int, found: int | None) -> SinkRewoundError:
         sql = driver().sql
-        mend = sql.SQL(
+        repair = sql.SQL(
             "INSERT INTO {} VALUES ({}, {}, {}, {}, 0) "
             "ON CONFLICT (flow, sink, incarnation) DO UPDATE SET epoch = EXCLUDED.epoch"
         ).format(
             _identifier(self._sink.progress),
-            self._whose.flow,
-            self._whose.sink,
+            self._authority.flow,
+            self._authority.sink,
             incarnation,
             sql.Literal(confirmed),
         )
         return SinkRewoundError(
-            self._whose.sink,
+            self._authority.sink,
             confirmed,
             -1 if found is None else found,
-            f"table {self._sink.table}: is this another server, a standby that lacked the last "
-            f"transactions, or a restored backup? Go back to the server that has them and go on "
-            "with "
-            f"restore_from=. To go on without these rows, or after you have added them, first "
-            f"execute: "
-            f"{mend.as_string(self._connection)}",
+            f"table {self._sink.table}: is this another server, a standby that lacks the last "
+            f"transactions, or a restored backup? Go back to the server that has them and continue "
+            f"with restore_from=. To continue without these rows, or after adding them, first "
+            f"execute: {repair.as_string(self._connection)}",
         )
 
     def _error(self, what: str, hint: str | None = None) -> SinkError:
         return SinkError(
-            f"flow {self._whose.flow!r}, sink {self._whose.sink!r}, "
+            f"flow {self._authority.flow!r}, sink {self._authority.sink!r}, "
             f"table {self._sink.table}: {what}",
             hint=hint,
         )
 
-    # --- before the first row -------------------------------------------------------------------
+    # --- checks before the first row ------------------------------------------------------------
 
     def _exists(self, table: str) -> bool:
         name = _identifier(table).as_string(self._connection)
@@ -171,7 +172,8 @@ class Session:
         return bool(row[0])
 
     def _make_progress_table(self) -> None:
-        """Only if it is missing: whoever may not create tables can have it made beforehand."""
+        """Create the progress table if it is missing. A user without the permission to create
+        tables can have it created beforehand."""
         psycopg = driver()
         if self._exists(self._sink.progress):
             return
@@ -179,10 +181,10 @@ class Session:
         try:
             self._execute(made.format(_identifier(self._sink.progress)))
         except psycopg.errors.UniqueViolation:
-            pass  # another flow makes it at the same moment
+            pass  # another flow created it at the same time
         except psycopg.errors.InsufficientPrivilege as error:
-            hint = f"have it made: CREATE TABLE {self._sink.progress} {PROGRESS}"
-            what = f"the table {self._sink.progress} is missing: {said(error)}"
+            hint = f"have it created: CREATE TABLE {self._sink.progress} {PROGRESS}"
+            what = f"the table {self._sink.progress} is missing: {message_of(error)}"
             raise self._error(what, hint) from error
 
     def _create_table(self) -> None:
@@ -203,24 +205,25 @@ class Session:
         found = {n: Column(*rest) for n, *rest in self._connection.execute(COLUMNS, [name])}
         if not found:
             raise self._error(
-                "there is no such table", "create it, or say postgres(..., create=True)"
+                "the table does not exist", "create it, or set postgres(..., create=True)"
             )
         for field in self._schema:
             column = found.get(field.name)
             if column is None:
                 raise self._error(
-                    f"it has no column {field.name!r}", f"it has {', '.join(sorted(found))}"
+                    f"the table has no column {field.name!r}",
+                    f"its columns are {', '.join(sorted(found))}",
                 )
             if not column.holds(field.type):
                 raise self._error(
-                    f"the column {field.name!r} is {column.full}, which does not hold every value "
-                    f"of {field.type}",
-                    f"make it {sql_type(field.type)}, or cast the stream's column",
+                    f"the column {field.name!r} is {column.full}, which cannot hold every value of "
+                    f"{field.type}",
+                    f"change it to {sql_type(field.type)}, or cast the stream's column",
                 )
 
     def _try_statements(self) -> None:
-        """Have the server look at the statements without doing anything: it finds a key without a
-        unique index, and rights that are missing."""
+        """Let the server explain the statements without executing them, which detects a key without
+        a unique index and missing permissions."""
         psycopg = driver()
         self._execute("BEGIN")
         try:
@@ -238,30 +241,31 @@ class Session:
     # --- epochs ---------------------------------------------------------------------------------
 
     def claim(self, confirmed: int | None = None) -> int | None:
-        """Let no earlier term write any more. Gives the last epoch that is there; None if a later
-        term has claimed. `confirmed` is the least that must be there (see `Authority.confirmed`):
-        a server that has less has lost it, which is an error."""
+        """Fence earlier terms. Return the last epoch on the server, or None if a later term has
+        claimed. `confirmed` is the epoch that the server must have at least (see
+        `Authority.confirmed`); raises `SinkRewoundError` if it has less."""
         if confirmed is None:
             self._execute(self._sql["admit"])
         elif not self._exists(self._sink.progress):
-            raise self._rewound(self._whose.incarnation, confirmed, None)
+            raise self._rewound(self._authority.incarnation, confirmed, None)
         row = self._execute(self._sql["claim"]).fetchone()
-        found = self._epoch_of(self._whose.incarnation) if row is None else int(row[0])
+        found = self._epoch_of(self._authority.incarnation) if row is None else int(row[0])
         if confirmed is not None and (found is None or found < confirmed):
-            raise self._rewound(self._whose.incarnation, confirmed, found)
+            raise self._rewound(self._authority.incarnation, confirmed, found)
         return None if row is None else found
 
     def put(self, after: int, upto: int, batches: Sequence[pa.RecordBatch]) -> bool:
-        """Add the rows of the epochs above `after` up to `upto`; whether that could still be."""
+        """Add the rows of the epochs above `after` up to `upto`. Return False if the epoch was no
+        longer `after`, or a later term has claimed."""
         self._execute("BEGIN")
         self._execute(self._sql["stage"])
         cursor, row = self._connection.cursor(), 0
-        with cursor.copy(self._sql["copy"]) as replica:
+        with cursor.copy(self._sql["copy"]) as copy:
             for batch in batches:
-                for at in range(0, batch.num_rows, PIECE_ROWS):
-                    piece = batch.slice(at, PIECE_ROWS)
-                    replica.write(memoryview(to_csv(self._numbered(piece, row))))
-                    row += piece.num_rows
+                for at in range(0, batch.num_rows, CHUNK_ROWS):
+                    chunk = batch.slice(at, CHUNK_ROWS)
+                    copy.write(memoryview(to_csv(self._numbered(chunk, row))))
+                    row += chunk.num_rows
         won = self._execute(self._put(after, upto) + driver().sql.SQL("; COMMIT")).fetchone()
         return bool(won[0])
 
@@ -275,7 +279,7 @@ class Session:
 
     def _write_statements(self) -> None:
         sql = driver().sql
-        whose, progress = self._whose, _identifier(self._sink.progress)
+        authority, progress = self._authority, _identifier(self._sink.progress)
         names, table = _names(self._schema.names), _identifier(self._sink.table)
         numbered = sql.SQL(f', 0::bigint AS "{ROW}"' if self._sink.key else "")
         self._sql["stage"] = sql.SQL(
@@ -284,18 +288,25 @@ class Session:
         ).format(names, numbered, table)
         self._sql["copy"] = sql.SQL("COPY pg_temp.__holdfast_rows FROM STDIN (FORMAT csv)")
         mine = sql.SQL("flow = {} AND sink = {} AND incarnation = {} AND term <= {}").format(
-            whose.flow, whose.sink, whose.incarnation, whose.term
+            authority.flow, authority.sink, authority.incarnation, authority.term
         )
         self._sql["admit"] = sql.SQL(
             "INSERT INTO {} VALUES ({}, {}, {}, {}, {}) ON CONFLICT DO NOTHING"
-        ).format(progress, whose.flow, whose.sink, whose.incarnation, whose.after, whose.term)
+        ).format(
+            progress,
+            authority.flow,
+            authority.sink,
+            authority.incarnation,
+            authority.after,
+            authority.term,
+        )
         self._sql["claim"] = sql.SQL("UPDATE {} SET term = {} WHERE {} RETURNING epoch").format(
-            progress, whose.term, mine
+            progress, authority.term, mine
         )
         self._sql["mine"], self._sql["rows"] = mine, self._insertion(table, names)
 
     def _put(self, after: int, upto: int) -> Any:
-        """Move the epoch on and, if that went well, add the rows."""
+        """Return the statement that advances the epoch and, if that succeeds, adds the rows."""
         return (
             driver()
             .sql.SQL(
@@ -305,7 +316,7 @@ class Session:
             .format(
                 _identifier(self._sink.progress),
                 upto,
-                self._whose.term,
+                self._authority.term,
                 self._sql["mine"],
                 after,
                 self._sql["rows"],
@@ -328,20 +339,22 @@ class Session:
         ).format(_names(self._sink.key), rows, action)
 
     def refused(self, error: Exception, after: int, upto: int) -> SinkError:
-        return self._error(f"the rows of epochs {after + 1} to {upto} are refused: {said(error)}")
+        return self._error(
+            f"the server refused the rows of epochs {after + 1} to {upto}: {message_of(error)}"
+        )
 
 
 def is_temporary(error: Exception) -> bool:
-    """Whether the same rows may well be taken later."""
+    """Whether the server may accept the same rows later."""
     state = getattr(error, "sqlstate", None)
     return state is None or state.startswith(TEMPORARY)
 
 
-def said(error: Exception) -> str:
-    """What the server or the driver says, without the statement."""
+def message_of(error: Exception) -> str:
+    """Return the message of the server or the driver, without the statement."""
     diagnosis = getattr(error, "diag", None)
-    words = [getattr(diagnosis, n, None) for n in ("message_primary", "message_detail", "context")]
-    return "; ".join(w for w in words if w) or str(error).strip()
+    parts = [getattr(diagnosis, n, None) for n in ("message_primary", "message_detail", "context")]
+    return "; ".join(p for p in parts if p) or str(error).strip()
 
 
 def driver() -> Any:
@@ -351,8 +364,8 @@ def driver() -> Any:
         import psycopg.sql
     except ImportError as error:
         raise SinkError(
-            f"the driver of PostgreSQL cannot be loaded: {error}",
-            hint="pip install 'holdfast[postgres]' wherever sites run",
+            f"cannot import the PostgreSQL driver: {error}",
+            hint="pip install 'holdfast[postgres]', here and where the sites run",
         ) from error
     return psycopg
 

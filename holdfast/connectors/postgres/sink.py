@@ -1,16 +1,17 @@
-"""Results in a PostgreSQL table, each once: rows and how far they reach in one transaction.
+"""A PostgreSQL table as a sink: every row exactly once. One transaction adds rows and records the
+last epoch.
 
-A small table beside the results has a row for each sink of each incarnation of a flow: the last
-epoch whose rows are there, and the highest term in which anybody wrote. A writer first *claims*
-that row for its term. Then it adds rows only together with moving the epoch on, and only if the
-epoch is still the one it went on from and nobody of a later term has come. So of two writers that
-both believe to lead one adds an epoch, and the other finds out what is there.
+A small progress table has a row for each sink of each incarnation of a flow: the last epoch whose
+rows are in the results, and the highest term that has written. A writer first *claims* that row for
+its term. Afterwards it adds rows only in the statement that advances the epoch, which succeeds only
+if the epoch is still the one that the writer continues from and no later term has claimed. So if
+two writers both believe that they lead, only one adds an epoch, and the other reads the new state.
 
-The rows wait in a temporary table of the session until a single statement moves the epoch and adds
-them; it is sent together with its COMMIT. So a writer that is stopped at any moment, and never goes
-on, holds no lock that another one waits for.
+The rows wait in a temporary table of the session until a single statement advances the epoch and
+adds them. The writer sends that statement together with its COMMIT. So a writer that is paused at
+any moment, even forever, holds no lock that another writer waits for.
 
-Writing is done by a thread, so that a site does not stand still while the server works, or is away.
+A thread writes, so that the site does not block while the server works or does not answer.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from holdfast.connectors.postgres.columns import sql_type, why_not
-from holdfast.connectors.postgres.session import Session, driver, is_temporary, said
+from holdfast.connectors.postgres.columns import hint_for, sql_type
+from holdfast.connectors.postgres.session import Session, driver, is_temporary, message_of
 from holdfast.connectors.sinks import Authority, Sink, SinkWriter
 from holdfast.engine.durations import Seconds, seconds
 from holdfast.errors import FlowError
@@ -36,7 +37,7 @@ RETRY_S, RETRY_S_MAX = 0.1, 2.0
 
 
 class Postgres(Sink):
-    """A table that gets every row once, by insertion or, with a key, by replacing what is there."""
+    """Inserts every row exactly once or, with a key, replaces the row of the same key."""
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class Postgres(Sink):
         progress: str | None = None,
     ) -> None:
         if isinstance(key, str):
-            raise FlowError(f"postgres({table!r}): key is a list of columns, not {key!r}")
+            raise FlowError(f"postgres({table!r}): key must be a list of columns, not {key!r}")
         if held_bytes_max < 1:
             raise FlowError(
                 f"postgres({table!r}): held_bytes_max must be positive, not {held_bytes_max}"
@@ -66,12 +67,12 @@ class Postgres(Sink):
             if sql_type(field.type) is None:
                 raise FlowError(
                     f"{where}: PostgreSQL has no type for the column {field.name!r}, {field.type}",
-                    hint=why_not(field.type),
+                    hint=hint_for(field.type),
                 )
         for name in self.key:
             if name not in schema.names:
                 raise FlowError(
-                    f"{where}: there is no column {name!r} to be a key",
+                    f"{where}: the key column {name!r} does not exist",
                     hint=f"the columns are {', '.join(schema.names)}",
                 )
 
@@ -81,21 +82,21 @@ class Postgres(Sink):
         return _PostgresWriter(self, session, whose.after, whose.after)
 
     def resume(self, whose: Authority, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
-        """The server is asked by the writer's thread: it may be away just now."""
+        """The writer's thread asks the server later: it may not answer now."""
         session = Session(self, whose, schema)
         return _PostgresWriter(self, session, durable, whose.confirmed(durable)), durable
 
 
 class _PostgresWriter(SinkWriter):
-    """Holds rows until a thread has added them. The server may be away for any time: then rows are
-    held until there are `held_bytes_max` bytes, and from there on the sink has no room."""
+    """Holds rows until a thread has added them. While the server does not answer, the writer holds
+    up to `held_bytes_max` bytes; at that bound the sink has no room."""
 
     def __init__(
         self, sink: Postgres, session: Session, durable: int, confirmed: int | None
     ) -> None:
         self._sink, self._session = sink, session
         self._confirmed = confirmed
-        """The server has had at least this epoch; None if it may not know of the flow."""
+        """The epoch that the server must have at least; None if it may not know the flow."""
         self._changed = threading.Condition()
         self._held: deque[tuple[int, pa.RecordBatch]] = deque()
         self._held_bytes = 0
@@ -130,7 +131,7 @@ class _PostgresWriter(SinkWriter):
             return self._held_bytes < self._sink.held_bytes_max
 
     def close(self) -> None:
-        """Waits for the server, if need be."""
+        """Write everything, waiting for the server if necessary."""
         self._end(closing=True)
         self._thread.join()
         self._raise()
@@ -159,7 +160,7 @@ class _PostgresWriter(SinkWriter):
         pause = RETRY_S
         try:
             while (upto := self._wait_until_due()) is not None:
-                if self._try(upto):
+                if self._advance(upto):
                     pause = RETRY_S
                 else:
                     self._wait(pause)
@@ -171,7 +172,7 @@ class _PostgresWriter(SinkWriter):
             self._session.close()
 
     def _wait_until_due(self) -> int | None:
-        """The epoch up to which rows are to be added now; None when there is nothing left to do."""
+        """Wait for rows and return the epoch up to which to add them; None at the end."""
         with self._changed:
             while not (self._abandoned or self._superseded):
                 if not self._held and self._closing:
@@ -189,8 +190,8 @@ class _PostgresWriter(SinkWriter):
             if not self._abandoned:
                 self._changed.wait(pause)
 
-    def _try(self, upto: int) -> bool:
-        """Get further, or find out where things stand; whether the server was there."""
+    def _advance(self, upto: int) -> bool:
+        """Add rows, or claim and read the last epoch. Return whether the server answered."""
         psycopg = driver()
         with self._changed:
             group = [b for e, b in self._held if e <= upto]
@@ -201,19 +202,19 @@ class _PostgresWriter(SinkWriter):
             if self._claimed and self._session.put(self._epoch, upto, group):
                 self._reach(upto, sum(b.num_rows for b in group))
             else:
-                self._find_out()
+                self._claim()
         except psycopg.Error as error:
             self._session.close()
             if is_temporary(error):
-                self._note_away(said(error))
+                self._note_away(message_of(error))
                 return False
             raise self._session.refused(error, self._epoch, upto) from error
         return True
 
-    def _find_out(self) -> None:
-        """Claim, and go on from what is there. If another one has a later term this one is done: it
-        does not lead any more, and will be told. If less is there than before, rows are gone that
-        nobody here has any more."""
+    def _claim(self) -> None:
+        """Claim, and continue from the server's last epoch. If another writer has a later term,
+        this one stops: it no longer leads, and its site will learn that. Raises if the server has
+        less than before, because then rows are gone that the flow no longer has."""
         epoch = self._session.claim(self._confirmed)
         self._claimed = True
         if epoch is None:
@@ -237,7 +238,7 @@ class _PostgresWriter(SinkWriter):
             first, self._away = self._away is None, why
         if first:
             log.warning(
-                "table %s: rows are held until the server is back: %s", self._sink.table, why
+                "table %s: holding rows until the server answers: %s", self._sink.table, why
             )
 
 
@@ -251,15 +252,15 @@ def postgres(
     held_bytes_max: int = 64 << 20,
     progress: str | None = None,
 ) -> Sink:
-    """Add every row once to a PostgreSQL table, in transactions at most every `interval`
+    """Add every row exactly once to a PostgreSQL table, in transactions at most every `interval`
     (half a second).
 
-    The columns go by name. With a `key` (which needs a unique index) a row replaces the one with
-    the same key: the latest wins. `create` makes the table if it is missing. While the server is
-    away rows are held, up to `held_bytes_max`; then the source is held back. How far the results
-    reach is kept in the table `progress`, by default ``holdfast_sinks`` in the same schema. A
-    password is better in a ``PGPASSFILE`` on the sites than in the `dsn`, which travels with the
-    flow.
+    Columns are matched by name. With a `key` (which needs a unique index) a row replaces the row
+    with the same key, so the latest wins. `create` creates the table if it does not exist. While
+    the server does not answer, the sink holds up to `held_bytes_max` bytes of rows; then it holds
+    back the source. The table `progress`, by default ``holdfast_sinks`` in the same schema, records
+    the last epoch. Put the password into a ``PGPASSFILE`` on the sites rather than into the `dsn`,
+    which is sent to all sites with the flow.
     """
     return Postgres(
         dsn,
