@@ -457,13 +457,6 @@ def _overtaken_views_are_given_out(_: Any) -> Any:
     return add
 
 
-def _no_probe(right: Any) -> Any:
-    def take_over(self: ControlNode, entry: Any, known: Any, gone: Any) -> None:
-        right(self, entry, known, ())
-
-    return take_over
-
-
 _passive = partial(Bug, flow="times", protocol="passive", kinds=("crash", "crash of two"))
 _upstream = partial(Bug, flow="times", protocol="upstream", kinds=("crash", "crash of two"))
 _apps = partial(Bug, apps=2, kinds=("crash", "controller"))
@@ -532,7 +525,7 @@ BUGS = [
     Bug("store not asked", "a sink that takes over writes what is durable already",
         Egress, "lead", _store_not_asked, kinds=("crash",)),
     Bug("held rows left behind", "a sink's new replica lacks what is not durable yet",
-        TaskRunner, "held", _nothing_held, kinds=("crash",), seeds=120),
+        TaskRunner, "held", _nothing_held, kinds=("crash",), seeds=200),
     Bug("largest time of any split", "splits do not wait for each other's event times",
         Watermark, "_held_at", _largest_time_of_any_split, flow="sources", seeds=10),
     Bug("watermark of own rows", "an ingress does not know how other sources' event times rise",
@@ -577,6 +570,4 @@ BUGS = [
         Leadership, "handle", _lease_not_watched, faults=_CUT_OFF),
     Bug("overtaken view", "of views that wait for the arbiter all are given out",
         Leading, "add", _overtaken_views_are_given_out),
-    _apps("nobody probed", "who takes over does not look which sites have died meanwhile",
-        ControlNode, "_take_over", _no_probe, kinds=("application",)),
 ]  # fmt: skip
