@@ -21,8 +21,8 @@ from holdfast import functions as F
 from holdfast.api.options import Checkpoint
 from holdfast.api.protection import Protection
 from holdfast.connectors.sources import Source, generator
+from holdfast.control import checkpoint_coordinator as durable_module
 from holdfast.control.run import Run
-from holdfast.control.server import checkpoints as durable_module
 from holdfast.protections import pairs, passive
 from holdfast.sinks import discard, outlet, parquet, table
 from holdfast.sources import follow
