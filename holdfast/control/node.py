@@ -532,7 +532,7 @@ class ControlNode:
         if leading.to_commit:
             self._commit(leading)
         elif not leading.under_way:
-            self._carry_out_all(leading.released())
+            self._execute_all(leading.released())
 
     def _commit(self, leading: Leading) -> None:
         value = leading.knowledge().encode()
@@ -544,7 +544,7 @@ class ControlNode:
         """The arbiter has what was decided up to when it was asked."""
         leading = self.leading
         assert leading is not None
-        self._carry_out_all(leading.done(more=self.leadership.role is not Role.LEADING))
+        self._execute_all(leading.done(more=self.leadership.role is not Role.LEADING))
         if not leading.frozen:
             for site in leading.returned():
                 self._give_again(site)
@@ -558,7 +558,7 @@ class ControlNode:
         else:
             self._launch(effect.site)
 
-    def _carry_out_all(self, effects: Iterable[ControllerEffect]) -> None:
+    def _execute_all(self, effects: Iterable[ControllerEffect]) -> None:
         """What these decisions rest on is committed."""
         assert self.leading is not None
         for effect in effects:
@@ -577,7 +577,7 @@ class ControlNode:
             self._expel(site)
         elif controller.view is not None:
             self._do(*orders.view_for(site, controller.view, self.leading, self.connected))
-            self._carry_out_all(controller.orders_for(site))
+            self._execute_all(controller.orders_for(site))
 
     def _expel(self, site: SiteId) -> None:
         assert self.leading is not None

@@ -88,7 +88,7 @@ def test_the_code_as_it_was_ended_it() -> None:
     ("name", "said"),
     [
         ("fences outlive the term", "was fenced, and is in view"),
-        ("start not committed", "the leader wrote epoch 0, which was there"),
+        ("start not committed", "nobody has the next one"),
     ],
 )
 def test_what_was_wrong_is_found_and_mended(name: str, said: str) -> None:

@@ -113,7 +113,7 @@ def _not_committed(right: Any) -> Any:
     def commit(self: ControlNode, leading: Leading) -> None:
         for effect in leading.waiting:
             if isinstance(effect, CommitView):
-                self._carry_out_all([effect])
+                self._execute_all([effect])
         right(self, leading)
 
     return commit
@@ -423,7 +423,7 @@ def _start_not_committed(right: Any) -> Any:
     def commit(self: ControlNode, leading: Leading) -> None:
         for effect in leading.waiting:
             if isinstance(effect, StartFlow):
-                self._carry_out_all([effect])
+                self._execute_all([effect])
         right(self, leading)
 
     return commit
