@@ -66,20 +66,23 @@ def measure(flow: Flow, *, sites: int, partitions: int, seconds: float) -> FlowF
 
 
 def observe(run: Run, sites: int, begun: float, seconds: float, uniform: bool = True) -> FlowFacts:
-    """Sample a run from the end of its warm-up until it ends, or until `seconds` after its first
-    row, and return its facts."""
+    """Sample a run from the end of its warm-up until `seconds` after its first row, and return its
+    facts. A run that ends before is measured as a whole: most of its rows may have come during the
+    warm-up."""
     limit = time.monotonic() + max(seconds, FIRST_ROW_S)
     while not run.status()["rows_in"] and time.monotonic() < limit and not run.ended(SAMPLE_S / 5):
         pass
     until = time.monotonic() + seconds
-    ended = run.ended(min(WARM_UP_S, seconds / 4))
-    samples = [Sample(begun, [], {}) if ended else Sample.of(run)]
+    run.ended(min(WARM_UP_S, seconds / 4))
+    samples = [Sample.of(run)]
     while not run.ended(min(SAMPLE_S, max(0.0, until - time.monotonic()))):
         samples.append(Sample.of(run))
         if time.monotonic() >= until:
             break
     if run.error is not None:
         raise run.error
+    if run.ended(0):
+        samples[0] = Sample(begun, [], {})
     return between(run.plan, sites, [*samples, Sample.of(run)], uniform)
 
 
