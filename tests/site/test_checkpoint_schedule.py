@@ -53,7 +53,7 @@ def test_consumers_are_to_be_covered_after_the_last_one() -> None:
 
 
 def test_what_would_have_to_be_done_again_is_bounded_instead() -> None:
-    guard = ProtectionSpec(spares=1, recovery_ms=400)
+    guard = ProtectionSpec(standbys=1, recovery_ms=400)
     moments = [Progress(0.0, 0, work / 10) for work in range(6)]
     assert [p.work_s for p in taken(guard, moments)] == [0.2, 0.4]
     assert [p.now_s for p in taken(guard, at(0.0, 59.0, 61.0, 119.0, 122.0))] == [61.0, 122.0]
