@@ -91,7 +91,7 @@ def test_schedules_that_once_failed(case: Case) -> None:
 
 
 def test_three_replicas_outlive_two_crashes() -> None:
-    at_once = (Fault("crash of two", 0.03, who=1, other=2),)
+    at_once = (Fault("crash of two", 0.04, who=1, other=2),)
     outcome = run(Case(1, "windows", "triples", sites=5, faults=at_once))
     assert outcome.problem is None and outcome.done == [("protected", "crash of two")]
 

@@ -20,9 +20,9 @@ from holdfast import Flow, col
 from holdfast import functions as F
 from holdfast.api.options import Options
 from holdfast.connectors.sources import Position, Source, SplitReader
+from holdfast.control import events as ev
 from holdfast.core.controller import State
 from holdfast.core.effects import ProcessBundles
-from holdfast.core.events import ReplicaBehind
 from holdfast.core.ids import SiteId
 from holdfast.core.protection import ProtectionSpec
 from holdfast.core.sequencer import Budget
@@ -425,7 +425,7 @@ def test_state_for_a_joiner_that_was_given_up_is_not_taken_when_it_joins_again()
     go(world, until=lambda: (task, joiner) in world.controller._ordered)
     late = hold(world, donor, joiner)
     go(world, until=lambda: told(late, wire.HandOverEnd, stage=task[0]))
-    world._control(ReplicaBehind(joiner, "it is slow"))
+    world.control(0, ev.SiteSaid(donor, wire.Behind(joiner, "it is slow")))
     assert joiner not in world.controller.view.group(task).joining
     timers, world._timers = world._timers, []  # it does not join again at once
     world.stalled = lambda site, order: False

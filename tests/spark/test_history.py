@@ -159,7 +159,7 @@ def test_what_cannot_be_a_history_is_refused(spark: SparkSession, tmp_path: Path
     before = in_order(spark, events(50))
     for given, message in (
         ({"evnets": before}, "has no source 'evnets'"),
-        ({}, "it is empty"),
+        ({}, "the dict is empty"),
         ([1], "'events' is list, not a DataFrame"),
         (before.drop("v"), "the DataFrame has no column 'v'"),
         (spark.readStream.format("rate").load(), "must be not a streaming DataFrame"),

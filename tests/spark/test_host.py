@@ -196,7 +196,7 @@ def test_a_site_that_dies_in_spark_before_the_start_is_resubmitted(sites_spark) 
     thread = threading.Thread(
         target=lambda: started.append(start(flow, options=Options(sites=2), host=host))
     )
-    from holdfast.control.server import run as run_module
+    from holdfast.control import run as run_module
 
     runs: list = []
     original = run_module.Run._begin
@@ -307,7 +307,7 @@ def test_the_flow_file_runs_from_the_command_line(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(status.read_text())["rows_in"] == 5_000
     missing = subprocess.run([*command[:4], "nowhere.py"], capture_output=True, text=True)
-    assert missing.returncode == 2 and "there is no file nowhere.py" in missing.stderr
+    assert missing.returncode == 2 and "the file nowhere.py does not exist" in missing.stderr
 
 
 @pytest.fixture(scope="module")
