@@ -91,9 +91,9 @@ def test_a_query_goes_on_from_its_checkpoint_location_and_from_no_other(
         rows = spark.range(start, start + 1_000, 1, 2).selectExpr(*SELECT)
         rows.write.mode("append").parquet(str(folder))
 
-    def start(checkpoint: str, **more: Any) -> Run:
+    def start(location: str, **more: Any) -> Run:
         stream = spark.readStream.schema("id long, k long, v double").parquet(str(folder))
-        source = spark_stream(stream, checkpoint=str(tmp_path / checkpoint))
+        source = spark_stream(stream, checkpoint=str(tmp_path / location))
         flow = Flow("fed by a query")
         flow.source("numbers", source).filter(col("id") >= 0).sink("out", parquet(tmp_path / "out"))
         return flow.start(spark, sites=1, **more)
