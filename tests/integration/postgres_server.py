@@ -90,7 +90,7 @@ class Server:
             self._process.send_signal(signal.SIGQUIT)
             self._process.wait()
 
-    def replica(self) -> None:
+    def back_up(self) -> None:
         """Keep the data as they are now: as a standby has them that gets nothing from now on."""
         self.crash()
         subprocess.run(["cp", "-a", self._data, self._home / "copy"], check=True)

@@ -480,7 +480,7 @@ def test_a_flow_stops_when_a_standby_takes_over_that_lacks_results(
         kept.append(run)
         until_protected(run, 3)
         until_added(run, 1_000)
-        server.copy()
+        server.back_up()
         until_added(run, run.sink_report("out")["rows"] + 10_000)
         server.crash()
         server.go_back()
