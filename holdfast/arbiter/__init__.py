@@ -15,20 +15,11 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from holdfast.core.ids import Entry
 from holdfast.errors import FlowError, Superseded
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """The committed state of a flow. `version` counts changes, `term` counts changes of leader."""
-
-    version: int = 0
-    term: int = 0
-    holder: str = ""
-    value: bytes = b""
 
 
 class Arbiter(ABC):

@@ -28,8 +28,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote
 
-from holdfast.arbiter import Entry, pack, unpack
+from holdfast.arbiter import pack, unpack
 from holdfast.arbiter.leased import LeasedArbiter, VersionRecord
+from holdfast.core.ids import Entry
 from holdfast.errors import ArbiterAway, HostError
 
 KEPT = 16

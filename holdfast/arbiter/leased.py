@@ -12,7 +12,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass, field, replace
 
-from holdfast.arbiter import Arbiter, Entry, following
+from holdfast.arbiter import Arbiter, following
+from holdfast.core.ids import Entry
 
 
 @dataclass(frozen=True, slots=True)

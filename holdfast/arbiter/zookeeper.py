@@ -20,7 +20,8 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
-from holdfast.arbiter import Arbiter, Entry, following, pack, unpack
+from holdfast.arbiter import Arbiter, following, pack, unpack
+from holdfast.core.ids import Entry
 from holdfast.errors import ArbiterAway, HostError
 
 try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from holdfast.arbiter import Arbiter, Entry
+from holdfast.arbiter import Arbiter
 from holdfast.control.events import ArbiterAnswer
 from holdfast.core.effects import ArbiterAsk, AskCommit, AskLead, AskRead, AskRenew, AskResign
 from holdfast.core.events import (
@@ -18,6 +18,7 @@ from holdfast.core.events import (
     Renewed,
     Resigned,
 )
+from holdfast.core.ids import Entry
 from holdfast.errors import ArbiterAway, Superseded
 
 

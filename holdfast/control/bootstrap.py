@@ -20,8 +20,9 @@ import msgspec
 
 from holdfast.api.graph import Flow
 from holdfast.api.nodes import SourceNode
-from holdfast.arbiter import Arbiter, Entry, arbiter
+from holdfast.arbiter import Arbiter, arbiter
 from holdfast.control.hosting import Place
+from holdfast.core.ids import Entry
 from holdfast.errors import ArbiterAway, Superseded
 from holdfast.net import wire
 from holdfast.storage.restore_point import RestorePoint

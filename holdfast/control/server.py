@@ -23,7 +23,7 @@ import pyarrow as pa
 from holdfast import errors
 from holdfast.api.graph import Flow
 from holdfast.api.options import Options
-from holdfast.arbiter import Arbiter, Entry, arbiter, following
+from holdfast.arbiter import Arbiter, arbiter, following
 from holdfast.connectors.sources import Pusher
 from holdfast.control import events as ev
 from holdfast.control.arbitration import answer
@@ -34,7 +34,7 @@ from holdfast.control.node import ControlNode
 from holdfast.core import events as core
 from holdfast.core.controller import Controller, State
 from holdfast.core.effects import ArbiterAsk, AskCommit, AskLead, AskRead, AskRenew, AskResign
-from holdfast.core.ids import GroupId, SiteId, StageId, TaskId
+from holdfast.core.ids import Entry, GroupId, SiteId, StageId, TaskId
 from holdfast.core.layout import place
 from holdfast.core.protection import ProtectionSpec
 from holdfast.core.records import EpochRecord

@@ -1,8 +1,9 @@
-"""Identifiers, each a type of its own."""
+"""Identifiers, each a type of its own; and the entry of an arbiter, which numbers terms."""
 
 from __future__ import annotations
 
-from typing import NewType, Protocol
+from dataclasses import dataclass
+from typing import NewType
 
 Epoch = NewType("Epoch", int)
 SiteId = NewType("SiteId", int)
@@ -24,14 +25,12 @@ NO_EPOCH = Epoch(-1)
 """Before the first epoch, which is 0."""
 
 
-class Entry(Protocol):
-    """What an arbiter has decided (`holdfast.arbiter.Entry`); its value is opaque."""
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The state of a flow that its arbiter has committed. `version` counts changes, `term` counts
+    changes of leader; `value` is opaque to the core."""
 
-    @property
-    def term(self) -> int: ...
-
-    @property
-    def holder(self) -> str: ...
-
-    @property
-    def value(self) -> bytes: ...
+    version: int = 0
+    term: int = 0
+    holder: str = ""
+    value: bytes = b""
