@@ -1,10 +1,10 @@
-"""Checkpoints of a flow that runs: which epoch is stored next, and whether all of it is.
+"""Checkpoints of a running flow: which epoch is stored next, and whether it is stored completely.
 
-A checkpoint is the state of all tasks after one and the same epoch. A task processes one epoch at a
-time, so nothing has to be aligned: whoever leads a task is told the epoch before the task comes to
-it, and stores what it has after it. A task that was told too late, or whose leader is lost before
-it was done, makes the checkpoint fail; the next one is of a later epoch. Only one that is complete
-gets a manifest, and until then the one before it counts.
+A checkpoint is the state of all tasks after the same epoch. A task processes one epoch at a time,
+so nothing has to be aligned: the leading replica of each task learns the epoch before it reaches
+it, and stores its state after it. If the order comes too late for a task, or its leader is lost
+before it has stored, the checkpoint fails, and the next one is of a later epoch. Only a complete
+checkpoint gets a manifest; until then the one before it counts.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from holdfast.core.events import (
 from holdfast.core.ids import NO_EPOCH, Epoch, SiteId, TaskId
 
 LAYERS_MAX = 8
-"""A checkpoint is an increment to the one before it, up to so many of them: then it is whole."""
+"""The most layers of a checkpoint: a whole one and increments to it. Then the next one is whole."""
 MISSES_MAX = 6
-"""How often in a row it is told farther ahead, if it was told too late."""
+"""How often the distance to the next epoch is doubled, at most, after orders that came too late."""
 
 
 class Checkpoints:
@@ -37,12 +37,13 @@ class Checkpoints:
         self.recorded = begun
         """The last epoch that was cut."""
         self.epoch: Epoch | None = None
-        """The epoch of the checkpoint that is under way."""
+        """The epoch of the checkpoint that is being stored."""
         self.complete: Epoch | None = None
-        """The epoch of the last one that counts."""
+        """The epoch of the last complete checkpoint."""
         self.failure = ""
-        """Why the last one failed; empty if it did not."""
+        """Why the last checkpoint failed; empty if it did not."""
         self._missing: dict[TaskId, SiteId] = {}
+        """By task that is not stored: the site that leads it."""
         self._stored: dict[TaskId, Any] = {}
         self._misses = 0
         self._layers = 0
@@ -91,11 +92,11 @@ class Checkpoints:
             self._give_up(event.reason)
 
     def _on_view_committed(self, event: ViewCommitted) -> None:
-        """Who is left to store something must still be the one that was told."""
+        """Give up if another site leads a task now that is not stored."""
         view = event.view
         gone = [u for u, site in self._missing.items() if not view.group(u).led_by(site)]
         if gone:
-            self._give_up(f"site {self._missing[gone[0]]} does not lead {gone[0]} any more")
+            self._give_up(f"site {self._missing[gone[0]]} no longer leads {gone[0]}")
 
     def _on_manifest_written(self, event: ManifestWritten) -> None:
         if event.epoch != self.epoch:

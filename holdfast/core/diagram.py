@@ -1,4 +1,4 @@
-"""A machine's table as pictures for the documentation: text for Mermaid, and a matrix."""
+"""Draws the table of a state machine for the documentation: a Mermaid diagram and a matrix."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 def mermaid(start: Iterable[Enum], table: Mapping[tuple[Enum, Enum], Enum]) -> str:
-    """The states and the edges between different ones; events that lead the same way are on one."""
+    """The states and the edges between different ones. Events with the same edge share a label."""
     lines = ["stateDiagram-v2"]
     lines += [f"  [*] --> {state.name}" for state in dict.fromkeys(start)]
     edges: dict[tuple[str, str], list[str]] = {}
@@ -24,7 +24,7 @@ def matrix(
     table: Mapping[tuple[Enum, Enum], Enum],
     stale: Mapping[tuple[Enum, Enum], str],
 ) -> str:
-    """What each state makes of each event, as a table in Markdown."""
+    """The next state for each state and event, as a table in Markdown."""
     states = list(states)
 
     def cell(state: Enum, event: Enum) -> str:

@@ -1,4 +1,7 @@
-"""Orders that a machine gives to whoever runs it."""
+"""Effects of the machines: orders to the caller. The line before each group names the machine.
+
+The answer to any ask of the arbiter may also be `ArbiterUnreachable`.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,18 @@ from typing import Any
 
 from holdfast.core.ids import Entry, Epoch, ExchangeId, GroupId, SiteId, StageId, TaskId
 from holdfast.core.layout import View
+from holdfast.core.messages import Ack, BundleKey, LogQuery, SequencerState
 from holdfast.core.records import EpochRecord
 from holdfast.core.timers import Timer
-from holdfast.core.upstream import Gap, Line, Log
+from holdfast.core.upstream import Gap, Log
 from holdfast.core.values import value
 
-# --- of a site's dataflow -----------------------------------------------------------------------
+# --- a site's dataflow --------------------------------------------------------------------------
 
 
 @value
 class OpenTask:
-    """Make the task's operator, source readers or sink writer, with empty state."""
+    """Create the task's operator, source readers or sink writer, with empty state."""
 
     task: TaskId
     view: View
@@ -24,31 +28,31 @@ class OpenTask:
 
 @value
 class BeginTask:
-    """The task is rebuilt: it begins with empty state, whatever another replica may have begun to
-    hand over to it; or with what the flow begins with."""
+    """Rebuild the task: begin with empty state, and drop state that was being handed over to it."""
 
     task: TaskId
     at_start: bool
+    """Whether it begins with what the flow begins with."""
 
 
 @value
 class CloseTask:
-    """This site no longer holds the task: forget its state."""
+    """Drop the task and its state: this site no longer holds it."""
 
     task: TaskId
 
 
 @value
 class IngestEpochs:
-    """Make the source's frames of these epochs from the rows in hand; answer `TaskProcessed`. There
-    are several if it is behind."""
+    """Make the source's frames of these epochs from the rows held. Answer `TaskProcessed`."""
 
     task: TaskId
     records: tuple[EpochRecord, ...]
+    """Of several epochs if the source is behind."""
 
     @property
     def epoch(self) -> Epoch:
-        """The last of them."""
+        """The last epoch."""
         return self.records[-1].epoch
 
     @property
@@ -58,7 +62,7 @@ class IngestEpochs:
 
 @value
 class FollowEpoch:
-    """Be after an epoch of a source without having read it: all who need its rows have them."""
+    """Skip an epoch of a source without reading it: no consumer needs its rows any more."""
 
     task: TaskId
     record: EpochRecord
@@ -66,14 +70,14 @@ class FollowEpoch:
 
 @value
 class ProcessBundles:
-    """Run the stage over these bundles (by exchange); answer `TaskProcessed`."""
+    """Run the stage over these bundles, by exchange. Answer `TaskProcessed`."""
 
     task: TaskId
     epoch: Epoch
     last: bool
     bundles: dict[ExchangeId, list[Any]]
     earlier: tuple[dict[ExchangeId, list[Any]], ...] = ()
-    """Those of the epochs right before it, if the task is behind."""
+    """The bundles of the epochs right before it, if the task is behind."""
 
     @property
     def first(self) -> Epoch:
@@ -81,7 +85,7 @@ class ProcessBundles:
 
     @property
     def epochs(self) -> tuple[dict[ExchangeId, list[Any]], ...]:
-        """The bundles of each."""
+        """The bundles of each epoch."""
         return (*self.earlier, self.bundles)
 
     def frames(self) -> list[Any]:
@@ -91,97 +95,75 @@ class ProcessBundles:
 
 @value
 class SendBundle:
+    """Send a bundle to the replica of its consumer at `site`."""
+
     site: SiteId
-    exchange: ExchangeId
-    epoch: Epoch
-    producer: GroupId
-    consumer: GroupId
-    joined_view: int
-    last: bool
+    key: BundleKey
     bundle: Any
-    part: int = 0
 
 
 @value
 class SendAck:
-    """To the replica of `producer` at `site`; the rest as in `AckArrived`."""
+    """Send an acknowledgement to the replica of its producer at `site`."""
 
     site: SiteId
-    exchange: ExchangeId
-    producer: GroupId
-    consumer: GroupId
-    joined_view: int
-    received: Epoch
-    credit: Epoch
-    take: bool
-    finished: Epoch
-    checksum: int
-    levels: tuple[Epoch, ...] = ()
-    lines: tuple[Line, ...] = ()
+    ack: Ack
 
 
 @value
 class AskLog:
-    """Ask the replica of `producer` at `site` from where on it has what this consumer needs."""
+    """Ask the replica of a producer at `site` for its log: a consumer here is being rebuilt."""
 
     site: SiteId
-    exchange: ExchangeId
-    producer: GroupId
-    consumer: GroupId
-    joined_view: int
+    query: LogQuery
 
 
 @value
 class TellLog:
-    """To the replica of `consumer` at `site`; the rest as in `LogTold`."""
+    """Send the log of a producer to the replica of its consumer at `site`."""
 
     site: SiteId
-    exchange: ExchangeId
-    producer: GroupId
-    consumer: GroupId
-    joined_view: int
+    query: LogQuery
     log: Log
 
 
 @value
 class AskRecords:
-    """Ask the last sequencer of the chain for the records after this epoch; None: for the latest,
-    and no other."""
+    """Ask the last sequencer of the chain for records."""
 
     after: Epoch | None
+    """All records after this epoch; None: only the latest."""
 
 
 @value
 class HandOver:
-    """Freeze the task's state, which is that after `epoch`, and send it with these bundles to
-    `joiner`, a little at a time; the task goes on meanwhile."""
+    """Freeze the task's state after `epoch`, and send it in parts while the task continues."""
 
     task: TaskId
     joiner: SiteId
     epoch: Epoch
     kept: dict[ExchangeId, dict[GroupId, list[Any]]]
     gaps: dict[ExchangeId, dict[GroupId, Gap]]
-    """What is not kept any more."""
+    """What this replica no longer keeps."""
     after: Epoch | None = None
-    """Only what has changed after this epoch; the rest is there already."""
+    """Only what has changed after this epoch; the receiver has the rest."""
     joined_view: int = 0
-    """Of the replica at `joiner` that it is for."""
+    """The view in which the replica at `joiner` joined."""
 
 
 @value
 class StoreState:
-    """Freeze the task's state, which is that after `epoch`, and store it, a little at a time; with
-    `after`, what has changed after that epoch. The task goes on meanwhile."""
+    """Freeze the task's state after `epoch`, and store it in parts while the task continues."""
 
     task: TaskId
     epoch: Epoch
     after: Epoch | None = None
+    """Only what has changed after this epoch."""
 
 
 @value
 class ReportMissed:
-    """Tell the controller that the task was past the epoch when it heard that it is to be stored
-    after it."""
+    """Report to the controller that the task was past the epoch that it must be stored after."""
 
     task: TaskId
     epoch: Epoch
@@ -189,26 +171,27 @@ class ReportMissed:
 
 @value
 class ReceiveState:
-    """Put in what `sender` hands over: into the task, emptied before, or as a checkpoint that
-    replaces the task's state when it is complete. Answer `ReplicaInstalled`. Whatever came in
-    before is void."""
+    """Install the state that `sender` hands over, and drop what came in before. Answer
+    `ReplicaInstalled`."""
 
     task: TaskId
     sender: SiteId
     offer: Any
     checkpoint: bool
+    """Whether it is a checkpoint, which replaces the state of the task when it is complete;
+    otherwise the task is emptied first."""
 
 
 @value
 class DiscardState:
-    """The rest of what was being handed over to the task will not come, or is not wanted."""
+    """Drop what was handed over to the task: the rest will not come, or is not wanted."""
 
     task: TaskId
 
 
 @value
 class ReportJoinFailed:
-    """Tell the controller that the task could not be handed over to `joiner`, and why."""
+    """Report to the controller that the hand-over to `joiner` failed, and why."""
 
     task: TaskId
     joiner: SiteId
@@ -217,7 +200,7 @@ class ReportJoinFailed:
 
 @value
 class AbandonHandOver:
-    """The replica at `joiner` is not wanted any more."""
+    """Stop a hand-over: the view no longer has the replica at `joiner`, or its connection broke."""
 
     task: TaskId
     joiner: SiteId
@@ -225,7 +208,7 @@ class AbandonHandOver:
 
 @value
 class ReportDelivered:
-    """Tell the sequencer that this sink has taken everything up to `epoch`."""
+    """Report to the sequencer that this sink has taken everything up to `epoch`."""
 
     sink: StageId
     epoch: Epoch
@@ -233,7 +216,7 @@ class ReportDelivered:
 
 @value
 class ReportReplica:
-    """Tell the controller how far the replica of a task is: see `ReplicaReported`."""
+    """Report to the controller how far a replica is: see `ReplicaReported`."""
 
     task: TaskId
     phase: str
@@ -242,7 +225,7 @@ class ReportReplica:
 
 @value
 class ReportFinished:
-    """Tell the controller that this site has seen the last epoch through."""
+    """Report to the controller that this site has finished its part of the last epoch."""
 
 
 SiteEffect = (
@@ -269,7 +252,7 @@ SiteEffect = (
     | ReportFinished
 )
 
-# --- of the sequencer ---------------------------------------------------------------------------
+# --- the sequencer ------------------------------------------------------------------------------
 
 
 @value
@@ -281,7 +264,7 @@ class PublishRecord:
 
 @value
 class PassRecord:
-    """Send the record to the next replica in the chain, which will pass it on or publish it."""
+    """Send the record to the next replica in the chain, which passes it on or publishes it."""
 
     site: SiteId
     record: EpochRecord
@@ -289,10 +272,10 @@ class PassRecord:
 
 @value
 class CopySequencer:
-    """Give the new replica at `site` this state."""
+    """Send this state to the new replica of the sequencer at `site`."""
 
     site: SiteId
-    state: dict[str, Any]
+    state: SequencerState
 
 
 @value
@@ -304,12 +287,12 @@ class ConfirmChain:
 
 SequencerEffect = PublishRecord | PassRecord | CopySequencer | ConfirmChain
 
-# --- of the controller --------------------------------------------------------------------------
+# --- the controller -----------------------------------------------------------------------------
 
 
 @value
 class CommitView:
-    """Commit the view in the arbiter, then give it to all its members, with their addresses."""
+    """Commit the view in the arbiter, then send it to its members, with their addresses."""
 
     view: View
     addresses: dict[SiteId, tuple[str, int]]
@@ -317,12 +300,12 @@ class CommitView:
 
 @value
 class StartFlow:
-    """Every site is connected: sources may be read."""
+    """Start the flow: all sites are connected, and sources may be read."""
 
 
 @value
 class OrderCatchUp:
-    """Tell `donor` that it may hand the task over to `joiner`."""
+    """Order `donor` to hand the task over to `joiner`."""
 
     donor: SiteId
     task: TaskId
@@ -339,14 +322,14 @@ class OrderRetention:
 
 @value
 class DrainFlow:
-    """Ask the sequencer at `site` to take no more rows."""
+    """Order the sequencer at `site` to take no more rows."""
 
     site: SiteId
 
 
 @value
 class PauseFlow:
-    """Tell the sequencer at `site` to stand still, or to go on."""
+    """Order the sequencer at `site` to stop cutting epochs, or to resume."""
 
     site: SiteId
     paused: bool
@@ -354,7 +337,7 @@ class PauseFlow:
 
 @value
 class LaunchSite:
-    """Have the host start a site's process, after this many milliseconds."""
+    """Have the host start the process of a site, after this many milliseconds."""
 
     site: SiteId
     after_ms: int
@@ -362,14 +345,14 @@ class LaunchSite:
 
 @value
 class FenceSite:
-    """Have nothing to do with this site any more; if it still runs it must leave."""
+    """Order this site to leave, if it still runs, and accept nothing more from it."""
 
     site: SiteId
 
 
 @value
 class Wait:
-    """Answer `WaitOver(timer)` after so many milliseconds."""
+    """Answer `WaitOver(timer)` after this many milliseconds."""
 
     timer: Timer
     ms: int
@@ -377,9 +360,10 @@ class Wait:
 
 @value
 class EndFlow:
-    """Dismiss all sites. `error` is None when everything was delivered or the user stopped it."""
+    """Dismiss all sites."""
 
     error: Exception | None
+    """None if everything was delivered, or the user stopped the flow."""
 
 
 ControllerEffect = (
@@ -395,21 +379,21 @@ ControllerEffect = (
     | EndFlow
 )
 
-# --- of leadership ------------------------------------------------------------------------------
+# --- leadership ---------------------------------------------------------------------------------
 
 
 @value
 class AskLead:
-    """Ask the arbiter for the lead; `despite` is the entry of a leader that is known to be dead.
-    Answer `LeadGranted` or `LeadRefused`; or, like to every ask, `ArbiterUnreachable`."""
+    """Ask the arbiter for the lead. Answer `LeadGranted` or `LeadRefused`."""
 
     number: int
     despite: Entry | None
+    """The entry of a leader that is known to be dead."""
 
 
 @value
 class AskRenew:
-    """Ask it for more of the lease. Answer `Renewed` or `LeaseLost`."""
+    """Ask the arbiter to renew the lease. Answer `Renewed` or `LeaseLost`."""
 
     number: int
     entry: Entry
@@ -417,14 +401,14 @@ class AskRenew:
 
 @value
 class AskRead:
-    """Ask it who leads. Answer `EntryRead`."""
+    """Ask the arbiter for its entry, which names the leader. Answer `EntryRead`."""
 
     number: int
 
 
 @value
 class AskResign:
-    """Give the lease of the entry's term up. Answer `Resigned`."""
+    """Give up the lease of the entry's term. Answer `Resigned`."""
 
     number: int
     entry: Entry
@@ -432,13 +416,13 @@ class AskResign:
 
 @value
 class AskCommit:
-    """Have it put `value` after `entry`; `ends`: the flow is over with it. Answer `Committed` or
-    `CommitRefused`."""
+    """Ask the arbiter to replace `entry` by `value`. Answer `Committed` or `CommitRefused`."""
 
     number: int
     entry: Entry
     value: bytes
     ends: bool
+    """Whether the flow is over with it."""
 
 
 ArbiterAsk = AskLead | AskRenew | AskRead | AskResign | AskCommit
@@ -446,14 +430,14 @@ ArbiterAsk = AskLead | AskRenew | AskRead | AskResign | AskCommit
 
 @value
 class BeginTerm:
-    """This application leads, if it can take over what the entry says: answer `TermTaken`."""
+    """Begin a term: begin the flow or take it over, as the entry says. Answer `TermTaken`."""
 
     entry: Entry
 
 
 @value
 class EndTerm:
-    """It does not lead any more: forget everything that belongs to the term."""
+    """End the term: this application no longer leads. Drop everything that belongs to the term."""
 
     term: int
     reason: str
@@ -461,7 +445,7 @@ class EndTerm:
 
 @value
 class CommitDone:
-    """What was wanted first is committed, and may be acted on."""
+    """Execute the decisions of the first commit that was wanted: it is done."""
 
 
 @value
@@ -473,17 +457,17 @@ class FollowEntry:
 
 @value
 class LeadershipOver:
-    """The flow has ended."""
+    """End this application's part: the flow has ended."""
 
 
 LeadershipEffect = ArbiterAsk | BeginTerm | EndTerm | CommitDone | FollowEntry | LeadershipOver
 
-# --- of the checkpoints of a flow that runs -----------------------------------------------------
+# --- the checkpoints of a running flow ----------------------------------------------------------
 
 
 @value
 class OrderStore:
-    """Tell all sites: see `StoreOrdered`."""
+    """Send the order `StoreOrdered` to all sites."""
 
     epoch: Epoch
     after: Epoch | None
@@ -491,8 +475,7 @@ class OrderStore:
 
 @value
 class WriteManifest:
-    """All tasks are stored after `epoch`: see to it that this is known. Answer
-    `ManifestWritten`."""
+    """Write the manifest: all tasks are stored after `epoch`. Answer `ManifestWritten`."""
 
     epoch: Epoch
     stored: dict[TaskId, Any]

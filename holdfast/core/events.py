@@ -1,147 +1,113 @@
-"""Facts that reach a machine. The line before each group says whose they are."""
+"""Events of the machines: facts. The line before each group names the machine."""
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import Any
 
 from holdfast.core.effects import ArbiterAsk, AskCommit, AskLead, AskRead, AskRenew, AskResign
 from holdfast.core.ids import NO_EPOCH, Entry, Epoch, ExchangeId, GroupId, SiteId, StageId, TaskId
 from holdfast.core.layout import Domain, View
+from holdfast.core.messages import Ack, BundleKey, LogQuery, SequencerState
 from holdfast.core.protection import ProtectionSpec
 from holdfast.core.records import Block, EpochRecord
 from holdfast.core.timers import Timer
-from holdfast.core.upstream import Gap, Line, Log
+from holdfast.core.upstream import Gap, Log
 from holdfast.core.values import value
 
-# --- of a site's dataflow, and of its replica of the sequencer ------------------------------------
+# --- a site's dataflow, and its replica of the sequencer ---------------------------------------
 
 
 @value
 class ViewCommitted:
-    """The controller has committed a view; the sites act on it from now on."""
+    """The controller has committed a view. The site acts on it from now on."""
 
     view: View
 
 
-# --- of a site's dataflow -----------------------------------------------------------------------
+# --- a site's dataflow --------------------------------------------------------------------------
 
 
 @value
 class PeerConnected:
-    """There is a connection to this site, on which nothing has been sent yet."""
+    """The site has a new connection to another site. Nothing has been sent on it yet."""
 
     site: SiteId
 
 
 @value
 class PeerLost:
-    """The connection to this site broke. That is not to say that the site is dead."""
+    """The connection to another site broke. That site may be alive."""
 
     site: SiteId
 
 
 @value
 class RecordArrived:
-    """The sequencer has fixed an epoch."""
+    """The sequencer has recorded an epoch."""
 
     record: EpochRecord
 
 
 @value
 class BundleArrived:
-    """The frames that one partition group sends to another in one epoch of an exchange, or a part
-    of them.
+    """A bundle, or a part of one, has arrived for a replica of a consumer at this site."""
 
-    With ordered merging `last` is always set, with arrival merging on the epoch's last part.
-    """
-
-    exchange: ExchangeId
-    epoch: Epoch
-    producer: GroupId
-    consumer: GroupId
-    joined_view: int
-    """For the replica of the consumer that began in this view, and not one before it at this
-    site."""
-    last: bool
+    key: BundleKey
     bundle: Any
-    part: int = 0
 
 
 @value
 class AckArrived:
-    """What a replica of a consumer partition group, at `site`, says to a replica of a producer
-    partition group."""
+    """The replica of a consumer at `site` acknowledges bundles."""
 
-    exchange: ExchangeId
-    producer: GroupId
-    consumer: GroupId
     site: SiteId
-    joined_view: int
-    received: Epoch
-    """It has everything up to this epoch."""
-    credit: Epoch
-    """It has room up to this epoch."""
-    take: bool
-    """Whether it takes its frames from this replica; from the others it only wants them kept."""
-    finished: Epoch
-    checksum: int
-    """The last epoch it has processed, and the checksum of that epoch's bundle."""
-    levels: tuple[Epoch, ...] = ()
-    """Up to which epochs it does not need its input any more, if tasks are rebuilt from it."""
-    lines: tuple[Line, ...] = ()
-    """What goes with each of them, if any: see `holdfast.core.upstream`."""
+    ack: Ack
 
 
 @value
 class TaskProcessed:
-    """An order to ingest or process was carried out; its output, by exchange and consumer."""
+    """A task has executed an order to ingest or process."""
 
     task: TaskId
     epoch: Epoch
     last: bool
     outputs: dict[ExchangeId, dict[GroupId, Any]]
+    """By exchange and consumer."""
     needs: Epoch = NO_EPOCH
-    """The state after this epoch comes from the input after the epoch `needs`."""
+    """The state after this epoch derives from the input after the epoch `needs`."""
     earlier: tuple[dict[ExchangeId, dict[GroupId, Any]], ...] = ()
     """The output of the epochs right before this one, if the order was for several."""
     seconds: float = 0.0
-    """How long that took."""
+    """How long the order took."""
 
 
 @value
 class LogAsked:
-    """The replica of a consumer at `site` is to be rebuilt, and wants to know from where on."""
+    """The replica of a consumer at `site` is being rebuilt, and asks for a producer's log."""
 
-    exchange: ExchangeId
-    producer: GroupId
-    consumer: GroupId
     site: SiteId
-    joined_view: int
+    query: LogQuery
 
 
 @value
 class LogTold:
-    """What the replica of a producer at `site` has for a consumer that is to be rebuilt."""
+    """The replica of a producer at `site` answers with its log."""
 
-    exchange: ExchangeId
-    producer: GroupId
-    consumer: GroupId
     site: SiteId
-    joined_view: int
+    query: LogQuery
     log: Log
 
 
 @value
 class CheckpointDue:
-    """It is time to give a task's state to standbys."""
+    """A task must hand its state over to its standbys."""
 
     task: TaskId
 
 
 @value
 class SinkDurable:
-    """The sink's first replica has written all rows up to this epoch for good."""
+    """The leading replica of a sink has durably written all rows up to this epoch."""
 
     task: TaskId
     epoch: Epoch
@@ -149,16 +115,17 @@ class SinkDurable:
 
 @value
 class StoreOrdered:
-    """Tasks that are led here are to be stored as they are after `epoch`: what has changed after
-    the epoch `after`, if that is when they were stored last, and all of it otherwise."""
+    """The controller orders a checkpoint: each task that is led here stores its state."""
 
     epoch: Epoch
+    """The state after this epoch."""
     after: Epoch | None
+    """Only what has changed after this epoch, if the task was stored then; otherwise all of it."""
 
 
 @value
 class CatchUpOrdered:
-    """Every member counts the joining replica: the donor may hand over to it."""
+    """All members count the joining replica, so the donor may hand over to it."""
 
     task: TaskId
     joiner: SiteId
@@ -166,53 +133,37 @@ class CatchUpOrdered:
 
 @value
 class RetentionOrdered:
-    """Every member of the view with this number keeps what it shall keep: say of each task that
-    will be rebuilt from it when nothing older is needed any more."""
+    """All members act on the view with this number, and retain what its protection needs. The site
+    reports each task that would be rebuilt from that, once the task needs nothing older."""
 
     number: int
 
 
 @value
 class HandOverBegun:
-    """The site `sender` begins to hand a task over to the replica that joined in this view; `offer`
-    is what it says of it."""
+    """A site begins to hand a task over to the replica here."""
 
     task: TaskId
     sender: SiteId
     offer: Any
+    """What the sender reports of the hand-over."""
     joined_view: int = 0
+    """The view in which the replica joined that the hand-over is for."""
 
 
 @value
 class ReplicaInstalled:
-    """The state that another replica had after `epoch` is in place here, and these are the bundles
-    that it still kept: all of them, or those of later epochs than it had given before."""
+    """The state of another replica after `epoch` is in place here, with its retained bundles."""
 
     task: TaskId
     epoch: Epoch
     kept: dict[ExchangeId, dict[GroupId, list[Any]]]
     gaps: dict[ExchangeId, dict[GroupId, Gap]]
-    """What it did not have any more."""
+    """What the other replica no longer had."""
     whole: bool = True
-    """These are all, and not only those since the last time."""
+    """Whether these are all of its bundles; otherwise those of later epochs than it gave before."""
     needs: Epoch = NO_EPOCH
-    """After which epoch the input came that the state comes from, if that is known."""
-
-
-class Stale(Enum):
-    """Why a site's dataflow discarded an event."""
-
-    VIEW = "the view is not the one that is acted on, or not a later one"
-    NOT_HELD = "the task is not held here"
-    OTHER_INCARNATION = "it is for, or from, a replica that was there before"
-    REPEATED = "it came before"
-    NO_STATE = "the replica has no state that it could hand over"
-    NOT_COMPUTING = "the replica does not compute"
-    NOT_JOINING = "the joiner was given up meanwhile"
-    HANDED_OVER = "the state has gone to that joiner"
-    NOT_AWAITED = "the replica waits for no hand-over"
-    NOT_SEARCHING = "the replica is not being rebuilt"
-    NOT_FOLLOWING = "the replica knows by itself what is durable"
+    """The state derives from the input after this epoch, if that is known."""
 
 
 SiteEvent = (
@@ -234,40 +185,34 @@ SiteEvent = (
     | ReplicaInstalled
 )
 
-# --- of the sequencer ---------------------------------------------------------------------------
+# --- the sequencer ------------------------------------------------------------------------------
 
 
 @value
 class BlocksAvailable:
-    """An ingress has read these rows and keeps them; `again`: what was announced before is void."""
+    """An ingress has read these rows and holds them."""
 
     source: StageId
     split: int
     blocks: tuple[Block, ...]
     again: bool = False
+    """Whether this replaces everything that was announced of the split before."""
 
 
 @value
-class SplitIdle:
-    """A split has had no rows for a while, after those before `offset`."""
+class SplitQuiet:
+    """A split has no rows at `offset` or after it."""
 
     source: StageId
     split: int
     offset: int
-
-
-@value
-class SplitEnded:
-    """A split has no rows but those before `offset`."""
-
-    source: StageId
-    split: int
-    offset: int
+    ended: bool
+    """Whether it never has more rows; otherwise it has none for the time being."""
 
 
 @value
 class EpochDelivered:
-    """A sink has taken all rows up to and including this epoch."""
+    """A sink has taken all rows up to this epoch."""
 
     sink: StageId
     epoch: Epoch
@@ -275,51 +220,50 @@ class EpochDelivered:
 
 @value
 class DrainRequested:
-    """Take no more rows; finish what has been taken."""
+    """The sequencer must take no more rows, and finish the epochs that it has cut."""
 
 
 @value
 class PauseRequested:
-    """Cut no epochs for the time being, or do again."""
+    """The sequencer must stop cutting epochs, or resume."""
 
     paused: bool
 
 
 @value
 class RecordPassed:
-    """The replica of the sequencer before this one in the chain has the record."""
+    """The previous replica of the sequencer in the chain has passed a record on."""
 
     record: EpochRecord
 
 
 @value
 class ChainJoined:
-    """A new replica of the sequencer asks to be the next in the chain after this one. It has all
-    records before epoch `has`; with `NO_EPOCH` it needs the state first."""
+    """A new replica of the sequencer asks to follow this one in the chain."""
 
     site: SiteId
     has: Epoch
+    """It has all records before this epoch; `NO_EPOCH`: it needs the state first."""
 
 
 @value
 class SuccessorConnected:
-    """There is a new connection to this site; if it is next in the chain, records may be lost."""
+    """There is a new connection to a site. If it is next in the chain, it may lack records."""
 
     site: SiteId
 
 
 @value
 class SequencerCopied:
-    """The state of the replica that this new one follows in the chain."""
+    """The previous replica in the chain has sent its state to this new one."""
 
-    state: dict[str, Any]
+    state: SequencerState
 
 
 SequencerEvent = (
     ViewCommitted
     | BlocksAvailable
-    | SplitIdle
-    | SplitEnded
+    | SplitQuiet
     | EpochDelivered
     | DrainRequested
     | PauseRequested
@@ -329,12 +273,12 @@ SequencerEvent = (
     | SequencerCopied
 )
 
-# --- of the controller --------------------------------------------------------------------------
+# --- the controller -----------------------------------------------------------------------------
 
 
 @value
 class SiteRegistered:
-    """A site's process has started, listens at `address`, and is where `domain` says."""
+    """The process of a site has started and listens at `address`, in this failure domain."""
 
     site: SiteId
     address: tuple[str, int]
@@ -343,7 +287,7 @@ class SiteRegistered:
 
 @value
 class ViewSeen:
-    """A site acts on this view, and has connections to all its members."""
+    """A site acts on this view, and is connected to all its members."""
 
     site: SiteId
     term: int
@@ -352,32 +296,32 @@ class ViewSeen:
 
 @value
 class SitesFailed:
-    """These sites' processes are gone, or they were silent for longer than the lease. Sites that
-    fail together (an executor, a host, an application) are one event."""
+    """The processes of these sites are gone, or the sites were silent for longer than the lease.
+    Sites that fail together (an executor, a host, an application) are one event."""
 
     sites: tuple[SiteId, ...]
     reason: str
     certain: bool = True
-    """False: silent only. Such a site is let go if every partition has a replica elsewhere."""
+    """False: only silent. Such a site is removed if every partition has a replica elsewhere."""
 
 
 @value
 class ReplicaReported:
-    """A joining site has a task's state in place (`installed`), has caught up with what had been
-    recorded by then (`caught_up`), or could not (`failed`). Or of a task that is to be rebuilt
-    if it is lost, all is kept that this takes (`retained`)."""
+    """A site reports on a replica. A joining replica has its state in place (`installed`), has
+    caught up with what was recorded by then (`caught_up`), could not join (`failed`), or cannot be
+    rebuilt (`impossible`). Producers keep all that a task needs to be rebuilt (`retained`)."""
 
     site: SiteId
     task: TaskId
     number: int
-    """The view that whoever says so acts on."""
+    """The number of the view that the reporting site acts on."""
     phase: str
     reason: str = ""
 
 
 @value
 class ReplicaBehind:
-    """Another site must keep more for the replicas at `site` than it has room for."""
+    """Another site must keep more bytes for the replicas at `site` than it has room for."""
 
     site: SiteId
     reason: str
@@ -385,19 +329,21 @@ class ReplicaBehind:
 
 @value
 class SitesPartitioned:
-    """The first of each couple has heard nothing of the second for so many leases, though both
-    are at work and reach the controller; and how things stand, in words."""
+    """Sites hear nothing from each other, although they work and reach the controller."""
 
     couples: dict[tuple[SiteId, SiteId], tuple[int, str]]
+    """For how many leases the first of each couple has heard nothing from the second, and how it
+    knows."""
 
 
 @value
 class Call:
-    """What a site is at that has not got to anything else for `seconds`. `stage` is the name of the
-    stage whose code it runs, "" if it is none; `epoch` is -1 if it is at none."""
+    """A call that a site has been in for `seconds`, in which it does nothing else."""
 
     stage: str
+    """The name of the stage whose code runs; empty if it is no stage."""
     epoch: int
+    """-1 if the call belongs to no epoch."""
     seconds: float
 
     def __str__(self) -> str:
@@ -408,16 +354,16 @@ class Call:
 
 @value
 class SitesHung:
-    """Sites that have been in one call for so long that it may never end: longer than `limit_s`, or
-    at least half as long."""
+    """Sites have been in one call for so long that it may never end."""
 
     calls: dict[SiteId, Call]
+    """The calls that have taken at least half of the limit; one has taken longer than it."""
     limit_s: float
 
 
 @value
 class FlowFailed:
-    """Something is wrong with the flow itself: a user's function raised, frames diverge."""
+    """The flow itself is wrong: a user's function raised, or the frames of replicas differ."""
 
     site: SiteId
     error: Exception
@@ -425,7 +371,7 @@ class FlowFailed:
 
 @value
 class SiteFinished:
-    """A site has seen the last epoch through, as far as it is its own in the view `number`."""
+    """A site has finished its part of the last epoch, in the view with this number."""
 
     site: SiteId
     number: int
@@ -433,14 +379,14 @@ class SiteFinished:
 
 @value
 class WaitOver:
-    """The time asked for with `Wait` has passed."""
+    """The time of a `Wait` has passed."""
 
     timer: Timer
 
 
 @value
 class ProtectionWanted:
-    """The user wants stages to be protected so."""
+    """The user changes the protection of stages."""
 
     guards: tuple[ProtectionSpec, ...]
     """By stage."""
@@ -448,27 +394,28 @@ class ProtectionWanted:
 
 @value
 class StopRequested:
-    """The user wants the flow to end: after what was taken is delivered, or at once."""
+    """The user ends the flow."""
 
     drain: bool
+    """Whether rows that were taken are delivered first."""
 
 
-# --- of leadership ------------------------------------------------------------------------------
+# --- leadership ---------------------------------------------------------------------------------
 
 
 @value
 class LeadDue:
-    """It is time to ask for the lead, or for more of it."""
+    """The application must ask for the lead, or renew its lease."""
 
 
 @value
 class LeadGranted:
-    """The arbiter has begun a term with this application as its leader. Nobody else can lead for
-    `lease_s` from when it was asked."""
+    """The arbiter has begun a term that this application leads."""
 
     ask: AskLead
     entry: Entry
     lease_s: float
+    """No other application can lead for this time after the ask."""
 
 
 @value
@@ -480,30 +427,32 @@ class LeadRefused:
 
 @value
 class Renewed:
-    """Nobody else can lead for `lease_s` from when it was asked."""
+    """The arbiter has renewed the lease of this application."""
 
     ask: AskRenew
     lease_s: float
+    """No other application can lead for this time after the ask."""
 
 
 @value
 class LeaseLost:
-    """The lease has run out; without an `ask`: by this application's own clock."""
+    """The lease of this application has expired."""
 
     ask: AskRenew | None
+    """None if it has expired by this application's own clock."""
     reason: str
 
 
 @value
 class Resigned:
-    """The lease is given up."""
+    """The arbiter has ended the lease that this application gave up."""
 
     ask: AskResign
 
 
 @value
 class EntryRead:
-    """What the arbiter has."""
+    """The arbiter has returned its entry."""
 
     ask: AskRead
     entry: Entry
@@ -511,14 +460,14 @@ class EntryRead:
 
 @value
 class TermTaken:
-    """The flow is taken over in this term, or begun."""
+    """The application has begun the flow, or taken it over, in this term."""
 
     term: int
 
 
 @value
 class CommitWanted:
-    """What the leader knows has changed, and nobody may act on it before it is committed."""
+    """The leader has made decisions. No site acts on them before they are committed."""
 
     term: int
     value: bytes
@@ -526,7 +475,7 @@ class CommitWanted:
 
 @value
 class EndWanted:
-    """The leader has ended the flow. Nobody is told before that is committed."""
+    """The leader has ended the flow. No site is dismissed before that is committed."""
 
     term: int
     value: bytes
@@ -534,7 +483,7 @@ class EndWanted:
 
 @value
 class Committed:
-    """The arbiter has taken it."""
+    """The arbiter has committed a value."""
 
     ask: AskCommit
     entry: Entry
@@ -542,12 +491,12 @@ class Committed:
 
 @value
 class EndCommitted:
-    """The same, of the end."""
+    """The arbiter has committed the end of the flow."""
 
 
 @value
 class CommitRefused:
-    """Another one leads, or may."""
+    """The arbiter has refused a commit: another application leads, or may lead."""
 
     ask: AskCommit
     reason: str
@@ -555,7 +504,7 @@ class CommitRefused:
 
 @value
 class ArbiterUnreachable:
-    """There is no answer. Whether the ask took effect is not known."""
+    """The arbiter has not answered. The ask may have taken effect."""
 
     ask: ArbiterAsk
     reason: str
@@ -563,26 +512,29 @@ class ArbiterUnreachable:
 
 @value
 class LeaderFound:
-    """There is a connection to the leader."""
+    """The application is connected to the leader."""
 
     holder: str
 
 
 @value
 class LeaderMissed:
-    """There is none any more."""
+    """The connection to the leader broke."""
+
+    search: bool = True
+    """Whether to ask the arbiter immediately which application leads."""
 
 
 @value
 class LeaderGone:
-    """Nobody listens where the leader of this entry did."""
+    """No process listens at the address of the leader that the entry names."""
 
     entry: Entry
 
 
 @value
 class FlowEnded:
-    """The leader says so, or the arbiter."""
+    """The flow has ended, as the leader or the arbiter says."""
 
 
 LeadershipEvent = (
@@ -605,13 +557,13 @@ LeadershipEvent = (
     | FlowEnded
 )
 
-# --- of the checkpoints of a flow that runs -----------------------------------------------------
+# --- the checkpoints of a running flow ----------------------------------------------------------
 
 
 @value
 class StoreDue:
-    """It is time for another checkpoint, of an epoch that no task has come to before it hears of
-    it: probably the one that is `ahead` of the last record."""
+    """It is time for another checkpoint. Its epoch should be one that no task has reached when it
+    gets the order, probably the one that is `ahead` of the last record."""
 
     view: View
     ahead: int
@@ -619,7 +571,7 @@ class StoreDue:
 
 @value
 class TaskStored:
-    """A task is stored as it was after `epoch`; `what` says where."""
+    """A site has stored a task as it was after `epoch`; `what` says where."""
 
     task: TaskId
     epoch: Epoch
@@ -628,19 +580,21 @@ class TaskStored:
 
 @value
 class StoreFailed:
-    """A task could not be stored; `missed`: it was past the epoch already."""
+    """A site could not store a task."""
 
     epoch: Epoch
     reason: str
     missed: bool
+    """Whether the task was past the epoch already."""
 
 
 @value
 class ManifestWritten:
-    """The checkpoint counts; with an error it could not be written."""
+    """The manifest of a checkpoint is written, so that it counts."""
 
     epoch: Epoch
     error: str
+    """Why the manifest could not be written; empty if it could."""
 
 
 StoreEvent = (

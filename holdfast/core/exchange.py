@@ -1,17 +1,18 @@
 """The two ends of an exchange, for one partition group on one site.
 
-Every replica of a consumer partition group tells every replica of a producer partition group,
-cumulatively, up to which epoch it has `received`, and takes its frames from one of them. A producer
-replica keeps a bundle until all replicas of the consumer have it: that epoch is `stable`. So
-whichever replicas die, what a survivor lacks is kept by, or will be made again by, any survivor on
-the other side; and "have I seen this?" is one comparison of epochs.
+Every replica of a consumer acknowledges to every replica of a producer, cumulatively, up to which
+epoch it has `received`, and subscribes to one of them for its frames. A producer replica keeps a
+bundle until all replicas of the consumer have received it: that epoch is `stable`. Whichever
+replicas die, every survivor on the producer's side has what a surviving consumer lacks, or will
+make it; and "have I seen this?" is one comparison of epochs.
 
-A consumer that is rebuilt from its input if it dies (see `holdfast.core.upstream`) also says up
-to which epoch it does not need that input any more, at each *level*; then that is what is stable.
+A consumer that is rebuilt from its input if it dies (see `holdfast.core.upstream`) also
+acknowledges up to which epoch it no longer needs that input, at each *level*; for its producers
+that epoch is stable.
 
-Why this cannot deadlock: processing an epoch needs bundles of that epoch only, a consumer's
-credit always covers the epoch it processes next, and receivers take whatever arrives off the
-wire. So the oldest epoch of the flow can always be moved on, whoever is slow and whatever is full.
+An exchange cannot deadlock: processing an epoch needs bundles of that epoch only, a consumer's
+credit always covers the epoch it processes next, and receivers read everything that arrives. The
+oldest epoch of the flow can always proceed, whichever site is slow and whichever buffer is full.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from holdfast.core.effects import SendAck, SendBundle
-from holdfast.core.events import AckArrived, BundleArrived
 from holdfast.core.ids import NO_EPOCH, Epoch, ExchangeId, GroupId, SiteId
-from holdfast.core.upstream import Gap, Line, Log, Needed, merged
+from holdfast.core.messages import Ack, BundleKey
+from holdfast.core.upstream import Gap, Log, Needed, ValidAfter, merged
 from holdfast.errors import DivergenceError, ProtocolError, require
 
 NOTHING = Needed()
-"""There are no levels: what is received is not needed any more."""
+"""No levels: the consumer no longer needs what it has received."""
 
 
 class Kept(NamedTuple):
-    """A bundle that some replica of the consumer may still need."""
+    """A bundle that a replica of the consumer may still need."""
 
     epoch: Epoch
     last: bool
@@ -42,54 +43,54 @@ class Kept(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Taker:
-    """What a producer knows of one replica of a consumer."""
-
-    def reached(self, level: int) -> Epoch:
-        """What it has (level 0), or does not need any more."""
-        if level == 0:
-            return self.received
-        return self.levels[level - 1] if level <= len(self.levels) else NO_EPOCH
-
-    def line(self, level: int) -> Line:
-        """What goes with that, if it is rebuilt."""
-        return self.lines[level - 1] if 0 < level <= len(self.lines) else {}
+class _Cursor:
+    """What a producer knows of one replica of a consumer: its last ack, and what to send next."""
 
     joined_view: int
     received: Epoch = NO_EPOCH
     levels: tuple[Epoch, ...] = ()
-    lines: tuple[Line, ...] = ()
+    valid_after: tuple[ValidAfter, ...] = ()
     credit: Epoch = NO_EPOCH
-    takes: bool = False
+    subscribed: bool = False
     next: int = 0
-    """Which bundle goes out to it next, counted from the beginning of the lane."""
+    """The bundle to send next, counted from the beginning of the lane."""
+
+    def reached(self, level: int) -> Epoch:
+        """Up to which epoch it has everything (level 0), or no longer needs it."""
+        if level == 0:
+            return self.received
+        return self.levels[level - 1] if level <= len(self.levels) else NO_EPOCH
+
+    def valid_after_at(self, level: int) -> ValidAfter:
+        """What goes with that, if it is rebuilt."""
+        return self.valid_after[level - 1] if 0 < level <= len(self.valid_after) else {}
 
 
 @dataclass(slots=True)
 class _Lane:
-    """The bundles for one consumer partition group, and the replicas it has."""
+    """The bundles kept for one consumer partition group, and a cursor for each of its replicas."""
 
     kept: deque[Kept] = field(default_factory=deque)
     trimmed: int = 0
-    """How many bundles have been let go."""
-    let_go: Epoch = NO_EPOCH
-    """Up to which epoch they have, or were never here."""
-    known: Epoch = NO_EPOCH
-    """Up to which epoch some replica of the consumer, dead or alive, was known not to need any."""
-    base: Epoch = NO_EPOCH
-    """After which epoch what is here is right, if it was rebuilt."""
-    credit: int = 0
-    """At which level that is all that the consumer needs, until it is known to need less."""
-    line: Line = field(default_factory=dict)
-    """From where on the consumer, and whoever follows it, is right if it is rebuilt."""
-    takers: dict[SiteId, _Taker] = field(default_factory=dict)
+    """How many bundles were dropped."""
+    trimmed_upto: Epoch = NO_EPOCH
+    """Bundles up to this epoch were dropped, or were never here."""
+    known_stable: Epoch = NO_EPOCH
+    """A replica of the consumer, dead or alive, is known not to need bundles up to this epoch."""
+    rebuilt_from: Epoch = NO_EPOCH
+    """If this producer was rebuilt: its output is right after this epoch."""
+    complete_level: int = 0
+    """The level at which that is all that the consumer needs, until it acknowledges more."""
+    valid_after: ValidAfter = field(default_factory=dict)
+    """After which epochs the output of the consumer and of tasks behind it is right, if they are
+    rebuilt from this lane."""
+    cursors: dict[SiteId, _Cursor] = field(default_factory=dict)
     claims: dict[Epoch, int] = field(default_factory=dict)
-    """Checksums that a consumer has reported of epochs that are not made here yet."""
+    """Checksums that a consumer has reported for epochs that are not made here yet."""
 
 
 class Producer:
-    """The sending end: a lane for every consumer partition group. It begins after the epoch
-    `made`."""
+    """The sending end: a lane for every consumer partition group."""
 
     def __init__(
         self,
@@ -100,12 +101,13 @@ class Producer:
         log: Log | None = None,
         deterministic: bool = True,
     ) -> None:
-        """The consumers let go at this `level`. The replicas of the producer make the same frames,
-        if they are `deterministic`. If what comes here is rebuilt, it is right after the epoch
-        `log.after`, and that is all that they need at the level `log.credit`, at first."""
+        """Begin after the epoch `made`. A bundle is stable once the consumers no longer need it at
+        this `level`. If the producer was rebuilt, its output is right after the epoch `log.after`,
+        and complete at `log.complete_level` at first. Replicas that are `deterministic` make the
+        same frames."""
         self.exchange, self.group, self.level = exchange, group, level
         self.complete = level
-        """At which level what is kept is complete."""
+        """The level at which what is kept is complete."""
         self.lanes: dict[GroupId, _Lane] = {}
         self.made = made
         self._deterministic = deterministic
@@ -113,44 +115,49 @@ class Producer:
         self._part = 0
 
     def protect(self, level: int, complete: int, deterministic: bool) -> None:
-        """The consumers let go at this `level`, and what is kept is complete at that one; what
-        another replica has sent is compared, if they are `deterministic`."""
+        """Change the level at which bundles are stable, the one at which what is kept is complete,
+        and whether frames of other replicas are compared with this one's."""
         self.level, self.complete, self._deterministic = level, complete, deterministic
 
     def on_view(self, replicas: Mapping[GroupId, Mapping[SiteId, int]]) -> None:
-        """Count these replicas of the consumers, and no others; each with the view it is from."""
+        """Keep bundles for these replicas of the consumers, and no others; each with the view in
+        which it joined."""
         for consumer, sites in replicas.items():
             lane = self.lanes.get(consumer) or self._new_lane(consumer)
-            known = {s: t for s, t in lane.takers.items() if sites.get(s) == t.joined_view}
-            lane.takers = {
-                s: known.get(s) or _Taker(joined_view) for s, joined_view in sites.items()
+            known = {s: t for s, t in lane.cursors.items() if sites.get(s) == t.joined_view}
+            lane.cursors = {
+                s: known.get(s) or _Cursor(joined_view) for s, joined_view in sites.items()
             }
             self._trim(lane)
 
     def _new_lane(self, consumer: GroupId) -> _Lane:
-        after, _, credit, line = self._log
-        lane = _Lane(let_go=after, base=after, credit=min(self.level, credit), line=line)
+        after, _, complete, valid = self._log
+        lane = _Lane(
+            trimmed_upto=after,
+            rebuilt_from=after,
+            complete_level=min(self.level, complete),
+            valid_after=valid,
+        )
         self.lanes[consumer] = lane
         return lane
 
     def joined_view(self, consumer: GroupId, site: SiteId) -> int:
-        """From which view the replica of `consumer` at `site` is that counts here; -1 if none
-        does."""
+        """The view in which the replica of `consumer` at `site` joined; -1 if none is counted."""
         lane = self.lanes.get(consumer)
-        taker = lane.takers.get(site) if lane else None
-        return taker.joined_view if taker else -1
+        cursor = lane.cursors.get(site) if lane else None
+        return cursor.joined_view if cursor else -1
 
     def received(self, consumer: GroupId, site: SiteId) -> Epoch:
-        """What the replica of `consumer` at `site` has."""
-        return self.lanes[consumer].takers[site].received
+        """Up to which epoch the replica of `consumer` at `site` has everything."""
+        return self.lanes[consumer].cursors[site].received
 
     def offer(self, epoch: Epoch, last: bool, bundles: Mapping[GroupId, Any]) -> list[SendBundle]:
-        """Take an epoch's output; what is asked for and there is credit for goes out at once."""
+        """Keep an epoch's output; return what subscribed consumers have credit for."""
         effects: list[SendBundle] = []
         for consumer, lane in self.lanes.items():
             bundle = bundles[consumer]
-            if epoch <= lane.base:
-                continue  # it need not be right, and nobody lacks it
+            if epoch <= lane.rebuilt_from:
+                continue  # it may be wrong, and no consumer lacks it
             lane.kept.append(Kept(epoch, last, bundle, self._part))
             claim = lane.claims.pop(epoch, None)
             if claim is not None:
@@ -162,107 +169,98 @@ class Producer:
             self.made = epoch
         return effects
 
-    def on_ack(self, ack: AckArrived) -> list[SendBundle]:
+    def on_ack(self, site: SiteId, ack: Ack) -> list[SendBundle]:
         lane = self.lanes[ack.consumer]
-        taker = lane.takers[ack.site]
+        cursor = lane.cursors[site]
         self._verify(lane, ack)
-        taker.received = max(taker.received, ack.received)
-        known = taker.levels + (NO_EPOCH,) * (len(ack.levels) - len(taker.levels))
-        taker.levels = tuple(map(max, known, ack.levels))
-        taker.lines = ack.lines
-        lane.known = max(lane.known, taker.reached(self.level))
-        if ack.lines:
-            lane.line = merged([lane.line, taker.line(self.level)])
-        taker.credit = max(taker.credit, ack.credit)
-        if ack.take and not taker.takes:
-            held = sum(1 for k in lane.kept if k.epoch <= taker.received)
-            taker.next = lane.trimmed + held
-        taker.takes = ack.take
+        cursor.received = max(cursor.received, ack.received)
+        known = cursor.levels + (NO_EPOCH,) * (len(ack.levels) - len(cursor.levels))
+        cursor.levels = tuple(map(max, known, ack.levels))
+        cursor.valid_after = ack.valid_after
+        lane.known_stable = max(lane.known_stable, cursor.reached(self.level))
+        if ack.valid_after:
+            lane.valid_after = merged([lane.valid_after, cursor.valid_after_at(self.level)])
+        cursor.credit = max(cursor.credit, ack.credit)
+        if ack.subscribe and not cursor.subscribed:
+            held = sum(1 for k in lane.kept if k.epoch <= cursor.received)
+            cursor.next = lane.trimmed + held
+        cursor.subscribed = ack.subscribe
         self._trim(lane)
         return self._sendable(ack.consumer, lane)
 
     def on_lost(self, site: SiteId) -> None:
-        """The connection broke: what was on its way may not have arrived."""
+        """The connection broke: bundles under way may be lost, so the consumer subscribes again."""
         for lane in self.lanes.values():
-            if site in lane.takers:
-                lane.takers[site].takes = False
+            if site in lane.cursors:
+                lane.cursors[site].subscribed = False
 
     def _trim(self, lane: _Lane) -> None:
         stable = self._stable(lane)
         while lane.kept and lane.kept[0].epoch <= stable:
-            lane.let_go = lane.kept.popleft().epoch
+            lane.trimmed_upto = lane.kept.popleft().epoch
             lane.trimmed += 1
 
     def _stable(self, lane: _Lane) -> Epoch:
-        return min((t.reached(self.level) for t in lane.takers.values()), default=NO_EPOCH)
+        return min((t.reached(self.level) for t in lane.cursors.values()), default=NO_EPOCH)
 
     @property
     def stable(self) -> Epoch:
-        """What no replica of any consumer will ask for."""
+        """No replica of any consumer will ask for bundles up to this epoch."""
         return min((self._stable(lane) for lane in self.lanes.values()), default=NO_EPOCH)
 
     def skip(self, epoch: Epoch) -> None:
-        """An epoch is stable, and was not made here."""
+        """Follow past an epoch that is stable without having made it."""
         self.made = epoch
         for lane in self.lanes.values():
-            lane.let_go = max(lane.let_go, epoch)
+            lane.trimmed_upto = max(lane.trimmed_upto, epoch)
 
     def reached(self, level: int) -> Epoch:
-        """What all replicas of all consumers have (level 0), or do not need any more. A consumer of
-        which nothing is left will be rebuilt, and then needs all that is kept for it."""
+        """Up to which epoch all replicas of all consumers have everything (level 0), or no longer
+        need it. A consumer without replicas will be rebuilt, and needs all that is kept for it."""
         return min(
             (
-                min((t.reached(level) for t in lane.takers.values()), default=lane.let_go)
+                min((t.reached(level) for t in lane.cursors.values()), default=lane.trimmed_upto)
                 for lane in self.lanes.values()
             ),
             default=NO_EPOCH,
         )
 
-    def line(self, level: int) -> Line:
+    def valid_after_at(self, level: int) -> ValidAfter:
         """What goes with `reached`."""
         return merged(
-            line
+            bound
             for lane in self.lanes.values()
-            for line in [t.line(level) for t in lane.takers.values()] or [lane.line]
+            for bound in [c.valid_after_at(level) for c in lane.cursors.values()]
+            or [lane.valid_after]
         )
 
     def log(self, consumer: GroupId) -> Log:
-        """What is here for a consumer that is to be rebuilt."""
+        """What is kept for a consumer that shall be rebuilt."""
         lane = self.lanes[consumer]
-        short = lane.known < lane.base
-        credit = min(lane.credit, self.complete) if short else self.complete
-        return Log(lane.let_go, self.made, credit, lane.line)
+        short = lane.known_stable < lane.rebuilt_from
+        level = min(lane.complete_level, self.complete) if short else self.complete
+        return Log(lane.trimmed_upto, self.made, level, lane.valid_after)
 
     def _sendable(self, consumer: GroupId, lane: _Lane) -> list[SendBundle]:
         ready: list[SendBundle] = []
-        for site, taker in lane.takers.items():
-            if not taker.takes:
+        for site, cursor in lane.cursors.items():
+            if not cursor.subscribed:
                 continue
-            taker.next = max(taker.next, lane.trimmed)
-            while taker.next - lane.trimmed < len(lane.kept):
-                epoch, last, bundle, part = lane.kept[taker.next - lane.trimmed]
-                if epoch > taker.credit:
+            cursor.next = max(cursor.next, lane.trimmed)
+            while cursor.next - lane.trimmed < len(lane.kept):
+                epoch, last, bundle, part = lane.kept[cursor.next - lane.trimmed]
+                if epoch > cursor.credit:
                     break
-                if epoch > taker.received:
-                    ready.append(
-                        SendBundle(
-                            site,
-                            self.exchange,
-                            epoch,
-                            self.group,
-                            consumer,
-                            taker.joined_view,
-                            last,
-                            bundle,
-                            part,
-                        )
-                    )
-                taker.next += 1
+                if epoch > cursor.received:
+                    ends = (self.exchange, epoch, self.group, consumer)
+                    key = BundleKey(*ends, cursor.joined_view, part, last)
+                    ready.append(SendBundle(site, key, bundle))
+                cursor.next += 1
         return ready
 
-    def _verify(self, lane: _Lane, ack: AckArrived) -> None:
-        """Two replicas must make the same frames: compare what the other one sent with ours."""
-        if ack.take or ack.finished == NO_EPOCH or not self._deterministic:
+    def _verify(self, lane: _Lane, ack: Ack) -> None:
+        """Compare the frames that another replica sent with this one's: they must be the same."""
+        if ack.subscribe or ack.finished == NO_EPOCH or not self._deterministic:
             return
         if ack.finished > self.made:
             lane.claims[ack.finished] = ack.checksum
@@ -282,8 +280,8 @@ class Producer:
             )
 
     def export(self, after: Epoch | None = None) -> dict[GroupId, list[Kept]]:
-        """What another replica must be able to send in place of this one; without what it has, if
-        it has been there after an earlier epoch."""
+        """Return the kept bundles, for another replica that may have to send them; only those
+        after an epoch, if the other replica has the rest."""
         return {
             consumer: [k for k in lane.kept if after is None or k.epoch > after]
             for consumer, lane in self.lanes.items()
@@ -292,7 +290,13 @@ class Producer:
     def gaps(self) -> dict[GroupId, Gap]:
         """What is not here, by consumer."""
         return {
-            consumer: Gap(lane.let_go, lane.known, lane.base, lane.credit, lane.line)
+            consumer: Gap(
+                lane.trimmed_upto,
+                lane.known_stable,
+                lane.rebuilt_from,
+                lane.complete_level,
+                lane.valid_after,
+            )
             for consumer, lane in self.lanes.items()
         }
 
@@ -303,41 +307,41 @@ class Producer:
         gaps: Mapping[GroupId, Gap],
         whole: bool = True,
     ) -> None:
-        """Be as another replica was after epoch `made`. If these are not all that it kept, what is
-        kept here of earlier epochs stays, as long as the other one kept it."""
+        """Become what another replica was after epoch `made`. Unless `whole`, `kept` has later
+        bundles only, and this replica keeps earlier ones that the other one kept, too."""
         self.made = made
         for consumer, gap in gaps.items():
             lane = self.lanes.setdefault(consumer, _Lane())
             if whole:
                 lane.kept.clear()
             lane.kept.extend(Kept(*k) for k in kept.get(consumer, ()))
-            lane.let_go = max(lane.let_go, gap.let_go)
-            lane.known = max(lane.known, gap.known)
-            lane.base, lane.credit = gap.base, gap.credit
-            lane.line = merged([lane.line, gap.line])
-            while lane.kept and lane.kept[0].epoch <= lane.let_go:
+            lane.trimmed_upto = max(lane.trimmed_upto, gap.trimmed_upto)
+            lane.known_stable = max(lane.known_stable, gap.known_stable)
+            lane.rebuilt_from, lane.complete_level = gap.rebuilt_from, gap.complete_level
+            lane.valid_after = merged([lane.valid_after, gap.valid_after])
+            while lane.kept and lane.kept[0].epoch <= lane.trimmed_upto:
                 lane.kept.popleft()
                 lane.trimmed += 1
             self._trim(lane)  # acks may have come before
 
     def kept(self) -> Iterator[Kept]:
-        """All that is kept, by consumer, the oldest first."""
+        """All kept bundles, by consumer, the oldest first."""
         for lane in self.lanes.values():
             yield from lane.kept
 
     def held(self) -> int:
-        """How many bundles wait for credit or for their ack."""
+        """Count the kept bundles."""
         return sum(len(lane.kept) for lane in self.lanes.values())
 
     def slowest(self, but: Mapping[GroupId, Iterable[SiteId]]) -> tuple[SiteId, int] | None:
-        """The replica that most bundles are kept for, and how many bytes they are; leaving out
-        some, that are meant to be behind."""
+        """The replica with the most bytes of bundles that it has not received, and how many bytes;
+        without the replicas in `but`, which are behind by design."""
         worst: tuple[int, SiteId] | None = None
         for consumer, lane in self.lanes.items():
-            for site, taker in lane.takers.items():
+            for site, cursor in lane.cursors.items():
                 if site in but.get(consumer, ()):
                     continue
-                waiting = sum(k.bundle.nbytes for k in lane.kept if k.epoch > taker.received)
+                waiting = sum(k.bundle.nbytes for k in lane.kept if k.epoch > cursor.received)
                 if worst is None or waiting > worst[0]:
                     worst = (waiting, site)
         return None if worst is None else (worst[1], worst[0])
@@ -355,7 +359,7 @@ class Producer:
                 f"partition group {consumer}: a stable bundle is kept",
             )
             require(
-                not epochs or epochs[0] in (lane.let_go, lane.let_go + 1),
+                not epochs or epochs[0] in (lane.trimmed_upto, lane.trimmed_upto + 1),
                 f"partition group {consumer}: a bundle is missing",
             )
 
@@ -374,11 +378,11 @@ class Consumer:
         self.exchange, self.group, self.window = exchange, group, window
         self.finished, self.joined_view = finished, joined_view
         self._promised = NO_EPOCH
-        """Up to which epoch producers may send, as they were told; there may be less room now."""
-        self._takes = True
-        """If not, it takes nothing yet, and is counted."""
+        """Producers have credit up to this epoch, even if the window has shrunk since."""
+        self._subscribes = True
+        """If not, producers keep bundles for it and send none."""
         self._deterministic = True
-        """Whether it does not matter from which replica of a producer it takes its frames."""
+        """Whether all replicas of a producer make the same frames."""
         self.received: dict[GroupId, Epoch] = {}
         self.source: dict[GroupId, SiteId | None] = {}
         self._replicas: dict[GroupId, tuple[SiteId, ...]] = {}
@@ -396,15 +400,16 @@ class Consumer:
         connected: set[SiteId],
         needed: Needed = NOTHING,
         *,
-        takes: bool = True,
+        subscribes: bool = True,
         deterministic: bool = True,
     ) -> list[SendAck]:
-        """Take from these replicas of the producers; tell them, and those that join, where we are.
+        """Subscribe to one replica of each producer, and acknowledge to all, joining ones included.
 
-        `prefer` names the replicas that are on this site and not behind. One that does not compute
-        takes nothing. If the producer's replicas are not `deterministic`, it takes from the first.
+        `prefer` names the replicas that are on this site and not behind. A consumer that does not
+        compute does not subscribe. If the producer's replicas are not `deterministic`, it
+        subscribes to the first.
         """
-        self._takes, self._deterministic = takes, deterministic
+        self._subscribes, self._deterministic = subscribes, deterministic
         for producer, sites in replicas.items():
             self.received.setdefault(producer, self.finished)
             self._replicas[producer] = sites
@@ -423,16 +428,16 @@ class Consumer:
     def on_lost(
         self, site: SiteId, connected: set[SiteId], needed: Needed = NOTHING
     ) -> list[SendAck]:
-        """Ask another replica at once for what this one was sending. It may come twice."""
+        """Subscribe to another replica for what this one was sending. Frames may come twice."""
         effects = []
         for producer, source in self.source.items():
             if source == site:
                 self._choose(producer, connected, None)
-                effects += [a for a in self.acks(connected, needed) if a.producer == producer]
+                effects += [a for a in self.acks(connected, needed) if a.ack.producer == producer]
         return effects
 
     def _choose(self, producer: GroupId, connected: set[SiteId], prefer: SiteId | None) -> None:
-        alive = [s for s in self._replicas[producer] if s in connected and self._takes]
+        alive = [s for s in self._replicas[producer] if s in connected and self._subscribes]
         if not self._deterministic:
             self.source[producer] = alive[0] if alive else None
         elif prefer is not None and prefer in alive:
@@ -442,57 +447,53 @@ class Consumer:
             self.source[producer] = alive[turn] if alive else None
 
     def turn(self, connected: set[SiteId], needed: Needed = NOTHING) -> list[SendAck]:
-        """Take what is lacking of the next epoch from the next replica."""
+        """Subscribe to the next replica of each producer that the next epoch waits for."""
         effects = []
         for producer, received in self.received.items() if self._deterministic else ():
             alive = [s for s in self._replicas[producer] if s in connected]
             source = self.source.get(producer)
             if received == self.finished and source in alive and len(alive) > 1:
                 self.source[producer] = alive[(alive.index(source) + 1) % len(alive)]
-                effects += [a for a in self.acks(connected, needed) if a.producer == producer]
+                effects += [a for a in self.acks(connected, needed) if a.ack.producer == producer]
         return effects
 
     @property
     def room(self) -> int:
-        """How many epochs after the one it is at producers may send."""
+        """How many epochs ahead producers may send."""
         return max(self._promised - self.finished, self.window)
 
-    def on_bundle(self, event: BundleArrived) -> bool:
-        """Take a bundle in; False if it is one that came before and is dropped."""
-        seen = self.received.get(event.producer)
+    def on_bundle(self, key: BundleKey, bundle: Any) -> bool:
+        """Accept a bundle; return False for one that came before."""
+        seen = self.received.get(key.producer)
         if seen is None:
             raise ProtocolError(
-                f"exchange {self.exchange}: bundle from partition group {event.producer}, no "
-                "producer"
+                f"exchange {self.exchange}: bundle from partition group {key.producer}, no producer"
             )
-        if event.epoch <= seen:
+        if key.epoch <= seen:
             return False
-        if event.epoch != seen + 1:
+        if key.epoch != seen + 1:
             raise ProtocolError(
-                f"exchange {self.exchange}: partition group {event.producer} sent epoch "
-                f"{event.epoch} "
+                f"exchange {self.exchange}: partition group {key.producer} sent epoch {key.epoch} "
                 f"after {seen}"
             )
-        if event.epoch > self.finished + self.room:
+        if key.epoch > self.finished + self.room:
             raise ProtocolError(
-                f"exchange {self.exchange}: partition group {event.producer} sent epoch "
-                f"{event.epoch} "
-                f"without credit"
+                f"exchange {self.exchange}: partition group {key.producer} sent epoch {key.epoch} "
+                "without credit"
             )
-        expected = self._parts.get(event.producer, 0)
-        if event.part < expected:
+        expected = self._parts.get(key.producer, 0)
+        if key.part < expected:
             return False
-        if event.part > expected:
+        if key.part > expected:
             raise ProtocolError(
-                f"exchange {self.exchange}: partition group {event.producer} sent part "
-                f"{event.part} "
-                f"of epoch {event.epoch}, not {expected}"
+                f"exchange {self.exchange}: partition group {key.producer} sent part {key.part} "
+                f"of epoch {key.epoch}, not {expected}"
             )
-        parts = self._arrived.setdefault(event.epoch, {}).setdefault(event.producer, [])
-        parts.append(event.bundle)
-        self._parts[event.producer] = 0 if event.last else event.part + 1
-        if event.last:
-            self.received[event.producer] = event.epoch
+        parts = self._arrived.setdefault(key.epoch, {}).setdefault(key.producer, [])
+        parts.append(bundle)
+        self._parts[key.producer] = 0 if key.last else key.part + 1
+        if key.last:
+            self.received[key.producer] = key.epoch
         return True
 
     def complete(self, epoch: Epoch) -> bool:
@@ -500,19 +501,19 @@ class Consumer:
         return all(received >= epoch for received in self.received.values())
 
     def take(self, epoch: Epoch) -> list[Any]:
-        """The bundles of an epoch that are here and were not taken before, by producer."""
+        """Remove and return the bundles of an epoch that have arrived, ordered by producer."""
         by_producer = self._arrived.pop(epoch, {})
         self._taken = {p: parts[-1].checksum for p, parts in by_producer.items()}
         return [bundle for p in sorted(by_producer) for bundle in by_producer[p]]
 
     def waiting(self) -> list[Epoch]:
-        """The epochs of which something is here, oldest first."""
+        """The epochs with bundles that were not taken, oldest first."""
         return sorted(self._arrived)
 
     def finish(
         self, epoch: Epoch, connected: set[SiteId], needed: Needed = NOTHING
     ) -> list[SendAck]:
-        """The stage has processed everything up to `epoch`: tell all producers."""
+        """The task has processed everything up to `epoch`: acknowledge to all producers."""
         self.finished = epoch
         self._checksum = self._taken
         return self.acks(connected, needed)
@@ -520,7 +521,7 @@ class Consumer:
     def adopt_checkpoint(
         self, epoch: Epoch, connected: set[SiteId], needed: Needed = NOTHING
     ) -> list[SendAck]:
-        """The state is that after `epoch` now: nothing before is needed any more."""
+        """The state is now that after `epoch`: earlier input is no longer needed."""
         self.finished = epoch
         self.received = dict.fromkeys(self.received, epoch)
         return self.acks(connected, needed)
@@ -537,8 +538,7 @@ class Consumer:
         known = producer in self._checksum
         received, levels = self.received[producer], needed.levels
         self._promised = max(self._promised, Epoch(self.finished + self.window))
-        return SendAck(
-            site,
+        ack = Ack(
             self.exchange,
             producer,
             self.group,
@@ -549,8 +549,9 @@ class Consumer:
             self.finished if known else NO_EPOCH,
             self._checksum.get(producer, 0),
             (received,) * needed.depth if levels is None else levels,
-            needed.lines,
+            needed.valid_after,
         )
+        return SendAck(site, ack)
 
     def check_invariants(self) -> None:
         for producer, received in self.received.items():

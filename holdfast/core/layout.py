@@ -1,7 +1,7 @@
 """What the machines know of a flow: its shape, and where its partitions are.
 
-`Shape` is the plan reduced to numbers. A `View` says which sites take part and which of them hold
-the replicas of each partition. Both are plain data that travel between processes.
+`Shape` is the plan reduced to numbers. A `View` has the sites that are members and, for each
+partition, the sites that hold its replicas. Both are plain data that travel between processes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from holdfast.core.ids import ExchangeId, GroupId, SiteId, StageId, TaskId
 from holdfast.core.protection import DOMAINS, NO_PROTECTION, ProtectionSpec
-from holdfast.errors import HostError
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +29,15 @@ class StageShape:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
+    """The stages of a flow and the exchanges between them."""
+
     stages: tuple[StageShape, ...]
     producer_of: tuple[StageId, ...]
-    """By exchange: the stage that feeds it."""
+    """By exchange: the stage that produces its bundles."""
     consumer_of: tuple[StageId, ...]
-    """By exchange: the stage that it feeds."""
+    """By exchange: the stage that consumes its bundles."""
     granularity: str = "partition"
-    """What is lost with a site, and rebuilt: see `mirrors`."""
+    """What is lost with a site, and rebuilt: see `holdfast.core.mirrors`."""
 
     @property
     def levels(self) -> int:
@@ -45,21 +46,22 @@ class Shape:
 
     @property
     def guards(self) -> tuple[ProtectionSpec, ...]:
-        """By stage."""
+        """By stage: its protection."""
         return tuple(s.guard for s in self.stages)
 
     def under(self, view: View) -> Shape:
-        """With the protection that the view says."""
+        """This shape with the protection that the view has."""
         return self if view.guards in ((), self.guards) else self.guarded(view.guards)
 
     def guarded(self, guards: tuple[ProtectionSpec, ...]) -> Shape:
+        """This shape with this protection, by stage."""
         both = zip(self.stages, guards, strict=True)
         return replace(self, stages=tuple(replace(s, guard=g) for s, g in both))
 
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """Where a site really is; what can fail together with it."""
+    """Where a site runs: its failure domains, from the narrowest to the widest."""
 
     process: str
     executor: str
@@ -67,30 +69,31 @@ class Domain:
     application: str
 
     def shared(self, other: Domain) -> tuple[bool, ...]:
-        """Which domains two sites have in common, the widest first."""
+        """By domain, the widest first: whether two sites share it."""
         return tuple(getattr(self, d) == getattr(other, d) for d in reversed(DOMAINS))
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionGroup:
-    """Partitions ``[first, end)`` of a stage. They live on the same sites and advance together, so
-    that an operator call takes all of them at once."""
+    """Partitions ``[first, end)`` of a stage. They are on the same sites and advance together, so
+    that one operator call processes all of them."""
 
     first: int
     end: int
     replicas: tuple[SiteId, ...]
-    """The sites that compute it. The first one leads: it announces a source's rows, and writes a
+    """The sites that compute. The first one leads: it announces a source's rows and writes a
     sink's."""
     joining: tuple[SiteId, ...] = ()
-    """The sites to which a replica is being made."""
+    """The sites at which a replica joins."""
     joined_view: tuple[tuple[SiteId, int], ...] = ()
-    """The number of the view in which a replica began to join. It tells a replica from one that was
-    at the same site before; those of the first view began with 0."""
+    """By site: the number of the view in which its replica began to join. It distinguishes a
+    replica from an earlier one at the same site. Replicas of the first view have 0."""
     standbys: tuple[SiteId, ...] = ()
-    """The sites that have a checkpoint of it, and will go on from there when no replica is left."""
+    """The sites that have a checkpoint, and compute from there when no replica is left."""
 
     @property
     def all(self) -> tuple[SiteId, ...]:
+        """All sites that hold something of it, or are about to."""
         return self.replicas + self.joining + self.standbys
 
     def led_by(self, site: SiteId) -> bool:
@@ -100,37 +103,37 @@ class PartitionGroup:
         return dict(self.joined_view).get(site, 0)
 
     def joined_by(self, site: SiteId, number: int) -> PartitionGroup:
-        """With a new replica at `site`, from the view with this number on."""
+        """This group with a replica that joins at `site` in the view of this number."""
         return replace(
             self, joining=(*self.joining, site), joined_view=(*self.joined_view, (site, number))
         )
 
     def installed_at(self, site: SiteId, replicas: int) -> PartitionGroup:
-        """The state is in place at `site`, which joined: it computes, or there are enough that do
-        and it is a standby."""
+        """This group after the state is in place at `site`, which joined. The site computes; if
+        `replicas` others do so already, it is a standby."""
         rest = tuple(s for s in self.joining if s != site)
         if len(self.replicas) < replicas:
             return replace(self, joining=rest, replicas=(*self.replicas, site))
         return replace(self, joining=rest, standbys=(*self.standbys, site))
 
     def without(self, gone: Iterable[SiteId]) -> PartitionGroup:
-        """What is left; with no replica that computes, a standby goes on."""
+        """This group without these sites. If no replica is left, a standby computes."""
         left = set(self.all) - set(gone)
         replicas = tuple(s for s in self.replicas if s in left)
         standbys = tuple(s for s in self.standbys if s in left)
-        stepped_in = 0 if replicas else 1
+        promoted = 0 if replicas else 1
         return replace(
             self,
-            replicas=replicas + standbys[:stepped_in],
+            replicas=replicas + standbys[:promoted],
             joining=tuple(s for s in self.joining if s in left),
-            standbys=standbys[stepped_in:],
+            standbys=standbys[promoted:],
             joined_view=tuple(pair for pair in self.joined_view if pair[0] in left),
         )
 
     def fitted(self, guard: ProtectionSpec, number: int) -> PartitionGroup:
-        """With as many replicas as a stage shall have from the view with this number on, and as
-        many that are standbys, as far as they are there. One that has computed and shall stand by
-        gets its state again: it is ahead of what it would be given."""
+        """This group with the numbers of replicas and standbys that a stage has from the view of
+        this number on, as far as they are there. A replica that has computed and becomes a standby
+        joins again: its state is ahead of the checkpoints that it would get."""
         if not self.replicas:
             return self
         more = max(0, guard.replicas - len(self.replicas))
@@ -147,23 +150,24 @@ class PartitionGroup:
 
     @property
     def donor(self) -> SiteId:
-        """The replica that new ones are made from: the one that has least else to do."""
+        """The replica that hands its state over to new ones: the last, which does not lead unless
+        it is the only one."""
         return self.replicas[-1]
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Who takes part, and who holds what. A later one (by term, then number) replaces it."""
+    """The members, and which of them hold what. A later view (by term, then number) replaces it."""
 
     term: int
     number: int
     members: tuple[SiteId, ...]
     groups: tuple[tuple[PartitionGroup, ...], ...]
-    """By stage."""
+    """By stage: its partition groups."""
     guards: tuple[ProtectionSpec, ...] = ()
-    """How each is protected, if not as planned."""
+    """By stage: its protection; empty if that is as planned."""
     aims: tuple[ProtectionSpec, ...] = ()
-    """How each shall be, if that is not how it is."""
+    """By stage: the protection that it changes to; empty if nothing changes."""
 
     def __str__(self) -> str:
         """``view 0.3 of 0 1 4: 01 | 01 1+4``: the replicas of each partition group, stage by
@@ -174,7 +178,7 @@ class View:
 
     @property
     def rank(self) -> int:
-        """A later view has a higher one."""
+        """Orders views: a later one has a higher rank."""
         return (self.term << 32) + self.number
 
     def replaces(self, other: View | None) -> bool:
@@ -183,8 +187,8 @@ class View:
 
     @property
     def sequencers(self) -> tuple[SiteId, ...]:
-        """The sequencer lives with the first source's first partition group, so whatever failures
-        leave a replica of every partition leave one of the sequencer."""
+        """The sites of the sequencer. It is with the first partition group of the first source, so
+        failures that leave a replica of every partition leave one of the sequencer."""
         return self.groups[0][0].replicas
 
     def group(self, task: TaskId) -> PartitionGroup:
@@ -198,15 +202,15 @@ class View:
         ]
 
     def tasks_at(self, site: SiteId) -> list[TaskId]:
-        """What `site` holds or is about to hold."""
+        """The tasks that `site` holds or is about to hold."""
         return [u for u in self.tasks() if site in self.group(u).all]
 
     def bare(self) -> list[TaskId]:
-        """The tasks of which no replica is left."""
+        """The tasks without a replica."""
         return [u for u in self.tasks() if not self.group(u).replicas]
 
     def without(self, gone: Iterable[SiteId]) -> View:
-        """The next view, in which these sites take no part."""
+        """The next view, without these sites."""
         gone = set(gone)
         groups = tuple(tuple(c.without(gone) for c in stage) for stage in self.groups)
         members = tuple(s for s in self.members if s not in gone)
@@ -230,7 +234,8 @@ class View:
         guards: tuple[ProtectionSpec, ...],
         aims: tuple[ProtectionSpec, ...] = (),
     ) -> View:
-        """The next view, in which stages are protected otherwise than before."""
+        """The next view, with the protection `guards` instead of `before`, and `aims` to change
+        to."""
         number = self.number + 1
         fitted = tuple(
             tuple(c.fitted(new, number) for c in stage) if old.counts != new.counts else stage
@@ -248,7 +253,8 @@ def _sites(group: PartitionGroup) -> str:
 def producing(
     view: View, shape: Shape, stage: StageId
 ) -> dict[tuple[ExchangeId, GroupId, SiteId], None]:
-    """All replicas of a stage's producers; none while a producer has no replica itself."""
+    """The replicas of a stage's producers, by (exchange, group, site); empty while a producer has
+    no replica."""
     found: dict[tuple[ExchangeId, GroupId, SiteId], None] = {}
     for exchange in shape.stages[stage].inputs:
         for i, group in enumerate(view.groups[shape.producer_of[exchange]]):
@@ -262,8 +268,8 @@ BySender = dict[GroupId, tuple[SiteId, ...]]
 
 
 def senders(view: View, shape: Shape, exchange: ExchangeId) -> tuple[BySender, BySender]:
-    """By producer of an exchange: the replicas that its frames can be taken from, and others that
-    must be told what was received. A follower has nothing to send before it leads."""
+    """By producer of an exchange: the replicas that send its frames, and others that must learn
+    what was received. A follower has nothing to send before it leads."""
     stage = shape.producer_of[exchange]
     groups = {GroupId(i): c for i, c in enumerate(view.groups[stage])}
     if shape.stages[stage].guard.followers:
@@ -275,8 +281,8 @@ def senders(view: View, shape: Shape, exchange: ExchangeId) -> tuple[BySender, B
 def meant_behind(
     view: View, shape: Shape, exchange: ExchangeId
 ) -> dict[GroupId, tuple[SiteId, ...]]:
-    """Of an exchange's consumers, the replicas that may be far behind. One that is rebuilt from
-    what is kept is behind at first, and removing it would not free any of that."""
+    """By consumer of an exchange: the replicas that may be far behind. A replica that is rebuilt
+    from what producers keep is behind at first, and removing it would free nothing of that."""
     stage = shape.consumer_of[exchange]
     guard = shape.stages[stage].guard
 
@@ -288,7 +294,7 @@ def meant_behind(
 
 
 def partitions_of(view: View, tasks: Iterable[TaskId], shape: Shape) -> str:
-    """``'stats': 0-7; 'out': 0`` for an error message."""
+    """The partitions of these tasks for an error message, like ``'stats': 0-7; 'out': 0``."""
     by_stage: dict[str, list[int]] = {}
     for task in tasks:
         group = view.group(task)
@@ -306,119 +312,3 @@ def spans(numbers: Sequence[int]) -> str:
         else:
             found.append([n, n])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
-
-
-def place(shape: Shape, sites: Sequence[SiteId], domains: Mapping[SiteId, Domain]) -> View:
-    """The first view: contiguous runs of each stage's partitions, chained over the sites.
-
-    Replicas follow one another around the ring of sites (chained declustering), which is ordered so
-    that neighbours share as little as possible. Stages with fewer partitions than sites begin where
-    the one before ended, so that they do not all pile up on the first site.
-    """
-    if not sites:
-        raise HostError("a flow needs at least one site")
-    ring = _ring(sites, domains)
-    if shape.granularity != "partition":
-        return _place_mirrors(shape, ring, domains)
-    placed, turn = [], 0
-    for stage in shape.stages:
-        count = min(stage.partitions, len(ring))
-        bounds = _bounds(stage.partitions, count)
-        groups = []
-        for c in range(count):
-            at = (turn + c) % len(ring)
-            replicas = [ring[at]]
-            guard = stage.guard
-            while len(replicas) < guard.wanted:
-                after = [ring[(at + k) % len(ring)] for k in range(1, len(ring))]
-                replicas.append(_next_replica(stage, replicas, after, domains))
-            both = (tuple(replicas[: guard.replicas]), tuple(replicas[guard.replicas :]))
-            groups.append(PartitionGroup(bounds[c], bounds[c + 1], both[0], standbys=both[1]))
-        if count < len(ring):
-            turn += count
-        placed.append(tuple(groups))
-    return View(0, 0, tuple(sites), tuple(placed))
-
-
-def mirrors(shape: Shape, ring: Sequence[SiteId]) -> tuple[list[SiteId], list[SiteId]]:
-    """The two sets of sites that hold one replica of everything each: one site a set for dataflow
-    pairs, half of them for cluster pairs."""
-    count = 1 if shape.granularity == "dataflow" else len(ring) // 2
-    return list(ring[0 : 2 * count : 2]), list(ring[1 : 2 * count : 2])
-
-
-def _bounds(partitions: int, groups: int) -> list[int]:
-    """Where contiguous runs of about the same length begin, and where the last one ends."""
-    return [-(-partitions * c // groups) for c in range(groups + 1)]
-
-
-def _place_mirrors(shape: Shape, ring: Sequence[SiteId], domains: Mapping[SiteId, Domain]) -> View:
-    first, second = mirrors(shape, ring)
-    placed = []
-    for stage in shape.stages:
-        if not first or not second or not may_join(stage, first[:1], second[0], domains):
-            _next_replica(stage, ring[:1], ring[1:], domains)  # says what is wrong
-        count = min(stage.partitions, len(first))
-        bounds = _bounds(stage.partitions, count)
-        placed.append(
-            tuple(
-                PartitionGroup(bounds[c], bounds[c + 1], (first[c], second[c]))
-                for c in range(count)
-            )
-        )
-    return View(0, 0, tuple(sorted(ring)), tuple(placed))
-
-
-def may_join(
-    stage: StageShape, replicas: Iterable[SiteId], site: SiteId, domains: Mapping[SiteId, Domain]
-) -> bool:
-    """Whether a replica at `site` is apart from these, as the stage wants it."""
-    apart = stage.guard.failure_domain
-    return all(
-        site != other and getattr(domains[site], apart) != getattr(domains[other], apart)
-        for other in replicas
-    )
-
-
-def closeness(
-    replicas: Iterable[SiteId], site: SiteId, domains: Mapping[SiteId, Domain]
-) -> tuple[bool, ...]:
-    """How much `site` shares with these; less is better."""
-    shared = [domains[site].shared(domains[other]) for other in replicas]
-    return max(shared, default=(False,) * len(DOMAINS))
-
-
-def _next_replica(
-    stage: StageShape,
-    replicas: Sequence[SiteId],
-    candidates: Sequence[SiteId],
-    domains: Mapping[SiteId, Domain],
-) -> SiteId:
-    fit = [s for s in candidates if may_join(stage, replicas, s, domains)]
-    if not fit:
-        apart = stage.guard.failure_domain
-        found = {getattr(domains[s], apart) for s in [*replicas, *candidates]}
-        raise HostError(
-            f"stage {stage.name!r} wants {stage.guard.wanted} replicas of each partition, no two "
-            "in "
-            f"one {apart}, and the sites are in only {len(found)}: {', '.join(sorted(found))}",
-            hint=f"start more sites, spread them over more than one {apart}, or allow replicas "
-            f"to share it with pairs(failure_domain=...), one of {', '.join(DOMAINS)}",
-        )
-    return min(fit, key=lambda s: closeness(replicas, s, domains))  # of equals the next in the ring
-
-
-def _ring(sites: Sequence[SiteId], domains: Mapping[SiteId, Domain]) -> list[SiteId]:
-    """The sites dealt out so that neighbours are in different applications, hosts, executors."""
-
-    def dealt(some: list[SiteId], levels: tuple[str, ...]) -> list[SiteId]:
-        if not levels:
-            return some
-        groups: dict[str, list[SiteId]] = {}
-        for site in some:
-            groups.setdefault(getattr(domains[site], levels[0]), []).append(site)
-        decks = [dealt(g, levels[1:]) for g in groups.values()]
-        longest = max(len(d) for d in decks)
-        return [d[i] for i in range(longest) for d in decks if i < len(d)]
-
-    return dealt(sorted(sites), tuple(reversed(DOMAINS)))

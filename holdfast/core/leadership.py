@@ -1,17 +1,19 @@
-"""Who leads a flow: one application's view of it, as a machine.
+"""Leadership of a flow, as one application sees it.
 
-A flow may be hosted by several applications, each with a `Leadership`. The arbiter decides: it
-grants a term, and takes the commits of the leader of that term only. The machine guarantees
+A flow may be hosted by several applications, each with a `Leadership`. The arbiter decides which
+one leads: it grants a term, and accepts the commits of the leader of that term only. The machine
+guarantees:
 
-- that a leader acts on nothing that the arbiter has not committed (`CommitDone` comes first);
-- that it leads only while its lease runs by its own clock, counted from before it asked: so it has
-  stepped down before the arbiter lets another lead;
-- that no term is led twice: sites know leaders by their terms, and numbers are given out in each.
+- A leader acts on nothing that the arbiter has not committed (`CommitDone` comes first).
+- It leads only while its lease runs by its own clock. The lease counts from before it asked, so it
+  has stepped down before the arbiter lets another application lead.
+- No term is led twice. Sites tell leaders apart by their terms, and each term numbers its own
+  sites.
 
-It refuses to know what is committed: a value is opaque, and so is what a term is used for. Whoever
-runs it carries out the asks and answers each exactly once, however late, naming the ask. An answer
-to an ask that does not count any more changes nothing. At most one ask is under way, and at most
-one commit beside it.
+The machine does not know what is committed: a value is opaque, and so is the use of a term. The
+caller executes the asks and answers each exactly once, however late, naming the ask. An answer to
+an ask that no longer counts changes nothing. At most one ask is under way, and at most one commit
+in addition.
 """
 
 from __future__ import annotations
@@ -84,48 +86,48 @@ TABLE: dict[tuple[Role, type], Role] = {
     (Role.ENDING, CommitRefused): Role.FOLLOWING,
     (Role.ENDING, LeaseLost): Role.FOLLOWING,
 }
-"""Whatever is not here leaves the role as it is, or cannot be."""
+"""Events that are not here leave the role as it is, or are impossible in it."""
 
 
 class Leadership:
-    """The machine. `holder` is what this application is called in the arbiter."""
+    """The machine. `holder` is the name of this application in the arbiter's entry."""
 
     def __init__(self, holder: str) -> None:
         self.holder = holder
         self.role = Role.FOLLOWING
         self.history: deque[str] = deque(maxlen=50)
         self.entry: Entry | None = None
-        """The last that is known to be committed in the term that is led."""
+        """The last entry that is known to be committed in the term that this application leads."""
         self.term = 0
-        """The last that was granted to this application."""
+        """The last term that was granted to this application."""
         self.known_term = 0
-        """The last that it knows of, whoever leads in it."""
+        """The last term that it knows of, also of other leaders."""
         self.lease_until = 0.0
         self.leader: str | None = None
-        """Whom it is connected to and follows."""
+        """The leader that it is connected to and follows."""
         self._asks = 0
         self._asking: AskLead | AskRenew | AskRead | AskResign | None = None
         self._asked_at = 0.0
         self._committing: AskCommit | None = None
         self._unheard = False
-        """Whether the commit under way must be asked again: its answer got lost."""
+        """Whether the commit under way must be asked again because its answer was lost."""
         self._next: CommitWanted | EndWanted | None = None
-        """What is to be committed after that; always the latest."""
+        """The commit that follows it; always the latest wanted."""
 
     @property
     def leads(self) -> bool:
-        """Whether a term is led here, or is being taken over."""
+        """Whether this application leads a term or is taking one over."""
         return self.role in (Role.TAKING_OVER, Role.LEADING, Role.COMMITTING, Role.ENDING)
 
     @property
     def lasts(self) -> bool:
-        """Whether the term needs no renewal: nobody else could lead."""
+        """Whether the term needs no renewal, because no other application can lead."""
         return self.leads and self.lease_until == float("inf")
 
     def handle(self, event: LeadershipEvent, now: float) -> list[LeadershipEffect]:
         effects: list[LeadershipEffect] = []
         if self.leads and now >= self.lease_until:
-            effects = self._lose(LeaseLost(None, "its lease has run out, by its own clock"))
+            effects = self._lose(LeaseLost(None, "its lease has expired by its own clock"))
         return effects + self._handle(event, now)
 
     def _handle(self, event: LeadershipEvent, now: float) -> list[LeadershipEffect]:
@@ -158,7 +160,7 @@ class Leadership:
                 self.leader = event.holder
                 return []
             case LeaderMissed():
-                return self._on_leader_missed(now)
+                return self._on_leader_missed(event, now)
             case LeaderGone():
                 return self._on_leader_gone(event, now)
             case FlowEnded():
@@ -178,7 +180,8 @@ class Leadership:
     # --- asking the arbiter ---------------------------------------------------------------------
 
     def _on_lead_due(self, now: float) -> list[LeadershipEffect]:
-        """Every fifth of a lease: ask for the lead, or for more of it; and again what got lost."""
+        """Ask for the lead, or renew it, and repeat a commit whose answer was lost. This is due
+        every fifth of a lease."""
         effects: list[LeadershipEffect] = []
         if self._unheard and self._committing is not None and self.leads:
             self._unheard = False
@@ -204,7 +207,7 @@ class Leadership:
         return [self._ask(AskLead(self._number(), despite), now)]
 
     def _answered(self, ask: object) -> bool:
-        """Whether it is the ask under way that was answered; then another can be."""
+        """Whether the answer is to the ask under way. If so, another ask may follow."""
         if ask is None or ask != self._asking:
             return False
         self._asking = None
@@ -220,7 +223,7 @@ class Leadership:
         self.known_term = max(self.known_term, entry.term)
         over = self.role is not Role.FOLLOWING or entry.term <= self.term
         if over or now >= asked_at + event.lease_s:
-            # Too late, or of a term in which it has stepped down: that term is over.
+            # The grant is too late, or of a term in which this application has stepped down.
             self.term = max(self.term, entry.term)
             return [self._ask(AskResign(self._number(), entry), now)]
         self._become(LeadGranted)
@@ -247,7 +250,7 @@ class Leadership:
         return self._lose(event) if self.leads and event.ask.entry.term == self.term else []
 
     def _lose(self, event: LeaseLost | CommitRefused) -> list[LeadershipEffect]:
-        """The term is over; whatever was to be committed in it never is."""
+        """The term is over. What was to be committed in it is dropped."""
         self._become(type(event))
         self.entry = self._committing = self._next = None
         self._unheard = False
@@ -293,8 +296,8 @@ class Leadership:
         return self._lose(event) if event.ask == self._committing else []
 
     def _on_unreachable(self, event: ArbiterUnreachable) -> list[LeadershipEffect]:
-        """It is not known whether the ask took effect. The same commit is asked again: anything
-        else would find it there, and take it for a successor's."""
+        """It is unknown whether the ask took effect. The same commit is asked again: a different
+        one would find the first in the arbiter, and take it for a successor's."""
         if isinstance(event.ask, AskCommit):
             self._unheard = event.ask == self._committing
         else:
@@ -308,10 +311,10 @@ class Leadership:
             return []
         return [self._ask(AskRead(self._number()), now)] if self.leader is None else []
 
-    def _on_leader_missed(self, now: float) -> list[LeadershipEffect]:
-        """The connection to the leader broke: find out whether it lives, or who leads now."""
+    def _on_leader_missed(self, event: LeaderMissed, now: float) -> list[LeadershipEffect]:
+        """The connection to the leader broke: find out which application leads now."""
         self.leader = None
-        if self.role is not Role.FOLLOWING or self._asking is not None:
+        if not event.search or self.role is not Role.FOLLOWING or self._asking is not None:
             return []
         return [self._ask(AskRead(self._number()), now)]
 
@@ -322,8 +325,8 @@ class Leadership:
         return [FollowEntry(event.entry)]
 
     def _on_leader_gone(self, event: LeaderGone, now: float) -> list[LeadershipEffect]:
-        """Nobody listens where the leader did: its process is gone, and its lease need not run out
-        first. Should it live after all, its next commit fails."""
+        """No process listens at the leader's address: it is gone, and its lease need not expire
+        first. If it lives after all, its next commit fails."""
         if self.role is not Role.FOLLOWING or self._asking is not None:
             return []
         return self._ask_lead(event.entry, now)
@@ -337,16 +340,16 @@ class Leadership:
         return [*given_up, LeadershipOver()]
 
     def check_invariants(self) -> None:
-        """What holds whenever no event is being handled."""
+        """Raise if something does not hold that must hold between events."""
         in_term = self.role in (Role.TAKING_OVER, Role.LEADING, Role.COMMITTING, Role.ENDING)
         wrong = {
             "leads without an entry": in_term and self.entry is None,
             "leads in another term than its entry's": in_term
             and self.entry is not None
             and self.entry.term != self.term,
-            "commits what it does not say": self.role in (Role.COMMITTING, Role.ENDING)
+            "commits without having asked for it": self.role in (Role.COMMITTING, Role.ENDING)
             and self._committing is None,
-            "says what it does not commit": self._committing is not None
+            "has asked for a commit without committing": self._committing is not None
             and self.role in (Role.FOLLOWING, Role.TAKING_OVER, Role.LEADING),
         }
         found = [what for what, is_wrong in wrong.items() if is_wrong]

@@ -1,9 +1,9 @@
-"""How a stage is protected: one description, from what a user writes to what the machines do.
+"""The protection of a stage: one class for what a user writes and for what the machines use.
 
-`holdfast.api.protection` has the functions with which a user makes one. The plan resolves it for
-each stage (`resolved`), and then it is part of the shape, travels in views, and is what the
-machines go by. It says how many replicas there are and how they are kept up to date, never where
-they are: that is for the view.
+A user makes one with the functions of `holdfast.api.protection`. The plan resolves it for each
+stage (`resolved`). Then it is part of the shape, travels in views, and tells the machines what to
+do. It says how many replicas there are and how they are kept up to date. Where they are is in the
+view.
 """
 
 from __future__ import annotations
@@ -11,52 +11,53 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 DOMAINS = ("process", "executor", "host", "application")
-"""What can fail at once, from the narrowest to the widest."""
+"""Failure domains: what can fail at once, from the narrowest to the widest."""
 
 GRANULARITIES = ("partition", "dataflow", "cluster")
 
 
 @dataclass(frozen=True, slots=True)
 class ProtectionSpec:
-    """The protection of a stage. The default is none: one replica, and nothing in reserve."""
+    """The protection of a stage. The default is none: one replica and no standby."""
 
     name: str = "none"
-    """What a user calls it."""
+    """The name of the function that made it."""
     replicas: int = 1
     """How many replicas compute."""
     failure_domain: str = "process"
-    """What no two replicas may share."""
+    """The failure domain that no two replicas may share."""
     standbys: int = 0
-    """How many more replicas get checkpoints, and compute nothing."""
+    """How many more sites get checkpoints and do not compute."""
     every_ms: int = 0
-    """How often they get one."""
+    """The interval between checkpoints, if it is a time."""
     every_epochs: int = 0
-    """Or after how many epochs."""
+    """The interval between checkpoints, if it is a number of epochs."""
     recovery_ms: int = 0
-    """Or within which time they shall be able to take over."""
+    """The time within which a standby must be able to take over, if the interval follows from
+    it."""
     deterministic: bool = True
-    """Whether replicas make the same frames, row by row. If not, consumers take them from the
+    """Whether replicas produce the same frames, row by row. If not, consumers take frames from the
     first replica, and the others withhold theirs."""
     followers: bool = False
-    """Of sources and sinks: whether replicas other than the first only follow it. They know which
-    epochs nobody needs from them any more, and do the others when they come to lead."""
+    """Of sources and sinks: whether replicas other than the first only follow it. A follower knows
+    which epochs no consumer needs any more, and processes the others when it leads."""
     level: int = 0
     """If not 0, producers keep the stage's input at this level: see `holdfast.core.upstream`."""
     rebuild_level: int = 0
-    """If not 0, a partition that is lost is rebuilt from what is kept, which is complete at this
-    level. While protection changes it may be below `level`. Before the plan resolves it, it is how
-    many stages in a row may be lost at once."""
+    """If not 0, a lost partition is rebuilt from the input that producers keep, which is complete
+    at this level. While protection changes it may be below `level`. Before the plan resolves it, it
+    is the number of stages in a row that may be lost at once."""
     base_ms: int = 0
-    """If not 0, a stage that would need all input that there ever was has a standby instead, which
-    gets the state so often."""
+    """If not 0, a stage that could only be rebuilt from all input since the start has a standby
+    instead, and this is the interval between its checkpoints."""
     granularity: str = "partition"
-    """What is lost with a site, and made again."""
+    """What is lost with a site, and rebuilt."""
 
     # --- what a user's choice means for a stage -------------------------------------------------
 
     def of_unbounded(self) -> ProtectionSpec | None:
-        """What it means for a stage whose state comes from all rows that a key ever had; None if
-        such a stage cannot be protected so."""
+        """The protection of a stage whose state comes from all rows that a key ever had; None if
+        such a stage cannot be protected in this way."""
         if not self.rebuild_level:
             return self
         if not self.base_ms:
@@ -65,15 +66,16 @@ class ProtectionSpec:
 
     @property
     def at_the_ends(self) -> ProtectionSpec:
-        """What it means for sources and sinks, which cannot be rebuilt from what flows."""
+        """The protection of sources and sinks, which cannot be rebuilt from the input of other
+        stages."""
         alone = bool(self.rebuild_level or self.standbys)
         if not alone and self.deterministic:
             return self
         return ProtectionSpec("pairs", 2, self.failure_domain, followers=alone)
 
     def resolved(self, level: int, followers: bool) -> ProtectionSpec:
-        """Of a stage whose input is kept at this level. A replica that only follows makes nothing
-        that could be compared with what another one made."""
+        """The protection of a stage whose input is kept at this level. A follower produces no
+        frames that could be compared with those of another replica."""
         return replace(
             self,
             level=level,
@@ -86,22 +88,24 @@ class ProtectionSpec:
 
     @property
     def comparable(self) -> bool:
-        """Whether what a replica makes must equal what another one has made. One that is rebuilt
-        makes some of it wrong that nobody needs."""
+        """Whether the frames of a replica must equal those of another one. A rebuilt replica may
+        produce wrong frames for epochs that no consumer needs."""
         return self.deterministic and not self.rebuild_level
 
     @property
     def wanted(self) -> int:
-        """How many sites shall have something of each partition."""
+        """How many sites are to hold each partition: replicas and standbys."""
         return self.replicas + self.standbys
 
     @property
     def counts(self) -> tuple[int, int]:
+        """How many replicas and how many standbys."""
         return self.replicas, self.standbys
 
     def towards(self, aim: ProtectionSpec) -> ProtectionSpec:
-        """What comes before `aim`. What is kept now is kept until all replicas that are wanted are
-        in place; and replicas that are there now stay until enough is kept."""
+        """The protection between this one and `aim`. If `aim` keeps more input, the present
+        replicas stay until enough is kept. If it keeps less, input is kept until all wanted
+        replicas are in place."""
         if aim.level > self.level:
             return replace(self, level=aim.level)
         return replace(aim, level=self.level, rebuild_level=self.rebuild_level)

@@ -1,8 +1,8 @@
 """Epoch records: the only place where the input order is decided.
 
-The watermark is a function of the records, too: a range says at which of its rows the event time of
-its split rises, and a record says which splits are idle. So every ingress, whichever splits it
-reads, works out the same watermark at every row.
+The watermark is a function of the records as well: a range says at which of its rows the event time
+of its split rises, and a record says which splits are idle. So every ingress computes the same
+watermark at every row, whichever splits it reads.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ SplitKey = tuple[StageId, int]
 
 def pack_step(row: int, time: int) -> bytes:
     """A step of a split's event time: from the row with this offset on, the largest time so far
-    is `time`. Steps are kept packed, in the order of their rows; the core only ever cuts them."""
+    is `time`. Steps stay packed, in the order of their rows; the core only cuts them."""
     return _STEP.pack(row, time)
 
 
 def cut_steps(steps: bytes, row: int) -> tuple[bytes, bytes]:
-    """The steps of the rows before `row`, and those from there on. Both begin with a step, so that
-    the time of a block's first row is always known.
+    """The steps of the rows before `row`, and those of the rows from there on. Both begin with a
+    step, so that the time of a block's first row is always known.
 
     >>> before, after = cut_steps(pack_step(0, 50) + pack_step(7, 60), 5)
     >>> before == pack_step(0, 50), after == pack_step(5, 50) + pack_step(7, 60)
@@ -44,14 +44,14 @@ def cut_steps(steps: bytes, row: int) -> tuple[bytes, bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Consecutive rows of a split that an ingress has in hand."""
+    """Consecutive rows of a split that an ingress holds."""
 
     start: int
     end: int
     nbytes: int
     steps: bytes = b""
-    """Where the largest event time of these rows rises, from the first row on; empty where nothing
-    watches the source's event time."""
+    """Where the largest event time of these rows rises, from the first row on; empty if no operator
+    uses the source's event time."""
 
     @property
     def rows(self) -> int:
@@ -81,7 +81,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Rows ``[start, end)`` of one split, which an epoch takes in this place."""
+    """Rows ``[start, end)`` of one split, at this place of an epoch."""
 
     source: StageId
     split: int
@@ -112,21 +112,21 @@ class EpochRecord:
     base: int
     ranges: tuple[Range, ...]
     idle: tuple[SplitKey, ...] = ()
-    """Splits that have become idle, or have ended: behind the last row of this epoch they no longer
+    """Splits that have become idle or have ended. After the last row of this epoch they no longer
     hold the watermark back, until they have a row again."""
     last: bool = False
     """No epoch follows."""
     ended: bool = False
     """All sources have ended: every window closes."""
     awake: bool = False
-    """The flow goes on here after a stop, or a loss: from the first row on every split holds the
-    watermark back, as its source has yet to be heard of again."""
+    """The flow continues here after it was stopped or lost. From the first row on every split holds
+    the watermark back, until its source has been heard from again."""
 
     @property
     def rows(self) -> int:
         return sum(r.rows for r in self.ranges)
 
     def summary(self) -> EpochRecord:
-        """The same rows, with one step of event time for each range: for those who keep many
-        records and do not compute the watermark from them."""
+        """The same rows, with one step of event time for each range: for keeping many records when
+        no watermark is computed from them."""
         return replace(self, ranges=tuple(r.summary() for r in self.ranges))

@@ -1,48 +1,48 @@
-"""The life of a replica: one site's replica of a task, from the view that assigns it to the one
-that removes it.
+"""The state machine of a replica: one site's replica of a task, from the view that assigns it to
+the view that removes it.
 
-A view says what the site is to a task (`Event`, the first group). Together with what happens at
-the site (a hand-over begins, breaks off, is complete; the rebuild point is found; the replica has
-caught up) that drives the states below. `TABLE` is all of it; `docs/replicas.md` has the picture.
+A view gives the site a role for the task (`Event`, the first group). These events and what happens
+at the site (a hand-over begins, breaks off or is complete; the rebuild point is found; the replica
+has caught up) drive the states below. `TABLE` has all transitions; `docs/replicas.md` has the
+diagram.
 
-What used to be flags follows from the state:
+The rest follows from the state:
 
-| state      | has state | computes | takes input | what is known beside it                      |
+| state      | has state | computes | takes input | further attributes                           |
 | ---------- | --------- | -------- | ----------- | -------------------------------------------- |
 | JOINING    | no        | no       | no          |                                              |
-| INSTALLING | no        | no       | no          | `source_site`: who hands over                |
-| SEARCHING  | no        | no       | no          | `search`: what producers have said           |
+| INSTALLING | no        | no       | no          | `source_site`: the site that hands over      |
+| SEARCHING  | no        | no       | no          | `search`: what producers have reported       |
 | REPLAYING  | yes       | yes      | yes         | `replaying_to`: when it has caught up        |
 | ACTIVE     | yes       | yes      | yes         |                                              |
 | FOLLOWER   | yes       | no       | no          | sources and sinks only                       |
-| STANDBY    | yes       | no       | no          | `source_site`: who sends a checkpoint, if any |
+| STANDBY    | yes       | no       | no          | `source_site`: the sender of a checkpoint    |
 | RETIRED    | no        | no       | no          |                                              |
 
-Six flags could have been set in 64 ways; these are all that occurred, and why:
+Why there are no other states and transitions:
 
 - A replica searches only while it has no state, and only if no replica with state is left.
-- A replica that has state computes, is a standby or follows. Which one, it knows before the view
-does:
-  the view still has it as joining until the controller has heard of it. So a view that has it join
-  changes nothing once it has state.
-- A standby has no followers' work, and a follower no checkpoints: only keyed stages have standbys,
+- A replica that has state computes, is a standby or follows. It knows which one before the view
+  does: the view has it as joining until the controller has received its report. So a view that has
+  it as joining changes nothing once it has state.
+- A standby does not follow, and a follower gets no checkpoints: only keyed stages have standbys,
   only sources and sinks have followers.
-- A standby becomes a replica that computes where it is. The reverse does not happen: a replica
-  that has computed is ahead of what it would be given, so it joins again, in a new joined_view.
-  Nor does one that has computed come to follow: protection changes for keyed stages only. Before
-  the flow starts both do happen, if a site dies and the others are placed again.
+- A standby becomes a replica that computes without joining again. The reverse does not happen: a
+  replica that has computed is ahead of the checkpoints that it would get, so it joins again, with a
+  new `joined_view`. Nor does a replica that has computed become a follower: protection changes for
+  keyed stages only. Before the flow starts both do happen, if a site dies and the others are placed
+  again.
 - A replica that is rebuilt is the only one that joins, so no donor appears while it searches.
-- Only a replica that computes replays. A follower that comes to lead has work to do, too, but
-  nobody waits to hear that it is done.
+- Only a replica that computes replays. A follower that becomes the leader also has epochs to
+  process, but the controller does not wait for it.
 
-Two things are not states, because they go on across transitions. `work` is the order that the
-replica is busy with: given while it replays, it may be done when the replica is active or
-retired. `retain_after` is the
-epoch up to which nothing may be needed any more until the replica could be rebuilt; it belongs to
-one view, which may come while the replica replays or when it is active.
+Two attributes are not states, because they last across transitions. `work` is the order that the
+replica executes: an order that begins while the replica replays may end when it is active or
+retired. `retain_after` belongs to one view, which may come while the replica replays or when it is
+active: when the replica needs no input up to this epoch, it could be rebuilt.
 
-An event that has no entry in `TABLE` is either stale, and discarded for the reason in `STALE`, or
-contradicts what the replica knows: that is a bug, and raises with the replica's history.
+An event without an entry in `TABLE` is either stale, and discarded for the reason in `STALE`, or
+contradicts what the replica knows. That is a bug, and raises with the replica's history.
 """
 
 from __future__ import annotations
@@ -68,12 +68,21 @@ from holdfast.core.exchange import Consumer, Producer
 from holdfast.core.ids import NO_EPOCH, Epoch, ExchangeId, GroupId, SiteId, TaskId
 from holdfast.core.layout import PartitionGroup, Shape, StageShape
 from holdfast.core.records import EpochRecord
-from holdfast.core.upstream import Gap, Line, Log, Needed, Needs, Search, Source, merged
+from holdfast.core.upstream import (
+    Gap,
+    Log,
+    Needed,
+    Needs,
+    ProducerReplica,
+    Search,
+    ValidAfter,
+    merged,
+)
 from holdfast.core.work import Work
 from holdfast.errors import InvariantError, require
 
 ROOM_BEHIND = 64
-"""For so many epochs a stage has room that is behind."""
+"""How many epochs of input a stage that is behind has room for, at least."""
 HISTORY_MAX = 32
 
 
@@ -83,21 +92,21 @@ class State(Enum):
     INSTALLING = "installing"
     """A donor's state is coming in."""
     SEARCHING = "searching"
-    """Nobody has the state. It asks its producers from where on it can be rebuilt."""
+    """No replica has the state. It asks its producers from which epoch on it can be rebuilt."""
     REPLAYING = "replaying"
     """It computes, and has not caught up with what was recorded when it began."""
     ACTIVE = "active"
     """It computes."""
     FOLLOWER = "follower"
-    """Another replica of the source or sink leads. It only knows what nobody needs any more."""
+    """Another replica of the source or sink leads. It only knows which epochs no consumer needs."""
     STANDBY = "standby"
-    """It has a checkpoint, and gets another one now and then."""
+    """It has a checkpoint, and gets another one at intervals."""
     RETIRED = "retired"
     """A view has removed it."""
 
 
 class Event(Enum):
-    """What happens to a replica. A view says one of the first six."""
+    """What happens to a replica. A view gives the replica one of the first six as its role."""
 
     TO_JOIN = "the view has it join, and a donor"
     TO_REBUILD = "the view has it join, and no donor"
@@ -178,7 +187,7 @@ STALE: dict[tuple[State, Event], str] = {
         _E.STATE_COMPLETE_TO_STAND_BY,
     )
 }
-"""What may arrive late, and why it does not count."""
+"""Events that may arrive late, and why they do not count."""
 
 START = {
     Event.TO_JOIN: State.JOINING,
@@ -187,11 +196,11 @@ START = {
     Event.TO_FOLLOW: State.FOLLOWER,
     Event.TO_STAND_BY: State.STANDBY,
 }
-"""The state in which a replica begins, by what the first view says that has it."""
+"""The state in which a replica begins, by the role that the first view gives it."""
 
 
 def assigned(group: PartitionGroup, site: SiteId, shape: StageShape) -> Event:
-    """What a view says of the replica at a site that is in it."""
+    """The role that a view gives the replica at one of its sites."""
     if site in group.replicas:
         follows = shape.guard.followers and not group.led_by(site)
         return Event.TO_FOLLOW if follows else Event.TO_COMPUTE
@@ -201,8 +210,8 @@ def assigned(group: PartitionGroup, site: SiteId, shape: StageShape) -> Event:
 
 
 class Replica:
-    """The machine. It begins with the view that assigns it; `finished` is the epoch that the flow
-    begins after, if it has its state then."""
+    """The machine. It begins with the view that assigns the replica. If the replica has its state
+    then, that is the state after the epoch `begun`."""
 
     __slots__ = (
         "_begun",
@@ -231,12 +240,12 @@ class Replica:
         key: TaskId,
         shape: StageShape,
         joined_view: int,
-        says: Event,
+        role: Event,
         begun: Epoch,
         window: int,
     ) -> None:
         self.key, self.shape, self.joined_view = key, shape, joined_view
-        self.state = START[says]
+        self.state = START[role]
         self.history: deque[str] = deque([f"begins {self.state.value}"], maxlen=HISTORY_MAX)
         self._begun = begun
         self.finished = begun if self.has_state else NO_EPOCH
@@ -246,15 +255,17 @@ class Replica:
         self.work = Work()
         self.donor = Donor(key)
         self.search = Search()
-        """While it is searching: what producers have said."""
+        """While it searches: what producers have reported."""
         self.source_site: SiteId | None = None
-        """Whose state is coming in."""
+        """The site that hands its state over to this replica."""
         self.replaying_to: Epoch | None = None
-        """While it is replaying: it has caught up when it has finished this epoch."""
+        """While it replays: it has caught up when it has finished this epoch."""
         self.retain_after: Epoch | None = None
-        """All that it would be rebuilt from is kept when it needs nothing up to this epoch."""
+        """When it needs no input up to this epoch, producers keep all that it would be rebuilt
+        from."""
         self.needs: Needs | None = None
-        """If its input is kept for longer than until it is received: what its state comes from."""
+        """The input that its state comes from, if producers keep input longer than until it is
+        received."""
         self._levels = 0
         """How many levels of acknowledgement the flow has."""
         self._window = window
@@ -267,7 +278,7 @@ class Replica:
 
     @property
     def has_state(self) -> bool:
-        """Only then it has ends of its exchanges."""
+        """Whether it has its state. Only then it takes part in its exchanges."""
         state = self.state
         return not (
             state is State.JOINING
@@ -278,7 +289,7 @@ class Replica:
 
     @property
     def computes(self) -> bool:
-        """Whether it processes epochs as they come. Only then it takes input from others."""
+        """Whether it processes epochs as they arrive. Only then it takes input from producers."""
         return self.state is State.ACTIVE or self.state is State.REPLAYING
 
     @property
@@ -292,7 +303,7 @@ class Replica:
     # --- transitions ----------------------------------------------------------------------------
 
     def _become(self, event: Event) -> bool:
-        """Take the edge of `TABLE`; False if the event is stale."""
+        """Enter the state that `TABLE` has for an event. False if the event is stale."""
         edge = (self.state, event)
         state = TABLE.get(edge)
         if state is None:
@@ -309,12 +320,12 @@ class Replica:
         return True
 
     def on_view(
-        self, says: Event, shape: StageShape, members: Collection[SiteId], recorded: Epoch
+        self, role: Event, shape: StageShape, members: Collection[SiteId], recorded: Epoch
     ) -> list[SiteEffect]:
-        """A view that still has the replica."""
+        """Act on a view that still has the replica."""
         self.shape, self.retain_after = shape, None
         was = self.state
-        self._become(says)
+        self._become(role)
         if was is State.ACTIVE and not self.computes:
             idle = self.finished == self._begun and not self.work.busy
             require(idle, f"{self!r} has computed; history: {list(self.history)}")
@@ -323,7 +334,7 @@ class Replica:
             effects += self._drop_incoming()
             self.search = Search()
             if was is State.STANDBY:
-                self.needs = None  # what its state comes from was not followed
+                self.needs = None  # it is unknown what its state comes from
                 self._replay(max(recorded, self.finished))
         if self.source_site is not None and self.source_site not in members:
             effects += self.on_sender_lost(f"site {self.source_site} died")
@@ -333,15 +344,15 @@ class Replica:
         self._become(Event.REMOVED)
 
     def on_offered(self, sender: SiteId, offer: Any) -> list[SiteEffect]:
-        """A site begins to hand over: to a replica without state, or a checkpoint to a standby. If
-        another hand-over was under way, it is given up."""
+        """A site begins to hand over: state to a replica without it, or a checkpoint to a standby.
+        This replaces a hand-over that was under way."""
         if not self._become(Event.STATE_OFFERED):
             return []
         self.source_site = sender
         return [ReceiveState(self.key, sender, offer, self.stands_by)]
 
     def on_sender_lost(self, reason: str) -> list[SiteEffect]:
-        """Nothing more comes from the site that was handing over."""
+        """The site that was handing over sends nothing more."""
         was = self.state
         self._become(Event.SENDER_LOST)
         effects = self._drop_incoming()
@@ -356,7 +367,8 @@ class Replica:
         return [DiscardState(self.key)]
 
     def installs(self, enough: bool) -> bool:
-        """All of the state is there; `enough` others compute. False if it comes too late."""
+        """All of the state has arrived; `enough`: as many others compute as are wanted. False if it
+        comes too late."""
         if self.shape.guard.followers:
             event = Event.STATE_COMPLETE_TO_FOLLOW
         elif self.stands_by or (enough and self.shape.guard.standbys > 0):
@@ -369,27 +381,27 @@ class Replica:
         return True
 
     def begins_at(self, epoch: Epoch, recorded: Epoch) -> None:
-        """It has the state after `epoch` from now on, and replays what was recorded."""
+        """The replica has the state after `epoch`, and replays what was recorded since."""
         self.finished = epoch
         if self.state is State.REPLAYING:
             self._replay(max(recorded, epoch))
 
-    def on_told(self, source: Source, log: Log) -> None:
-        """While it is searching: a replica of a producer has said what it has."""
+    def on_told(self, source: ProducerReplica, log: Log) -> None:
+        """A replica of a producer has reported what it has. This replica searches."""
         self.search.told[source] = log
 
-    def rebuild_point(self, wanted: Mapping[Source, object]) -> Log | None:
-        """From where on the replica can be rebuilt, if all of these producers have said it; one
-        that says that it is complete at no level makes it impossible."""
+    def rebuild_point(self, wanted: Mapping[ProducerReplica, object]) -> Log | None:
+        """From where on the replica can be rebuilt, if all of these producers have reported. It is
+        impossible if one of them is complete at no level."""
         log = self.search.begins(wanted) if self.state is State.SEARCHING else None
         if log is not None:
-            found = log.credit >= 1
+            found = log.complete_level >= 1
             self._become(Event.REBUILD_POINT_FOUND if found else Event.REBUILD_IMPOSSIBLE)
             self.search = Search()
         return log
 
     def caught_up(self) -> list[SiteEffect]:
-        """Report it, once."""
+        """Report once that the replica has caught up."""
         if self.replaying_to is None or self.finished < self.replaying_to:
             return []
         self._become(Event.CAUGHT_UP)
@@ -397,7 +409,8 @@ class Replica:
         return [ReportReplica(self.key, "caught_up")]
 
     def _replay(self, upto: Epoch | None) -> None:
-        """It is behind until it has finished `upto`, and has room for more as long as it is."""
+        """Count as behind until `upto` is finished; a stage that is behind has room for more
+        input."""
         self.replaying_to = upto
         for consumer in self.inputs.values():
             consumer.window = self._room
@@ -410,7 +423,7 @@ class Replica:
     # --- its exchanges --------------------------------------------------------------------------
 
     def add_ends(self, shape: Shape, needs: Epoch, log: Log | None = None) -> None:
-        """It has state: from now on it takes part in its exchanges."""
+        """Take part in the exchanges, now that the replica has state."""
         group = self.key[1]
         self.needs = Needs(self.finished, needs)
         for exchange in self.shape.outputs:
@@ -423,11 +436,11 @@ class Replica:
         self.protect(shape)
 
     def protect(self, shape: Shape) -> None:
-        """Keep, and say, what the protection of the task and of its neighbours takes."""
+        """Keep and report what the protection of the task and of its neighbours needs."""
         self._levels = shape.levels
         if not self.shape.guard.level:
             self.needs = None
-        elif self.needs is None:  # what its state comes from was not followed
+        elif self.needs is None:  # it is unknown what its state comes from
             self.needs = Needs(self.finished, NO_EPOCH)
         for exchange, producer in self.outputs.items():
             guard = shape.stages[shape.consumer_of[exchange]].guard
@@ -440,45 +453,47 @@ class Replica:
         gaps: Mapping[ExchangeId, Mapping[GroupId, Gap]],
         whole: bool = True,
     ) -> None:
-        """Keep what the replica kept that this one's state is from: all of it, or what it had in
-        addition to the last time."""
+        """Keep the bundles that the donor of the state kept: all of them (`whole`), or those since
+        the last checkpoint."""
         for exchange, producer in self.outputs.items():
             producer.install(epoch, kept[exchange], gaps[exchange], whole)
 
     @property
     def received(self) -> Epoch:
-        """Up to which epoch it has something of its input: producers have dropped nothing later
-        that they keep for it."""
+        """The last epoch of which it has some input. Producers have dropped nothing for it after
+        that."""
         received = [e for c in self.inputs.values() for e in c.received.values()]
         return max([*received, self.finished])
 
     @property
     def needed(self) -> Needed:
-        """What it tells its producers that it needs of its input."""
+        """The input that it needs, as it reports it to its producers."""
         count = self._levels
         if not count or self.needs is None or self.state is State.STANDBY:
             return Needed(count)
-        return Needed(count, self.levels(count, NO_EPOCH), self.lines(count))
+        return Needed(count, self.levels(count, NO_EPOCH), self.valid_after(count))
 
     def levels(self, count: int, received: Epoch) -> tuple[Epoch, ...]:
-        """Up to which epochs it does not need its input any more. One that has other replicas needs
-        nothing that it has received."""
+        """By level: the epoch up to which it no longer needs its input. A replica that is not
+        rebuilt from input needs nothing that it has received."""
         if self.needs is None or self.state is State.STANDBY:
             return (received,) * count
         reached = [min(p.reached(k) for p in self.outputs.values()) for k in range(count)]
         self.needs.forget(min(reached))
         return tuple(self.needs.at(epoch) for epoch in reached)
 
-    def lines(self, count: int) -> tuple[Line, ...]:
-        """What goes with that: see `holdfast.core.upstream`."""
+    def valid_after(self, count: int) -> tuple[ValidAfter, ...]:
+        """By level: what goes with `levels`, see `holdfast.core.upstream`."""
         if self.needs is None or self.state is State.STANDBY or not count:
             return ()
         outputs = self.outputs.values()
         own = [{self.key: min(p.reached(k) for p in outputs)} for k in range(count)]
-        return tuple(merged([own[k], *(p.line(k) for p in outputs)]) for k in range(count))
+        return tuple(
+            merged([own[k], *(p.valid_after_at(k) for p in outputs)]) for k in range(count)
+        )
 
     def retained(self) -> list[SiteEffect]:
-        """Report when all is kept that the replica would be rebuilt from."""
+        """Report once that producers keep all that the replica would be rebuilt from."""
         if self.retain_after is None or not self.computes:
             return []
         if self.levels(self._levels, self.finished)[self.shape.guard.level - 1] < self.retain_after:
@@ -487,8 +502,8 @@ class Replica:
         return [ReportReplica(self.key, "retained")]
 
     def retain(self) -> list[SiteEffect]:
-        """From now on producers keep all that it would be rebuilt from; before, they dropped
-        nothing that it has not received by now."""
+        """Producers keep from now on all that the replica would be rebuilt from. Until now they
+        kept what it has not received."""
         if not self.computes or self.shape.guard.rebuild_level >= self.shape.guard.level:
             return []
         self.retain_after = self.received
@@ -499,8 +514,8 @@ class Replica:
     def next_order(
         self, records: Mapping[Epoch, EpochRecord], recorded: Epoch
     ) -> IngestEpochs | ProcessBundles | None:
-        """Of a replica that computes and is not busy: what it can do now. It is busy from then
-        on."""
+        """Begin the next order of a replica that computes and executes none; None if there is
+        nothing to do."""
         work, after = self.work, self.finished
         if self.shape.kind == "source":
             due = work.ingest(records, after, self.donor.upto(recorded))
@@ -514,12 +529,12 @@ class Replica:
             return ProcessBundles(self.key, last, True, bundles, tuple(earlier))
         if self.shape.ordered:
             return None
-        # What that causes belongs to the epoch that the stage has reached.
+        # The output belongs to the epoch that the stage has reached.
         arrived = work.process_arrived(self.inputs)
         return ProcessBundles(self.key, upto, False, arrived) if arrived else None
 
     def on_processed(self, event: TaskProcessed, connected: set[SiteId]) -> list[SiteEffect]:
-        """An order was carried out."""
+        """An order has ended."""
         first = Epoch(event.epoch - len(event.earlier))
         asked = self.work.busy == len(event.earlier) + 1
         require(asked, f"stage {self.shape.name!r} was not asked to process epoch {event.epoch}")
@@ -539,7 +554,7 @@ class Replica:
         return effects
 
     def follow(self, records: Mapping[Epoch, EpochRecord]) -> list[SiteEffect]:
-        """Of a source that follows: leave epochs out that nobody needs any more."""
+        """Skip the epochs of a source that no consumer needs any more."""
         if self.shape.kind != "source":
             return []
         effects: list[SiteEffect] = []
@@ -552,7 +567,7 @@ class Replica:
         return effects
 
     def adopt_checkpoint(self, epoch: Epoch, connected: set[SiteId]) -> list[SendAck]:
-        """Its state is that after `epoch` now, and what was before is not needed any more."""
+        """The state is that after `epoch` now; input up to it is no longer needed."""
         self.finished = epoch
         needed = self.needed
         return [
@@ -562,13 +577,13 @@ class Replica:
         ]
 
     def is_stuck(self, recorded: Epoch) -> bool:
-        """Whether it has something to do, and has not moved since this was asked the last time."""
+        """Whether it has epochs to process and has finished none since the last call."""
         stuck = self.computes and not self.work.busy and self.finished == self._hurried
         self._hurried = self.finished
         return stuck and self.finished < recorded
 
     def check_invariants(self) -> None:
-        """What goes with each state is there, and nothing else."""
+        """Raise unless the attributes fit the state."""
         state, computes = self.state, self.computes
         sound = (
             (state is State.REPLAYING) == (self.replaying_to is not None)
@@ -579,7 +594,7 @@ class Replica:
             and (computes or not self.work.busy)
             and (computes or state is State.FOLLOWER or not self.donor.due)
         )
-        if not sound:  # the text is made only if it is needed: this is asked after every event
+        if not sound:  # the text is made only when needed: this runs after every event
             raise InvariantError(
                 f"{self!r} replays to {self.replaying_to}, gets state from {self.source_site}, is "
                 f"busy with {self.work.busy} and owes to {list(self.donor.due)}; "

@@ -1,17 +1,17 @@
-"""The sequencer: decides the input order, and nothing else does.
+"""The sequencer: the only component that decides the input order.
 
-It hears which blocks of rows the ingresses have in hand and how far the sinks have got, and cuts
-epochs. An epoch is cut as soon as there is something to cut and room for it in flight. So an idle
-stream has tiny epochs and millisecond latency, and a saturated one, whose blocks pile up while
-the budget is used, has large ones.
+Ingresses announce the blocks of rows that they hold, and sinks report which epochs they have
+delivered. The sequencer cuts an epoch as soon as there are rows and room in flight. So an idle
+stream has tiny epochs and millisecond latency, and a saturated one, whose blocks pile up while the
+budget is used, has large ones.
 
-Where rows have event times, it takes the oldest first: splits that are read from long ago advance
-side by side, and windows over them close. A split that is far ahead of the others is only delayed.
+If rows have event times, it takes the oldest first: splits that are read from long ago advance side
+by side, and windows over them close. A split that is far ahead of the others is only delayed.
 
 Its replicas form a chain: the first one cuts, each passes the record on to the next, and the last
-one publishes it. So a record that anybody acts on is on all replicas, and whichever dies, the next
-one knows everything that was ever published. What was announced to the first replica and not yet
-cut is announced again to its successor.
+one publishes it. So every record that a site acts on is on all replicas, and after the death of any
+replica the next one knows everything that was ever published. Ingresses announce blocks that the
+first replica has not cut again to its successor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, assert_never
+from typing import assert_never
 
 from holdfast.core.effects import (
     ConfirmChain,
@@ -39,33 +39,37 @@ from holdfast.core.events import (
     RecordPassed,
     SequencerCopied,
     SequencerEvent,
-    SplitEnded,
-    SplitIdle,
+    SplitQuiet,
     SuccessorConnected,
     ViewCommitted,
 )
 from holdfast.core.ids import NO_EPOCH, Epoch, SiteId, StageId
+from holdfast.core.messages import SequencerState
 from holdfast.core.records import Block, EpochRecord, Range, SplitKey
 from holdfast.errors import FlowError, ProtocolError, require
 
 RESENT = 64
-"""So many of the latest records go out again when the chain changes: more than can be in flight."""
+"""How many of the latest records are sent again when the chain changes: more than can be in
+flight."""
 STEPS_MAX = 16_384
-"""An epoch has no more steps of event time than this: its record goes to every site."""
+"""The most steps of event time that an epoch has, because its record goes to every site."""
 PASSED_OVER_MAX = 64
-"""A split whose rows have waited while this many epochs were cut goes first, whatever its time."""
+"""A split whose rows have waited for this many epochs goes first, whatever its event time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How much may be on its way from the sources to the sinks."""
+    """How much may be in flight between sources and sinks."""
 
     epoch_rows_max: int = 262_144
+    """Maximum rows of an epoch."""
     epochs_in_flight_max: int = 6
+    """Maximum epochs that were cut and that not all sinks have delivered yet."""
     bytes_in_flight_max: int = 64 << 20
+    """Maximum bytes of these epochs."""
     small_in_flight_max: int = 1
-    """An epoch that is less than half full waits until fewer than so many are in flight: it would
-    only queue behind them, and fills up in the meantime."""
+    """An epoch that is less than half full waits while this many are in flight: it would only queue
+    behind them, and fills up in the meantime."""
 
     def __post_init__(self) -> None:
         if self.epoch_rows_max < 1:
@@ -79,43 +83,47 @@ class Budget:
 
 @dataclass(slots=True)
 class _Split:
+    """What is known of a split: the rows that wait, and how far it is cut."""
+
     blocks: deque[Block] = field(default_factory=deque)
     cut: int = 0
-    """Up to which offset its rows are in epochs."""
+    """The rows before this offset are in epochs."""
     next_offset: int = 0
+    """The rows before this offset were announced."""
     rows_waiting: int = 0
     idle_at: int | None = None
-    """The offset after which an ingress has seen no rows for a while."""
+    """The offset after which an ingress has read no rows for a while."""
     end: int | None = None
-    """The offset of its end. Who said so may be gone, and its successor may have read less."""
+    """The offset of its end. The ingress that reported it may be gone, and its successor may have
+    read less."""
     timed: bool = False
     """Whether rows with event times were announced."""
-    let_go: bool = False
-    """Whether a record has said that it is idle, and none has had rows of it since."""
+    idle_recorded: bool = False
+    """Whether a record says that it is idle, and no record since has rows of it."""
     passed_over: int = 0
     """How many epochs were cut while its rows waited."""
 
     def age(self, key: SplitKey) -> tuple[bool, float, SplitKey]:
-        """Sorts splits with event times by what is to be cut first."""
+        """Sorts splits with event times: the one to cut first is the smallest."""
         time = self.blocks[0].time_first
         return self.passed_over < PASSED_OVER_MAX, -math.inf if time is None else time, key
 
     @property
     def ended(self) -> bool:
-        """Whether epochs have all of its rows."""
+        """Whether all its rows are in epochs."""
         return self._is_cut_to(self.end)
 
     @property
     def is_quiet(self) -> bool:
-        """Whether it has nothing to add to the epochs, for ever or for now."""
+        """Whether it has ended or is idle, and all its rows are in epochs."""
         return self.ended or self._is_cut_to(self.idle_at)
 
     def _is_cut_to(self, offset: int | None) -> bool:
-        """Whether the rows before this offset were announced, and none waits."""
+        """Whether the rows before this offset were announced, and no rows wait."""
         return offset is not None and self.next_offset >= offset and not self.blocks
 
     def add(self, block: Block) -> None:
-        """Take what follows the rows announced before; of rows that epochs have, only the rest."""
+        """Add a block; rows of it that were announced before do not count."""
         if block.end <= self.next_offset:
             return
         if block.start < self.next_offset:
@@ -127,7 +135,7 @@ class _Split:
         self.idle_at = None
 
     def take(self, rows_max: int, steps_max: int) -> Block:
-        """The oldest block, or as much of it as an epoch has room for."""
+        """Remove the oldest block, or as much of it as an epoch has room for."""
         block = self.blocks.popleft()
         end = min(block.end, block.start + rows_max)
         if block.steps_count > steps_max:
@@ -140,7 +148,7 @@ class _Split:
         return block
 
     def trim(self) -> None:
-        """Of what was announced, keep what is in no epoch."""
+        """Drop announced rows that are in epochs."""
         waiting, self.blocks, self.next_offset = self.blocks, deque(), self.cut
         self.rows_waiting = 0
         for block in waiting:
@@ -148,12 +156,12 @@ class _Split:
 
 
 class Sequencer:
-    """The machine. `splits` are all (source, split) pairs, `sinks` all sink stages; the flow begins
-    after the epoch `begun`, in which rows had the numbers before `seq`, and splits had come to the
-    offsets `cuts`. `known` are the records of the epochs after it that were cut before the flow was
-    lost: somebody may have acted on them, so they come first, as they were.
+    """The machine. `splits` are all (source, split) pairs, `sinks` all sink stages. The flow begins
+    after the epoch `begun`, with sequence number `seq` and at the offsets `cuts` of the splits.
+    `known` are the records of later epochs that were cut before the flow was lost: sites may have
+    acted on them, so they come first, unchanged.
 
-    It begins as a follower that knows nothing, unless the first view has it in the chain.
+    It begins as a follower that knows nothing, unless it is in the chain of the first view.
     """
 
     def __init__(
@@ -185,7 +193,7 @@ class Sequencer:
         self._turn = 0
         self._known = deque(known)
         self._resumed_at = Epoch(begun + 1 + len(self._known)) if begun != NO_EPOCH else NO_EPOCH
-        """The first epoch that this life of the flow cuts, if there was one before it."""
+        """The first epoch that has no record yet, if the flow was stopped or lost before."""
 
     def handle(self, event: SequencerEvent) -> list[SequencerEffect]:
         match event:
@@ -202,10 +210,8 @@ class Sequencer:
                 return []
             case BlocksAvailable():
                 self._on_blocks_available(event)
-            case SplitIdle():
-                self._split(event.source, event.split).idle_at = event.offset
-            case SplitEnded():
-                self._split(event.source, event.split).end = event.offset
+            case SplitQuiet():
+                self._on_split_quiet(event)
             case EpochDelivered():
                 self._on_epoch_delivered(event)
             case DrainRequested():
@@ -231,15 +237,15 @@ class Sequencer:
         self.successor = chain[at + 1] if at + 1 < len(chain) else joined
         if (self._chain, self.successor) == known:
             return self._cut_all()
-        # Whoever should have passed these on or published them may have died before.
+        # The replica that should have passed these on or published them may have died before.
         return self._pass_all() + self._cut_all()
 
     def _pass_all(self) -> list[SequencerEffect]:
         return [e for record in self.history for e in self._pass_on(record)]
 
     def _lead(self) -> None:
-        """Cut from now on. Ingresses that know of it already may have announced their blocks again,
-        and the last records may have come after that."""
+        """Cut from now on. Ingresses may have announced their blocks again already, and the last
+        records may have arrived after that: drop what these have."""
         self.leads = True
         everywhere = min(self.delivered.values(), default=NO_EPOCH)
         self._in_flight = {r.epoch: 0 for r in self.history if r.epoch > everywhere}
@@ -248,7 +254,7 @@ class Sequencer:
 
     def _on_chain_joined(self, event: ChainJoined) -> list[SequencerEffect]:
         if event.site not in self._joining:
-            return []  # a replica that was given up
+            return []  # of a replica that was given up
         oldest = self.history[0].epoch if self.history else self.next_epoch
         if event.has < oldest:
             return [CopySequencer(event.site, self._state())]
@@ -258,7 +264,7 @@ class Sequencer:
     def _on_record_passed(self, event: RecordPassed) -> list[SequencerEffect]:
         record = event.record
         if self.leads:
-            return []  # from one that led before and does not know yet that it does not any more
+            return []  # from the last leader, which does not know yet that it was replaced
         if record.epoch > self.next_epoch:
             raise ProtocolError(f"record of epoch {record.epoch}, not {self.next_epoch}")
         if record.epoch == self.next_epoch:
@@ -280,37 +286,36 @@ class Sequencer:
             split = self.splits[r.source, r.split]
             split.cut = r.end
             split.next_offset = max(split.next_offset, r.end)
-            split.let_go = False
+            split.idle_recorded = False
         if record.awake:
             for split in self.splits.values():
-                split.let_go = False
+                split.idle_recorded = False
         for key in record.idle:
-            self.splits[key].let_go = True
+            self.splits[key].idle_recorded = True
         self._forget_known()
 
     def _forget_known(self) -> None:
         while self._known and self._known[0].epoch < self.next_epoch:
             self._known.popleft()
 
-    def _state(self) -> dict[str, Any]:
-        return {
-            "next_epoch": self.next_epoch,
-            "next_seq": self.next_seq,
-            "finished": self.finished,
-            "turn": self._turn,
-            "cuts": [s.cut for s in self.splits.values()],
-            "let_go": [s.let_go for s in self.splits.values()],
-            "history": list(self.history),
-        }
+    def _state(self) -> SequencerState:
+        return SequencerState(
+            self.next_epoch,
+            self.next_seq,
+            self.finished,
+            self._turn,
+            tuple(s.cut for s in self.splits.values()),
+            tuple(s.idle_recorded for s in self.splits.values()),
+            tuple(self.history),
+        )
 
-    def _restore(self, state: dict[str, Any]) -> None:
-        self.next_epoch, self.next_seq = state["next_epoch"], state["next_seq"]
-        self.finished, self._turn = state["finished"], state["turn"]
-        known = zip(self.splits.values(), state["cuts"], state["let_go"], strict=True)
-        for split, cut, let_go in known:
+    def _restore(self, state: SequencerState) -> None:
+        self.next_epoch, self.next_seq = state.next_epoch, state.next_seq
+        self.finished, self._turn = state.finished, state.turn
+        for split, cut, idle in zip(self.splits.values(), state.cuts, state.idle, strict=True):
             split.cut = split.next_offset = cut
-            split.let_go = let_go
-        self.history = deque(state["history"], maxlen=RESENT)
+            split.idle_recorded = idle
+        self.history = deque(state.history, maxlen=RESENT)
         self._forget_known()
 
     # --- cutting --------------------------------------------------------------------------------
@@ -320,6 +325,13 @@ class Sequencer:
         if found is None:
             raise ProtocolError(f"there is no split {split} of source {source}")
         return found
+
+    def _on_split_quiet(self, event: SplitQuiet) -> None:
+        split = self._split(event.source, event.split)
+        if event.ended:
+            split.end = event.offset
+        else:
+            split.idle_at = event.offset
 
     def _on_blocks_available(self, event: BlocksAvailable) -> None:
         split = self._split(event.source, event.split)
@@ -360,7 +372,7 @@ class Sequencer:
         ranges, nbytes = ([], 0) if self._draining else self._take_blocks()
         exhausted = all(s.ended for s in self.splits.values())
         idle = self._newly_quiet({(r.source, r.split) for r in ranges})
-        if not (ranges or exhausted or self._draining or self._is_to_say(idle)):
+        if not (ranges or exhausted or self._draining or self._needs_empty_epoch(idle)):
             return None
         record = EpochRecord(
             self.next_epoch,
@@ -376,17 +388,19 @@ class Sequencer:
         return record
 
     def _newly_quiet(self, taken: set[SplitKey]) -> tuple[SplitKey, ...]:
-        """The splits that let go behind an epoch with rows of those that are `taken`."""
+        """The splits that an epoch declares idle which has rows of the splits `taken`."""
         quiet = [(key, split) for key, split in self.splits.items() if split.is_quiet]
-        return tuple(key for key, split in quiet if key in taken or not split.let_go)
+        return tuple(key for key, split in quiet if key in taken or not split.idle_recorded)
 
-    def _is_to_say(self, idle: tuple[SplitKey, ...]) -> bool:
-        """Whether an epoch without rows is cut for these splits: windows may wait for them alone,
-        and no row may come for long. Not while others are on their way, which may be followed."""
+    def _needs_empty_epoch(self, idle: tuple[SplitKey, ...]) -> bool:
+        """Whether to cut an epoch without rows only to declare these splits idle: windows may wait
+        for them alone, and no row may come for long. Not while epochs are in flight: another one
+        with rows may follow them."""
         return bool(idle) and not self._in_flight and any(s.timed for s in self.splits.values())
 
     def _cut_again(self, record: EpochRecord) -> EpochRecord:
-        """Ingresses have announced rows of it again, or will, which then are cut already."""
+        """Cut an epoch as it was before the flow was lost. Ingresses announce rows of it again,
+        before or after this; those count as cut."""
         self._in_flight[record.epoch] = 0
         self._note(record)
         for split in self.splits.values():
@@ -405,8 +419,8 @@ class Sequencer:
         return 2 * sum(s.rows_waiting for s in self.splits.values()) < self.budget.epoch_rows_max
 
     def _take_blocks(self) -> tuple[list[Range], int]:
-        """Blocks, a turn for each split that has any, until the epoch is full; then in row order.
-        The splits with event times share their turns: each goes to the one with the oldest rows."""
+        """Take blocks until the epoch is full, in turns of the splits that have any; return them in
+        row order. The turns of splits with event times go to the one with the oldest rows."""
         keys = list(self.splits)
         rotated = keys[self._turn :] + keys[: self._turn]
         self._turn = (self._turn + 1) % len(keys)
@@ -447,7 +461,7 @@ class Sequencer:
 
 
 def _joined(ranges: list[Range]) -> list[Range]:
-    """Neighbouring blocks of one split as one range."""
+    """The ranges, with neighbouring blocks of one split as one range."""
     joined: list[Range] = []
     for r in ranges:
         if joined and (joined[-1].source, joined[-1].split) == (r.source, r.split):

@@ -1,4 +1,4 @@
-"""What the controller waits for: values, so that a timer that fires says which one it is."""
+"""The timers of the controller. They are values, so that a timer that fires identifies itself."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from holdfast.core.values import value
 
 @value
 class DoubtTimer:
-    """How long to wait for word from a new replica whose donor died; the n-th time."""
+    """The wait for the report of a joining replica whose donor died; waits are numbered."""
 
     number: int
 
 
 @value
 class PatienceTimer:
-    """How long a missing replica waits for the n-th site that was launched."""
+    """The wait of a missing replica for the n-th replacement that was launched."""
 
     number: int
 
 
 @value
 class RejoinTimer:
-    """The pause before a replica that could not be made is tried again."""
+    """The pause before another attempt at a replica that failed to join."""
 
     task: TaskId
 
 
 Timer = DoubtTimer | PatienceTimer | RejoinTimer
-"""What the controller waits for."""

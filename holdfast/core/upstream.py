@@ -1,21 +1,21 @@
-"""Upstream backup: a task has one replica, and is rebuilt from its input if that dies.
+"""Upstream backup: a task has one replica, and is rebuilt from its input if that replica dies.
 
-So its producers keep their bundles for longer than until they are received: as long as the state
-of the task, and the output that its own consumers do not have yet, come from them. The task says
-up to where they are not needed any more. At level 1 that is what its state does not come from, as
-it was after the last epoch that all its consumers have received: whatever they lack can then be
-made again. At level k + 1, the same of what they do not need any more at level k. With bundles that
-are kept until level k, tasks of k stages in a row may be lost at once: the first is rebuilt from
-what is kept, and makes again all that the next one needs at level k - 1, and so on. Until its
-consumers have moved on, what a task that was rebuilt keeps is complete only at that level.
+Producers therefore keep their bundles for longer than until they are received: as long as the
+state of the task, and output that its consumers still lack, derive from them. The task tells its
+producers up to which epoch it no longer needs its input. At level 1 that is the input which the
+state after the last epoch that all consumers have received does not derive from: the task can make
+again whatever they lack. At level k + 1 it is the same for what the consumers no longer need at
+level k. If producers keep bundles until level k, tasks of k stages in a row may be lost at once:
+the first is rebuilt from what is kept and makes again all that the next one needs at level k - 1,
+and so on. Until its consumers have moved on, what a rebuilt task keeps is complete only at that
+lower level.
 
-The task that is rebuilt begins with empty state behind the oldest input that is left, processes
-what follows, and sends what its consumers lack; they know their epochs. What it makes of earlier
-epochs may be wrong, as the state was not empty then, and nobody lacks that; but a consumer that is
-rebuilt, too, must not take it for its input. So what a task says of its needs goes with a *line*:
-the epoch that each task from there on must reach until what it makes is right, if it is rebuilt
-from what is kept then. A task that is rebuilt keeps what comes after its own, and tells the rest
-to its consumers, if they ask.
+A rebuilt task begins with empty state before the oldest input that is left, processes what follows,
+and sends what its consumers lack. Its output of the first epochs may be wrong, because the state
+was not empty then. No consumer lacks that output; but a consumer that is being rebuilt, too, must
+not use it as input. So a task's needs travel with `ValidAfter`: for each task from there on, the
+epoch after which its output is right, if it is rebuilt from what is kept then. A rebuilt task keeps
+only what comes after its own epoch, and tells its consumers the rest when they ask.
 """
 
 from __future__ import annotations
@@ -26,67 +26,66 @@ from typing import NamedTuple
 
 from holdfast.core.ids import NO_EPOCH, Epoch, ExchangeId, GroupId, SiteId, TaskId
 
-Source = tuple[ExchangeId, GroupId, SiteId]
-"""A replica of a producer."""
+ProducerReplica = tuple[ExchangeId, GroupId, SiteId]
+
+ValidAfter = Mapping[TaskId, Epoch]
+"""After which epoch the output of each task is right, if the task is rebuilt."""
 
 
-Line = Mapping[TaskId, Epoch]
-"""After which epochs what tasks make is right, if they are rebuilt."""
-
-
-def merged(lines: Iterable[Line]) -> dict[TaskId, Epoch]:
-    """Of several lines the latest: what has been right before is right for later beginnings only
-    if it is later, too."""
+def merged(bounds: Iterable[ValidAfter]) -> dict[TaskId, Epoch]:
+    """The latest epoch of each task: output must be right for all of the bounds."""
     found: dict[TaskId, Epoch] = {}
-    for line in lines:
-        for task, epoch in line.items():
+    for valid_after in bounds:
+        for task, epoch in valid_after.items():
             found[task] = max(epoch, found.get(task, NO_EPOCH))
     return found
 
 
 class Log(NamedTuple):
-    """What a replica of a producer has for a consumer that is to be rebuilt."""
+    """What a replica of a producer has for a consumer that shall be rebuilt."""
 
     after: Epoch
     """It has everything after this epoch ..."""
     upto: Epoch
     """... up to this one so far,"""
-    credit: int
+    complete_level: int
     """which is all that the consumer needs at this level."""
-    line: Line
+    valid_after: ValidAfter
 
 
 class Gap(NamedTuple):
-    """What a producer does not have for a consumer, as another replica of it must know."""
+    """What a producer does not have for a consumer, as a new replica of the producer must know it:
+    see the fields of the same names in `holdfast.core.exchange`."""
 
-    let_go: Epoch
-    known: Epoch
-    base: Epoch
-    credit: int
-    line: Line
+    trimmed_upto: Epoch
+    known_stable: Epoch
+    rebuilt_from: Epoch
+    complete_level: int
+    valid_after: ValidAfter
 
 
 class Needed(NamedTuple):
-    """What a consumer tells its producers of its needs, at each of so many levels."""
+    """What a consumer tells its producers of its needs, at each of `depth` levels."""
 
     depth: int = 0
     levels: tuple[Epoch, ...] | None = None
-    """Up to which epochs it does not need its input any more; None: nothing that it has."""
-    lines: tuple[Line, ...] = ()
+    """Up to which epochs it no longer needs its input; None: it needs nothing that it has
+    received."""
+    valid_after: tuple[ValidAfter, ...] = ()
 
 
 class Needs:
-    """Which input the state of a task comes from, epoch by epoch."""
+    """From which input the state of a task derives, epoch by epoch."""
 
     def __init__(self, epoch: Epoch, needs: Epoch) -> None:
         self._log: deque[tuple[Epoch, Epoch]] = deque([(epoch, needs)])
 
     def processed(self, epoch: Epoch, needs: Epoch) -> None:
-        """The state after `epoch` comes from the input after the epoch `needs`."""
+        """The state after `epoch` derives from the input after the epoch `needs`."""
         self._log.append((epoch, needs))
 
     def at(self, epoch: Epoch) -> Epoch:
-        """From which input the state after `epoch` comes, or one before it."""
+        """The epoch after which the input came that the state after `epoch` derives from."""
         found = NO_EPOCH
         for known, needs in self._log:
             if known > epoch:
@@ -95,21 +94,25 @@ class Needs:
         return found
 
     def forget(self, epoch: Epoch) -> None:
-        """Nobody will ask for epochs before this one."""
+        """Drop what only epochs before this one need."""
         while len(self._log) > 1 and self._log[1][0] <= epoch:
             self._log.popleft()
 
 
 class Search:
-    """A task that is to be rebuilt asks its producers from where on it can be."""
+    """The answers that a task which shall be rebuilt has from its producers."""
 
     def __init__(self) -> None:
-        self.told: dict[Source, Log] = {}
+        self.told: dict[ProducerReplica, Log] = {}
 
-    def begins(self, wanted: Mapping[Source, object]) -> Log | None:
-        """What there is of all of these together; None if not all have said it."""
-        if not wanted or any(source not in self.told for source in wanted):
+    def begins(self, wanted: Mapping[ProducerReplica, object]) -> Log | None:
+        """What all of these have together; None until each has answered."""
+        if not wanted or any(replica not in self.told for replica in wanted):
             return None
-        said = [self.told[source] for source in wanted]
-        afters, uptos, credits, lines = zip(*said, strict=True)
-        return Log(max(afters), max(uptos), min(credits), merged(lines))
+        logs = [self.told[replica] for replica in wanted]
+        return Log(
+            max(log.after for log in logs),
+            max(log.upto for log in logs),
+            min(log.complete_level for log in logs),
+            merged(log.valid_after for log in logs),
+        )

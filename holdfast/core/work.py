@@ -1,12 +1,12 @@
 """What a replica processes next, and how much of it in one call.
 
-A replica is busy with at most one order at a time. How many epochs that order has is decided here:
-one as a rule; several small ones if the replica is behind, as long as the call stays short, since
-the site is deaf meanwhile.
+A replica executes at most one order at a time. `Work` decides how many epochs an order has: one as
+a rule; several small ones if the replica is behind, as long as the call stays short, because the
+site receives nothing during a call.
 
-This is apart from the life of the replica because the two do not depend on each other: an order
-that is given while the replica replays may be done when it is active, and one that is under way
-when a view removes the replica is finished all the same, for nobody.
+It is separate from the state of the replica because the two do not depend on each other. An order
+that begins while the replica replays may end when it is active. An order that is under way when a
+view removes the replica still ends, and its result is not used.
 """
 
 from __future__ import annotations
@@ -19,47 +19,48 @@ from holdfast.core.ids import Epoch, ExchangeId
 from holdfast.core.records import EpochRecord
 
 AT_ONCE, AT_ONCE_ROWS = 64, 1 << 16
-"""As many epochs, and as many rows, a source that is behind takes together."""
+"""The most epochs, and the most rows, that a source which is behind ingests in one call."""
 REPLAYED, AT_ONCE_BYTES = 16, 1 << 20
-"""As many epochs a stage takes together that is behind, while they have no more bytes: it must
-also find time for others that want something of its site."""
+"""The most epochs that a stage which is behind processes in one call, and the most bytes. The site
+has other work to do in between."""
 AT_ONCE_S = 0.05
-"""As much as it takes about so long for is done together, by how long it took the last two times.
-Little is gained by calls that are longer than that."""
+"""How long a call with several epochs should take at most, estimated from the last two calls.
+Longer calls gain little."""
 EPOCH_ROWS, EPOCH_BYTES = 16, 1 << 10
-"""What an epoch counts for, however few rows are in it."""
+"""What an epoch counts at least, however few rows it has."""
 
 Inputs = Mapping[ExchangeId, Consumer]
 Bundles = dict[ExchangeId, list[Any]]
 
 
 class Work:
-    """The order that a replica is busy with, and how long its orders take."""
+    """The order that a replica executes, and how long its orders take."""
 
     __slots__ = ("_amount", "_paces", "busy")
 
     def __init__(self) -> None:
         self.busy = 0
-        """With how many epochs."""
+        """How many epochs the order under way has; 0: there is none."""
         self._amount = 0
-        """And with how much of their input: rows of a source, bytes otherwise."""
+        """How much input it has: rows of a source, bytes otherwise."""
         self._paces: tuple[float, ...] = ()
-        """How many seconds it took for each of that, the last two times."""
+        """Seconds per row or byte of the last two orders."""
 
     def done(self, seconds: float) -> None:
-        """The order was carried out, in so much time."""
+        """The order has ended; it took `seconds`."""
         self._paces = (*self._paces[-1:], seconds / max(1, self._amount))
         self.busy = 0
 
     def _takes_long(self, amount: int) -> bool:
-        """Whether so much is too much to be done at once, or it is not known how long it takes."""
+        """Whether this amount would take too long in one call, or it is unknown how long it
+        takes."""
         return not self._paces or amount * max(self._paces) > AT_ONCE_S
 
     def ingest(
         self, records: Mapping[Epoch, EpochRecord], after: Epoch, upto: Epoch
     ) -> tuple[EpochRecord, ...]:
-        """Begin with the next epoch of a source, and small ones behind it up to `upto`, if their
-        records are there."""
+        """Begin an order for the next epoch of a source, and for small ones after it up to `upto`,
+        as far as their records are there."""
         epoch = Epoch(after + 1)
         due: list[EpochRecord] = []
         rows = self._amount = 0
@@ -77,8 +78,8 @@ class Work:
         return tuple(due)
 
     def process(self, inputs: Inputs, after: Epoch, upto: Epoch) -> list[Bundles]:
-        """Begin with the next epoch, if all its bundles are there, and small ones behind it up to
-        `upto`."""
+        """Begin an order for the next epoch, and for small ones after it up to `upto`, as far as
+        all their bundles are there."""
         taken: list[Bundles] = []
         largest = self._amount = 0
         epoch = Epoch(after + 1)
@@ -97,7 +98,7 @@ class Work:
         return taken
 
     def process_arrived(self, inputs: Inputs) -> Bundles | None:
-        """Begin with whatever has come, be it of a later epoch (arrival merging)."""
+        """Begin an order for what has arrived, even of a later epoch (arrival merging)."""
         waiting = sorted({e for c in inputs.values() for e in c.waiting()})
         if not waiting:
             return None

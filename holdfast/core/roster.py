@@ -1,0 +1,141 @@
+"""The sites of a flow: which are launched, registered or dead, and which replaces which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from holdfast.core.effects import FenceSite, LaunchSite, Wait
+from holdfast.core.ids import SiteId
+from holdfast.core.layout import Domain
+from holdfast.core.placement import Candidates
+from holdfast.core.timers import PatienceTimer
+
+BACKOFF_MS = (0, 100, 500, 1_000, 2_000, 5_000)
+"""How long to wait before the n-th attempt in a row; the last value repeats."""
+
+FAILED_STARTS_MAX = 5
+"""How many launches in a row may end before the site registers. More are a fault of the set-up."""
+
+RELAUNCH_MS = 10_000
+"""How long a missing replica waits for a site that is being launched before it joins another."""
+
+
+def backoff_ms(failures: int) -> int:
+    """How long to wait after this many failures in a row."""
+    return BACKOFF_MS[min(failures, len(BACKOFF_MS) - 1)]
+
+
+class SiteRoster:
+    """The sites. A site that dies is replaced by a new one with a number of its own.
+
+    The flow begins on `sites`; `spares` register and wait.
+    """
+
+    def __init__(self, sites: Sequence[SiteId], spares: Sequence[SiteId]) -> None:
+        self.sites, self.spares = list(sites), list(spares)
+        self.launched: set[SiteId] = {*sites, *spares}
+        """Sites whose processes are started and that have not registered."""
+        self.addresses: dict[SiteId, tuple[str, int]] = {}
+        """By registered site."""
+        self.domains: dict[SiteId, Domain] = {}
+        """By registered site."""
+        self.dead: dict[SiteId, str] = {}
+        """By dead site: why."""
+        self.replaced: dict[SiteId, SiteId] = {}
+        """By site: the one that was launched in its place."""
+        self._next_id = 1 + max([*sites, *spares])
+        self._failed_starts: dict[SiteId, int] = {}
+        """By launched site: how many launches in a row ended before the site registered."""
+        self._replacements = 0
+        """How many sites were launched in place of others."""
+        self._waiting_for = self._waited_for = -1
+        """For how many replacements a wait has begun, and for how many one is over."""
+
+    def resume(
+        self,
+        addresses: dict[SiteId, tuple[str, int]],
+        domains: dict[SiteId, Domain],
+        dead: Mapping[SiteId, str],
+        next_id: SiteId,
+    ) -> None:
+        """Continue from what another controller knew. New sites are numbered from `next_id`."""
+        self.launched = {s for s in self.launched if s not in addresses}
+        self.addresses, self.domains, self.dead = addresses, domains, dict(dead)
+        self._next_id = next_id
+
+    def await_launched(self, sites: Iterable[SiteId]) -> None:
+        """These sites were launched by another controller, and have not registered."""
+        self.launched |= set(sites)
+
+    # --- what is known of sites -----------------------------------------------------------------
+
+    def knows(self, site: SiteId) -> bool:
+        """Whether a site is alive as far as is known."""
+        return site in self.launched or site in self.addresses
+
+    @property
+    def gathered(self) -> bool:
+        """Whether all sites have registered that the flow begins on."""
+        return all(s in self.addresses for s in self.sites)
+
+    def failed_starts(self, sites: Iterable[SiteId]) -> int:
+        """How many launches in a row have failed, if these sites are dead: the most of any."""
+        return max(self._failed_starts.get(s, 0) + 1 if s in self.launched else 0 for s in sites)
+
+    # --- what happens to them -------------------------------------------------------------------
+
+    def register(self, site: SiteId, address: tuple[str, int], domain: Domain) -> bool:
+        """Note where a site is. False if it is dead or was never launched."""
+        if site in self.dead or site not in self.launched:
+            return False
+        self.launched.discard(site)
+        self.addresses[site] = address
+        self.domains[site] = domain
+        self._failed_starts.pop(site, None)
+        return True
+
+    def remove(self, sites: Iterable[SiteId], reason: str) -> list[FenceSite | LaunchSite]:
+        """Never deal with these sites again; launch others in their place."""
+        effects: list[FenceSite | LaunchSite] = []
+        for site in sites:
+            self.dead[site] = reason
+            self.addresses.pop(site, None)
+            self.domains.pop(site, None)
+            failed_starts = 0
+            if site in self.launched:
+                self.launched.discard(site)
+                failed_starts = self._failed_starts.get(site, 0) + 1
+            effects += [FenceSite(site), self._replace(site, failed_starts)]
+        return effects
+
+    def _replace(self, site: SiteId, failed_starts: int) -> LaunchSite:
+        new = SiteId(self._next_id)
+        self._next_id += 1
+        self.launched.add(new)
+        self.replaced[site] = new
+        self._replacements += 1
+        self._failed_starts[new] = failed_starts
+        for group in (self.sites, self.spares):
+            if site in group:
+                group[group.index(site)] = new
+        return LaunchSite(new, backoff_ms(failed_starts))
+
+    # --- waiting for launched sites -------------------------------------------------------------
+
+    def candidates(self) -> Candidates:
+        """The sites that new replicas can join at."""
+        launching = bool(self.launched)
+        await_launch = launching and self._waited_for != self._replacements
+        return Candidates(self.domains, len(self.sites), launching, await_launch)
+
+    def wait_for_launched(self) -> list[Wait]:
+        """Limit the wait for the sites that are being launched, unless a wait has begun since the
+        last one was launched."""
+        if not self.launched or self._waiting_for == self._replacements:
+            return []
+        self._waiting_for = self._replacements
+        return [Wait(PatienceTimer(self._waiting_for), RELAUNCH_MS)]
+
+    def on_wait_over(self, timer: PatienceTimer) -> None:
+        """A wait is over. It counts unless another site was launched since."""
+        self._waited_for = timer.number
