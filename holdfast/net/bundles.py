@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from holdfast.core.ids import GroupId
 from holdfast.core.layout import PartitionGroup
+from holdfast.core.messages import BundleKey
 from holdfast.engine.batches import (
     Track,
     content_of,
@@ -137,21 +138,11 @@ def check(frames: Sequence[Frames], merged: Sequence[pa.RecordBatch], where: str
 
 
 def encode(
-    frames: Frames,
-    exchange: int,
-    epoch: int,
-    producer: int,
-    consumer: int,
-    *,
-    joined_view: int = 0,
-    part: int = 0,
-    last: bool = True,
-    pack: Callable[[Frames], list[Any]] | None = None,
+    key: BundleKey, frames: Frames, pack: Callable[[Frames], list[Any]] | None = None
 ) -> tuple[wire.Bundle, list[Any]]:
     """Return the message and the buffers of its body: track, digests, and rows if any."""
     body = (pack or packed)(frames)
-    sizes = (frames.batch.num_rows, len(body[0]), len(body[1]))
-    return wire.Bundle(exchange, epoch, producer, consumer, joined_view, part, last, *sizes), body
+    return wire.Bundle(key, frames.batch.num_rows, len(body[0]), len(body[1])), body
 
 
 @lru_cache(maxsize=1)  # a bundle is sent to all replicas of its consumer in succession
@@ -187,11 +178,11 @@ def decode(message: wire.Bundle, body: memoryview, schema: pa.Schema) -> Frames:
     head = message.track + message.digests
     if head > body.nbytes or message.track % 16 or message.digests % 8 or message.track == 0:
         raise ProtocolError(
-            f"bundle of exchange {message.exchange}: the lengths do not fit the body"
+            f"bundle of exchange {message.key.exchange}: the lengths do not fit the body"
         )
     track = Track.from_bytes(body[: message.track])
     if not track.is_sound:
-        raise ProtocolError(f"bundle of exchange {message.exchange}: the watermark goes back")
+        raise ProtocolError(f"bundle of exchange {message.key.exchange}: the watermark goes back")
     digests = np.frombuffer(body[message.track : head], np.uint64) if message.digests else None
     if message.rows == 0:
         return Frames(empty(schema), track, digests)
@@ -200,8 +191,10 @@ def decode(message: wire.Bundle, body: memoryview, schema: pa.Schema) -> Frames:
         validate(batch)
     if batch.num_rows != message.rows:
         raise ProtocolError(
-            f"bundle of exchange {message.exchange}: {batch.num_rows} rows, not {message.rows}"
+            f"bundle of exchange {message.key.exchange}: {batch.num_rows} rows, not {message.rows}"
         )
     if any(c.null_count and not f.nullable for c, f in zip(batch.columns, schema, strict=True)):
-        raise ProtocolError(f"bundle of exchange {message.exchange}: nulls in a required column")
+        raise ProtocolError(
+            f"bundle of exchange {message.key.exchange}: nulls in a required column"
+        )
     return Frames(batch, track, digests)

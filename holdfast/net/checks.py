@@ -1,37 +1,37 @@
-"""What a message must be like before the machines of a site get to see it.
+"""Validation of messages before a site's machines see them.
 
-The decoder knows the classes of messages and how large a number may be; here they are held against
-the plan: exchanges, tasks, splits and sinks that there are, records and blocks that can be, acks
-that agree with themselves. A peer may act on a later view than this site, so nothing is held
-against the view; and what depends on how far things have come is for the machines to judge.
+The decoder checks the types of fields and the bounds of plain numbers. The checks here compare a
+message with the plan: its exchange, task, split or sink must exist, its records and blocks must be
+possible, its acks consistent. Values of the core that a message carries have plain types, so their
+bounds are checked here, too. A peer may act on a later view than this site, so nothing is compared
+with the view; and the machines judge what depends on how far the flow is.
 
-Against a member that lies (says to have what it has not) there is no protection here.
+The checks do not protect against a member that lies, for example one that acknowledges what it does
+not have.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from holdfast.core.ids import NO_EPOCH, TaskId
 from holdfast.core.layout import Shape, StageShape
+from holdfast.core.messages import Ack, BundleKey, LogQuery
 from holdfast.core.records import STEP_BYTES, Block, EpochRecord
 from holdfast.core.replica import ROOM_BEHIND
+from holdfast.core.upstream import ValidAfter
 from holdfast.errors import ProtocolError
 from holdfast.net import wire
 from holdfast.plan.planner import Plan
 
 NUMBERS = range(wire.NUMBER_MAX)
-WITH_BODY = (
-    wire.Bundle,
-    wire.HandOverState,
-    wire.HandOverKept,
-    wire.HandOverHeld,
-    wire.PushBatch,
-)
+EPOCHS = range(NO_EPOCH, wire.NUMBER_MAX)
 MARKS = {"committed", "total", "ended", "more", "everywhere"}
 
 
 class Checks:
-    """The checks of one flow's messages: `check` raises a `ProtocolError` or does nothing."""
+    """The checks of one flow's messages, a method for each: it raises a `ProtocolError` or does
+    nothing. `holdfast.net.protocol` says which message needs which."""
 
     def __init__(self, plan: Plan, shape: Shape, window: int) -> None:
         self._shape, self._room = shape, max(window, ROOM_BEHIND)
@@ -39,121 +39,168 @@ class Checks:
         self._pushed = {s.id for s in plan.sources if s.source is not None and s.source.pushed}
         self._sinks = {s.id: s.sink for s in plan.sinks}
 
-    def check(self, message: wire.Message, body: memoryview) -> None:
-        _require(not body.nbytes or isinstance(message, WITH_BODY), "a body where none can be")
-        match message:
-            case wire.Bundle():
-                self._bundle(message)
-            case wire.Acks():
-                for ack in message.acks:
-                    self._ack(ack)
-            case wire.AskLog():
-                self._ends(message.exchange, message.producer, message.consumer)
-            case wire.TellLog():
-                self._ends(message.exchange, message.producer, message.consumer)
-                self._line(message.line)
-            case wire.Record() | wire.Pass():
-                self._record(message.record)
-            case wire.SequencerState():
-                self._sequencer(message)
-            case wire.Blocks():
-                _require(self._has_split(message.source, message.split), "there is no such split")
-                for block in message.blocks:
-                    _require(_is_sound(block), "a block that cannot be")
-            case wire.SplitState() | wire.SplitAt():
-                _require(self._has_split(message.source, message.split), "there is no such split")
-            case wire.Delivered():
-                _require(message.sink in self._sinks, "there is no such sink")
-                _require(message.durable <= message.safe, "a delivery that cannot be")
-            case wire.HandOverBegin():
-                outputs = self._task(message.stage, message.group).outputs
-                for gap in message.gaps:
-                    _require(gap.exchange in outputs, "bundles of another stage")
-                    self._task(self._shape.consumer_of[gap.exchange], gap.consumer)
-                    self._line(gap.line)
-            case wire.CatchUp() | wire.HandOverState() | wire.HandOverHeld() | wire.HandOverEnd():
-                self._task(message.stage, message.group)
-            case wire.HandOverKept():
-                stage = self._task(message.stage, message.group)
-                bundle = message.bundle
-                _require(bundle.exchange in stage.outputs, "a bundle of another stage")
-                _require(bundle.producer == message.group, "a bundle of another partition group")
-                self._bundle(bundle)
-            case wire.PushBatch():
-                _require(message.source in self._pushed, "the source is not fed")
-                _require(message.marks.keys() >= MARKS, "a push batch without all marks")
-                _require(message.marks["everywhere"] < message.number, "a push batch known to all")
-                _require(sum(message.sizes) == body.nbytes, "a push batch of another size")
-                part = bool(message.marks["more"])
-                _require(
-                    not (part and message.pull_reader), "a part of a push batch with a position"
-                )
-            case wire.PushHas() | wire.PushCounted():
-                _require(message.source in self._pushed, "the source is not fed")
-            case wire.Notes() | wire.NotesKept():
-                sink = self._sinks.get(message.sink)
-                read = sink is not None and sink.unread_bytes_max is not None
-                _require(read, "there is no such sink that is read")
+    # --- orders ---------------------------------------------------------------------------------
+
+    def catch_up(self, message: wire.CatchUp, body: memoryview) -> None:
+        self._task(message.order.task)
+        _require(message.order.joiner in NUMBERS, "there is no such site")
+
+    def store(self, message: wire.Store, body: memoryview) -> None:
+        order = message.order
+        _require(order.epoch in EPOCHS, "an epoch that cannot be")
+        _require(order.after is None or order.after in EPOCHS, "an epoch that cannot be")
+
+    # --- the order of the input -----------------------------------------------------------------
+
+    def carried_record(self, message: wire.Record | wire.Pass, body: memoryview) -> None:
+        self.record(message.record)
 
     def record(self, record: EpochRecord) -> None:
-        """One that was stored, and not sent."""
-        self._record(record)
-
-    def _bundle(self, bundle: wire.Bundle) -> None:
-        producer, consumer = self._ends(bundle.exchange, bundle.producer, bundle.consumer)
-        whole = bundle.last and bundle.part == 0
-        _require(whole or not producer.ordered, "a part of a bundle where there are no parts")
-        _require(bundle.digests <= 8 * consumer.partitions, "more digests than partitions")
-
-    def _ack(self, ack: wire.Ack) -> None:
-        self._ends(ack.exchange, ack.producer, ack.consumer)
-        _require(ack.finished <= ack.received <= ack.credit, "an ack that cannot be")
-        _require(ack.credit <= ack.received + self._room, "an ack that cannot be")
-        _require(len(ack.levels) <= len(self._shape.stages), "an ack that cannot be")
-        _require(all(level <= ack.received for level in ack.levels), "an ack that cannot be")
-        _require(len(ack.lines) in (0, len(ack.levels)), "an ack that cannot be")
-        for line in ack.lines:
-            self._line(line)
-
-    def _ends(self, exchange: int, producer: int, consumer: int) -> tuple[StageShape, StageShape]:
-        """The stages at the ends of an exchange, if they have such partition groups."""
-        _require(exchange < len(self._shape.consumer_of), "there is no such exchange")
-        return (
-            self._task(self._shape.producer_of[exchange], producer),
-            self._task(self._shape.consumer_of[exchange], consumer),
-        )
-
-    def _line(self, line: wire.Line) -> None:
-        for stage, group, _ in line:
-            self._task(stage, group)
-
-    def _task(self, stage: int, group: int) -> StageShape:
-        _require(stage < len(self._shape.stages), "there is no such stage")
-        found = self._shape.stages[stage]
-        _require(group < found.partitions, "there is no such partition group")
-        return found
-
-    def _has_split(self, source: int, split: int) -> bool:
-        return (source, split) in self._splits
-
-    def _record(self, record: EpochRecord) -> None:
         _require(record.epoch in NUMBERS and record.base in NUMBERS, "a record that cannot be")
         _require(self._splits.issuperset(record.idle), "there is no such split")
         _require(record.last or not record.ended, "a record that cannot be")
         for r in record.ranges:
-            _require(self._has_split(r.source, r.split), "there is no such split")
+            self._split(r.source, r.split)
             block = Block(r.start, r.end, 0, r.steps)
             _require(_is_sound(block), "a range that cannot be")
 
-    def _sequencer(self, message: wire.SequencerState) -> None:
-        count = len(self._splits)
-        known = len(message.cuts) == len(message.let_go) == count
-        _require(known and message.turn < count, "other splits than ours")
-        for record in message.history:
-            self._record(record)
-        epochs = [r.epoch for r in message.history]
-        expected = list(range(message.next_epoch - len(epochs), message.next_epoch))
+    def sequencer_copy(self, message: wire.SequencerCopy, body: memoryview) -> None:
+        state, count = message.state, len(self._splits)
+        known = len(state.cuts) == len(state.idle) == count
+        _require(known and 0 <= state.turn < count, "other splits than ours")
+        _require(all(cut in NUMBERS for cut in state.cuts), "a cut that cannot be")
+        _require(state.next_epoch in EPOCHS and state.next_seq in NUMBERS, "a state that cannot be")
+        for record in state.history:
+            self.record(record)
+        epochs = [r.epoch for r in state.history]
+        expected = list(range(state.next_epoch - len(epochs), state.next_epoch))
         _require(epochs == expected, "a history with gaps")
+
+    def blocks(self, message: wire.Blocks, body: memoryview) -> None:
+        available = message.available
+        self._split(available.source, available.split)
+        for block in available.blocks:
+            _require(_is_sound(block), "a block that cannot be")
+
+    def quiet(self, message: wire.Quiet, body: memoryview) -> None:
+        self._split(message.split.source, message.split.split)
+        _require(message.split.offset in NUMBERS, "an offset that cannot be")
+
+    def split_at(self, message: wire.SplitAt, body: memoryview) -> None:
+        self._split(message.source, message.split)
+
+    # --- frames ---------------------------------------------------------------------------------
+
+    def bundle(self, message: wire.Bundle, body: memoryview) -> None:
+        key = message.key
+        producer, consumer = self._ends(key)
+        _require(key.epoch in NUMBERS and key.part in NUMBERS, "a bundle that cannot be")
+        whole = key.last and key.part == 0
+        _require(whole or not producer.ordered, "a part of a bundle where there are no parts")
+        _require(message.digests <= 8 * consumer.partitions, "more digests than partitions")
+
+    def acks(self, message: wire.Acks, body: memoryview) -> None:
+        for ack in message.acks:
+            self._ends(ack)
+            _require(_is_consistent(ack, self._room), "an ack that cannot be")
+            _require(len(ack.levels) <= len(self._shape.stages), "an ack that cannot be")
+            for valid_after in ack.valid_after:
+                self._valid_after(valid_after)
+
+    def log_request(self, message: wire.LogRequest, body: memoryview) -> None:
+        self._ends(message.query)
+
+    def log_reply(self, message: wire.LogReply, body: memoryview) -> None:
+        self._ends(message.query)
+        log = message.log
+        _require(log.after in EPOCHS and log.upto in EPOCHS, "a log that cannot be")
+        _require(log.complete_level in NUMBERS, "a log that cannot be")
+        self._valid_after(log.valid_after)
+
+    def delivered(self, message: wire.Delivered, body: memoryview) -> None:
+        _require(message.sink in self._sinks, "there is no such sink")
+        _require(message.durable <= message.safe, "a delivery that cannot be")
+
+    # --- hand-over ------------------------------------------------------------------------------
+
+    def hand_over_begin(self, message: wire.HandOverBegin, body: memoryview) -> None:
+        outputs = self._task(message.task).outputs
+        for exchange, gaps in message.gaps.items():
+            _require(exchange in outputs, "bundles of another stage")
+            for consumer, gap in gaps.items():
+                self._task((self._shape.consumer_of[exchange], consumer))
+                epochs = (gap.trimmed_upto, gap.known_stable, gap.rebuilt_from)
+                _require(all(epoch in EPOCHS for epoch in epochs), "a gap that cannot be")
+                _require(gap.complete_level in NUMBERS, "a gap that cannot be")
+                self._valid_after(gap.valid_after)
+
+    def hand_over_part(
+        self,
+        message: wire.HandOverState | wire.HandOverHeld | wire.HandOverEnd,
+        body: memoryview,
+    ) -> None:
+        self._task(message.task)
+
+    def hand_over_kept(self, message: wire.HandOverKept, body: memoryview) -> None:
+        stage, key = self._task(message.task), message.bundle.key
+        _require(key.exchange in stage.outputs, "a bundle of another stage")
+        _require(key.producer == message.task[1], "a bundle of another partition group")
+        self.bundle(message.bundle, body)
+
+    # --- rows that are pushed, sinks that are read ------------------------------------------------
+
+    def push_batch(self, message: wire.PushBatch, body: memoryview) -> None:
+        _require(message.source in self._pushed, "the source is not fed")
+        _require(message.marks.keys() >= MARKS, "a push batch without all marks")
+        _require(message.marks["everywhere"] < message.number, "a push batch known to all")
+        _require(sum(message.sizes) == body.nbytes, "a push batch of another size")
+        part = bool(message.marks["more"])
+        _require(not (part and message.pull_reader), "a part of a push batch with a position")
+
+    def pushed(self, message: wire.PushHas | wire.PushCounted, body: memoryview) -> None:
+        _require(message.source in self._pushed, "the source is not fed")
+
+    def notes(self, message: wire.Notes | wire.NotesKept, body: memoryview) -> None:
+        sink = self._sinks.get(message.sink)
+        read = sink is not None and sink.unread_bytes_max is not None
+        _require(read, "there is no such sink that is read")
+
+    # --- what there is --------------------------------------------------------------------------
+
+    def _ends(self, key: BundleKey | Ack | LogQuery) -> tuple[StageShape, StageShape]:
+        """The stages at the ends of an exchange, if they have such partition groups."""
+        _require(0 <= key.exchange < len(self._shape.consumer_of), "there is no such exchange")
+        _require(key.joined_view in NUMBERS, "there is no such view")
+        return (
+            self._task((self._shape.producer_of[key.exchange], key.producer)),
+            self._task((self._shape.consumer_of[key.exchange], key.consumer)),
+        )
+
+    def _task(self, task: TaskId) -> StageShape:
+        stage, group = task
+        _require(0 <= stage < len(self._shape.stages), "there is no such stage")
+        found = self._shape.stages[stage]
+        _require(0 <= group < found.partitions, "there is no such partition group")
+        return found
+
+    def _valid_after(self, valid_after: ValidAfter) -> None:
+        for task, epoch in valid_after.items():
+            self._task(task)
+            _require(epoch in EPOCHS, "an epoch that cannot be")
+
+    def _split(self, source: int, split: int) -> None:
+        _require((source, split) in self._splits, "there is no such split")
+
+
+def _is_consistent(ack: Ack, room: int) -> bool:
+    return (
+        ack.finished >= NO_EPOCH
+        and ack.finished <= ack.received <= ack.credit <= ack.received + room
+        and ack.received in EPOCHS
+        and ack.checksum >= 0
+        and all(NO_EPOCH <= level <= ack.received for level in ack.levels)
+        and len(ack.valid_after) in (0, len(ack.levels))
+    )
 
 
 def _is_sound(block: Block) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import ProtocolError
-from holdfast.net import wire
+from holdfast.net import protocol, wire
 
 log = logging.getLogger("holdfast.wire")
 
@@ -135,6 +135,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _dispatch(self, message: wire.Message, body: memoryview) -> None:
         if self.open:
+            protocol.check_sender(self.role, message)
             self._on_message(self, message, body)
             return
         match message:
@@ -288,6 +289,11 @@ class _Large:
 
 def _empty(nbytes: int) -> memoryview:
     return np.empty(nbytes, np.uint8).data  # not zeroed, unlike a bytearray
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether a listening address stands for all addresses of the machine."""
+    return host in ("", "0.0.0.0", "::")
 
 
 ConnectionMaker = Callable[[], Connection]
