@@ -1,7 +1,8 @@
-"""When tasks give their state to standbys.
+"""When tasks send checkpoints to their standbys.
 
-Tasks take their checkpoints in rounds, all at about the same time, and each one after those that
-take its output: what is in their checkpoints nobody will ask it for, and need not be in its own.
+Tasks take checkpoints in rounds, all at about the same time, each after its consumers. The
+consumers will not ask again for output that is in their checkpoints, so the task's own checkpoint
+need not contain it.
 """
 
 from __future__ import annotations
@@ -14,25 +15,25 @@ from holdfast.core.ids import TaskId
 from holdfast.core.protection import ProtectionSpec
 
 AGAIN = 0.5
-"""Of the time that a recovery may take, what is for doing again what the lost site had done since
-the last checkpoint. The rest is for finding its way."""
+"""Share of the recovery time for repeating the work since the last checkpoint. The rest is for all
+other steps of the recovery."""
 SECONDS_MAX = 60.0
-"""A standby gets a checkpoint so often at least, however little there is to do."""
+"""Maximum time between two checkpoints, even if there is little work."""
 PATIENCE = 0.5
-"""For so much of the time between two rounds a task waits for its consumers."""
+"""Share of the time between two rounds for which a task waits for its consumers."""
 
 
 class Progress(NamedTuple):
-    """How far a task is. Clocks of several machines show about the same time."""
+    """The progress of a task. The clocks of the machines show about the same time."""
 
     now_s: float
     epoch: int
     work_s: float
-    """How long the site's tasks have been at work that others would have to do again."""
+    """Time for which the site's tasks have worked; a standby would have to repeat this work."""
 
 
 class CheckpointSchedule:
-    """The tasks of one site."""
+    """The checkpoint times of one site's tasks."""
 
     def __init__(self) -> None:
         self._last: dict[TaskId, Progress] = {}
@@ -40,8 +41,8 @@ class CheckpointSchedule:
     def is_due(
         self, task: TaskId, guard: ProtectionSpec, now: Progress, is_covered: Callable[[int], bool]
     ) -> bool:
-        """Whether a task takes a checkpoint now. `is_covered` says whether all who take its output
-        have had theirs after an epoch."""
+        """Whether a task takes a checkpoint now. `is_covered` tells whether all its consumers have
+        taken one after an epoch."""
         last = self._last.setdefault(task, now)
         if guard.recovery_ms:
             worked, waited = now.work_s - last.work_s, now.now_s - last.now_s
@@ -56,7 +57,7 @@ class CheckpointSchedule:
 
 
 def _schedule(guard: ProtectionSpec, progress: Progress) -> float:
-    """How many of them there have been."""
+    """Return the number of rounds so far."""
     if guard.every_epochs:
         return progress.epoch / guard.every_epochs
     return progress.now_s * 1e3 / guard.every_ms

@@ -1,8 +1,9 @@
-"""Storing tasks while the flow runs, and when it is stopped: the site's part in its checkpoints.
+"""Stores tasks in files, while the flow runs and when it is stopped: a site's part in checkpoints.
 
-A task's tables are frozen between two epochs, and given out a part at a time between the site's
-orders, as for a new replica. A thread writes the parts to files, and says so when they are there;
-the site never waits for a disk. Who writes what, and whether it all counts, is for the controller.
+The tables of a task are frozen between two epochs and read in parts between the site's orders, as
+for a new replica. A thread writes the parts to files and reports when they are durable; the site
+never waits for a disk. The controller decides which site stores which task, and whether a
+checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import msgspec
 import pyarrow as pa
 
 from holdfast.core.effects import StoreState
+from holdfast.core.ids import Epoch, TaskId
 from holdfast.engine.operators.base import OperatorSnapshot
 from holdfast.errors import FlowError
 from holdfast.net import wire
@@ -25,16 +27,16 @@ from holdfast.storage.files import FileInfo, Folder, Growing
 from holdfast.storage.layout import task_file
 
 RETRY_S = (0.1, 0.5, 1.0, 2.0)
-"""How long to wait before rows are written again that could not be; then the flow ends."""
+"""Pauses before a failed write of rows is repeated. After the last the flow ends."""
 PART_BYTES = 1 << 20
 Done = Callable[[wire.TaskFiles], None]
 QUEUED_BYTES_MAX = 16 << 20
-"""So much may wait for the disk."""
+"""Maximum bytes that wait for the disk."""
 
 
 class CheckpointWriter:
-    """Writes to the folder of a flow, in its generation, as one of its sites. `tell` gets what is
-    to be said of tasks that are there, and `soon` what is to be done then; both call back in the
+    """Writes to the folder of a flow, in its generation, as one of its sites. `tell` sends a
+    message about a stored task to the controls, and `soon` runs a function; both do so in the
     site's own thread."""
 
     def __init__(
@@ -57,38 +59,40 @@ class CheckpointWriter:
     def room(self) -> bool:
         return self._given - self._written < QUEUED_BYTES_MAX
 
-    def add(self, files: TaskFiles, name: str, batch: pa.RecordBatch) -> None:
+    def add(self, files: OpenTaskFiles, name: str, batch: pa.RecordBatch) -> None:
         self._given += int(batch.nbytes)
         self._submit(self._add, files, name, batch)
 
-    def _add(self, files: TaskFiles, name: str, batch: pa.RecordBatch) -> None:
+    def _add(self, files: OpenTaskFiles, name: str, batch: pa.RecordBatch) -> None:
         files.add(self._folder, name, batch)
         self._written += int(batch.nbytes)
 
-    def finish(self, files: TaskFiles, message: wire.TaskFiles, done: Done | None = None) -> None:
-        """All of a task was added: say so when it is on the disk, or do what is to be done then."""
+    def finish(
+        self, files: OpenTaskFiles, message: wire.TaskFiles, done: Done | None = None
+    ) -> None:
+        """Finish a task to which everything was added. When it is durable, call `done`, or tell the
+        controls."""
         self._submit(self._finish, files, message, done)
 
-    def _finish(self, files: TaskFiles, message: wire.TaskFiles, done: Done | None) -> None:
+    def _finish(self, files: OpenTaskFiles, message: wire.TaskFiles, done: Done | None) -> None:
         infos = files.close(self._folder)
         message = msgspec.structs.replace(message, infos=infos)
-        task = (message.stage, message.group)
         if done is not None and files.error is not None:
             self._soon(partial(self._fail_to_stop, files.error))
         elif done is not None:
             self._soon(partial(done, message))
         elif files.error is not None:
-            self._tell(wire.NotStored(*task, message.epoch, files.error, False))
+            self._tell(wire.NotStored(message.task, message.epoch, files.error, False))
         else:
             self._tell(message)
 
     def _fail_to_stop(self, error: str) -> None:
         raise FlowError(
-            f"the state of a flow that is stopped cannot be written to {self._place}: {error}",
-            hint="what its sinks have got stays; only with store_every_ms can it be resumed now",
+            f"the state of the stopped flow cannot be written to {self._place}: {error}",
+            hint="the rows that its sinks have stay; it can be resumed only with store_every_ms",
         )
 
-    def drop(self, files: TaskFiles) -> None:
+    def drop(self, files: OpenTaskFiles) -> None:
         self._submit(files.abandon)
 
     def _submit(self, call: Callable[..., None], *arguments: Any) -> None:
@@ -96,8 +100,8 @@ class CheckpointWriter:
             self._thread.submit(call, *arguments)
 
     def write(self, name: str, batches: list[pa.RecordBatch], done: Callable[[], object]) -> None:
-        """Add a file of rows that nobody else keeps, and say when it is there. It does not wait for
-        tasks that are being stored."""
+        """Write a file of rows that cannot be read again, and call `done` when it is durable. It
+        does not wait for tasks that are being stored."""
         if not self._closed:
             self._rows.submit(self._write, name, batches, done)
 
@@ -115,20 +119,19 @@ class CheckpointWriter:
 
     def _fail(self, error: Exception) -> None:
         raise FlowError(
-            f"rows that came in cannot be written to {self._place}, and could not be read again: "
-            f"{error}",
-            hint="when there is room again, go on with restore_from=",
+            f"pushed rows cannot be written to {self._place}, and cannot be read again: {error}",
+            hint="when the folder can be written again, resume the flow with restore_from=",
         )
 
     def close(self) -> None:
-        """Do not wait for what is under way: it is of no use."""
+        """Stop without waiting for writes in progress: they no longer count."""
         self._closed = True
         for thread in (self._thread, self._rows):
             thread.shutdown(wait=False, cancel_futures=True)
 
 
-class TaskFiles:
-    """The files of one task. What goes wrong is kept, and nothing is written after it."""
+class OpenTaskFiles:
+    """The files of one task while they are written. After an error nothing more is written."""
 
     def __init__(self) -> None:
         self.error: str | None = None
@@ -140,11 +143,11 @@ class TaskFiles:
                 if name not in self._growing:
                     self._growing[name] = folder.growing(name, batch.schema, sync=True)
                 self._growing[name].add(batch)
-            except Exception as error:  # whatever it is, the checkpoint is not to wait for it
+            except Exception as error:  # any error: the checkpoint must not wait for this task
                 self._fail(error)
 
     def close(self, folder: Folder) -> dict[str, FileInfo]:
-        """Have the disk write everything; what the files are like."""
+        """Sync all files, and return their descriptions."""
         try:
             for file in self._growing.values() if self.error is None else ():
                 file.close()
@@ -167,14 +170,14 @@ class TaskFiles:
 
 
 def _keeps_rows(runner: TaskRunner) -> bool:
-    """Whether rows are left when the flow is stopped: of a push source those in no epoch, of an
-    outlet those that were not read. All other sinks have made theirs durable by then."""
+    """Whether a task can have rows to store when the flow is stopped: a push source those in no
+    epoch, an outlet those that were not read. All other sinks have made theirs durable by then."""
     return runner.egress is None or runner.egress.is_read
 
 
 class Storing:
-    """A task on its way to the shelf; `next` brings it a part further. With `done` it is the state
-    that a flow is stopped with: everything, but for rows that its sinks have made durable."""
+    """Stores one task; `next` stores a part. With `done` it is the final state of a stopped flow:
+    everything, except rows that sinks have made durable."""
 
     def __init__(
         self,
@@ -185,7 +188,7 @@ class Storing:
     ) -> None:
         self._order, self._checkpoint_writer, self._done = order, checkpoint_writer, done
         self._runner = runner
-        self._files = TaskFiles()
+        self._files = OpenTaskFiles()
         self._named: dict[str, tuple[str, str, bool]] = {}
         self._snapshot: OperatorSnapshot | None = None
         self._begun = False
@@ -193,7 +196,7 @@ class Storing:
             self._begin()
 
     def _begin(self) -> None:
-        """Freeze the task as it is now."""
+        """Freeze the current state of the task."""
         runner, self._begun = self._runner, True
         self._after, self._snapshot = _frozen(runner.keeper, self._order.after)
         self._extras = runner.extras()
@@ -207,12 +210,12 @@ class Storing:
             self._rows = max(1_024, PART_BYTES // max(1, width))
 
     def next(self) -> int | None:
-        """Hand the next part over; how many bytes it had, None after the last."""
+        """Store the next part. Return its bytes, or None after the last."""
         if not self._checkpoint_writer.room:
             return 0
         if not self._begun:
-            if self._runner.pushed is not None and not self._runner.pushed.is_settled:
-                return 0  # the last rows that were taken are still on their way to all replicas
+            if self._runner.pushed is not None and not self._runner.pushed.all_entered:
+                return 0  # the last pushed rows are still on their way to the other replicas
             self._begin()
         part = self._snapshot.next(self._rows) if self._snapshot is not None else None
         if part is not None:
@@ -239,7 +242,7 @@ class Storing:
         for _, rows in self._held:
             self._checkpoint_writer.add(self._files, self._name("held"), rows)
         message = wire.TaskFiles(
-            *self._order.task,
+            self._order.task,
             self._order.epoch,
             self._after,
             list(self._named.values()),
@@ -252,15 +255,57 @@ class Storing:
         self._checkpoint_writer.finish(self._files, message, self._done)
 
     def close(self) -> None:
-        """Nobody wants it any more."""
+        """Abandon the task's files."""
         if self._snapshot is not None:
             self._snapshot.close()
         self._checkpoint_writer.drop(self._files)
 
 
-def _frozen(keeper: Keeper | None, after: int | None) -> tuple[int | None, OperatorSnapshot | None]:
-    """What has changed after an epoch, or everything if most of it has: then nobody needs to keep
-    what was stored before."""
+class Stores:
+    """The tasks of a site that are being stored, one `Storing` each."""
+
+    def __init__(self, writer: CheckpointWriter | None) -> None:
+        self._writer = writer
+        self._storing: dict[TaskId, Storing] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._storing)
+
+    @property
+    def can_store(self) -> bool:
+        return self._writer is not None
+
+    def begin(self, order: StoreState, runner: TaskRunner, done: Done | None = None) -> None:
+        """Store a task; what was being stored of it before is void."""
+        self.abandon(order.task)
+        if self._writer is not None:
+            self._storing[order.task] = Storing(order, runner, self._writer, done)
+
+    def abandon(self, task: TaskId) -> None:
+        storing = self._storing.pop(task, None)
+        if storing is not None:
+            storing.close()
+
+    def abandon_all(self) -> None:
+        for task in list(self._storing):
+            self.abandon(task)
+
+    def write_part(self) -> int | None:
+        """Hand the next part to the writer. Return its size, 0 at the end of a task or while the
+        disk is behind; None if nothing is being stored."""
+        for task, storing in self._storing.items():
+            size = storing.next()
+            if size is None:
+                del self._storing[task]
+            return size or 0
+        return None
+
+
+def _frozen(
+    keeper: Keeper | None, after: Epoch | None
+) -> tuple[Epoch | None, OperatorSnapshot | None]:
+    """Return a snapshot of the changes after an epoch, or of everything if most rows have changed:
+    then earlier files are not needed any more."""
     if keeper is None:
         return after, None
     snapshot = keeper.snapshot(after, whose=KEPT)

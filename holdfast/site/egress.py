@@ -1,8 +1,9 @@
 """Egress: a sink's rows on one site, from the last merge to the sink's writer.
 
-One replica leads and writes. The others keep what they have until it is durable: if the leader
-dies, the next replica finds out what really was, and writes the rest. Of a flow that has a past its
-results are the first epochs; nobody keeps them, as every replica finds them where they are stored.
+One replica leads and writes. The others keep rows until they are durable: if the leader dies, the
+next replica asks the store what is durable, and writes the rest. If a flow begins with a restore
+point, the stored results are its first epochs. Replicas do not keep these rows, because each can
+read them from the restore point.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from holdfast.plan.planner import Stage
 from holdfast.storage.restore_point import RestorePoint
 
 GENERATION_BITS = 48
-"""A flow that goes on after it was lost has higher terms than it had before."""
+"""Terms of the writers include the generation of a lost flow above these bits, so that terms
+increase when it is resumed."""
 
 
 class Egress:
@@ -42,9 +44,9 @@ class Egress:
             0,
             restore_point.epochs if restore_point and restore_point.results else 0,
         )
-        """Of the epochs that are stored, those before this one were taken."""
-        self._later: list[tuple[int, pa.RecordBatch]] = []
-        """Epochs that were taken and go on when all that are stored have been."""
+        """The next epoch of the restore point to replay, and the number of those epochs."""
+        self._waiting: list[tuple[int, pa.RecordBatch]] = []
+        """Epochs that were taken and wait until all stored epochs have been replayed."""
         lost = (
             restore_point
             if restore_point is not None and restore_point.lost and not restore_point.untouched
@@ -52,7 +54,7 @@ class Egress:
         )
         self._lost = lost is not None
         self._sink = stage.sink
-        self._whose = Authority(
+        self._authority = Authority(
             flow,
             stage.name,
             lost.incarnation if lost else incarnation,
@@ -73,36 +75,37 @@ class Egress:
         self._held: deque[tuple[int, pa.RecordBatch]] = deque()
         self._held_bytes = 0
         if stage.sink.replicated:
-            self.writer = stage.sink.open(self._whose, self._schema)
+            self.writer = stage.sink.open(self._authority, self._schema)
 
     def recover(self, restore_point: RestorePoint) -> None:
-        """Be as the egress was of a flow that was lost: what it held may be durable or not. Of one
-        that was stopped everything is, but for rows that are kept for readers."""
+        """Restore the egress of a stored flow. If the flow was lost, the rows that it held may be
+        durable or not. If it was stopped, all are, except rows that are kept for readers."""
         stored = restore_point.sinks.get(self._stage)
         if stored is None:
             return
         saved = msgspec.msgpack.decode(stored.saved, type=wire.EgressExtras)
         if "incarnation" not in saved:
-            # Of a version that counted epochs without rows, which the store was not told of.
-            self._whose = replace(self._whose, after=saved["durable"], lost=False)
-        writer = saved.get("incarnation", self._whose.incarnation)
-        if writer == self._whose.incarnation or self.is_read:
+            # An earlier version wrote this. It counted epochs without rows, which are not in the
+            # store.
+            self._authority = replace(self._authority, after=saved["durable"], lost=False)
+        writer = saved.get("incarnation", self._authority.incarnation)
+        if writer == self._authority.incarnation or self.is_read:
             self.restore(saved, restore_point.held_by(self._stage, self._schema))
         else:
-            self._whose = replace(self._whose, before=(writer, saved["durable"]))
+            self._authority = replace(self._authority, before=(writer, saved["durable"]))
 
     def _in_term(self, term: int) -> Authority:
-        return replace(self._whose, term=(self._generation << GENERATION_BITS) + term)
+        return replace(self._authority, term=(self._generation << GENERATION_BITS) + term)
 
     @property
     def held(self) -> list[tuple[int, pa.RecordBatch]]:
-        """The epochs with rows that are not known to be durable."""
-        return [*self._held, *self._later]
+        """The epochs with rows that may not be durable yet."""
+        return [*self._held, *self._waiting]
 
     def begin(self, term: int = 0) -> None:
         """Lead from the first epoch on."""
         if self._lost:
-            self.lead(term)  # in place of the one that was lost
+            self.lead(term)  # it succeeds the writer of the lost flow
             return
         self.leads = True
         whose = self._in_term(term)
@@ -112,18 +115,18 @@ class Egress:
             self.writer = self._sink.open(whose, self._schema)
 
     def lead(self, term: int) -> None:
-        """Go on in place of a leader that is gone."""
+        """Take over from a leader that is gone."""
         if self.leads:
             return
         self.leads = True
         if self.writer is None:
             whose = self._in_term(term)
             self.writer, self.durable = self._sink.resume(whose, self._schema, self.durable)
-            self.let_go(self.durable)
+            self.drop_durable(self.durable)
             self._replayed = self.durable + 1
-            self._later = self.held
+            self._waiting = self.held
             self._hold([])
-            self._go_on()
+            self._take_waiting()
 
     @property
     def is_read(self) -> bool:
@@ -146,7 +149,7 @@ class Egress:
         return self.writer is None or not self.leads or self.writer.room()
 
     def replay_results(self) -> None:
-        """Called again and again: take one more of the epochs that are stored, if there is room."""
+        """Replay one more epoch of the restore point, if there is room. Called repeatedly."""
         if self._replayed < self._stored and self._writes and self._has_room():
             assert self._restore_point is not None
             epoch, self._replayed = self._replayed, self._replayed + 1
@@ -154,50 +157,50 @@ class Egress:
             batch = batch.select(self.columns).cast(self._schema)
             if self._sink.replicated:
                 self.take(epoch, batch)
-            else:  # it need not be held
+            else:  # the restore point has the rows, so they are not held
                 self.taken = epoch
                 self._write(epoch, batch)
-            self._go_on()
+            self._take_waiting()
 
-    def _go_on(self) -> None:
-        """Take again what waited for the epochs that are stored, if it did."""
+    def _take_waiting(self) -> None:
+        """Take the epochs that waited for the stored ones, once all of these are replayed."""
         if self._replayed >= self._stored:
-            later, self._later = self._later, []
+            later, self._waiting = self._waiting, []
             for epoch, batch in later:
                 self.take(epoch, batch)
 
     def flush_notes(self) -> None:
-        """Called every now and then: what was taken becomes durable also when nothing follows it,
-        what goes wrong is heard of, and readers that are away for too long are dropped."""
+        """Make rows durable also when none follow, report errors of the store, and drop readers
+        that stayed away for too long. Called at intervals."""
         if self.writer is None or not self.leads:
             return
         while self.is_read and self.writer.drop_reader(self._held_bytes):
-            self.let_go(self.writer.commit(self._given))
-        if self.durable < self._given:
-            self.let_go(self.writer.commit(self._given))
+            self.drop_durable(self.writer.commit(self._written_upto))
+        if self.durable < self._written_upto:
+            self.drop_durable(self.writer.commit(self._written_upto))
 
     @property
-    def _given(self) -> int:
-        """Up to here the writer that leads has been given all rows. What was taken while another
-        one led may wait for epochs that are stored."""
+    def _written_upto(self) -> int:
+        """The last epoch of which the leading writer has all rows. Epochs that were taken while
+        another replica led may wait for stored epochs."""
         return self.taken if self._replayed >= self._stored else self._replayed - 1
 
     def take(self, epoch: int, batch: pa.RecordBatch) -> None:
         self.taken = max(self.taken, epoch)
-        if epoch > self.durable and batch.num_rows:  # one without may never become durable
+        if epoch > self.durable and batch.num_rows:  # an empty epoch may never become durable
             self._held.append((epoch, batch))
             self._held_bytes += int(batch.nbytes)
-        # A leader before this one may have got further than this replica has.
+        # An earlier leader may have written more than this replica has taken.
         if self.writer is not None and (self._sink.replicated or epoch > self.durable):
             self._write(epoch, batch)
 
     def _write(self, epoch: int, batch: pa.RecordBatch) -> None:
         assert self.writer is not None
         self.writer.write(epoch, batch)
-        self.let_go(self.writer.commit(epoch))
+        self.drop_durable(self.writer.commit(epoch))
 
-    def let_go(self, durable: int) -> None:
-        """Everything up to this epoch is durable."""
+    def drop_durable(self, durable: int) -> None:
+        """Drop the rows up to this epoch, which are durable."""
         self.durable = max(self.durable, durable)
         while self._held and self._held[0][0] <= self.durable:
             self._held_bytes -= int(self._held.popleft()[1].nbytes)
@@ -208,43 +211,43 @@ class Egress:
 
     @property
     def safe(self) -> int:
-        """Up to here all rows are durable, if there were any."""
+        """The last epoch up to which all rows are durable."""
         held = self.held
         return held[0][0] - 1 if held else max(self.taken, self.durable)
 
     @property
     def is_drained(self) -> bool:
-        """Whether nobody is expected to read any more of it."""
+        """Whether no reader will read more rows."""
         return self.is_replayed and (not self.is_read or self.durable >= self.taken)
 
     @property
     def is_replayed(self) -> bool:
-        """Whether all that is stored has been taken."""
+        """Whether all stored epochs have been replayed, as far as this replica writes."""
         return not (self._writes and self._replayed < self._stored)
 
     @property
     def is_attended(self) -> bool:
-        """Whether a reader is about to read what is held."""
+        """Whether a reader is about to read the rows that are held."""
         return self.writer is not None and self.leads and self.writer.is_attended()
 
     def answer(self, request: Mapping[str, Any]) -> tuple[dict[str, int], list[pa.RecordBatch]]:
         """See `SinkWriter.answer`."""
         assert self.writer is not None
         answer = self.writer.answer(request, self._held)
-        self.let_go(self.writer.commit(self.taken))
+        self.drop_durable(self.writer.commit(self.taken))
         return answer
 
     @property
     def notes(self) -> dict[str, Any]:
-        """What readers have told the writer."""
+        """What the writer knows of its readers."""
         return self.writer.save() if self.writer is not None and self.is_read else {}
 
     def note(self, notes: dict[str, Any]) -> None:
-        """What they have told the replica that leads."""
+        """Adopt the notes of the leading replica."""
         if self.writer is None or not self.is_read:
-            raise ProtocolError(f"sink {self._whose.sink!r} has no readers")
+            raise ProtocolError(f"sink {self._authority.sink!r} has no readers")
         self.writer.restore(notes)
-        self.let_go(self.writer.commit(self.taken))
+        self.drop_durable(self.writer.commit(self.taken))
 
     def report(self) -> dict[str, Any] | None:
         return self.writer.report() if self.writer is not None and self.leads else None
@@ -256,13 +259,13 @@ class Egress:
             "durable": self.durable,
             "replayed_results": self._replayed,
             "writer": saved,
-            "incarnation": self._whose.incarnation,
+            "incarnation": self._authority.incarnation,
         }
 
     def restore(self, saved: wire.EgressExtras, held: list[tuple[int, pa.RecordBatch]]) -> None:
         if any(batch.schema != self._schema for _, batch in held):
             raise ProtocolError(
-                f"sink {self._whose.sink!r}: rows of another schema were handed over"
+                f"sink {self._authority.sink!r}: rows of another schema were handed over"
             )
         self.taken, self.durable = saved["taken"], saved["durable"]
         self._replayed = saved["replayed_results"]
@@ -270,24 +273,24 @@ class Egress:
         if self.writer is not None:
             self.writer.restore(saved["writer"])
             if self.is_read:
-                self.let_go(self.writer.commit(self.taken))
+                self.drop_durable(self.writer.commit(self.taken))
 
     def finish(self) -> bool:
-        """The last epoch is through; whether the sink has made everything durable. Asked again
+        """Whether the sink has made everything durable, after the last epoch. Called repeatedly
         until it has."""
         if self.writer is None or not self.leads:
             return True
-        self.let_go(self.writer.commit(self.taken))
+        self.drop_durable(self.writer.commit(self.taken))
         return self.writer.finish()
 
     def close(self) -> None:
-        """The last epoch is through. What the store confirms of it counts for a flow that goes on
-        from here: it will find out whether the store still has that."""
+        """Close the writer after the last epoch. What the store confirms now counts for a flow that
+        is resumed from here: it checks that the store still has it."""
         if self.writer is not None and self.leads:
             self.writer.close()
-            self.let_go(self.writer.commit(self.taken))
+            self.drop_durable(self.writer.commit(self.taken))
 
     def abandon(self) -> None:
-        """Write nothing more, whatever is left."""
+        """Stop writing, even if rows are left."""
         if self.writer is not None:
             self.writer.abandon()

@@ -1,10 +1,10 @@
-"""Handing a task over to a new replica: the donor's side and the joiner's.
+"""The hand-over of a task to a new replica: the donor's side and the joining replica's.
 
-The donor freezes its operator's tables and gives them out a part at a time, between its orders;
-it never stands still for longer than one part takes. The joiner puts the parts in as they come.
+The donor freezes its operator's tables and sends them in parts between its orders, so it never
+pauses for longer than one part takes. The joining replica installs the parts as they arrive.
 
-A standby gets its state in the same way, again and again, and only what has changed:
-a checkpoint. It is put in when it is complete; until then the one before counts.
+A standby gets its state in the same way, repeatedly, and only the changes: a checkpoint. It
+installs a checkpoint when it is complete; until then the one before counts.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import pyarrow as pa
 from holdfast.core.effects import HandOver
 from holdfast.core.events import ReplicaInstalled
 from holdfast.core.exchange import Kept
-from holdfast.core.ids import Epoch, ExchangeId, GroupId, TaskId
-from holdfast.core.upstream import Gap
+from holdfast.core.ids import ExchangeId, GroupId, TaskId
+from holdfast.core.messages import BundleKey
 from holdfast.engine.batches import to_ipc
 from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.net import bundles, wire
@@ -31,11 +31,11 @@ Part = tuple[wire.Message, list[Any] | None]
 
 PART_BYTES = 1 << 18
 HELD_BYTES_MAX = 64 << 20
-"""So much of the held rows that are handed over comes to be in memory, and the rest on disk."""
+"""Maximum bytes of held rows in memory at the receiver; others go to disk."""
 
 
 class Outgoing:
-    """A task's state on its way to a new replica; `next` gives the parts."""
+    """The donor's side: `next` returns the parts of a task's state."""
 
     def __init__(self, order: HandOver, runner: TaskRunner) -> None:
         self.task, self.joiner = order.task, order.joiner
@@ -45,18 +45,13 @@ class Outgoing:
         kept = [b for lanes in order.kept.values() for lane in lanes.values() for b in lane]
         self._rest = sum(k.bundle.nbytes for k in kept) + sum(int(b.nbytes) for _, b in held)
         self.nbytes = self.nbytes_left
-        gaps = [
-            wire.Gap(x, c, *gap[:-1], wire.line(gap.line))
-            for x, lanes in order.gaps.items()
-            for c, gap in lanes.items()
-        ]
         begin = wire.HandOverBegin(
-            *order.task,
+            order.task,
             order.epoch,
             self.nbytes,
             runner.extras(),
             order.after,
-            gaps,
+            order.gaps,
             order.joined_view,
         )
         self._parts = self._all(begin, order, held)
@@ -66,7 +61,7 @@ class Outgoing:
         return self._rest + (self._snapshot.nbytes_left if self._snapshot else 0)
 
     def next(self) -> Part | None:
-        """The next part to send; None after the last."""
+        """Return the next part to send; None after the last."""
         return next(self._parts, None)
 
     def _all(
@@ -77,42 +72,41 @@ class Outgoing:
             for consumer, lane in lanes.items():
                 for epoch, last, bundle, part in lane:
                     self._rest -= bundle.nbytes
-                    header, body = bundles.encode(
-                        bundle, exchange, epoch, self.task[1], consumer, part=part, last=last
-                    )
-                    yield wire.HandOverKept(*self.task, header), body
+                    key = BundleKey(exchange, epoch, self.task[1], consumer, 0, part, last)
+                    header, body = bundles.encode(key, bundle)
+                    yield wire.HandOverKept(self.task, header), body
         for number, batch in held:
             self._rest -= int(batch.nbytes)
-            yield wire.HandOverHeld(*self.task, number), [to_ipc(batch)]
+            yield wire.HandOverHeld(self.task, number), [to_ipc(batch)]
         if self._snapshot is not None:
             rows = self._snapshot.rows_left
             width = max(1, self._snapshot.nbytes_left // max(1, rows))
             for table, gone in self._snapshot.gone.items():
-                yield wire.HandOverState(*self.task, table, True), [to_ipc(gone)]
+                yield wire.HandOverState(self.task, table, True), [to_ipc(gone)]
             while (part := self._snapshot.next(max(256, PART_BYTES // width))) is not None:
-                yield wire.HandOverState(*self.task, part[0]), [to_ipc(part[1])]
-        yield wire.HandOverEnd(*self.task), None
+                yield wire.HandOverState(self.task, part[0]), [to_ipc(part[1])]
+        yield wire.HandOverEnd(self.task), None
 
     def close(self) -> None:
-        """Nobody wants the rest."""
+        """Discard the remaining parts."""
         if self._snapshot is not None:
             self._snapshot.close()
 
 
 @contextmanager
 def _from_a_peer() -> Iterator[None]:
-    """What was handed over and does not fit is the donor's mistake, whatever it looks like here.
-    The task that was half made is rebuilt before anything else is put into it."""
+    """Convert any error to a `ProtocolError`: state that does not fit is the donor's fault. The
+    half-installed task is opened again, empty, before other state is installed."""
     try:
         yield
     except HoldfastError:
         raise
     except Exception as error:
-        raise ProtocolError(f"what was handed over does not fit: {error!r}") from error
+        raise ProtocolError(f"the state of a hand-over does not fit: {error!r}") from error
 
 
 class Incoming:
-    """A task's state as it comes in from its donor."""
+    """The receiver's side: takes the parts of a task's state."""
 
     def __init__(self, begin: wire.HandOverBegin, donor: int, runner: TaskRunner) -> None:
         self.begin, self.donor = begin, donor
@@ -122,11 +116,11 @@ class Incoming:
             ExchangeId(e.id): {} for e in runner.stage.outputs
         }
         self._held: list[tuple[int, pa.RecordBatch]] = []
-        # A source may hold more rows than there is memory for.
+        # A source may hold more rows than fit into memory.
         self._overflow = Overflow(runner.spill, HELD_BYTES_MAX)
 
     def take(self, plan: Plan, message: wire.Message, body: memoryview) -> None:
-        """Put one part in."""
+        """Install one part."""
         with _from_a_peer():
             self._take(plan, message, body)
 
@@ -142,37 +136,31 @@ class Incoming:
                 else:
                     keeper.install({message.table: bundles.rows_of(body)})
             case wire.HandOverKept():
-                header = message.bundle
-                schema = plan.exchanges[header.exchange].schema
-                frames = bundles.decode(header, body, schema)
-                lane = self._kept[ExchangeId(header.exchange)].setdefault(
-                    GroupId(header.consumer), []
-                )
-                if lane and (lane[-1].epoch, lane[-1].part) >= (header.epoch, header.part):
+                key = message.bundle.key
+                schema = plan.exchanges[key.exchange].schema
+                frames = bundles.decode(message.bundle, body, schema)
+                lane = self._kept[key.exchange].setdefault(key.consumer, [])
+                if lane and (lane[-1].epoch, lane[-1].part) >= (key.epoch, key.part):
                     raise ProtocolError("kept bundles out of order")
-                lane.append(Kept(Epoch(header.epoch), header.last, frames, header.part))
+                lane.append(Kept(key.epoch, key.last, frames, key.part))
             case wire.HandOverHeld():
                 rows = self._overflow.hold(bundles.rows_of(body)).rows
                 self._held.append((message.number, rows))
 
     def install(self, task: TaskId) -> ReplicaInstalled:
-        """All parts are in: be the replica."""
+        """Finish the replica after the last part."""
         with _from_a_peer():
             self._runner.restore(self.begin.extras, self._held)
         self._runner.epoch = self.begin.epoch
-        gaps: dict[ExchangeId, dict[GroupId, Gap]] = {x: {} for x in self._kept}
-        for said in self.begin.gaps:
-            let_go, known, base = Epoch(said.let_go), Epoch(said.known), Epoch(said.base)
-            gap = Gap(let_go, known, base, said.credit, wire.from_line(said.line))
-            gaps[ExchangeId(said.exchange)][GroupId(said.consumer)] = gap
+        gaps = {x: dict(self.begin.gaps.get(x, {})) for x in self._kept}
         whole = self.begin.after is None
-        epoch = Epoch(self.begin.epoch)
+        epoch = self.begin.epoch
         needs = self._runner.came_from(epoch)
         return ReplicaInstalled(task, epoch, self._kept, gaps, whole, needs)
 
 
-class Checkpoint(Incoming):
-    """State for a standby: nothing changes there before all of it has come."""
+class IncomingCheckpoint(Incoming):
+    """The receiver's side of a checkpoint: a standby installs it only when it is complete."""
 
     def __init__(self, begin: wire.HandOverBegin, donor: int, runner: TaskRunner) -> None:
         super().__init__(begin, donor, runner)
@@ -183,7 +171,8 @@ class Checkpoint(Incoming):
         self._waiting.append((plan, message, bytes(body)))
 
     def put_into(self, runner: TaskRunner) -> None:
-        """Into one with empty state, instead of that with the checkpoint before."""
+        """Install into another runner, with empty state, instead of the one that has the last
+        checkpoint."""
         self._runner = runner
 
     def install(self, task: TaskId) -> ReplicaInstalled:

@@ -23,12 +23,12 @@ from holdfast.site.spill import Overflow
 from holdfast.storage.restore_point import RestorePoint
 
 BLOCK_STEPS_MAX = 4_096
-"""A block is announced with no more steps of event time than this."""
+"""Maximum steps of event time in the announcement of a block."""
 
 
 def _delivered(stage: Stage) -> pa.Schema:
-    """The schema of what enters the flow, which is that of what readers give without encoding. A
-    row that could not be read is null all over."""
+    """Return the schema of the rows that enter the flow: that of the reader's rows, decoded. A row
+    that could not be read has only nulls."""
     assert stage.source is not None
     schema = stage.ports["out"].schema
     if not stage.source.has_decode_errors:
@@ -38,14 +38,14 @@ def _delivered(stage: Stage) -> pa.Schema:
 
 
 def _columns(stage: Stage) -> list[str]:
-    """Those that go on from here."""
+    """Return the columns that leave the ingress."""
     assert stage.source is not None
     return [*stage.used["out"], *([DECODE_ERROR] if stage.source.has_decode_errors else [])]
 
 
 class Split:
-    """One split: its reader, and the rows that were read and not yet put into an epoch. Blocks of
-    them are announced with the steps of event time that cross one of the `boundaries`."""
+    """One split: its reader, and the rows that were read and are in no epoch yet. Blocks of them
+    are announced with the steps of event time that cross one of the `boundaries`."""
 
     def __init__(
         self,
@@ -65,15 +65,16 @@ class Split:
         self._first = offset  # offset of the first held row
         self._next = offset + sum(b.num_rows for b in held)
         self._positions: deque[tuple[int, Position | None]] = deque()
-        """Where the reader was before each batch that has rows in no epoch yet."""
-        self._astray = False
-        """Whether the reader is not at the next row, as others have given out those before, or it
-        is closed."""
+        """Positions of the reader before each batch that has rows in no epoch yet, by the batch's
+        end."""
+        self._misplaced = False
+        """Whether the reader is not at the next row: another replica has read the rows before it,
+        or the reader is closed."""
         self._closed = False
-        self._told: deque[tuple[int, Position]] = deque()
-        """By row: positions that the replica which gives them out has told."""
+        self._reported: deque[tuple[int, Position]] = deque()
+        """Positions that the leading replica has reported, by row."""
         self._hint: Position | None = None
-        """A position at the next row or before it, of a reader that is astray."""
+        """While the reader is misplaced: a position at the next row or before it."""
 
     @property
     def held(self) -> list[pa.RecordBatch]:
@@ -95,49 +96,50 @@ class Split:
 
     @property
     def position(self) -> Position | None:
-        """What a reader needs to find the row `first`."""
-        if self._astray:
+        """The position from which another reader finds the row `first`."""
+        if self._misplaced:
             return self._hint
         if self._positions:
             return self._positions[0][1]
         return self._hint if self._closed else self.reader.position()
 
     def note(self, row: int, position: Position) -> None:
-        """The replica that reads was there when it was at this row. It says so again and again."""
-        if not self._told or self._told[-1][0] != row:
-            self._told.append((row, position))
+        """Note a position that the leading replica reported for a row. It repeats its reports."""
+        if not self._reported or self._reported[-1][0] != row:
+            self._reported.append((row, position))
 
     def skip(self, end: int) -> None:
-        """Be at the row `end`: those before have been given out by another replica."""
-        if not self._astray:
+        """Continue at the row `end`: another replica has processed the rows before it."""
+        if not self._misplaced:
             self._hint = self.position
         self._held.clear()
         self._positions.clear()
         self._first = self._next = end
-        self._astray = True
-        while self._told and self._told[0][0] <= end:
-            self._hint = self._told.popleft()[1]
+        self._misplaced = True
+        while self._reported and self._reported[0][0] <= end:
+            self._hint = self._reported.popleft()[1]
 
     def close(self) -> None:
-        """Let go of the source. Should rows be wanted after all, it is opened again."""
+        """Close the reader. If rows are read later, the source is opened again."""
         assert self.stage.source is not None
         if self._closed:
             return
-        if not self._astray:
+        if not self._misplaced:
             self._hint = self.position
-        self._astray = not self.stage.source.pushed
+        self._misplaced = not self.stage.source.pushed
         self._closed = True
         self.reader.close()
 
     def read(self, rows_max: int, *, due: bool = False) -> tuple[Block, ...]:
-        """Read some rows; nothing if there are none now, or (see `ended`) ever."""
-        if self._astray:
+        """Read some rows, and return their blocks. Empty if there are no rows now, or no more (see
+        `ended`)."""
+        if self._misplaced:
             assert self.stage.source is not None
             if not self._closed:
                 self.reader.close()
             self.reader = self.stage.source.open(self.number, self._next, self._hint)
-            self._astray = self._closed = False
-            self._told.clear()
+            self._misplaced = self._closed = False
+            self._reported.clear()
         before = self.reader.position()
         batch = self.reader.read(rows_max, due=due)
         if batch is None:
@@ -152,18 +154,19 @@ class Split:
         return self._blocks_of(start, batch)
 
     def conformed(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """What goes on from here of rows as the reader gives them."""
+        """Convert rows of the reader to those that leave the ingress."""
         return conform(batch, self._schema, self.stage.name).select(self._columns)
 
     def read_to(self, end: int, rows_max: int) -> bool:
-        """Have the rows before `end`, which another replica has had; False if not all are there."""
+        """Read the rows before `end`, which another replica has read. Return False if some are not
+        available yet."""
         while self._next < end:
             if not self.read(min(rows_max, end - self._next), due=True):
                 return False
         return True
 
     def blocks(self) -> tuple[Block, ...]:
-        """What is held, as blocks to announce."""
+        """Return the blocks of the rows that are in no epoch yet."""
         found: list[Block] = []
         start = self._first
         for batch in self._held:
@@ -172,7 +175,7 @@ class Split:
         return tuple(found)
 
     def _blocks_of(self, start: int, batch: pa.RecordBatch) -> tuple[Block, ...]:
-        """A batch as one block, or as several if its event time rises too often for one."""
+        """Return a batch as one block, or as several if it has too many steps for one."""
         rest = Block(start, start + batch.num_rows, int(batch.nbytes), self._steps(start, batch))
         found = []
         while rest.steps_count > BLOCK_STEPS_MAX:
@@ -188,7 +191,7 @@ class Split:
         return block_steps(times, start, self._boundaries) if self._boundaries else b""
 
     def take(self, start: int, end: int) -> pa.RecordBatch:
-        """Give out the rows ``[start, end)``, which are the oldest held."""
+        """Remove and return the rows ``[start, end)``, which are the oldest held."""
         require(start == self._first and end <= self._next, f"rows [{start}, {end}) are not held")
         taken, missing = [], end - start
         while missing:
@@ -205,8 +208,8 @@ class Split:
 
 
 class Ingress:
-    """A source's part on one site. Turns epoch records into rows with sequence numbers, and into
-    the steps of the watermark over all sources, which go along with the rows."""
+    """The splits of a source on one site. Converts epoch records to rows with sequence numbers, and
+    to the track of the watermark over all sources, which travels with the rows."""
 
     def __init__(self, plan: Plan, stage: Stage, readers: Mapping[int, SplitReader]) -> None:
         assert stage.source is not None
@@ -218,8 +221,8 @@ class Ingress:
         self._mark = mark if plan.boundaries else None
 
     def begin(self, restore_point: RestorePoint) -> None:
-        """Event time has come so far before the first epoch; and so has the source, if the flow
-        was stopped."""
+        """Restore the watermark of the flow's restore point; if the flow was stopped or lost, also
+        the source's position and its rows that are in no epoch."""
         saved = restore_point.sources.get(self.stage.id)
         if saved is not None:
             known = msgspec.msgpack.decode(saved, type=wire.IngressExtras)
@@ -234,13 +237,13 @@ class Ingress:
                 split.reader.drop_part()
 
     def _waiting(self, restore_point: RestorePoint) -> list[pa.RecordBatch]:
-        """Rows that had come in and were in no epoch; there may be more than fit into memory."""
+        """Return the stored rows that are in no epoch. They may not fit into memory."""
         pushed = [s.reader for s in self.splits.values() if isinstance(s.reader, PushReader)]
         overflow = Overflow(pushed[0].overflow.folder if pushed else None, MEMORY_BYTES_MAX)
         return [overflow.hold(rows).rows for rows in restore_point.waiting_of(self.stage.id)]
 
     def epoch(self, record: EpochRecord) -> tuple[pa.RecordBatch, Track]:
-        """This site's rows of an epoch, in order, and how the whole epoch moves the watermark."""
+        """Return this site's rows of an epoch, in order, and the epoch's track of the watermark."""
         batches: list[pa.RecordBatch] = []
         seq = record.base
         for r in record.ranges:
@@ -254,27 +257,27 @@ class Ingress:
         return (concat(batches) if batches else empty(self._schema)), self._track(record)
 
     def follow(self, record: EpochRecord) -> None:
-        """Be after an epoch whose rows another replica has given out."""
+        """Skip an epoch whose rows another replica processes."""
         for r in record.ranges:
             if r.source == self.stage.id and r.split in self.splits:
                 self.splits[r.split].skip(r.end)
         self._track(record)
 
     def ready(self, records: Iterable[EpochRecord], rows_max: int) -> bool:
-        """Whether all rows of the epochs are in hand; those another replica has had are read
-        now."""
+        """Whether all rows of the epochs are here. Rows that only another replica has read so far
+        are read now."""
         ranges = [r for record in records for r in record.ranges if r.source == self.stage.id]
         ends = {r.split: r.end for r in ranges if r.split in self.splits}
         return all(self.splits[split].read_to(end, rows_max) for split, end in ends.items())
 
     def unsequenced(self) -> list[pa.RecordBatch]:
-        """Of a push source: all rows that are in no epoch yet."""
+        """Return all rows of a push source that are in no epoch yet."""
         (split,) = self.splits.values()
         assert isinstance(split.reader, PushReader)
         return [*split.held, *map(split.conformed, split.reader.unread())]
 
     def save(self) -> wire.IngressExtras:
-        """What a new replica needs besides the source itself."""
+        """Return what a new replica needs to continue reading the source."""
         return {
             "offsets": {str(n): s.first for n, s in self.splits.items()},
             "positions": {
@@ -295,7 +298,7 @@ class Ingress:
         }
 
     def restore(self, saved: wire.IngressExtras, rows: list[pa.RecordBatch]) -> None:
-        """Be where the replica was that this was saved from."""
+        """The inverse of `save`. `rows` are the rows of a push source that are in no epoch."""
         assert self.stage.source is not None
         for number, split in self.splits.items():
             offset, reader = saved["offsets"][str(number)], split.reader

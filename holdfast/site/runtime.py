@@ -1,12 +1,9 @@
 """A site on asyncio: one process that holds partitions of a flow's stages.
 
-Everything runs in one thread. Messages go to the `Node`, which queues orders; one order is carried
-out at a time, and between two of them the loop drains all sockets, so a site that computes never
-blocks those that send to it for long.
-
-A broken connection is mended, not mourned: the site with the lower number dials again. Who is dead
-is for the controller to say, in a view. A site that is not in the view any more is told so and
-leaves, and nothing it sends counts.
+Everything runs in one thread. Messages go to the `SiteNode`, which queues orders. The site executes
+one order at a time, and the event loop drains all sockets between two of them, so that a site that
+computes does not block its senders for long. `Peers` keeps the connections to other sites, `Pulse`
+reports that the process lives, `Trickle` paces hand-overs.
 """
 
 from __future__ import annotations
@@ -19,11 +16,9 @@ import logging
 import os
 import resource
 import socket
-import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,76 +26,42 @@ import msgspec
 import pyarrow as pa
 
 from holdfast.api.graph import Flow
-from holdfast.api.options import Options
 from holdfast.core.effects import IngestEpochs
-from holdfast.core.failure_detector import BEATS_PER_LEASE
-from holdfast.core.ids import NO_EPOCH, STORE, Epoch, SiteId
+from holdfast.core.events import ReplicaBehind
+from holdfast.core.ids import NO_EPOCH, Epoch, SiteId
 from holdfast.core.layout import Domain
-from holdfast.core.peer_monitor import PeerMonitor, Standstill
 from holdfast.engine.memory import NO_STATE, is_out_of_memory, limit_bytes, out_of_memory
 from holdfast.errors import HoldfastError, OutOfMemoryError, ProtocolError
-from holdfast.net import wire
-from holdfast.net.client import Client
-from holdfast.net.connection import Connection, dial, listen
+from holdfast.net import protocol, wire
+from holdfast.net.connection import Connection, dial, is_wildcard, listen
+from holdfast.net.protocol import Receiver
 from holdfast.plan.planner import plan
 from holdfast.site.checkpoints import CheckpointWriter
-from holdfast.site.node import Node
-from holdfast.site.push import PushReaders
+from holdfast.site.config import HOST, SiteConfig
+from holdfast.site.node import SiteNode
+from holdfast.site.peers import REDIAL_S, Peers
+from holdfast.site.pulse import Pulse
+from holdfast.site.pushers import PushReaders
 from holdfast.site.spill import Spill
+from holdfast.site.trickle import Trickle
 
 log = logging.getLogger("holdfast.site")
 
 ACK_S = 0.05
 POLL_S = 0.002
-STALL_S = 0.005
-"""For about so long a site stands still for what it hands over, and then does something else."""
-LATE_S_MAX = 0.5
-"""What was due so long ago is not made up for."""
-ANEW_S = 0.5
-"""So long nothing is handed over when tasks are to be rebuilt: first the stream flows again."""
 POLL_S_MAX = 0.02
 READS_PER_EPOCH = 2
-"""How often a source is asked while rows that it gave wait for their epoch: each time costs about
-the same, however few rows come of it."""
-REDIAL_S = 0.05
+"""How often a source is read while its rows wait for their epoch: every read costs about the same,
+however few rows it returns."""
 ROOM_S = 0.1
-"""How often it is looked whether too much is kept in memory."""
-HURRY_S = 1.0
-"""A task that has waited for so long tries another replica. Not sooner: what was on its way comes
-twice then, and when everything is slow that makes it slower."""
+"""How often the site checks whether it keeps too much in memory."""
+RETRY_S = 1.0
+"""A task that has waited this long subscribes to another replica. Not sooner: bundles under way
+then arrive twice, which makes a slow flow slower."""
 RESERVE_BYTES = 1 << 20
-"""So much is let go when there is no more memory: enough to say so."""
-FENCED_S = 3.0
-"""So long a site that was declared dead has to leave; then its process is ended."""
-HUNG_STATUS = 75
-"""With what status it ends then."""
+"""Memory that is freed when there is no more: enough to report that."""
 ORPHAN_S = 10.0
-"""How long a site goes on without a controller."""
-QUEUED_BYTES_MAX = 4 << 20
-"""What is handed over waits while so much is on its way to the new replica."""
-
-
-HOST = "HOLDFAST_HOST"
-"""The environment variable that tells a site what machine it is on, if its host name does not."""
-
-OnExit = Callable[[int, str], None]
-"""A host calls it with site and reason when a site's process has ended."""
-
-
-@dataclass(frozen=True)
-class SiteConfig:
-    """What a site needs to know to find its flow. Travels with the code, not over the wire."""
-
-    site: int
-    secret: bytes
-    controllers: tuple[tuple[str, int], ...]
-    """Where the flow's applications listen; one of them leads."""
-    listen_host: str
-    options: Options
-    application: str = "local"
-    executor: str = ""
-    generation: int = 0
-    """Of those that have written to the checkpoint folder."""
+"""How long a site goes on without a connection to any control."""
 
 
 class Site:
@@ -116,7 +77,7 @@ class Site:
         if config.options.store is not None:
             where = (config.options.store, config.generation, config.site)
             self._checkpoint_writer = CheckpointWriter(*where, self._tell_soon, self._soon)
-        self.node = Node(
+        self.node = SiteNode(
             planned,
             self.id,
             config.options,
@@ -129,30 +90,35 @@ class Site:
         self._controllers: dict[tuple[str, int], Connection] = {}
         self._server: asyncio.Server | None = None
         self._over: asyncio.Future[None] | None = None
-        self._peers: dict[SiteId, Connection] = {}
-        self._dials: dict[SiteId, asyncio.Task[None]] = {}
-        self._addresses: dict[SiteId, tuple[str, int]] = {}
-        self._dead: set[SiteId] = set()
+        self.peers = Peers(
+            self.id,
+            config.secret,
+            self._on_message,
+            self._on_close,
+            lambda site: self._guarded(partial(self.node.on_connected, site)),
+            lambda site: self._guarded(partial(self.node.on_lost, site)),
+        )
+        self._pulse = Pulse(
+            self.id,
+            config.secret,
+            config.options.lease_s,
+            lambda: self.node.stages.call,
+            lambda: self.node.term,
+        )
+        self._trickle = Trickle(self.node, self.peers, config.options.catch_up_mb_s)
         self._push_readers = PushReaders(self.node.stages.pushed, self._leader_of)
         self.node.stages.on_pushed = self._on_pushed
+        self._handlers = protocol.handlers(
+            {Receiver.SITE: self, Receiver.PUSHES: self._push_readers}
+        )
         self._limit = limit_bytes()
         self._started = False
         self._reserve: bytes | None = bytes(RESERVE_BYTES)
         self._failure: wire.Failed | None = None
-        """What this site has failed with; it works no more."""
-        self._part_at = 0.0
-        """When the next part of what is handed over is due."""
+        """The error with which this site has stopped to work."""
         self._kicked = self._handing_over = self._pushed = self._flushing = False
         self._unseen = False
         self._ingested, self._ingested_at, self._epoch_s = NO_EPOCH, 0.0, 0.0
-        self._stall_ms = 0.0
-        self._sent_bytes = 0
-        """To other sites, on connections that are no more."""
-        self._undialled: dict[SiteId, str] = {}
-        """Why the last attempt at a connection to a member came to nothing."""
-        self._turned = time.monotonic()
-        """When the event loop last got to beat."""
-        self._left = threading.Event()
 
     # --- coming and going -----------------------------------------------------------------------
 
@@ -162,13 +128,11 @@ class Site:
         self._over = loop.create_future()
         self._server, self._port = await listen(self._accept, self.config.listen_host)
         for address in self.config.controllers:
-            threading.Thread(
-                target=self._beat, args=(address,), daemon=True, name="holdfast-pulse"
-            ).start()
+            self._pulse.start(address)
         duties = (
             self._report_status(),
-            self._keep_dialling(),
-            self._keep_in_touch(),
+            self.peers.keep_dialling(self._on_open),
+            self.peers.keep_in_touch(self.config.options.lease_s, self._pulse.turned, self.tell),
             self._keep_reporting(),
             self._retry_stalled(),
             self._make_room(),
@@ -177,45 +141,24 @@ class Site:
         try:
             await self._over
         finally:
-            self._left.set()
+            self._pulse.stop()
             for task in tasks:
                 task.cancel()
             self.node.stages.abandon()
             if self._checkpoint_writer is not None:
                 self._checkpoint_writer.close()
             self._server.close()
-            for connection in [*self._peers.values(), *self._controllers.values()]:
+            self.peers.close()
+            for connection in self._controllers.values():
                 connection.close()
             await asyncio.sleep(0)
 
     def _accept(self) -> Connection:
-        return Connection(self.config.secret, self._on_open, self._on_message, self._on_peer_lost)
-
-    def _dialled(self, site: SiteId, settled: asyncio.Future[None]) -> Connection:
-        def settle() -> None:
-            if not settled.done():
-                settled.set_result(None)
-
-        def on_open(connection: Connection) -> None:
-            settle()
-            self._on_open(connection)
-
-        def on_close(connection: Connection, error: Exception | None) -> None:
-            settle()
-            self._on_peer_lost(connection, error)
-
-        return Connection(
-            self.config.secret,
-            on_open,
-            self._on_message,
-            on_close,
-            identity=("site", self.id),
-            peer=("site", site),
-        )
+        return Connection(self.config.secret, self._on_open, self._on_message, self._on_close)
 
     async def _keep_reporting(self) -> None:
         """Have a connection to every application's control. While there is none, data flows on and
-        membership stands still; a site that nobody controls for too long leaves."""
+        membership stands still; a site that no control reaches for too long leaves."""
         alone_since = time.monotonic()
         while True:
             for address in self.config.controllers:
@@ -236,7 +179,7 @@ class Site:
             self._register,
             self._on_message,
             partial(self._on_controller_lost, address),
-            identity=("site", self.id),
+            identity=(wire.SITE, self.id),
         )
         self._controllers[address] = connection
         return connection
@@ -268,7 +211,7 @@ class Site:
         """The address under which the other sites reach this one: that by which it reaches the
         controller, if it is on another machine. The name of a machine often stands for 127.0.1.1 in
         its own /etc/hosts."""
-        if not wire.is_wildcard(self.config.listen_host):
+        if not is_wildcard(self.config.listen_host):
             return self.config.listen_host
         if not ipaddress.ip_address(controller.local_host).is_loopback:
             return controller.local_host
@@ -309,13 +252,11 @@ class Site:
     # --- the node's transport -------------------------------------------------------------------
 
     def send(self, site: SiteId, message: wire.Message, body: list[Any] | None = None) -> None:
-        connection = self._peers.get(site)
-        if connection is not None:
-            connection.send(message, body)
+        self.peers.send(site, message, body)
 
     def tell(self, message: wire.Message) -> None:
         if isinstance(message, wire.Finished):
-            self.send_status()  # the last figures are the ones that count
+            self.send_status()  # the last metrics are the ones that count
         for connection in self._controllers.values():
             if connection.open:
                 connection.send(message)
@@ -333,111 +274,34 @@ class Site:
     # --- connections ----------------------------------------------------------------------------
 
     def _on_open(self, connection: Connection) -> None:
-        if connection.role != "site":
-            return
-        site = SiteId(connection.id)
-        if site == self.id:
-            log.warning("site %s: somebody else says to be it", self.id)
-            connection.abort()
-            return
-        if site in self._dead:
-            connection.send(wire.Fenced(self.node.term))
-            connection.close()
-            return
-        old = self._peers.get(site)
-        if old is not None:
-            del self._peers[site]
-            old.abort()
-            self._guarded(lambda: self.node.on_lost(site))
-        self._peers[site] = connection
-        self._undialled.pop(site, None)
-        self._guarded(lambda: self.node.on_connected(site))
-        self._say_seen()
+        if connection.role == wire.SITE:
+            self.peers.accept(connection, self.node.term)
+            self._report_seen()
 
-    def _on_peer_lost(self, connection: Connection, error: Exception | None) -> None:
+    def _on_close(self, connection: Connection, error: Exception | None) -> None:
         if error is not None and is_out_of_memory(error):
             self._fail(error)
         self._push_readers.forget(connection)
-        site = SiteId(connection.id)
-        if connection.role == "site" and self._peers.get(site) is connection:
-            del self._peers[site]
-            self._sent_bytes += connection.sent_bytes
-            log.info("site %s: connection to site %s is lost", self.id, site)
-            self._guarded(lambda: self.node.on_lost(site))
+        self.peers.forget(connection)
 
-    async def _keep_dialling(self) -> None:
-        """Dial the members with higher numbers that there is no connection to."""
-        while True:
-            for site, address in list(self._addresses.items()):
-                if site > self.id and site not in self._peers and site not in self._dials:
-                    dial = self._dial(site, address)
-                    self._dials[site] = asyncio.get_running_loop().create_task(dial)
-            await asyncio.sleep(REDIAL_S)
-
-    async def _dial(self, site: SiteId, address: tuple[str, int]) -> None:
-        """One attempt, until the handshake has ended, well or not. Another one meanwhile would end
-        this one as soon as it opens, and with it whatever is being handed over."""
-        settled = asyncio.get_running_loop().create_future()
-        try:
-            await dial(partial(self._dialled, site, settled), address)
-            await settled
-        except OSError as error:
-            self._undialled[site] = f"site {self.id} dials in vain: {error or type(error).__name__}"
-        finally:
-            self._dials.pop(site, None)
-
-    async def _keep_in_touch(self) -> None:
-        """Beat on connections that are quiet, and say so if a member that there should be one to is
-        not heard of. The controller lets one of the two go if the flow can do without it; if not,
-        nothing moves, and that must not stay unsaid."""
-        lease = self.config.options.lease_s
-        monitor = PeerMonitor(lease)
-        while True:
-            await asyncio.sleep(lease / BEATS_PER_LEASE)
-            self._turned = time.monotonic()
-            heard = set()
-            for site, connection in self._peers.items():
-                if not connection.spoke:
-                    connection.send(wire.Beat())
-                if connection.heard:
-                    heard.add(site)
-                connection.heard = connection.spoke = False
-            for site, leases in monitor.listen(self._turned, self._addresses, heard):
-                self.tell(wire.Unheard(site, leases, self._contact(site)))
-
-    def _contact(self, site: SiteId) -> str:
-        """How things stand with a member that is not heard of."""
-        connection = self._peers.get(site)
-        if connection is not None:
-            return f"connected, {connection.queued} bytes queued at site {self.id}"
-        if site < self.id:
-            return f"site {self.id} was not dialled"
-        return self._undialled.get(site, f"site {self.id} dials")
-
-    def _on_new_view(self, message: wire.NewView) -> None:
-        members = set(message.view.members)
-        known = self.node.view
-        if message.view.replaces(known):
-            if known is not None:
-                self._dead |= set(known.members) - members
-            for site in [s for s in self._peers if s in self._dead]:
-                self._peers.pop(site).abort()
+    def on_new_view(self, connection: Connection, message: wire.NewView) -> None:
+        view, known = message.view, self.node.view
+        if view.replaces(known):
+            for site in self.peers.on_view(view, known, message.addresses):
                 self.node.on_lost(site)
-            self._addresses = {SiteId(s): a for s, a in message.addresses.items() if s != self.id}
-            self.node.on_view(message.view)
-            if any(not message.view.group(u).replicas for u in message.view.tasks()):
-                self._part_at = max(self._part_at, time.monotonic() + ANEW_S)
-            if known is not None and message.view.term > known.term:
+            self.node.on_view(view)
+            if any(not view.group(task).replicas for task in view.tasks()):
+                self._trickle.hold(time.monotonic())
+            if known is not None and view.term > known.term:
                 self._report_again()  # to a controller that has just begun to lead
         self._unseen = True
-        self._say_seen()
+        self._report_seen()
 
-    def _say_seen(self) -> None:
+    def _report_seen(self) -> None:
         view = self.node.view
-        if view is None or not self._unseen or not self._peers.keys() >= self._addresses.keys():
-            return
-        self._unseen = False
-        self.tell(wire.Seen(view.term, view.number))
+        if view is not None and self._unseen and self.peers.are_complete:
+            self._unseen = False
+            self.tell(wire.Seen(view.term, view.number))
 
     # --- messages -------------------------------------------------------------------------------
 
@@ -457,35 +321,29 @@ class Site:
         self._kick()
 
     def _receive(self, connection: Connection, message: wire.Message, body: memoryview) -> None:
-        wire.check_speaker(connection.role, message)
         if connection.role == wire.SERVER and not self.node.obeys(message):
             return
-        match message:
-            case wire.NewView():
-                self._on_new_view(message)
-            case wire.Start():
-                if not self._started and not self._failed:  # it comes with every view
-                    self._started = True
-                    self._poll()
-            case wire.Beat():
-                pass  # something was heard, and that is all there is to it
-            case wire.Dismiss() | wire.Fenced():
-                self._leave()
-            case (
-                wire.PushBegin()
-                | wire.PushOpen()
-                | wire.PushRows()
-                | wire.PushDone()
-                | wire.PushCommit()
-                | wire.PushEnd()
-            ):
-                self._push_readers.take(connection, message, body)
-            case wire.Ask():
-                leader = self._leader_of(message.sink)
-                self.node.ask(message, connection.send, leader)
-            case _:
-                if not self._failed:
-                    self.node.receive(SiteId(connection.id), message, body)
+        if type(message) in self._handlers:
+            protocol.dispatch(self._handlers, connection, message, body)
+        elif not self._failed:
+            self.node.receive(SiteId(connection.id), message, body)
+
+    def on_start(self, connection: Connection, message: wire.Start) -> None:
+        if not self._started and not self._failed:
+            self._started = True
+            self._poll()
+
+    def on_beat(self, connection: Connection, message: wire.Beat) -> None:
+        """Nothing to do: the connection has noted that the peer is heard."""
+
+    def on_dismiss(self, connection: Connection, message: wire.Dismiss) -> None:
+        self._leave()
+
+    def on_fenced(self, connection: Connection, message: wire.Fenced) -> None:
+        self._leave()
+
+    def on_ask(self, connection: Connection, message: wire.Ask) -> None:
+        self.node.ask(message, connection.send, self._leader_of(message.sink))
 
     def _guarded(self, action: Callable[[], object]) -> None:
         try:
@@ -499,7 +357,7 @@ class Site:
         view = self.node.view
         if view is None or not 0 <= source < len(view.groups):
             return None
-        return self._addresses.get(view.groups[source][0].replicas[0])
+        return self.peers.addresses.get(view.groups[source][0].replicas[0])
 
     # --- work -----------------------------------------------------------------------------------
 
@@ -519,7 +377,7 @@ class Site:
             if order is not None:
                 self._flush_acks()
                 self._kick()
-            if (self.node.outgoing or self.node.storing) and not self._handing_over:
+            if self.node.hands_over and not self._handing_over:
                 self._handing_over = True
                 asyncio.get_running_loop().call_soon(self._hand_over)
             if isinstance(order, IngestEpochs):
@@ -542,30 +400,14 @@ class Site:
         self._guarded(self.node.flush)
 
     def _hand_over(self) -> None:
-        """Send what is due by now of all that is handed over, but not for long."""
         self._handing_over = False
-        begun = now = time.monotonic()
-        self._part_at = max(self._part_at, begun - LATE_S_MAX)
         try:
-            while self._part_at <= now < begun + STALL_S and self._hand_over_part():
-                now = time.monotonic()
+            pause = self._trickle.run(time.monotonic(), time.monotonic)
         except Exception as error:
             self._fail(error)
-        self._stall_ms = max(self._stall_ms, (now - begun) * 1e3)
-        if not self._failed and (self.node.outgoing or self.node.storing):
+        if not self._failed and self.node.hands_over:
             self._handing_over = True
-            wait = max(self._part_at - now, 0.0) or POLL_S
-            asyncio.get_running_loop().call_later(wait, self._hand_over)
-
-    def _hand_over_part(self) -> bool:
-        """Whether there was one that could be sent; the next is due when its size allows."""
-        joiner = next((joiner for _, joiner in self.node.outgoing), STORE)
-        connection = self._peers.get(joiner)
-        if connection is not None and connection.queued >= QUEUED_BYTES_MAX:
-            return False
-        sent = self.node.hand_over()
-        self._part_at += max(0, sent) / (self.config.options.catch_up_mb_s * 1e6)
-        return sent > 0 or (sent == 0 and joiner != STORE)
+            asyncio.get_running_loop().call_later(pause, self._hand_over)
 
     def _poll(self) -> None:
         if self._started:
@@ -595,45 +437,10 @@ class Site:
 
     # --- being watched --------------------------------------------------------------------------
 
-    def _beat(self, address: tuple[str, int]) -> None:
-        """Say every now and then that this process lives: in a thread and on a connection of its
-        own, so that a long operator call does not look like death. During one this site is deaf
-        and dumb to the others: the controller is told, so that it does not listen to them, and how
-        long that has been so, since a call that never ends must be found. Code that holds Python's
-        global lock for longer than the lease silences this thread, too."""
-        pause = self.config.options.lease_s / 5
-        still = Standstill(pause)
-        while not self._left.is_set():
-            try:
-                client = Client(address, self.config.secret, (wire.PULSE, self.id))
-                while not self._left.is_set():
-                    client.tell(self._pulse(still, time.monotonic()))
-                    fenced = client.heard(wire.Fenced)
-                    if fenced is not None and fenced.term >= self.node.term:
-                        self._end_if_hung()
-                    self._left.wait(pause)
-                client.close()
-            except (OSError, HoldfastError):
-                self._left.wait(REDIAL_S)
-
-    def _pulse(self, still: Standstill, now: float) -> wire.Beat:
-        seconds = still.seconds(now, self._turned)
-        stage, epoch = self.node.stages.call or ("", -1)
-        if now - self._turned <= self.config.options.lease_s:
-            return wire.Beat()
-        return wire.Beat(True, seconds, stage, epoch)
-
-    def _end_if_hung(self) -> None:
-        """This site was declared dead, and another takes its place. If its event loop does not get
-        to hear of it, nobody else ends this process."""
-        if not self._left.wait(FENCED_S):
-            log.error("site %s was declared dead in a call that does not end; it exits", self.id)
-            os._exit(HUNG_STATUS)
-
     async def _retry_stalled(self) -> None:
         """Have tasks that wait for a slow replica take from another one."""
         while True:
-            await asyncio.sleep(HURRY_S)
+            await asyncio.sleep(RETRY_S)
             self._guarded(self.node.retry_stalled)
 
     async def _make_room(self) -> None:
@@ -649,22 +456,22 @@ class Site:
     def send_status(self) -> None:
         """Tell the controller how things are, and whom too much is kept for."""
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        figures = {
-            **self.node.figures(),
+        metrics = {
+            **self.node.metrics(),
             "view": str(self.node.view),
             "pid": os.getpid(),
             "rss_mb": usage.ru_maxrss / 1024,
             "memory_limit_mb": self._limit / 2**20,
             "cpu_s": usage.ru_utime + usage.ru_stime,
-            "queued_bytes": sum(c.queued for c in self._peers.values()),
-            "sent_bytes": self._sent_bytes + sum(c.sent_bytes for c in self._peers.values()),
-            "stall_ms": max(self._stall_ms, self.node.freeze_ms),
+            "queued_bytes": self.peers.queued_bytes,
+            "sent_bytes": self.peers.sent_bytes,
+            "stall_ms": max(self._trickle.stall_ms, self.node.transfers.freeze_ms),
         }
-        self.tell(wire.Status(msgspec.json.encode(figures)))
+        self.tell(wire.Status(msgspec.json.encode(metrics)))
         behind = self.node.behind()
         if behind is not None and behind[1] > self.config.options.kept_bytes_max:
             reason = f"{behind[1] >> 20} MB are kept for it at site {self.id}"
-            self.tell(wire.Behind(behind[0], reason))
+            self.tell(wire.Behind(ReplicaBehind(behind[0], reason)))
 
 
 def _wall_clock(ahead_s: float) -> float:

@@ -1,8 +1,8 @@
-"""A node's replica of the sequencer, if it has one: how it comes to be, and what goes in and out.
+"""A node's replica of the sequencer, if it has one: its creation, its events and its effects.
 
-The sequencer lives with the first task. A replica of that which is made later is whole only when
-the sequencer's state has come from the last of the chain, and the new one is in the chain behind
-it: from then on every record passes through it before anybody acts on it.
+The replicas of the sequencer are on the sites of the first task. A replica that joins later is
+complete only when it has the sequencer's state from the last replica of the chain, and is in the
+chain behind it. From then on every record passes through it before any site acts on the record.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from holdfast.core.effects import (
     SequencerEffect,
 )
 from holdfast.core.events import (
+    DrainRequested,
     EpochDelivered,
+    PauseRequested,
+    RecordPassed,
     SequencerCopied,
     SequencerEvent,
     SuccessorConnected,
@@ -29,6 +32,7 @@ from holdfast.core.events import (
 )
 from holdfast.core.ids import FIRST, NO_EPOCH, Epoch, SiteId, StageId
 from holdfast.core.layout import View
+from holdfast.core.messages import SequencerState
 from holdfast.core.records import EpochRecord
 from holdfast.core.sequencer import Sequencer
 from holdfast.engine.memory import limit_bytes
@@ -40,11 +44,12 @@ from holdfast.site.memory import fitting
 log = logging.getLogger("holdfast.site")
 
 EARLY_MAX = 1_000
-"""So much is remembered of what comes before the view in which there is a sequencer here."""
+"""Maximum events that wait for the view in which this site gets a sequencer."""
 
 
 class Sequencing:
-    """`to` reaches any site; `publish` tells all of them of a record, this one included."""
+    """The sequencer of one site. `to` sends a message to a site; `publish` sends a record to all
+    sites, this one included."""
 
     def __init__(
         self,
@@ -60,15 +65,15 @@ class Sequencing:
         self._begun, self._now, self._to, self._publish = begun, now, to, publish
         self.sequencer: Sequencer | None = None
         self.waits_for_chain = False
-        """Whether the replica that is here is not in the chain yet."""
+        """Whether this site's replica is not in the chain yet."""
         self.early: deque[SequencerEvent] = deque(maxlen=EARLY_MAX)
-        """From sites that act on a later view than this one."""
+        """Events from sites that have adopted a later view."""
         self.latency_ms: deque[float] = deque(maxlen=2_000)
-        """From when an epoch was cut until all sinks had it."""
+        """Times from the cut of an epoch until all sinks have it."""
         self._cut_at: dict[int, float] = {}
 
     def open(self) -> None:
-        """It is here from the first view on."""
+        """Create the replica that is here from the first view on."""
         self.sequencer = self._made()
 
     def close(self) -> None:
@@ -93,18 +98,33 @@ class Sequencing:
         for effect in self.sequencer.handle(event):
             self._apply(effect)
 
+    def on_pass(self, site: SiteId, message: wire.Pass) -> None:
+        self.handle(RecordPassed(message.record))
+
+    def on_blocks(self, site: SiteId, message: wire.Blocks) -> None:
+        self.handle(message.available)
+
+    def on_quiet(self, site: SiteId, message: wire.Quiet) -> None:
+        self.handle(message.split)
+
+    def on_drain(self, site: SiteId, message: wire.Drain) -> None:
+        self.handle(DrainRequested())
+
+    def on_pause(self, site: SiteId, message: wire.Pause) -> None:
+        self.handle(PauseRequested(message.paused))
+
     def on_view(self, view: View) -> None:
         if self.sequencer is not None:
             self.handle(ViewCommitted(view))
 
     def take_early(self) -> None:
-        """What came for the view that is there now."""
+        """Handle the events that waited for the current view."""
         early, self.early = self.early, deque(maxlen=EARLY_MAX)
         for event in early if self.sequencer is not None else ():
             try:
                 self.handle(event)
-            except ProtocolError as error:  # not the fault of whoever sent the view
-                log.warning("site %s: of what came before its view: %s", self._site, error)
+            except ProtocolError as error:  # not the fault of the sender of the view
+                log.warning("site %s: in an event before its view: %s", self._site, error)
 
     def on_connected(self, site: SiteId) -> None:
         if self.sequencer is not None:
@@ -116,7 +136,7 @@ class Sequencing:
             self.handle(EpochDelivered(sink, epoch))
 
     def _note_cut(self, record: EpochRecord) -> None:
-        """Only who leads hears of all epochs that they are delivered."""
+        """Note when an epoch is cut. Only the leader learns of the delivery of all epochs."""
         assert self.sequencer is not None
         if self.sequencer.leads:
             self._cut_at.setdefault(record.epoch, self._now())
@@ -138,7 +158,7 @@ class Sequencing:
                 self._note_cut(effect.record)
                 self._to(effect.site, wire.Pass(effect.record))
             case CopySequencer():
-                self._to(effect.site, wire.SequencerState(**effect.state))
+                self._to(effect.site, wire.SequencerCopy(effect.state))
             case ConfirmChain():
                 self._to(effect.site, wire.Chained())
             case _:
@@ -147,20 +167,20 @@ class Sequencing:
     # --- joining the chain ----------------------------------------------------------------------
 
     def join_chain(self, view: View) -> None:
-        """Ask to be the last of it, if it is not in it yet."""
+        """Ask to become the last replica of the chain, unless this site is in it."""
         if self.waits_for_chain:
             has = self.sequencer.next_epoch if self.sequencer else NO_EPOCH
             joined_view = view.group(FIRST).joined_view_of(self._site)
             self._to(view.sequencers[-1], wire.JoinChain(has, joined_view))
 
-    def on_state(self, message: wire.SequencerState) -> bool:
-        """What the last of the chain knows; False if it is not asked for."""
+    def on_state(self, state: SequencerState) -> bool:
+        """Begin with the state of the last replica in the chain; False if it was not asked for."""
         if self.waits_for_chain:
             self.sequencer = self._made()
-            self.handle(SequencerCopied(wire.fields(message)))
+            self.handle(SequencerCopied(state))
         return self.waits_for_chain
 
     def on_chained(self) -> bool:
-        """It is in the chain; False if it was before."""
+        """Note that this replica is in the chain. Return False if it was before."""
         waited, self.waits_for_chain = self.waits_for_chain, False
         return waited

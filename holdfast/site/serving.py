@@ -1,7 +1,8 @@
-"""Sinks that are read where they are written: readers ask the site that leads the egress.
+"""Serves the readers of sinks: they ask the site that leads the egress.
 
-What a reader tells the writer must not die with that site. So the other replicas of the egress get
-the writer's notes whenever they have changed, and a reader gets its answer when they have them.
+What a reader tells the writer must survive the loss of that site. So the leader sends the writer's
+notes to the other replicas of the egress whenever they change, and answers a reader when these
+replicas have them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from holdfast.core.ids import GroupId, SiteId, StageId
 from holdfast.core.layout import View
@@ -32,33 +35,36 @@ class _Waiting:
 
 
 class Serving:
-    """What one site has to do with the readers of sinks."""
+    """The readers that one site serves."""
 
     def __init__(
         self,
         egress: Callable[[StageId], Egress | None],
         send: Send,
         last: Callable[[], int | None],
+        changed: Callable[[], None],
     ) -> None:
-        self._egress, self._send, self._last = egress, send, last
+        """`last` is the flow's last epoch once it is known. `changed` is called when readers, or
+        other replicas, have reported something."""
+        self._egress, self._send, self._last, self._changed = egress, send, last, changed
         self._others: dict[StageId, tuple[SiteId, ...]] = {}
         self._leaders: dict[StageId, SiteId] = {}
         self._number = 0
         self._passed: dict[StageId, dict[str, Any]] = {}
-        """The notes that the other replicas were sent last."""
+        """The notes that were sent to the other replicas last."""
         self._waiting: list[_Waiting] = []
 
     @property
     def owes_answers(self) -> bool:
-        """Whether a reader waits until other replicas have what it said."""
+        """Whether a reader waits until other replicas have its notes."""
         return bool(self._waiting)
 
     def leader(self, sink: int) -> SiteId | None:
         return self._leaders.get(StageId(sink))
 
     def on_view(self, view: View, site: SiteId, sinks: list[StageId]) -> None:
-        """Other replicas count, or other sites lead. A replica that is being made gets the notes
-        with its state, and those that come meanwhile when it is one."""
+        """Adopt a view. A joining replica gets the notes with its state, and the notes that change
+        in the meantime when it has become a replica."""
         for sink in sinks:
             group = view.group((sink, GroupId(0)))
             self._others[sink] = tuple(s for s in group.replicas if s != site)
@@ -70,39 +76,39 @@ class Serving:
             waiting.missing &= set(self._others[waiting.sink])
         self._give()
 
-    def ask(self, message: wire.Ask, reply: Reply, leader: tuple[str, int] | None) -> bool:
-        """Answer a reader, now or soon; whether what it said has changed anything."""
+    def ask(self, message: wire.Ask, reply: Reply, leader: tuple[str, int] | None) -> None:
+        """Answer a reader: now, or when the other replicas have its notes."""
         sink = StageId(message.sink)
         egress = self._egress(sink)
         if egress is None or not egress.leads:
             reply(wire.Answer(False, wire.NOT_HERE, leader), [])
-            return False
+            return
         before = egress.notes
         try:
             values, rows = egress.answer(message.request)
         except HoldfastError as error:
             reply(wire.Answer(False, str(error)), [])
-            return False
+            return
         except (KeyError, TypeError, ValueError) as error:
             reply(wire.Answer(False, f"not a request: {error!r}"), [])
-            return False
-        if "had" in values:  # and whether that is all there will be
+            return
+        if "had" in values:  # add whether the reader has all rows that there will be
             values["over"] = int(values["had"] == egress.taken == self._last())
         bodies = [to_ipc(batch) for batch in rows]
-        answer = wire.Answer(True, "", None, values, [b.size for b in bodies])
+        answer = wire.Answer(True, "", None, values, tuple(b.size for b in bodies))
         if egress.notes == before:
             reply(answer, list(bodies))
-            return False
+            return
         self._pass_on(sink, egress)
         missing = set(self._others.get(sink, ()))
         give = lambda: reply(answer, list(bodies))  # noqa: E731
         self._waiting.append(_Waiting(sink, self._number, missing, give))
         self._give()
-        return True
+        self._changed()
 
     def flush_notes(self) -> None:
-        """Called every now and then: the other replicas hear of readers that were dropped. Until
-        then one that leads in place of this one holds more than it must."""
+        """Tell the other replicas about dropped readers. Called at intervals. Until then a new
+        leader would hold more rows than necessary."""
         for sink in self._others:
             egress = self._egress(sink)
             led = egress is not None and egress.leads
@@ -118,17 +124,19 @@ class Serving:
     def on_notes(self, site: SiteId, message: wire.Notes) -> None:
         egress = self._egress(StageId(message.sink))
         if egress is not None and not egress.leads and self.leader(message.sink) == site:
-            egress.note(wire.fields(message))
+            egress.note(msgspec.structs.asdict(message))
             self._send(site, wire.NotesKept(message.sink, message.number))
+        self._changed()
 
-    def on_kept(self, site: SiteId, message: wire.NotesKept) -> None:
+    def on_notes_kept(self, site: SiteId, message: wire.NotesKept) -> None:
         for waiting in self._waiting:
             if waiting.sink == message.sink and waiting.number <= message.number:
                 waiting.missing.discard(site)
         self._give()
+        self._changed()
 
     def on_connected(self, site: SiteId) -> None:
-        """What was on its way to a replica may be lost."""
+        """Send the notes again: they may have been lost with the last connection."""
         for sink, others in self._others.items():
             egress = self._egress(sink)
             if site in others and egress is not None and egress.leads and egress.notes:

@@ -1,5 +1,5 @@
-"""The sources of a node: what they have is read ahead and offered to the sequencer by the replica
-that leads, and the other replicas are kept in the picture."""
+"""The sources of a node. It reads their rows ahead. The leading replica announces them to the
+sequencer, and tells the other replicas what they need to take over."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from collections.abc import Callable, Sequence
 
 from holdfast.api.options import Options
 from holdfast.core.dataflow import Dataflow
+from holdfast.core.events import BlocksAvailable, SplitQuiet
 from holdfast.core.ids import GroupId, SiteId, StageId, TaskId
 from holdfast.core.records import Block
 from holdfast.net import wire
 from holdfast.site.ingress import Split
 from holdfast.site.stages import SiteStages
 
-_SAID = float("inf")
+_REPORTED = float("inf")
 
 
 class Sourcing:
-    """`send` reaches another site, `to_sequencer` whoever cuts epochs just now."""
+    """Reads the sources of one site. `send` sends a message to another site, `to_sequencer` to the
+    site that currently cuts epochs."""
 
     def __init__(
         self,
@@ -31,42 +33,45 @@ class Sourcing:
         self._stages, self._dataflow, self._options = stages, dataflow, options
         self._now, self._send, self._to_sequencer = now, send, to_sequencer
         self._quiet_since: dict[tuple[int, int], float] = {}
-        """By split: since when it has had no rows, or that this was said."""
-        self._asked: dict[tuple[int, int], float] = {}
-        """When a split that had no rows was asked for some last."""
+        """For each split, since when it has had no rows; `_REPORTED` once that was reported."""
+        self._read_at: dict[tuple[int, int], float] = {}
+        """When each split without rows was last read."""
 
     def _leads(self, task: TaskId) -> bool:
         view = self._dataflow.view
         return view is not None and view.group(task).led_by(self._dataflow.site)
 
-    # --- what there is --------------------------------------------------------------------------
+    # --- announcing rows ------------------------------------------------------------------------
 
     def announce_again(self) -> None:
-        """The sequencer may be another, or this site may lead where it did not."""
+        """Announce all rows again: the sequencer may have changed, or this site may be a new
+        leader."""
         led: set[tuple[int, int]] = set()
         for task, split in self._stages.splits():
             if self._leads(task) and self._dataflow.tasks[task].has_state:
                 led.add((task[0], split.number))
-                self._to_sequencer(wire.Blocks(task[0], split.number, (), True))
+                self._to_sequencer(
+                    wire.Blocks(BlocksAvailable(task[0], split.number, (), again=True))
+                )
                 self._announce(task, split, split.blocks())
-                if split.ended or self._quiet_since.get((task[0], split.number)) == _SAID:
-                    self._say_quiet(task[0], split)
-        # Where another site leads, rows may have come that were not seen here.
+                if split.ended or self._quiet_since.get((task[0], split.number)) == _REPORTED:
+                    self._report_idle(task[0], split)
+        # Where another site leads, rows may have arrived without this site's knowledge.
         self._quiet_since = {key: at for key, at in self._quiet_since.items() if key in led}
 
-    def _say_quiet(self, source: int, split: Split) -> None:
-        said = wire.SplitState(source, split.number, split.ended, split.next)
-        self._to_sequencer(said)
+    def _report_idle(self, source: StageId, split: Split) -> None:
+        quiet = SplitQuiet(source, split.number, split.next, split.ended)
+        self._to_sequencer(wire.Quiet(quiet))
 
     def _announce(self, task: TaskId, split: Split, blocks: Sequence[Block]) -> None:
-        """One message for each block: together their steps could be too much for one."""
+        """Send one message for each block: their steps together might be too large for one."""
         for block in blocks:
-            self._to_sequencer(wire.Blocks(task[0], split.number, (block,), False))
+            self._to_sequencer(wire.Blocks(BlocksAvailable(task[0], split.number, (block,))))
 
     def read_ahead(self, only_leading: bool) -> None:
-        """Read what the sources have, up to the limit; the leading replica offers it."""
-        if self._dataflow.last is not None:
-            return  # what comes now is in no epoch any more
+        """Read rows of the sources up to the limit. The leading replica announces them."""
+        if self._dataflow.records.last is not None:
+            return  # no epoch will have further rows
         for reader in self._stages.pushed().values():
             reader.pull()
         for task, split in self._stages.splits():
@@ -86,31 +91,31 @@ class Sourcing:
             if leads:
                 self._announce(task, split, blocks)
             if sum(block.rows for block in blocks) < block_rows:
-                return  # that was all there is; asking again at once would only find crumbs
+                return  # that was all; reading again at once would give very small batches
         else:
             return
         if leads and split.ended:
-            self._say_quiet(source, split)
+            self._report_idle(source, split)
         elif leads:
-            self._notice_quiet(source, split)
+            self._check_idle(source, split)
 
-    def _notice_quiet(self, source: int, split: Split) -> None:
+    def _check_idle(self, source: StageId, split: Split) -> None:
         now, key = self._now(), (source, split.number)
         if self._options.idle_ms is None or not split.reader.caught_up():
             self._quiet_since.pop(key, None)
             return
         idle_s = self._options.idle_ms / 1e3
-        asked, self._asked[key] = self._asked.get(key, now), now
-        if asked < now - idle_s and self._quiet_since.get(key) != _SAID:
-            self._quiet_since.pop(key, None)  # this site was away, not the rows
+        asked, self._read_at[key] = self._read_at.get(key, now), now
+        if asked < now - idle_s and self._quiet_since.get(key) != _REPORTED:
+            self._quiet_since.pop(key, None)  # this site was paused, not the source
         if self._quiet_since.setdefault(key, now) < now - idle_s:
-            self._quiet_since[key] = _SAID
-            self._say_quiet(source, split)
+            self._quiet_since[key] = _REPORTED
+            self._report_idle(source, split)
 
-    # --- replicas that only follow ----------------------------------------------------------------
+    # --- followers --------------------------------------------------------------------------------
 
     def tell_positions(self) -> None:
-        """Tell replicas that only follow where the rows are that come next."""
+        """Tell followers the position of the next rows."""
         for task, split in self._stages.splits():
             position = split.position if self._leads(task) else None
             if position is None or not self._stages.tasks[task].guard.followers:
@@ -120,21 +125,21 @@ class Sourcing:
                 said = wire.SplitAt(task[0], split.number, split.first, position)
                 self._send(site, said)
 
-    def on_split_at(self, message: wire.SplitAt) -> None:
+    def on_split_at(self, site: SiteId, message: wire.SplitAt) -> None:
         for task, split in self._stages.splits():
             meant = (task[0], split.number) == (message.source, message.split)
             if meant and self._dataflow.tasks[task].follows:
                 split.note(message.row, message.position)
 
-    # --- rows that were pushed ------------------------------------------------------------------
+    # --- push sources ---------------------------------------------------------------------------
 
     def on_push_batch(self, site: SiteId, message: wire.PushBatch, body: memoryview) -> None:
         held = self._dataflow.tasks.get((StageId(message.source), GroupId(0)))
         if held is None or not held.has_state:
-            return  # when it is installed it asks for what it lacks
+            return  # once it has state it asks for the push batches that it lacks
         reader = self._stages.pushed()[message.source]
         if reader.leads:
-            return  # from one that led before and does not know yet that it does not any more
+            return  # sent by an earlier leader that does not know yet that it was replaced
         reader.on_push_batch(message, body)
         self._send(site, wire.PushHas(message.source, reader.has, False))
 
@@ -146,7 +151,8 @@ class Sourcing:
             self._send(site, wire.PushCounted(message.source))
 
     def ask_for_push_batches(self) -> None:
-        """Tell the leading ingress of each push source what this replica has, and get the rest."""
+        """Tell the leading ingress of each push source which push batches this replica has. It
+        sends the others."""
         view = self._dataflow.view
         for source, reader in self._stages.pushed().items():
             task = (StageId(source), GroupId(0))

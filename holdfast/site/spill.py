@@ -1,8 +1,8 @@
-"""What is kept for long goes to disk: bundles that only a task that is rebuilt would need.
+"""Rows on disk: bundles that are kept for rebuilding tasks, and rows that wait to be read.
 
-Rows are written once, to a file that is mapped into memory and has no name any more: the operating
-system takes its pages back when memory is wanted for something else, reads them again when somebody
-does, and frees the disk when the last bundle of the file is let go, or the process is gone.
+Rows are written once, to a file that is mapped into memory and has no name. The operating system
+takes its pages back when it needs memory, reads them again on access, and frees the disk space when
+the last reference to the file's rows is dropped, or the process ends.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from holdfast.net.bundles import Frames
 
 log = logging.getLogger("holdfast.site")
 
-AT_ONCE = 32 << 20
-"""So many bytes are written at most before other work goes on."""
+WRITE_BYTES_MAX = 32 << 20
+"""Maximum bytes written in one call, so that other work continues."""
 SEGMENT_BYTES = 64 << 20
 
 
 class Spill:
-    """Keeps at most `bytes_max` of rows in memory."""
+    """Writes kept bundles to disk, so that at most `bytes_max` of their rows are in memory."""
 
     def __init__(self, folder: str | None, bytes_max: int) -> None:
-        """Files are in `folder`, by default where temporary ones are."""
+        """`folder` is for the files; by default that of temporary files."""
         self._folder, self._bytes_max = folder, bytes_max
         self.kept_bytes = self.spilled_bytes = 0
-        """Of what was kept when it was last looked at: all of it, and what is on disk."""
+        """Size of all bundles at the last call of `make_room`, and of those on disk."""
         self.error: str | None = None
-        """Why nothing can be written, if that is so. Then everything stays in memory."""
+        """Why the last write failed; None if it did not. Without a disk all rows stay in memory."""
 
     def make_room(self, kept: Iterable[Kept]) -> None:
-        """Write the oldest of these bundles, if all are too many."""
+        """Write the oldest of these bundles to disk, if all are too large for memory."""
         filled = [k for k in kept if k.bundle.batch.num_rows]
         here = [k for k in filled if not k.bundle.spilled]
         self.kept_bytes = sum(k.bundle.nbytes for k in filled)
         self.spilled_bytes = self.kept_bytes - sum(k.bundle.nbytes for k in here)
-        surplus = min(self.kept_bytes - self.spilled_bytes - self._bytes_max, AT_ONCE)
+        surplus = min(self.kept_bytes - self.spilled_bytes - self._bytes_max, WRITE_BYTES_MAX)
         if surplus > 0:
             self._write(_first(sorted(here, key=lambda k: k.epoch), surplus))
 
@@ -53,7 +53,7 @@ class Spill:
             mapped, sizes = self._mapped([frames.batch.serialize() for frames in chosen])
         except OSError as error:
             if self.error is None:
-                log.warning("what is kept cannot go to disk and stays in memory: %s", error)
+                log.warning("kept rows cannot be written to disk and stay in memory: %s", error)
             self.error = str(error)
             return
         self.error = None
@@ -78,7 +78,7 @@ class Spill:
 
 
 def _first(kept: Iterable[Kept], nbytes: int) -> list[Frames]:
-    """As many as have so many bytes."""
+    """Return the first bundles that together have at least `nbytes`."""
     chosen: list[Frames] = []
     for k in kept:
         if nbytes <= 0:
@@ -90,8 +90,8 @@ def _first(kept: Iterable[Kept], nbytes: int) -> list[Frames]:
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """Rows that an `Overflow` holds, in memory or on disk; `nbytes` is their size in memory. Each
-    of its `users` releases it once."""
+    """Rows that an `Overflow` holds, in memory or on disk. `nbytes` is their size in memory. Each
+    of the `users` releases them once."""
 
     rows: pa.RecordBatch
     nbytes: int
@@ -106,18 +106,18 @@ class Held:
 class Overflow:
     """Holds batches of rows: up to `bytes_max` of them in memory, and the others on disk.
 
-    `release` is called when rows are dropped, and makes room in memory. Disk space is free again
-    when nobody refers to the rows of a segment any more.
+    `release` drops rows, and makes room in memory. Disk space is freed when the last reference to
+    the rows of a segment is dropped.
     """
 
     def __init__(self, folder: str | None, bytes_max: int) -> None:
         self.folder, self._bytes_max = folder, bytes_max
         self._segment: _Segment | None = None
         self.memory_bytes = 0
-        """Of the rows held in memory."""
+        """Size of the rows in memory."""
 
     def hold(self, rows: pa.RecordBatch) -> Held:
-        """In memory after all if the disk does not take them."""
+        """Hold rows; in memory, even beyond the bound, if the disk fails."""
         try:
             return self.hold_within(rows)
         except OSError as error:
@@ -125,7 +125,7 @@ class Overflow:
             return self._in_memory(rows)
 
     def hold_within(self, rows: pa.RecordBatch) -> Held:
-        """An `OSError` if the disk does not take them; nothing is held then."""
+        """Hold rows within the bound. Raise `OSError`, and hold nothing, if the disk fails."""
         nbytes = int(rows.nbytes)
         if nbytes and self.memory_bytes + nbytes > self._bytes_max:
             return Held(from_ipc(self._write(to_ipc(rows))), nbytes, True)
@@ -149,8 +149,8 @@ class Overflow:
 
 
 class _Segment:
-    """A file of fixed size that loses its name before the first byte is written, so that it does
-    not outlive the process. It is mapped as a whole and filled from the beginning."""
+    """A file of fixed size. Its name is removed before the first byte is written, so that the file
+    does not outlive the process. It is mapped as a whole and filled from its start."""
 
     def __init__(self, folder: str | None, nbytes: int) -> None:
         descriptor, path = tempfile.mkstemp(".spill", "holdfast-", folder)
@@ -169,8 +169,8 @@ class _Segment:
         return self._mapped.size - self._end
 
     def add(self, data: pa.Buffer) -> pa.Buffer:
-        """The same bytes, in the file. Written and not stored through the map: of a disk that is
-        full a write says so, while a store would end the process."""
+        """Write bytes to the file and return their mapping. They are not stored through the map: on
+        a full disk a write fails, while a store to the map would kill the process."""
         rest, at = memoryview(data), self._end
         while rest.nbytes:
             written = os.pwrite(self._file.fileno(), rest, at)

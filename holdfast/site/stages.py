@@ -1,4 +1,4 @@
-"""The tasks of a flow on one site: carries out the orders of the dataflow machine."""
+"""The tasks of a flow on one site. Carries out the orders of the dataflow machine."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ from holdfast.plan.planner import Plan, Stage, shape
 from holdfast.plan.stage_runner import StageRunner
 from holdfast.site.egress import Egress
 from holdfast.site.ingress import Ingress, Split
-from holdfast.site.push import Lead, PushReader
+from holdfast.site.push import PushReader
+from holdfast.site.push_log import Lead
 from holdfast.storage.layout import push_batch_file
 from holdfast.storage.restore_point import RestorePoint
 
 KEPT = "store"
-"""Who follows the changes of tables that are stored while the flow runs."""
+"""The reader of table changes that writes checkpoints to files."""
 
 Outputs = dict[ExchangeId, dict[GroupId, Frames]]
-"""What an order gives: a bundle for every consumer partition group of every exchange."""
+"""The output of an epoch: a bundle for every consumer partition group of every exchange."""
 
 
 class Keeper(Protocol):
-    """Has state in tables."""
+    """Anything whose state is in tables."""
 
     def tables(self) -> dict[str, StateTable]: ...
 
@@ -55,9 +56,10 @@ class Keeper(Protocol):
 
 
 def together(order: ProcessBundles) -> Iterator[tuple[ProcessBundles, list[int]]]:
-    """The epochs of an order that can go through an operator at once, and with which sequence
-    number each begins: its results say by theirs which epoch they belong to. An epoch at whose end
-    time passes, by the number of the next one's first row, is the last of such."""
+    """Divide the epochs of an order into those that an operator can process in one call, with the
+    sequence number at which each epoch begins: a result's sequence number then tells its epoch. An
+    epoch at the end of which the watermark moves, with the sequence number of the next epoch's
+    first row, is the last of its call."""
     epochs: list[dict[ExchangeId, list[Any]]] = []
     begins: list[int] = []
     latest = Track.START
@@ -96,11 +98,11 @@ class TaskRunner:
     ) -> None:
         self.stage, self.group, self.partitions = stage, group, options.partitions
         self.spill = options.spill
-        """The folder for what does not fit into memory."""
+        """The folder for rows that do not fit into memory."""
         self.runner = StageRunner(plan, stage, options.partitions)
         self.guard = ProtectionSpec()
         self.followers: tuple[str, ...] = ()
-        """Who gets what has changed of its state, from here."""
+        """The readers that get the changes of the task's state from this replica."""
         self.routers = routers
         self.ingress: Ingress | None = None
         self.egress: Egress | None = None
@@ -108,7 +110,7 @@ class TaskRunner:
         self.checkpoints = 0
         self.bytes_out = {ExchangeId(x.id): 0 for x in stage.outputs}
         self.work_s = 0.0
-        """Processor time of all calls. Like `bytes_out` it is what this replica has done itself."""
+        """Processor time of all calls. Like `bytes_out`, it counts only this replica's own work."""
         self.epoch = -1
         if stage.source is not None:
             numbers = range(group.first, group.end)
@@ -120,11 +122,11 @@ class TaskRunner:
             self.egress = Egress(plan.flow, stage, incarnation, plan.restore_point)
 
     def begin(self, restore_point: RestorePoint) -> None:
-        """Be as the flow's restore point has left this task."""
+        """Restore the task from the flow's restore point."""
         self.epoch = restore_point.epochs - 1
         if self.keeper is not None:
             self._install(restore_point, self.keeper)
-        if self.ingress is not None:  # whose tables change with what came in later
+        if self.ingress is not None:  # after the tables: push batches that it recovers change them
             self.ingress.begin(restore_point)
         if self.egress is not None:
             self.egress.recover(restore_point)
@@ -142,20 +144,20 @@ class TaskRunner:
                     keeper.install({delta.table: table.within(batch, first, end)})
             except (KeyError, ValueError, TypeError, IndexError, pa.ArrowException) as error:
                 raise FlowError(
-                    f"stage {self.stage.name!r} cannot go on with the state that is in "
+                    f"stage {self.stage.name!r} cannot continue with the state in "
                     f"{delta.file} at {restore_point.place}: {error!r}",
-                    hint="its operator must be the one that has left it there",
+                    hint="its operator must be the one that wrote it",
                 ) from error
 
     def protect(self, guard: ProtectionSpec, followers: tuple[str, ...] = ()) -> None:
-        """Follow from now on what this protection, and these followers, have to know of the state.
-        What is removed is noted for each until it asks, so all of them must."""
+        """Track the changes of state that this protection and these readers need. The table keeps
+        removed keys for each reader until it asks for them, so every reader must ask."""
         self.guard, self.followers = guard, followers
         for table in self.keeper.tables().values() if self.keeper is not None else ():
             table.follow(births=guard.level > 0, changes=followers)
 
     def came_from(self, epoch: int) -> Epoch:
-        """After which epoch the rows came that the state after `epoch` comes from."""
+        """Return the epoch after which all rows came that the state after `epoch` depends on."""
         if not self.guard.level or self.runner.operator is None:
             return NO_EPOCH
         return max(NO_EPOCH, Epoch(self.operator_came_from(epoch)))
@@ -166,13 +168,13 @@ class TaskRunner:
 
     @property
     def operator(self) -> KeyedOperator | None:
-        """With the state that it has now."""
+        """The operator, with its current state."""
         return self.runner.operator
 
     @property
     def keeper(self) -> Keeper | None:
-        """Who has the tables that a new replica needs: the operator, a sink that is a table, or
-        what the leading ingress reads."""
+        """The owner of the tables that a new replica needs: the operator, a sink that is a table,
+        or a pull reader."""
         if self.egress is not None and isinstance(self.egress.writer, LatestTableWriter):
             return self.egress.writer
         if self.pushed is not None and isinstance(self.pushed.pull_reader, FolderReader):
@@ -180,13 +182,13 @@ class TaskRunner:
         return self.operator
 
     def run(self, order: IngestEpochs | ProcessBundles) -> list[Outputs]:
-        """Carry an order out: the output of each of its epochs, split by consumer partition
+        """Carry out an order. Return the output of each of its epochs, split by consumer partition
         group."""
         with naming(partial(self.runner.place, order.epoch), self.state_size):
             return self._run(order)
 
     def state_size(self) -> str:
-        """How large the state is, in words."""
+        """Describe the size of the state."""
         tables = self.keeper.tables().values() if self.keeper is not None else ()
         if not tables:
             return NO_STATE
@@ -214,7 +216,7 @@ class TaskRunner:
         return outputs
 
     def follow(self, record: EpochRecord) -> None:
-        """Be after an epoch of a source that another replica has seen to."""
+        """Skip an epoch of a source that another replica processes."""
         assert self.ingress is not None
         self.ingress.follow(record)
         self.epoch = record.epoch
@@ -222,13 +224,13 @@ class TaskRunner:
     def ingest(
         self, made: Sequence[tuple[pa.RecordBatch, Track]], bases: Sequence[int], epoch: int
     ) -> list[Outputs]:
-        """A source's rows of some epochs, which begin with the sequence numbers `bases`, through
-        its steps. `epoch` is the last of them."""
+        """Run the steps on a source's rows of some epochs, which begin with the sequence numbers
+        `bases`. `epoch` is the last of them."""
         batch, tracks = concat([batch for batch, _ in made]), [track for _, track in made]
         return self._split(self.runner.run_source(batch, epoch), tracks, bases)
 
     def merge(self, order: ProcessBundles) -> list[pa.RecordBatch]:
-        """All frames of an order together, checked, one batch for each input of the stage."""
+        """Merge and check all frames of an order. Return a batch for each input of the stage."""
         frames = [[f.batch for epoch in order.epochs for f in epoch[x]] for x in order.bundles]
         merged = self.runner.merged(frames)
         where = f"stage {self.stage.name!r}, partition group {order.task[1]}, epoch {order.epoch}"
@@ -236,14 +238,14 @@ class TaskRunner:
         return merged
 
     def process(self, order: ProcessBundles) -> list[Outputs]:
-        """The frames of an order, through the operator and its steps. State is as old as the first
-        of its epochs, at the most."""
+        """Run the operator and its steps on the frames of an order. State that a call changes
+        counts as that of the call's first epoch."""
         if order.earlier:
             return [outputs for part in together(order) for outputs in self._process(*part)]
         return self._process(order, [Track.START])
 
     def _process(self, order: ProcessBundles, begins: list[int]) -> list[Outputs]:
-        """Epochs together, of which each begins with a sequence number."""
+        """Process epochs in one call; each begins with a sequence number of `begins`."""
         epochs = [[f.track for frames in e.values() for f in frames] for e in order.epochs]
         tracks = [Track.merged(epoch) for epoch in epochs]
         whole = tracks[0]
@@ -255,7 +257,8 @@ class TaskRunner:
     def _split(
         self, outputs: dict[int, pa.RecordBatch], tracks: Sequence[Track], begins: Sequence[int]
     ) -> list[Outputs]:
-        """Of epochs that begin with these sequence numbers."""
+        """Split the output by epoch and by consumer partition group. The epochs begin with these
+        sequence numbers."""
         split: list[Outputs] = [{} for _ in tracks]
         for number, rows in outputs.items():
             exchange = ExchangeId(number)
@@ -270,15 +273,15 @@ class TaskRunner:
 
     @property
     def pushed(self) -> PushReader | None:
-        """The reader of a source that Spark feeds."""
+        """The reader of a push source; None if the task has none."""
         if self.ingress is None:
             return None
         readers = [s.reader for s in self.ingress.splits.values()]
         return readers[0] if isinstance(readers[0], PushReader) else None
 
     def held(self) -> list[tuple[int, pa.RecordBatch]]:
-        """Rows that only replicas of this task have: of a sink, those that are not durable; of a
-        push source, those in no epoch yet."""
+        """Return the rows that exist only at replicas of this task: of a sink, those that are not
+        durable; of a push source, those in no epoch yet."""
         if self.egress is not None:
             return self.egress.held
         if self.ingress is not None and self.pushed is not None:
@@ -286,7 +289,7 @@ class TaskRunner:
         return []
 
     def extras(self) -> wire.Extras:
-        """What a new replica needs besides tables, kept bundles and held rows."""
+        """Return what a new replica needs in addition to tables, kept bundles and held rows."""
         operator = self.operator
         return {
             "counts": (self.rows_in, self.rows_out, self.calls, self.runner.dead_rows),
@@ -309,7 +312,7 @@ class TaskRunner:
             self.operator.late_rows = 0
             self.operator.install_extras(operator)
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         operator = self.operator
         return {
             "stage": self.stage.name,
@@ -334,7 +337,7 @@ class TaskRunner:
 
 
 class StateWriter(Protocol):
-    """Writes files for a flow that is stored while it runs: see `holdfast.site.checkpoints`."""
+    """Writes files of a flow that is stored while it runs: see `holdfast.site.checkpoints`."""
 
     generation: int
 
@@ -363,18 +366,19 @@ class SiteStages:
         self._runner = runner
         self._routers: dict[ExchangeId, Router] = {}
         self.recorded: int | None = None
-        """Sinks wait until the records of their epochs are durable up to here, if it is known."""
+        """The last epoch whose record is durable; sinks wait for it. None if records are not
+        stored."""
         if options.store_every_ms:
             self.recorded = NO_EPOCH
         self.call: tuple[str, int] | None = None
-        """The name of the stage whose code runs just now, and the epoch, or -1: for threads that
-        want to know what this one is at."""
+        """The name of the stage whose code runs now, and the epoch, or -1. Other threads report
+        it."""
         self.on_pushed: Callable[[], None] = lambda: None
         self.send: Callable[[SiteId, wire.Message, list[Any]], None] = lambda *_: None
 
     def open(self, task: TaskId, view: View, *, begins: bool) -> None:
-        """Make the task: one that `begins` with the flow has what the flow begins with, the others
-        have empty state. Whoever is in the first view as leader begins to lead."""
+        """Create the replica of a task. If it `begins` with the flow, it has the state of the
+        restore point, else empty state. If this site leads the task, its egress begins to lead."""
         stage, group = self.plan.stages[task[0]], view.group(task)
         for exchange in stage.outputs:
             if exchange.id not in self._routers:
@@ -412,8 +416,8 @@ class SiteStages:
         checkpoint_writer.write(name, batches, partial(reader.on_has, STORE, number, False))
 
     def on_view(self, view: View) -> None:
-        """Lead where a leader is gone; know the other replicas of a push source; follow of the
-        state what protection takes."""
+        """Adopt a view: take over sinks whose leader is gone, pass the other replicas on to the
+        readers of push sources, and track the changes of state that the protection needs."""
         for task, runner in self.tasks.items():
             if task not in view.tasks_at(self.site):
                 continue
@@ -430,8 +434,8 @@ class SiteStages:
                 reader.on_replicas(leads, others, group.joining, view.rank)
 
     def _protection(self, task: TaskId, view: View) -> tuple[ProtectionSpec, tuple[str, ...]]:
-        """Of the task; and to whom this replica gives what has changed. Who begins to do so gives
-        everything at first."""
+        """Return the protection of a task, and the readers that get its changes from this replica.
+        A new reader first gets the whole state."""
         guard, group = self._shape.under(view).stages[task[0]].guard, view.group(task)
         standby = self.site in group.standbys
         given = guard.standbys > 0 and not standby and bool(group.standbys or group.joining)
@@ -439,7 +443,7 @@ class SiteStages:
         return guard, (STANDBY,) * given + (KEPT,) * stored
 
     def shut(self, task: TaskId) -> None:
-        """Forget a task that is held here no more."""
+        """Close a task that this site no longer holds."""
         runner = self.tasks.pop(task)
         if runner.egress is not None:
             runner.egress.abandon()
@@ -460,8 +464,8 @@ class SiteStages:
         ]
 
     def ready(self, order: IngestEpochs | ProcessBundles) -> bool:
-        """Whether the order can be carried out now: a source may not have its rows yet, or a sink
-        no room."""
+        """Whether the order can be carried out now. A source may not have its rows yet, or a sink
+        may have no room."""
         runner = self.tasks.get(order.task)
         if runner is not None and runner.egress is not None:
             assert isinstance(order, ProcessBundles)
@@ -473,7 +477,8 @@ class SiteStages:
 
     @contextmanager
     def calling(self, task: TaskRunner, epoch: int = -1) -> Iterator[None]:
-        """In here the code of a task's stage runs: its functions, source or sink."""
+        """Note that the code of a task's stage runs in this context: its functions, source or
+        sink."""
         self.call = (task.stage.name, epoch)
         try:
             yield
@@ -481,7 +486,7 @@ class SiteStages:
             self.call = None
 
     def execute(self, order: IngestEpochs | ProcessBundles) -> TaskProcessed:
-        """Ingest or process; the answer has the output split by consumer partition group."""
+        """Ingest or process. The result has the output, split by consumer partition group."""
         last = order.last if isinstance(order, ProcessBundles) else True
         task = self.tasks[order.task]
         with self.calling(task, order.epoch):
@@ -494,27 +499,27 @@ class SiteStages:
         return runner.egress if runner else None
 
     def replay_results(self) -> None:
-        """Called again and again: give the sinks what the flow begins with."""
+        """Replay the restore point's results to the sinks. Called repeatedly."""
         for runner in self.tasks.values():
             if runner.egress is not None:
                 with self.calling(runner):
                     runner.egress.replay_results()
 
     def flush_notes(self) -> None:
-        """Called every now and then: see to the sinks that are led here."""
+        """Flush the sinks that are led here. Called at intervals."""
         for runner in self.tasks.values():
             if runner.egress is not None:
                 with self.calling(runner):
                     runner.egress.flush_notes()
 
-    def figures(self) -> list[dict[str, Any]]:
-        """One row for each task held here."""
+    def metrics(self) -> list[dict[str, Any]]:
+        """Return the metrics of each task held here."""
         return [
-            {"group": task[1], **runner.figures()} for task, runner in sorted(self.tasks.items())
+            {"group": task[1], **runner.metrics()} for task, runner in sorted(self.tasks.items())
         ]
 
     def close_sinks(self) -> None:
-        """The last epoch is through: make what the sinks wrote readable."""
+        """Close the sinks after the last epoch, so that everything they wrote is readable."""
         for runner in self.tasks.values():
             if runner.egress is not None:
                 with self.calling(runner):
@@ -525,7 +530,7 @@ class SiteStages:
             split.close()
 
     def abandon(self) -> None:
-        """The site leaves, whatever is left to do."""
+        """Stop all sinks without finishing: the site leaves."""
         for runner in self.tasks.values():
             if runner.egress is not None:
                 runner.egress.abandon()

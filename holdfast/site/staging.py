@@ -1,9 +1,9 @@
-"""What the tasks of one push have sent, until the driver commits it.
+"""The rows that the tasks of one push have sent, until the driver commits it.
 
 A *push* is one run of the Spark job that hands a micro-batch (or a whole batch DataFrame) over.
-Rows are kept by partition and attempt, since Spark may run a task twice, at once or one after the
-other, and only the driver knows which attempt counts. A push that is given up takes its rows along,
-and whatever its tasks still send is refused.
+Rows are kept by partition and attempt: Spark may run a task twice, at the same time or one after
+the other, and only the driver knows which attempt counts. When a push is given up, its rows are
+dropped, and further rows of its tasks are refused.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ class Staged:
     nbytes: int = 0
     done: bool = False
     waiting: list[Reply] = field(default_factory=list)
-    """Answers that are held back while there is no room."""
+    """Replies that wait for room."""
 
 
 class Push:
-    """The partitions of one push. With `single`, a later attempt at a partition replaces the one
-    before; without it all attempts are kept, for the commit to choose from."""
+    """The partitions of one push. With `single`, a later attempt at a partition replaces the
+    earlier one. Without it all attempts are kept, and the commit chooses."""
 
     def __init__(self, name: str, query: str, batch: int, overflow: Overflow, single: bool) -> None:
         self.name, self.query, self.batch = name, query, batch
         self.nbytes = 0
-        """Of all pieces, in memory or on disk."""
+        """Size of all pieces, in memory or on disk."""
         self._overflow, self._single = overflow, single
         self._partitions: dict[tuple[int, int], Staged] = {}
 
@@ -48,14 +48,14 @@ class Push:
         return partition, 0 if self._single else attempt
 
     def open(self, partition: int, attempt: int) -> Staged:
-        """Nothing that came of this attempt before counts any more."""
+        """Begin an attempt; rows that it sent before are dropped."""
         key = self._key(partition, attempt)
         self._drop(self._partitions.pop(key, None))
         staged = self._partitions[key] = Staged(self.name, partition, attempt)
         return staged
 
     def has(self, staged: Staged) -> bool:
-        """Whether what this attempt sends is still wanted."""
+        """Whether rows of this attempt are still accepted."""
         return self._partitions.get(self._key(staged.partition, staged.attempt)) is staged
 
     def find(self, partition: int, attempt: int = 0) -> Staged | None:
@@ -67,14 +67,14 @@ class Push:
         self.nbytes += piece.nbytes
 
     def take(self, staged: Staged) -> list[Held]:
-        """Its pieces, which belong to the caller now."""
+        """Remove and return the pieces of an attempt; the caller releases them."""
         pieces, staged.pieces = staged.pieces, []
         self.nbytes -= staged.nbytes
         staged.nbytes = 0
         return pieces
 
     def remove(self, staged: Staged) -> None:
-        """Forget an attempt, and the rows that were not taken of it."""
+        """Drop an attempt with its pieces."""
         if self.has(staged):
             del self._partitions[self._key(staged.partition, staged.attempt)]
             self._drop(staged)
@@ -91,5 +91,5 @@ class Push:
                 reply(False, GIVEN_UP)
 
     def waiting(self) -> Iterator[Staged]:
-        """The attempts whose answers are held back."""
+        """Return the attempts whose replies wait."""
         return (staged for staged in list(self._partitions.values()) if staged.waiting)
