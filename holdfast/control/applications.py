@@ -1,11 +1,12 @@
-"""One flow, hosted by several applications on this machine, so that it outlives any of them.
+"""Runs one flow in several applications on this machine, so that it outlives any of them.
 
-Every application is a process of its own, with its own Spark driver, that holds one replica of
-every partition. They find each other at fixed ports and settle who leads through an arbiter: by
-default a directory, which is enough on one host. `Apps` starts them, starts those again that die,
-and reads what the leading one reports. It is no part of the flow: without it data flows on.
+Every application is a process with its own Spark driver, and holds one replica of every partition.
+Applications connect to each other at fixed ports, and an arbiter decides which one leads: by
+default a directory, which is enough on one host. `Apps` starts the applications, restarts those
+that die, and reads what the leading one reports. It is not part of the flow: without it data still
+flows.
 
-Across hosts each application is started on its own, under something that starts it again, with
+Across hosts each application is started separately, under a service manager that restarts it, with
 ``holdfast run FLOW.py --app N --controls HOST:PORT,HOST:PORT --arbiter zk://...``.
 """
 
@@ -40,15 +41,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("holdfast.apps")
 
 STATUS_S = 0.25
+"""How often an application writes its status."""
 START_S_MAX = 180.0
 SHORT_LIFE_S = 10.0
+"""An application that ends sooner than this has a short life."""
 SHORT_LIVES_MAX = 5
+"""After this many short lives in a row the flow has failed."""
 BACKOFF_S = (0.0, 1.0, 2.0, 5.0)
+"""The wait before a restart, by the number of short lives; the last value repeats."""
 
 
 @dataclass(frozen=True)
 class AppConfig:
-    """What an application's process is told, on its standard input."""
+    """The configuration of an application; its process reads it from standard input."""
 
     file: str
     place: Place
@@ -63,10 +68,10 @@ class AppConfig:
 
 
 class Apps:
-    """A flow file run by `apps` applications. Looks like a `Run` to whoever watches it.
+    """A flow file run by `apps` applications. It has the methods of a `Run` for watching a flow.
 
-    With `http` ("host:port") each serves the flow's figures, at a port of its own: the first at
-    that one, the second at the next, and so on.
+    With `http` ("host:port") each application serves the flow's metrics: the first at that port,
+    the second at the next, and so on.
     """
 
     def __init__(
@@ -106,7 +111,7 @@ class Apps:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.lives = dict.fromkeys(range(apps), 0)
         self.error: Exception | None = None
-        self._said: dict[str, Any] = {
+        self._last_status: dict[str, Any] = {
             "state": "gathering",
             "view": None,
             "rows_in": 0,
@@ -125,11 +130,11 @@ class Apps:
         short = 0
         while not self._over.is_set():
             begun = time.monotonic()
-            with open(self._log(config.place.app), "ab") as said:
+            with open(self._log(config.place.app), "ab") as output:
                 process = subprocess.Popen(
                     [sys.executable, "-m", "holdfast.control.applications"],
                     stdin=subprocess.PIPE,
-                    stderr=said,
+                    stderr=output,
                     start_new_session=True,
                 )
             self.processes[config.place.app] = process
@@ -153,11 +158,11 @@ class Apps:
         return self._directory / f"application-{app}.log"
 
     def _failure(self, app: int, code: int) -> HostError:
-        said = self._reports().get(app, {}).get("error")
+        error = self._reports().get(app, {}).get("error")
         last = self._log(app).read_text(errors="replace").splitlines()[-15:]
         return HostError(
-            said or f"application {app} ended with status {code}",
-            hint="its last words: " + "\n    ".join(last),
+            error or f"application {app} ended with status {code}",
+            hint="the end of its log: " + "\n    ".join(last),
         )
 
     def _reports(self) -> dict[int, dict[str, Any]]:
@@ -170,16 +175,18 @@ class Apps:
         return found
 
     def status(self) -> dict[str, Any]:
-        """What the leading application said last. One that stood still says once more that it
-        leads before it finds out: the later term is right."""
+        """The last status of the leading application. An application that was suspended may report
+        once more that it leads, before it learns that it does not: the later term is right."""
         reports = self._reports().values()
         leading = [r for r in reports if r["state"] != "following"]
-        self._said = max(leading, key=lambda r: (r["term"], r["time"]), default=self._said)
-        return self._said
+        self._last_status = max(
+            leading, key=lambda r: (r["term"], r["time"]), default=self._last_status
+        )
+        return self._last_status
 
     @property
     def leader(self) -> int | None:
-        """The application that leads, as far as can be seen."""
+        """The application that leads, by the last reports."""
         return self.status().get("app")
 
     @property
@@ -187,7 +194,8 @@ class Apps:
         return bool(self.status().get("protected"))
 
     def ended(self, timeout: float | None = None) -> bool:
-        """Whether the flow has ended, well or not, waiting at most `timeout` seconds for it."""
+        """Whether the flow has ended, with or without an error; waits for `timeout` seconds at
+        most."""
         return self._over.wait(timeout)
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -207,7 +215,7 @@ class Apps:
         self._over.wait(timeout)
 
     def close(self) -> None:
-        """End what still runs, and clean up."""
+        """End applications that still run, and remove files."""
         self._over.set()
         for process in self.processes.values():
             try:
@@ -227,13 +235,13 @@ class Apps:
 
 
 FAILED = 3
-"""The flow itself has failed: starting the application again would not help."""
+"""The exit status if the flow itself has failed: a restart would not help."""
 
 
 def run_app(config: AppConfig) -> int:
-    """One application's life; its exit status."""
+    """Run one application, and return its exit status."""
     from holdfast.control.run import start
-    from holdfast.ui.cli import load_flow
+    from holdfast.ui.flow_file import load_flow
 
     try:
         spark = _session(config) if config.host == "spark" else None
@@ -258,23 +266,23 @@ def run_app(config: AppConfig) -> int:
 
 
 def _attend(config: AppConfig, run: Run) -> None:
-    """Report on the flow, and do what the supervisor asks for, until it has ended."""
+    """Report the flow's status and obey the supervisor, until the flow has ended."""
     commands = Path(config.status).parent
-    asked = False
+    draining = False
     while not run.ended(STATUS_S):
         if config.http is not None and run.web is None:
             run.web = _web(config.http, run)
         _write_status(config, run.status())
         if (commands / "stop").exists():
             run.stop(drain=False)
-        elif (commands / "drain").exists() and not asked and run.state == "running":
-            asked = True
+        elif (commands / "drain").exists() and not draining and run.state == "running":
+            draining = True
             threading.Thread(target=run.stop, daemon=True).start()
     _write_status(config, run.status())
 
 
 def http_of(address: str | None, app: int) -> str | None:
-    """Where an application serves what the first one serves at `address`.
+    """The HTTP address of an application, if the first one has `address`.
 
     >>> http_of("127.0.0.1:9090", 1)
     '127.0.0.1:9091'
@@ -291,13 +299,13 @@ def http_of(address: str | None, app: int) -> str | None:
 
 
 def _web(address: str, run: Run) -> Web | None:
-    """The flow does not stand or fall with whether it can be watched."""
+    """Serve the flow's status. If that fails, the flow runs on without it."""
     from holdfast.ui.web import Web
 
     try:
         return Web(run, address)
     except FlowError as error:
-        log.warning("%s; to be tried again", error)
+        log.warning("%s; this is tried again", error)
         return None
 
 
@@ -311,14 +319,14 @@ def _session(config: AppConfig) -> Any:
 
 
 def _write_status(config: AppConfig, status: dict[str, Any]) -> None:
-    said = {**status, "app": config.place.app, "pid": os.getpid(), "time": time.time()}
+    report = {**status, "app": config.place.app, "pid": os.getpid(), "time": time.time()}
     hidden = f"{config.status}.tmp"
-    Path(hidden).write_bytes(msgspec.json.encode(said))
+    Path(hidden).write_bytes(msgspec.json.encode(report))
     os.replace(hidden, config.status)
 
 
 def free_ports(count: int) -> list[int]:
-    """Of this machine; another process may take them first."""
+    """Ports that are free on this machine. Another process may take them first."""
     probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [int(p.getsockname()[1]) for p in probes]
     for probe in probes:
@@ -327,7 +335,7 @@ def free_ports(count: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    # Whoever ends the supervisor may reach this process as well: the supervisor sees to it.
+    # A signal to the supervisor may reach this process as well. The supervisor ends it.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     sys.exit(run_app(pickle.load(sys.stdin.buffer)))

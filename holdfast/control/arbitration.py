@@ -1,10 +1,12 @@
-"""What an arbiter answers to what a control asks it."""
+"""What an arbiter answers to what a control asks it, and the threads that ask."""
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import assert_never
 
-from holdfast.arbiter import Arbiter
+from holdfast.arbiter import Arbiter, arbiter, following
 from holdfast.control.events import ArbiterAnswer
 from holdfast.core.effects import ArbiterAsk, AskCommit, AskLead, AskRead, AskRenew, AskResign
 from holdfast.core.events import (
@@ -22,8 +24,38 @@ from holdfast.core.ids import Entry
 from holdfast.errors import ArbiterAway, Superseded
 
 
+class ArbiterClient:
+    """The arbiter of a flow. It may take long to answer, so threads ask it.
+
+    Without a URL there is only one application. It leads for ever, and what it decides is
+    committed.
+    """
+
+    def __init__(self, url: str | None, key: str, lease_s: float) -> None:
+        self.arbiter: Arbiter = arbiter(url, key, lease_s)
+        self.alone = url is None
+        # Threads of its own: a renewal must not wait for sites that are being launched.
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="holdfast-arbiter")
+
+    def answer(self, ask: ArbiterAsk, holder: str) -> ArbiterAnswer:
+        """Ask, and wait for the answer."""
+        if self.alone and isinstance(ask, AskCommit):
+            return Committed(ask, following(_own(ask.entry), ask.value))
+        lease_s = float("inf") if self.alone else self.arbiter.lease_s
+        return answer(self.arbiter, holder, ask, lease_s)
+
+    async def answer_in_thread(self, ask: ArbiterAsk, holder: str) -> ArbiterAnswer:
+        """Ask without blocking the event loop."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self.answer, ask, holder)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.arbiter.close()
+
+
 def answer(arbiter: Arbiter, holder: str, ask: ArbiterAsk, lease_s: float) -> ArbiterAnswer:
-    """It may take its time for that."""
+    """Ask an arbiter, and wait for the answer."""
     try:
         match ask:
             case AskLead():
@@ -32,7 +64,7 @@ def answer(arbiter: Arbiter, holder: str, ask: ArbiterAsk, lease_s: float) -> Ar
             case AskRenew():
                 if arbiter.renew(_own(ask.entry)):
                     return Renewed(ask, lease_s)
-                return LeaseLost(ask, "its lease has run out")
+                return LeaseLost(ask, "its lease has expired")
             case AskRead():
                 return EntryRead(ask, arbiter.read())
             case AskResign():

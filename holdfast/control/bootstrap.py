@@ -1,9 +1,9 @@
-"""What must be known before a flow is planned, and is not in the flow: such as how many partitions
-a topic has, where reading it begins, and what its history comes to. Whoever starts the flow finds
-it out, once.
+"""Looks up what must be known before a flow is planned and is not in the flow.
 
-Of several applications each starts the flow, at its own time, and again when it has died. All must
-go by what the first has found: it is an entry of the arbiter.
+Examples are the number of partitions of a topic, the offsets at which reading begins, and the
+result of the flow's history. It is looked up once. If several applications host the flow, each
+starts it at its own time, and again after it has died. All must use what the first one has found,
+so that is an entry of the arbiter.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ from holdfast.storage.restore_point import RestorePoint
 log = logging.getLogger("holdfast.bootstrap")
 
 AGAIN_S = 0.2
+"""How long to wait before the arbiter is asked again."""
 
 
 class Before(Protocol):
-    """What was before the flow: see `holdfast.spark.history`."""
+    """The history that a flow begins with: see `holdfast.spark.history`."""
 
     def files(self, source: str) -> list[str]:
-        """What a source's history is read from, if that is files."""
+        """The files that a source's history is read from, if any."""
 
     def build(self) -> RestorePoint: ...
 
 
 class Found(msgspec.Struct, frozen=True):
+    """What was looked up: values for each source, and the state after the history."""
+
     sources: dict[str, Any]
     restore_point: RestorePoint | None = None
 
@@ -49,19 +52,19 @@ class Found(msgspec.Struct, frozen=True):
 def resolved(
     flow: Flow, place: Place, secret: bytes, lease_s: float, history: Before | None = None
 ) -> Flow:
-    """The flow with `resolved` and `restore_point` filled in; itself if there is nothing to find
-    out."""
+    """The flow with `resolved` and `restore_point` filled in; the same flow if there is nothing to
+    look up."""
 
-    def find_out() -> Found:
-        return _find_out(flow, history)
+    def look_up() -> Found:
+        return _look_up(flow, history)
 
     if place.arbiter_url is None:
-        found = find_out()
+        found = look_up()
     else:
         key = f"{flow.name}-{wire.incarnation(secret)}-resolved"
         party = arbiter(place.arbiter_url, key, lease_s)
         try:
-            agreed = _agreed(party, find_out, lease_s, f"application {place.app}")
+            agreed = _agreed(party, look_up, lease_s, f"application {place.app}")
             found = msgspec.msgpack.decode(agreed, type=Found)
         finally:
             party.close()
@@ -72,7 +75,7 @@ def resolved(
     return flow
 
 
-def _find_out(flow: Flow, history: Before | None) -> Found:
+def _look_up(flow: Flow, history: Before | None) -> Found:
     found = {}
     for node in flow.nodes:
         if isinstance(node, SourceNode):
@@ -82,8 +85,8 @@ def _find_out(flow: Flow, history: Before | None) -> Found:
     return Found(sources, history.build() if history else None)
 
 
-def _agreed(party: Arbiter, find_out: Callable[[], Found], lease_s: float, who: str) -> bytes:
-    """What the first to ask has found out, waiting for it if need be."""
+def _agreed(party: Arbiter, look_up: Callable[[], Found], lease_s: float, who: str) -> bytes:
+    """What the first application has found; waits for it if necessary."""
     while True:
         try:
             entry = party.read()
@@ -91,7 +94,7 @@ def _agreed(party: Arbiter, find_out: Callable[[], Found], lease_s: float, who: 
                 return entry.value
             led = party.lead(who)
             if led is not None:
-                value = led.value or _while_leading(party, led, find_out, lease_s)
+                value = led.value or _while_leading(party, led, look_up, lease_s)
                 party.resign(party.commit(led, value))
                 return value
         except (ArbiterAway, Superseded) as error:
@@ -100,11 +103,11 @@ def _agreed(party: Arbiter, find_out: Callable[[], Found], lease_s: float, who: 
 
 
 def _while_leading(
-    party: Arbiter, led: Entry, find_out: Callable[[], Found], lease_s: float
+    party: Arbiter, led: Entry, look_up: Callable[[], Found], lease_s: float
 ) -> bytes:
-    """It may take a while, during which nobody else is to do the same."""
+    """Look up while renewing the lease, so that no other application does the same."""
     with ThreadPoolExecutor(1, thread_name_prefix="holdfast-bootstrap") as worker:
-        found: Future[Found] = worker.submit(find_out)
+        found: Future[Found] = worker.submit(look_up)
         while True:
             try:
                 return msgspec.msgpack.encode(found.result(lease_s / 5))

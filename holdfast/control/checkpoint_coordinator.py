@@ -1,13 +1,15 @@
-"""A flow that outlives the loss of everything: its checkpoints and its records, in a folder.
+"""Stores a running flow, its checkpoints and its records, in a folder.
 
-While the flow runs, its state after some epoch is written there every so often, and the record of
-every epoch as soon as it is cut. A sink takes an epoch only when its record is there. So whatever
-sinks may have after the last checkpoint is known to come of certain rows, in a certain order: a
-flow that goes on from there makes the same of them again, and sinks leave out what they have.
+It can continue from there even if all sites are lost.
 
-The folder belongs to the generation that was claimed last (`holdfast.storage.generations`). Records
-are announced only when the generation has found that it still has the folder after they were
-written. So what a generation of old adds, late, nobody has acted on.
+While the flow runs, its state after an epoch is stored at intervals, and the record of every epoch
+as soon as it is cut. A sink takes an epoch only when its record is stored. So for everything that
+sinks have taken after the last checkpoint it is known which rows it comes from, in which order. A
+flow that continues from the checkpoint produces the same again, and sinks skip what they have.
+
+The folder belongs to the generation that was claimed last (`holdfast.storage.generations`). A
+generation announces records only after it has found that it still owns the folder once they were
+written. So no site has acted on records that an earlier generation adds late.
 """
 
 from __future__ import annotations
@@ -33,10 +35,11 @@ from holdfast.core.events import (
     StoreDue,
     StoreEvent,
     StoreFailed,
+    StoreOrdered,
     TaskStored,
     ViewCommitted,
 )
-from holdfast.core.ids import Epoch, GroupId, SiteId, StageId
+from holdfast.core.ids import Epoch, SiteId
 from holdfast.core.layout import View
 from holdfast.core.records import EpochRecord
 from holdfast.errors import FlowError
@@ -47,19 +50,19 @@ from holdfast.storage.restore_point import Kind, RestorePoint
 log = logging.getLogger("holdfast.checkpoints")
 
 AHEAD_S = 0.1
-"""About so long it takes until all sites have heard which epoch is to be stored."""
+"""About how long it takes until all sites know which epoch is to be stored."""
 RETRY_S = (0.1, 0.5, 1.0, 2.0)
-"""How long to wait before records are written again that could not be; then the flow ends."""
+"""The waits before attempts to write records again. After the last one the flow ends."""
 RECORDS_MAX = 10_000
-"""So many are remembered until a checkpoint needs one."""
+"""How many records are kept until a checkpoint needs one."""
 AGAIN_S = 0.5
-"""How long to wait before the next checkpoint, if one was given up."""
+"""How long to wait before the next checkpoint after one that failed."""
 
 
 def common_restore_point(
     flow: Flow, plan: Plan, options: Options, incarnation: str, generation: int
 ) -> RestorePoint:
-    """What all manifests of a flow say that is stored in this generation."""
+    """What all manifests of this generation of a flow have in common."""
     assert options.store is not None
     restore_point = flow.restore_point
     lost = restore_point if restore_point is not None and restore_point.lost else None
@@ -85,8 +88,8 @@ def common_restore_point(
 
 
 class CheckpointCoordinator:
-    """The part of a flow's control that sees to it. All methods but `close` are called in its event
-    loop; files are written in threads. `tell` reaches all sites, `fail` ends the flow."""
+    """Stores a flow, as part of its control. All methods but `close` are called in the control's
+    event loop; threads write files. `tell` sends to all sites, `fail` ends the flow."""
 
     def __init__(
         self,
@@ -111,7 +114,7 @@ class CheckpointCoordinator:
         """The last epoch whose record is durable."""
         self._waiting: dict[int, EpochRecord] = {}
         self._records: dict[int, EpochRecord] = {}
-        """Since the last checkpoint."""
+        """By epoch: the records since the last checkpoint."""
         self._saved: RestorePoint | None = None
         """The last checkpoint of this generation."""
         self._machine = Checkpoints(self.recorded)
@@ -125,7 +128,7 @@ class CheckpointCoordinator:
         self._keeper = ThreadPoolExecutor(1, thread_name_prefix="holdfast-manifest")
 
     def start(self) -> None:
-        """The flow runs."""
+        """Begin to store: the flow runs."""
         self._due_at = time.monotonic() + self._common.every_ms / 1e3
         loop = asyncio.get_running_loop()
         if not self._tasks:
@@ -135,21 +138,21 @@ class CheckpointCoordinator:
                 task.add_done_callback(self._on_done)
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
-        """Without them sinks would wait for ever."""
+        """Fail the flow if a task has failed: sinks would wait for ever for records."""
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Exception):
             self._fail(error)
 
     def close(self) -> None:
-        """The flow is over: when this returns nothing more is written."""
+        """Stop: nothing is written after this returns."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
         self._writer.shutdown(cancel_futures=True)
         self._keeper.shutdown(cancel_futures=True)
 
-    def figures(self) -> dict[str, object]:
-        """For whoever watches."""
+    def metrics(self) -> dict[str, object]:
+        """What `Run.status` shows of checkpoints."""
         age = None if self._stored_at is None else time.monotonic() - self._stored_at
         return {
             "epoch": self._machine.complete,
@@ -162,7 +165,7 @@ class CheckpointCoordinator:
     # --- records --------------------------------------------------------------------------------
 
     def note(self, record: EpochRecord) -> None:
-        """The sequencer has cut an epoch; it may say so more than once."""
+        """The sequencer has cut an epoch. It may report an epoch more than once."""
         self._records[record.epoch] = record.summary()
         while len(self._records) > RECORDS_MAX:
             del self._records[next(iter(self._records))]
@@ -173,7 +176,7 @@ class CheckpointCoordinator:
         self._handle(RecordArrived(record))
 
     async def _keep_records(self) -> None:
-        """Write what has come while the last of it was written."""
+        """Write records as they arrive; those that arrive during a write go together."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -208,9 +211,10 @@ class CheckpointCoordinator:
 
     def _unwritten(self, error: Exception) -> FlowError:
         return FlowError(
-            f"which rows the flow's epochs have cannot be written to {self._place}, and without it "
-            f"its results could not be told from others if it were lost: {error}",
-            hint="when there is room again, go on with restore_from=: nothing is lost",
+            f"the records of the flow's epochs cannot be written to {self._place}; without them "
+            f"the flow could not continue exactly if it were lost: {error}",
+            hint="when the folder can be written to again, continue with restore_from=: nothing "
+            "is lost",
         )
 
     # --- checkpoints ----------------------------------------------------------------------------
@@ -227,7 +231,7 @@ class CheckpointCoordinator:
                 self._handle(StoreDue(view, self._ahead()))
 
     def _ahead(self) -> int:
-        """So many epochs come until all sites know what is to be stored."""
+        """How many epochs are cut until all sites know which one is to be stored, plus one."""
         since = time.monotonic() - 1.0
         return 1 + int(AHEAD_S * sum(at > since for at in self._arrivals))
 
@@ -238,25 +242,24 @@ class CheckpointCoordinator:
     def on_lost(self, site: SiteId) -> None:
         self._handle(PeerLost(site))
 
-    def on_message(self, message: wire.TaskFiles | wire.NotStored) -> None:
-        task, epoch = (StageId(message.stage), GroupId(message.group)), Epoch(message.epoch)
-        if isinstance(message, wire.TaskFiles):
-            self._handle(TaskStored(task, epoch, message))
-        else:
-            self._handle(StoreFailed(epoch, message.reason, message.missed))
+    def on_task_files(self, message: wire.TaskFiles) -> None:
+        self._handle(TaskStored(message.task, message.epoch, message))
+
+    def on_not_stored(self, message: wire.NotStored) -> None:
+        self._handle(StoreFailed(message.epoch, message.reason, message.missed))
 
     def _handle(self, event: StoreEvent) -> None:
-        was = self._machine.failure, self._machine.epoch
+        before = self._machine.failure, self._machine.epoch
         for effect in self._machine.handle(event):
             self._apply(effect)
-        if self._machine.failure and (self._machine.failure, self._machine.epoch) != was:
-            log.info("no checkpoint of epoch %s: %s", was[1], self._machine.failure)
+        if self._machine.failure and (self._machine.failure, self._machine.epoch) != before:
+            log.info("no checkpoint of epoch %s: %s", before[1], self._machine.failure)
             self._due_at = min(self._due_at, time.monotonic() + AGAIN_S)
 
     def _apply(self, effect: StoreEffect) -> None:
         match effect:
             case OrderStore():
-                self._tell(wire.Store(self._term(), effect.epoch, effect.after))
+                self._tell(wire.Store(self._term(), StoreOrdered(effect.epoch, effect.after)))
             case WriteManifest():
                 self._writing = asyncio.get_running_loop().create_task(self._complete(effect))
 
@@ -265,7 +268,7 @@ class CheckpointCoordinator:
         loop = asyncio.get_running_loop()
         try:
             if view is None or effect.epoch not in self._records:
-                raise FlowError(f"epoch {effect.epoch} is not known any more")
+                raise FlowError(f"the record of epoch {effect.epoch} is no longer kept")
             record = self._records[effect.epoch]
             restore_point = manifest_of(self._common, view, record, effect.stored, self._saved)
             if self._closed:
@@ -273,6 +276,6 @@ class CheckpointCoordinator:
             await loop.run_in_executor(self._keeper, self._store.save, restore_point)
             self._saved, self._stored_at = restore_point, time.monotonic()
             self._records = {e: r for e, r in self._records.items() if e > effect.epoch}
-        except Exception as failed:  # it is said, and tried again
+        except Exception as failed:  # the machine reports it, and tries again
             error = str(failed) or type(failed).__name__
         self._handle(ManifestWritten(effect.epoch, error))

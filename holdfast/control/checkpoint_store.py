@@ -1,13 +1,12 @@
-"""What the driver of a flow does in the folder that the flow is stored in.
+"""What the driver of a flow reads and writes in the folder that the flow is stored in.
 
-One `CheckpointStore` stands for one generation of the flow (see `holdfast.storage.generations`).
-The first thing that it writes is a manifest with everything that counts of the generations before
-it: from then on nothing that these may still add is looked at. Whatever it writes, it then looks
-whether it still has the folder; and only when a manifest is durable, and the folder still its own,
-it removes what that manifest does not name. So at any moment there is one manifest to go on from,
-and all that it names is there.
+A `CheckpointStore` belongs to one generation of the flow (see `holdfast.storage.generations`). It
+first writes a manifest with everything that counts of earlier generations: from then on nothing
+counts that these may still add. After every write it checks that it still owns the folder. Only
+when a manifest is durable and the folder still its own, it removes what that manifest does not
+name. So at any moment there is one manifest to continue from, and all that it names is there.
 
-Nothing here waits for anything but the disk. It is called in threads.
+These functions wait only for the disk. Threads call them.
 """
 
 from __future__ import annotations
@@ -36,42 +35,42 @@ V = TypeVar("V")
 
 
 class CheckpointStore:
-    """A generation's hold on a folder."""
+    """The folder of a flow, as one generation uses it."""
 
     def __init__(self, place: str, generation: int) -> None:
         self.place, self.generation = place, generation
         self.folder = Folder(place)
 
     def begin(self, restore_point: RestorePoint) -> None:
-        """Before the flow starts: see to it that there is something to go on from if it is lost at
-        once."""
+        """Before the flow starts: write a manifest to continue from if the flow is lost at once."""
         for name in self.folder.unfinished():
             self.folder.remove(name)
         self.save(restore_point)
 
     def append(self, records: list[EpochRecord]) -> None:
-        """Write the records of epochs. Only when this returns they may be acted on."""
+        """Write the records of epochs. Sites may act on them only after this returns."""
         data = pa.array([msgspec.msgpack.encode(r) for r in records], pa.binary())
         name = layout.records_file(self.generation, records[0].epoch, records[-1].epoch)
         self.folder.write(name, [pa.record_batch({"data": data})], sync=True)
         self.check_owner()
 
     def check_owner(self) -> None:
+        """Raise if another generation has claimed the folder."""
         generations.check(self.folder, self.generation)
 
     def save(self, restore_point: RestorePoint) -> None:
-        """Only now what the past names counts; what nobody needs any more goes."""
+        """Write a manifest, and remove files that it makes superfluous."""
         self.check_owner()
         restore_point.save(self.folder)
-        # Whoever claims the folder from here on finds this manifest, and needs no other.
+        # A generation that claims the folder from here on finds this manifest, and needs no other.
         self.check_owner()
         try:
             self._tidy(restore_point)
-        except (OSError, pa.ArrowException) as error:  # it is only in the way
+        except (OSError, pa.ArrowException) as error:  # superfluous files do no harm
             log.warning("cannot tidy up %s: %s", self.place, error)
 
     def withdraw(self) -> None:
-        """The flow has left nothing to go on from: leave the folder as it was found."""
+        """Leave the folder as it was found: there is nothing to continue from."""
         self.folder.remove(layout.manifest_file(self.generation))
         generations.withdraw(self.folder, self.generation)
 
@@ -105,24 +104,24 @@ class CheckpointStore:
         return restore_point.lost and name.generation >= self.generation
 
     def _is_under_way(self, folder: str, restore_point: RestorePoint) -> bool:
-        """Whether it may be of a later checkpoint, which sites are writing."""
+        """Whether a folder may belong to a later checkpoint that sites are writing."""
         at = layout.checkpoint_name(folder)
         if at is None or not restore_point.lost:
             return at is None
         return at.generation >= self.generation and at.epoch >= restore_point.epochs - 1
 
 
-# --- what manifests say -------------------------------------------------------------------------
+# --- manifests ----------------------------------------------------------------------------------
 
 
 def first_manifest(common: RestorePoint, restore_point: RestorePoint | None) -> RestorePoint:
-    """What there is to go on from before anything has happened: what the flow itself goes on from,
-    with all that is known of the epochs after it."""
+    """The manifest before the flow starts: what the flow itself continues from, with all that is
+    known of later epochs."""
     if restore_point is None:
         return msgspec.structs.replace(common, fresh=True, first=True)
     names = ["stages", "partitions", "resolved", "flow", "generation", "every_ms", "home", "kind"]
     touched = restore_point.lost and not restore_point.untouched
-    if not touched:  # to its sinks it is another flow
+    if not touched:  # to its sinks it is a different flow
         names.append("incarnation")
     same = {name: getattr(common, name) for name in names}
     elsewhere = restore_point.elsewhere or restore_point.place != common.place
@@ -139,30 +138,30 @@ def manifest_of(
     stored: Mapping[TaskId, wire.TaskFiles],
     before: RestorePoint | None = None,
 ) -> RestorePoint:
-    """The state of all tasks after the epoch of `record`. Of tasks that have stored only what has
-    changed, the rest is in the files of the checkpoint `before`."""
+    """The manifest of the state of all tasks after the epoch of `record`. If a task has stored only
+    what has changed, the rest is in the files of the checkpoint `before`."""
     deltas: dict[int, list[Delta]] = {}
     sources: dict[int, wire.IngressExtras] = {}
     sinks: dict[int, Stored] = {}
     waiting: dict[int, list[str]] = {}
     files: dict[str, FileInfo] = dict(before.files) if before is not None else {}
-    for task, said in sorted(stored.items()):
-        group, extras, stage = view.group(task), said.extras, task[0]
-        files |= said.infos
-        if said.after is not None and before is not None:
+    for task, task_files in sorted(stored.items()):
+        group, extras, stage = view.group(task), task_files.extras, task[0]
+        files |= task_files.infos
+        if task_files.after is not None and before is not None:
             old = [x for x in before.deltas.get(stage, []) if x.first == group.first]
             deltas.setdefault(stage, []).extend(old)
-        new = [Delta(group.first, group.end, *named) for named in said.files]
+        new = [Delta(group.first, group.end, *named) for named in task_files.files]
         deltas.setdefault(stage, []).extend(new)
         if extras["egress"] is not None:
             saved = msgspec.msgpack.encode(extras["egress"])
-            sinks[stage] = Stored(saved, said.held, said.held_file)
+            sinks[stage] = Stored(saved, task_files.held, task_files.held_file)
         elif extras["ingress"] is not None:
             known = sources.setdefault(stage, extras["ingress"])
             known["offsets"] |= extras["ingress"]["offsets"]
             known["positions"] |= extras["ingress"]["positions"]
-            if said.held_file:
-                waiting.setdefault(stage, []).append(said.held_file)
+            if task_files.held_file:
+                waiting.setdefault(stage, []).append(task_files.held_file)
     restore_point = msgspec.structs.replace(
         common,
         epochs=record.epoch + 1,
@@ -179,12 +178,12 @@ def manifest_of(
     )
 
 
-# --- what is there ------------------------------------------------------------------------------
+# --- what is stored -----------------------------------------------------------------------------
 
 
 def claimed(place: str, flow: str, after: int) -> RestorePoint:
-    """What there is to go on from, and what is known of the epochs after it; for the caller and
-    nobody else. `after` is the generation that the caller has seen."""
+    """Claim the folder for the caller alone, and return what to continue from, with all that is
+    known of later epochs. `after` is the generation that the caller has seen."""
     folder = Folder(place)
     generation = generations.claim(folder, flow, after)
     # The generation before may have written until now.
@@ -194,7 +193,7 @@ def claimed(place: str, flow: str, after: int) -> RestorePoint:
 
 
 def known(restore_point: RestorePoint, folder: Folder) -> RestorePoint:
-    """With all that is known of the epochs after it."""
+    """The restore point with all that is known of later epochs."""
     if restore_point.kind is not Kind.RUNNING:
         return restore_point
     records, push_batches = (
@@ -206,7 +205,8 @@ def known(restore_point: RestorePoint, folder: Folder) -> RestorePoint:
 
 def known_records(folder: Folder, restore_point: RestorePoint) -> list[EpochRecord]:
     """The records of the epochs after a checkpoint: those that were known when its generation
-    began, and those that it has added. A flow that was about to stop is not now."""
+    began, and those that it has added. A flow that was about to stop continues, so no record is the
+    last one unless the sources had ended."""
     found = {record.epoch: record for record in restore_point.records}
     for file in folder.list(f"{layout.RECORDS}/{restore_point.generation:06d}"):
         span = layout.records_name(file)
@@ -215,8 +215,7 @@ def known_records(folder: Folder, restore_point: RestorePoint) -> list[EpochReco
     epochs = [e for e in sorted(found) if e >= restore_point.epochs]
     if epochs != list(range(restore_point.epochs, restore_point.epochs + len(epochs))):
         raise FlowError(
-            f"of the flow's epochs after {restore_point.epochs - 1} some records are missing: "
-            "there are "
+            f"some records of epochs after {restore_point.epochs - 1} are missing: there are "
             f"{len(epochs)}, up to {epochs[-1]}",
             hint=f"were files removed from {layout.RECORDS!r} in {folder.place}?",
         )
@@ -243,7 +242,7 @@ def read_records(folder: Folder, file: str) -> list[EpochRecord]:
 
 
 def known_push_batches(folder: Folder, restore_point: RestorePoint) -> dict[int, list[str]]:
-    """Where to find what has come in of push sources after a checkpoint."""
+    """By push source: the files of what it has received after a checkpoint, in order."""
     listed = folder.list(f"{layout.PUSH_BATCHES}/{restore_point.generation:06d}")
     earlier = [file for files in restore_point.push_batches.values() for file in files]
     found: dict[int, dict[tuple[int, int], dict[int, str]]] = {}
@@ -257,16 +256,15 @@ def known_push_batches(folder: Folder, restore_point: RestorePoint) -> dict[int,
     push_batches: dict[int, list[str]] = {}
     for stage, by_leader in found.items():
         taken, rank = pushed_up_to(restore_point, stage)
-        # A leader of old may have added some of the same numbers. Those that were known when the
-        # generation began are valid, whoever led then.
+        # An earlier leader may have added files with the same numbers. Those that were known when
+        # the generation began are valid, whichever leader wrote them.
         least = (0, 0) if restore_point.first else (restore_point.generation, rank)
         valid = {at: files for at, files in by_leader.items() if at >= least}
         numbered = {n: file for n, file in not_void(valid, bases[stage]).items() if n > taken}
         if sorted(numbered) != list(range(taken + 1, taken + 1 + len(numbered))):
             raise FlowError(
-                f"of what came in of source {restore_point.stages[stage]!r} after the last "
-                "checkpoint some "
-                "is missing",
+                f"some of what source {restore_point.stages[stage]!r} received after the last "
+                "checkpoint is missing",
                 hint=f"were files removed from {layout.PUSH_BATCHES!r} in {folder.place}?",
             )
         push_batches[stage] = [numbered[n] for n in sorted(numbered)]
@@ -274,7 +272,8 @@ def known_push_batches(folder: Folder, restore_point: RestorePoint) -> dict[int,
 
 
 def pushed_up_to(restore_point: RestorePoint, source: int) -> tuple[int, int]:
-    """How many push batches of a push source the checkpoint has, and who had taken them."""
+    """How many push batches of a push source the checkpoint has, and the rank of the leader that
+    took them."""
     if source not in restore_point.sources:
         return 0, 0
     saved = msgspec.msgpack.decode(restore_point.sources[source], type=wire.IngressExtras)
@@ -286,9 +285,9 @@ def pushed_up_to(restore_point: RestorePoint, source: int) -> tuple[int, int]:
 
 
 def not_void(found: Mapping[K, Mapping[int, V]], bases: Mapping[K, int]) -> dict[int, V]:
-    """What was added by one after another. When a later one begins, what those before it have
-    added beyond its base is void, if only because it does not know of it. Up to there it has what
-    they had, and may add some of it once more."""
+    """What leaders have added one after the other, without what is void. When a later leader
+    begins, what earlier ones have added beyond its base is void, because it does not know of it. Up
+    to its base it has what they had, and may add some of that again."""
     known: dict[int, V] = {}
     for by in sorted(found):
         known = {n: what for n, what in known.items() if n <= bases[by]} | dict(found[by])

@@ -1,4 +1,4 @@
-"""What reaches a control node, and what it orders: see `holdfast.control.node`."""
+"""The events and effects of a control node: see `holdfast.control.node`."""
 
 from __future__ import annotations
 
@@ -29,16 +29,15 @@ from holdfast.net import wire
 
 @value
 class Began:
-    """The application runs, and listens."""
+    """The application runs and listens."""
 
 
 @value
 class SiteSaid:
-    """A message from a site; `pulse`: from the thread of it that only beats."""
+    """A message from a site."""
 
     site: SiteId
     message: wire.Message
-    pulse: bool = False
 
 
 @value
@@ -50,7 +49,7 @@ class SiteLost:
 
 @value
 class PulseLost:
-    """The connection to the thread of a site that beats broke."""
+    """The connection to a site's heartbeat thread broke."""
 
     site: SiteId
 
@@ -65,42 +64,48 @@ class ProcessExited:
 
 @value
 class AgentOpened:
-    """Another application's control has connected to this one, which it believes to lead."""
+    """The control of another application has connected, because it believes that this one leads."""
 
     app: int
 
 
 @value
 class AgentLost:
+    """The connection to the control of an application that follows broke."""
+
     app: int
 
 
 @value
 class AgentSaid:
+    """A message from the control of another application, which takes this one for the leader."""
+
     app: int
-    message: wire.Exited
+    message: wire.Message
 
 
 @value
 class LeaderOpened:
-    """There is a connection to the control that leads."""
+    """This control is connected to the one that leads."""
 
     holder: str
 
 
 @value
 class LeaderLost:
-    """It broke, or the other side has hung up: it does not lead."""
+    """The connection to the leader broke, or the other side closed it because it does not lead."""
 
 
 @value
 class LeaderSaid:
-    message: wire.Launch | wire.Dismiss
+    """A message from the leader."""
+
+    message: wire.Message
 
 
 @value
 class Probed:
-    """Of the sites that were probed these have nobody listening any more."""
+    """The result of a probe: at the addresses of these sites no process listens."""
 
     number: int
     gone: tuple[SiteId, ...]
@@ -149,22 +154,22 @@ ControlEvent = (
 
 @value
 class LeadTimer:
-    """To ask for the lead, or for more of it."""
+    """It is time to ask for the lead or to renew it."""
 
 
 @value
 class WatchTimer:
-    """To look for sites that are silent, cut off from each other, hung or stuck."""
+    """It is time to look for sites that are silent, partitioned, hung or stuck."""
 
 
 @value
 class InquireTimer:
-    """To find out which of the suspects are dead."""
+    """It is time to find out which suspects are dead."""
 
 
 @value
 class LaunchTimer:
-    """To launch a site, if the term is still the same."""
+    """It is time to launch a site, if the term is still the same."""
 
     term: int
     site: SiteId
@@ -172,7 +177,7 @@ class LaunchTimer:
 
 @value
 class WaitTimer:
-    """What the controller waits for, if the term is still the same."""
+    """A timer of the controller, if the term is still the same."""
 
     term: int
     wait: core_timers.Timer
@@ -185,7 +190,7 @@ Timer = LeadTimer | WatchTimer | InquireTimer | LaunchTimer | WaitTimer
 
 @value
 class SendSite:
-    """Send a message to a site. Addresses in it may be led elsewhere: see `Route`."""
+    """Send a message to a site. Addresses in it may be replaced: see `Route`."""
 
     site: SiteId
     message: wire.Message
@@ -193,7 +198,7 @@ class SendSite:
 
 @value
 class ExpelSite:
-    """Tell a site to leave, also its thread that beats, and hang up on it."""
+    """Send a site, and its heartbeat thread, the message to leave, and close the connections."""
 
     site: SiteId
     message: wire.Fenced
@@ -201,7 +206,7 @@ class ExpelSite:
 
 @value
 class SendAgent:
-    """Send a message to another application's control that follows this one."""
+    """Send a message to the control of an application that follows."""
 
     app: int
     message: wire.Launch | wire.Dismiss
@@ -209,32 +214,34 @@ class SendAgent:
 
 @value
 class HangUpOnAgents:
-    """Close the connections of these: this one does not lead."""
+    """Close the connections to these applications: this one does not lead."""
 
     apps: tuple[int, ...]
 
 
 @value
 class TellAgents:
-    """Tell those that follow how the flow is."""
+    """Send the flow's status to the applications that follow."""
 
 
 @value
 class DialLeader:
-    """Connect to the control that the entry names. Answer `LeaderOpened`, `LeaderGone` if nobody
-    listens there, or nothing."""
+    """Connect to the control that the entry names. Answer `LeaderOpened`, or `LeaderGone` if no
+    process listens there; if it does not answer, nothing."""
 
     entry: Entry
 
 
 @value
 class SendLeader:
+    """Send a message to the control that leads."""
+
     message: wire.Exited
 
 
 @value
 class HangUpOnLeader:
-    """This one leads."""
+    """Close the connection to the control that led: this one leads."""
 
 
 @value
@@ -246,7 +253,7 @@ class LaunchHere:
 
 @value
 class Probe:
-    """Find out at which of these addresses nobody listens. Answer `Probed`."""
+    """Find out at which of these addresses no process listens. Answer `Probed`."""
 
     number: int
     addresses: dict[SiteId, tuple[str, int]]
@@ -254,20 +261,22 @@ class Probe:
 
 @value
 class SetTimer:
+    """Answer `TimerFired` after this time."""
+
     timer: Timer
     seconds: float
 
 
 @value
 class ViewGiven:
-    """A view is committed, and its members have been told."""
+    """A view is committed, and sent to its members."""
 
     view: View
 
 
 @value
 class FlowRuns:
-    """Rows may be taken, by order of this application: feed push sources. `begins`: none has been
+    """The flow takes rows, and this application leads: feed push sources. `begins`: no row was
     taken before."""
 
     begins: bool
@@ -275,17 +284,17 @@ class FlowRuns:
 
 @value
 class Attached:
-    """The flow is known to run, here or elsewhere: whoever waits for that need not any more."""
+    """The flow runs, led by this application or another: the wait for its start is over."""
 
 
 @value
 class StopFeeding:
-    """Do not feed sources any more: the flow takes no more rows, or another application leads."""
+    """Stop feeding push sources: the flow takes no more rows, or another application leads."""
 
 
 @value
 class Note:
-    """For the log."""
+    """Write a line to the log."""
 
     text: str
     warns: bool = False
@@ -293,7 +302,7 @@ class Note:
 
 @value
 class End:
-    """The flow is over, for this application."""
+    """The flow has ended for this application."""
 
     error: Exception | None
 

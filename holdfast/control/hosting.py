@@ -1,4 +1,5 @@
-"""Where a flow is hosted: in which applications, who starts its sites, what cannot be had there."""
+"""Where a flow is hosted: its applications, the host of its sites, and what it cannot have
+there."""
 
 from __future__ import annotations
 
@@ -10,26 +11,26 @@ from holdfast import errors
 from holdfast.api.graph import Flow
 from holdfast.core.layout import Shape
 from holdfast.plan.planner import Plan
-from holdfast.site.runtime import OnExit, SiteConfig
+from holdfast.site.config import OnExit, SiteConfig
 
 Address = tuple[str, int]
 Route = Callable[[int, int, Address], Address]
-"""Where the first site is to dial to reach the second, which listens at the given address."""
+"""The address that the first site dials to reach the second, which listens at the given one."""
 
 
 def direct(site: int, other: int, address: Address) -> Address:
-    """Sites connect to each other without detours."""
+    """Sites connect to each other directly."""
     return address
 
 
 class Host(Protocol):
-    """Who starts the sites' processes, and says when one has ended."""
+    """Starts the sites' processes, and reports when one has ended."""
 
     name: str
     application: str
     listen_host: str
     advertise_host: str
-    """Where sites find the controller."""
+    """The address at which sites reach the controller."""
 
     def launch(self, flow: Flow, config: SiteConfig, on_exit: OnExit) -> None: ...
 
@@ -38,17 +39,17 @@ class Host(Protocol):
 
 @dataclass(frozen=True)
 class Place:
-    """Which of the flow's applications this is, and how they find each other."""
+    """Which of the flow's applications this is, and how they reach each other."""
 
     app: int = 0
     controls: tuple[tuple[str, int], ...] = ()
-    """Where each application's control listens; empty if there is only one application."""
+    """By application: the address of its control; empty if there is only one."""
     arbiter_url: str | None = None
 
     def __post_init__(self) -> None:
         if len(self.controls) > 1 and self.arbiter_url is None:
             raise errors.HostError(
-                f"{len(self.controls)} applications need an arbiter to settle who leads",
+                f"{len(self.controls)} applications need an arbiter that decides which one leads",
                 hint="give --arbiter file:/path on one host, zk://host:port,host:port across hosts",
             )
         hosts = {host for host, _ in self.controls}
@@ -65,14 +66,14 @@ class Place:
 
 
 def refuse(plan: Plan, shaped: Shape, apps: int) -> None:
-    """What cannot be protected as asked, by name."""
+    """Raise if something cannot be protected as the user wants it."""
     for stage in plan.sources:
         if stage.source is None or not stage.source.pushed:
             continue
         if shaped.stages[stage.id].guard.replicas > 2:
             raise errors.HostError(
-                f"source {stage.name!r} is one whose rows come once, and such a source can have "
-                f"2 replicas, not {shaped.stages[stage.id].guard.replicas}",
+                f"source {stage.name!r} gets each row only once, and such a source can have at "
+                f"most 2 replicas, not {shaped.stages[stage.id].guard.replicas}",
                 hint="protect the flow with pairs(), or take a source that can be read again",
             )
         if apps > 1 and not stage.source.resumable:
@@ -83,12 +84,13 @@ def refuse(plan: Plan, shaped: Shape, apps: int) -> None:
             )
     if apps > 1 and shaped.granularity != "partition":
         raise errors.HostError(
-            f"{shaped.granularity} pairs are there to be measured, in one application"
+            f"{shaped.granularity} pairs are for measurements, and run in one application only"
         )
 
 
-def apart(shaped: Shape, apps: int) -> Shape:
-    """With several applications, replicas are in different ones: that is what they are for."""
+def widen_failure_domains(shaped: Shape, apps: int) -> Shape:
+    """The shape with replicas in different applications, if there are enough: a flow that is hosted
+    by several applications is to survive the loss of one."""
     if apps == 1:
         return shaped
     stages = tuple(

@@ -1,138 +1,183 @@
-"""What a control knows and has under way in one term. All of it dies with the term."""
+"""One term of a leader: its decisions, their commit and their execution. It ends with the term."""
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Iterable
 
-from holdfast import errors
-from holdfast.core.controller import Controller, State
-from holdfast.core.effects import (
-    CommitView,
-    ControllerEffect,
-    DrainFlow,
-    EndFlow,
-    FenceSite,
-    StartFlow,
-)
+from holdfast.control import events as ev
+from holdfast.control import orders
+from holdfast.control.decisions import PendingDecisions
+from holdfast.control.knowledge import Knowledge
+from holdfast.control.orders import Audience
+from holdfast.control.site_watch import SiteWatch
+from holdfast.core.controller import Controller
+from holdfast.core.effects import ControllerEffect, FenceSite, LaunchSite, StartFlow, Wait
+from holdfast.core.events import CommitWanted, EndWanted
+from holdfast.core.flow_phase import FlowPhase
 from holdfast.core.ids import SiteId
-from holdfast.core.layout import Domain, View
+from holdfast.net import wire
 
-
-class Knowledge(msgspec.Struct, frozen=True):
-    """The value of the arbiter's entry: what a controller knows that another needs to go on."""
-
-    view: View | None
-    addresses: dict[int, tuple[str, int]]
-    domains: dict[int, Domain]
-    app_of: dict[int, int]
-    dead: dict[int, str]
-    launched: list[int]
-    running: bool
-    draining: bool
-    ended: bool = False
-    error: str | None = None
-
-    @property
-    def failure(self) -> Exception | None:
-        """What a flow that has ended failed with."""
-        return errors.HoldfastError(self.error) if self.error else None
-
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
-
-def decode(value: bytes) -> Knowledge:
-    return msgspec.msgpack.decode(value, type=Knowledge)
-
-
-NEEDS_COMMIT = (CommitView, StartFlow, DrainFlow, FenceSite, EndFlow)
-"""Decisions that a successor must know before anybody acts on them."""
+LeadingEffect = ev.ControlEffect | CommitWanted | EndWanted
+"""A commit is wanted from `Leadership`; the other effects are those of the node."""
 
 
 class Leading:
-    """One term. Decisions wait here until what they rest on is committed: `under_way` for the
-    commit that the arbiter was asked for, `waiting` for the next one."""
+    """A term that the application `app` leads.
+
+    The controller decides. A decision is executed when it and all decisions before it are
+    committed; only launches and timers do not wait.
+    """
 
     def __init__(
-        self, term: int, controller: Controller, app_of: dict[int, int], running: bool
+        self,
+        term: int,
+        controller: Controller,
+        app: int,
+        app_of: dict[int, int],
+        running: bool,
+        sites: SiteWatch,
     ) -> None:
-        self.term, self.controller, self.app_of = term, controller, app_of
+        self.term, self.controller = term, controller
+        self._app, self._app_of, self._sites = app, app_of, sites
         self.running = running
-        """Whether sources may be read, as far as that is committed."""
+        """Whether the start of the flow is committed."""
         self.agents: list[int] = []
         """The applications whose controls follow this one."""
-        self.under_way: list[ControllerEffect] = []
-        self.waiting: list[ControllerEffect] = []
-        self._back: dict[SiteId, None] = {}
-        """Who has registered again while something was under way."""
+        self.decisions = PendingDecisions()
+        self._returned: dict[SiteId, None] = {}
+        """Sites that have registered again while decisions were not committed."""
 
     @property
     def frozen(self) -> bool:
-        """Whether a decision is not committed yet: until then nothing else that can wait is."""
-        return bool(self.under_way or self.waiting)
+        """Whether a decision is not committed. Until it is, optional decisions are not made."""
+        return bool(self.decisions)
 
     @property
     def ends(self) -> bool:
-        return self.controller.state in (State.DONE, State.FAILED)
+        return self.controller.state in (FlowPhase.DONE, FlowPhase.FAILED)
 
     @property
-    def error(self) -> Exception | None:
-        """What the flow has failed with."""
-        decided = [*self.under_way, *self.waiting]
-        return next((e.error for e in decided if isinstance(e, EndFlow)), None)
+    def audience(self) -> Audience:
+        """The recipients of this leader's orders, as they are now."""
+        addresses, sites = self.controller.addresses, self._sites.connected
+        return Audience(self.term, sites, self.agents, addresses, self.running)
 
-    @property
-    def to_commit(self) -> bool:
-        """Whether something waits that must be committed. As long as there is no view there is
-        nothing to go on from: whoever leads next begins the flow again."""
-        begun = self.ends or self.controller.view is not None
-        return begun and any(isinstance(e, NEEDS_COMMIT) for e in self.waiting)
+    # --- decisions ------------------------------------------------------------------------------
 
-    def add(self, effect: ControllerEffect) -> None:
-        """Of several views that wait only the last is committed, and is to be acted on."""
-        if isinstance(effect, CommitView):
-            self.waiting = [e for e in self.waiting if not isinstance(e, CommitView)]
-        self.waiting.append(effect)
+    def decide(self, effects: Iterable[ControllerEffect]) -> list[LeadingEffect]:
+        """Act on decisions of the controller: launch and wait immediately, commit the others if
+        they need it, and execute them when all decisions before them are committed."""
+        out: list[LeadingEffect] = []
+        for effect in effects:
+            match effect:
+                case LaunchSite():
+                    out += self._launch_after(effect)
+                case Wait():
+                    timer = ev.WaitTimer(self.term, effect.timer)
+                    out.append(ev.SetTimer(timer, effect.ms / 1e3))
+                case _:
+                    self.decisions.add(effect)
+        # Without a view there is nothing to commit: the next leader begins the flow again.
+        if self.decisions.need_commit and (self.ends or self.controller.view is not None):
+            return out + self._commit()
+        return out + self._execute(self.decisions.released())
 
-    def begin(self) -> None:
-        """The arbiter is asked, or will be when it has answered: what waits goes along."""
-        if not self.under_way:
-            self.under_way, self.waiting = self.waiting, []
+    def _commit(self) -> list[LeadingEffect]:
+        value = self._knowledge().encode()
+        wanted = EndWanted if self.ends else CommitWanted
+        self.decisions.begin()
+        return [wanted(self.term, value)]
 
-    def done(self, more: bool) -> list[ControllerEffect]:
-        """What may be carried out; `more`: what came later is being committed now."""
-        done, rest = self.under_way, self.waiting
-        self.under_way, self.waiting = (rest, []) if more else ([], [])
-        return done if more else [*done, *rest]
+    def on_committed(self, more: bool) -> list[LeadingEffect]:
+        """The arbiter has committed the decisions under way; `more`: another commit follows."""
+        out = self._execute(self.decisions.done(more))
+        if not self.frozen:
+            returned, self._returned = self._returned, {}
+            for site in returned:
+                out += self._repeat_orders(site)
+        return out
 
-    def released(self) -> list[ControllerEffect]:
-        """What waits for nothing."""
-        waiting, self.waiting = self.waiting, []
-        return waiting
+    def _execute(self, effects: Iterable[ControllerEffect]) -> list[LeadingEffect]:
+        """Execute decisions that need no commit, or are committed."""
+        out: list[LeadingEffect] = []
+        for effect in effects:
+            if isinstance(effect, FenceSite):
+                out.append(self.expel(effect.site))
+                continue
+            if isinstance(effect, StartFlow):
+                self.running = True
+            out += orders.of(effect, self.audience)
+        return out
 
-    def came_back(self, site: SiteId) -> None:
-        self._back[site] = None
-
-    def returned(self) -> list[SiteId]:
-        back, self._back = list(self._back), {}
-        return back
-
-    def note_app(self, site: SiteId) -> None:
-        """A site that is launched in place of another belongs to the same application."""
-        before = next((o for o, n in self.controller.replaced.items() if n == site), None)
-        self.app_of[site] = self.app_of.get(before, 0) if before is not None else 0
-
-    def knowledge(self) -> Knowledge:
-        controller, error = self.controller, self.error
+    def _knowledge(self) -> Knowledge:
+        """What the next commit stores."""
+        controller, error = self.controller, self.decisions.error
         return Knowledge(
             controller.view,
             {int(s): a for s, a in controller.addresses.items()},
-            {int(s): d for s, d in controller.domains.items()},
-            self.app_of,
+            {int(s): d for s, d in controller.roster.domains.items()},
+            self._app_of,
             {int(s): r for s, r in controller.dead.items()},
             sorted(int(s) for s in controller.launched),
             controller.running,
-            controller.state is State.DRAINING,
+            controller.state is FlowPhase.DRAINING,
             self.ends,
             str(error) if error else None,
         )
+
+    # --- sites ----------------------------------------------------------------------------------
+
+    def on_registered_again(self, site: SiteId) -> list[LeadingEffect]:
+        """A site has registered that had registered before, or is dead. While decisions are not
+        committed it waits, also if it is dead: that may be one of them."""
+        if self.frozen:
+            self._returned[site] = None
+            return []
+        return self._repeat_orders(site)
+
+    def _repeat_orders(self, site: SiteId) -> list[LeadingEffect]:
+        """Send a site its last orders: some may be lost with its connection."""
+        if site in self.controller.dead:
+            return [self.expel(site)]
+        view = self.controller.view
+        if view is None:
+            return []
+        sent = orders.view_for(site, view, self.audience)
+        return [*sent, *self._execute(self.controller.orders_for(site))]
+
+    def expel(self, site: SiteId) -> ev.ExpelSite:
+        """Make a site leave that is dead or unknown to this leader."""
+        self._sites.expel(site)
+        return ev.ExpelSite(site, wire.Fenced(self.term))
+
+    # --- launches, here and at other applications -----------------------------------------------
+
+    def launch(self, site: SiteId) -> list[LeadingEffect]:
+        """Have the application of a site start its process."""
+        app = self._app_of[site]
+        if app == self._app:
+            return [ev.LaunchHere(site)]
+        # An application that is not connected gets the order when it connects.
+        return [ev.SendAgent(app, wire.Launch(self.term, site))] if app in self.agents else []
+
+    def _launch_after(self, effect: LaunchSite) -> list[LeadingEffect]:
+        site = effect.site
+        # A new site belongs to the application of the site that it replaces.
+        replaced = self.controller.roster.replaced.items()
+        before = next((old for old, new in replaced if new == site), None)
+        self._app_of[site] = self._app_of.get(before, 0) if before is not None else 0
+        if effect.after_ms:
+            return [ev.SetTimer(ev.LaunchTimer(self.term, site), effect.after_ms / 1e3)]
+        return self.launch(site)
+
+    def on_agent_opened(self, app: int) -> list[LeadingEffect]:
+        """Have an application that follows launch its sites, also those that it may have launched
+        before: the last control of the application may have died with them."""
+        if app not in self.agents:
+            self.agents.append(app)
+        launched = sorted(self.controller.launched)
+        return [e for s in launched if self._app_of.get(s) == app for e in self.launch(s)]
+
+    def on_agent_lost(self, app: int) -> None:
+        if app in self.agents:
+            self.agents.remove(app)

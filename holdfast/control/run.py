@@ -1,7 +1,7 @@
-"""A flow that runs: what ``flow.start`` returns.
+"""Starts a flow, and the handle of a running flow that ``flow.start`` returns.
 
-The controller lives in a thread of the process that called ``start`` (on Spark, the driver). It
-gathers the sites, watches them and ends the flow; rows never pass through it.
+The controller runs in a thread of the process that called ``start`` (on Spark, the driver). It
+gathers the sites, watches them and ends the flow. No rows pass through it.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from holdfast.core.records import EpochRecord
 from holdfast.engine.durations import Seconds, seconds
 from holdfast.hosts.processes import ProcessHost
 from holdfast.net import wire
+from holdfast.net.connection import is_wildcard
 from holdfast.net.reader import TableReader, forget_reader, readers_of, url_of
 from holdfast.plan.planner import Plan, plan, protected_otherwise
 from holdfast.storage.files import Folder, located
@@ -51,7 +52,7 @@ log = logging.getLogger("holdfast.run")
 
 T = TypeVar("T")
 LOOK_S = 0.05
-"""How often whoever looks at a run asks whether there is still somebody to show it."""
+"""How often a thread that waits for an answer checks whether the controller's thread still runs."""
 
 UNKNOWN: dict[str, Any] = {
     "view": None,
@@ -60,7 +61,7 @@ UNKNOWN: dict[str, Any] = {
     "partitions": [],
     "dead": {},
 }
-"""What a run says of its flow as long as no application has said that it leads."""
+"""The status of a flow as long as no application is known to lead."""
 
 
 def start(
@@ -74,18 +75,18 @@ def start(
     secret: bytes | None = None,
     route: Route = direct,
 ) -> Run:
-    """Run `flow`, and return as soon as its rows flow. `Flow.start` has what users need; the rest
-    is for whoever hosts flows, and for tests.
+    """Run `flow`, and return as soon as rows flow. Users call `Flow.start`; the other parameters
+    are for hosting flows and for tests.
 
     With a `place` this is one of several applications that host the flow together, with the same
-    `secret` (see `holdfast.control.applications`). `route` may lead the connections between sites
-    elsewhere, such as through a proxy that breaks them (see `holdfast.lab.chaos`).
+    `secret` (see `holdfast.control.applications`). `route` may redirect the connections between
+    sites, for example through a proxy that breaks them (see `holdfast.lab.chaos`).
     """
     options, place = (options or Options()).resolved(), place or Place()
     secret = secret or secrets.token_bytes(32)
     if history is not None and options.restore_from is not None:
         raise errors.FlowError(
-            "a flow begins with history=, or goes on with restore_from=, not both"
+            "a flow begins with history= or continues with restore_from=, not both"
         )
     flow = _resolved(flow, place, secret, options, history)
     options = _located(options)
@@ -124,7 +125,7 @@ def start(
 
 
 def _prepared(host: Host | None, spark: Any, planned: Plan, options: Options, place: Place) -> Host:
-    """Where the sites will run."""
+    """The host that starts the sites."""
     if host is None and spark is not None:
         from holdfast.spark.host import SparkHost
 
@@ -132,13 +133,13 @@ def _prepared(host: Host | None, spark: Any, planned: Plan, options: Options, pl
     host = host or ProcessHost()
     if options.listen is not None:
         host.listen_host = options.listen
-        if not wire.is_wildcard(options.listen):
+        if not is_wildcard(options.listen):
             host.advertise_host = options.listen
     return host
 
 
 def _resolved(flow: Flow, place: Place, secret: bytes, options: Options, history: Any) -> Flow:
-    """The flow with everything that has to be known before it starts."""
+    """The flow with everything that must be known before it starts."""
     if history is None:
         return resolved(flow, place, secret, options.lease_s)
     from holdfast.spark.history import History
@@ -151,7 +152,7 @@ def _resolved(flow: Flow, place: Place, secret: bytes, options: Options, history
 
 
 def _located(options: Options) -> Options:
-    """With folders that mean the same in every process."""
+    """The options with folders that mean the same in every process."""
     checkpoint, origin = options.checkpoint, options.restore_from
     if checkpoint is not None:
         checkpoint = replace(checkpoint, path=located(os.fspath(checkpoint.path)))
@@ -162,11 +163,12 @@ def _located(options: Options) -> Options:
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """What a flow goes on from, if not from nothing, and where it is stored from then on."""
+    """What a flow continues from, if anything, and where it is stored."""
 
     path: str | None
+    """The folder that it continues from."""
     here: bool
-    """Whether that is the folder it goes on from."""
+    """Whether it is stored in the same folder."""
     checkpoint: Checkpoint | None
 
 
@@ -189,30 +191,30 @@ def _origin(flow: Flow, options: Options, place: Place) -> _Origin:
 
 
 def _refuse_used(store: str) -> None:
-    """Nothing must be in it from another time, but for a claim that came to nothing."""
+    """Raise if the folder has contents, except for claims of flows that never started."""
     found = [name for name in Folder(store).list() if not name.startswith(f"{GENERATIONS}/")]
     if found:
         raise errors.FlowError(
             f"checkpoint folder {store!r} is not empty",
-            hint="give each run one of its own; to go on with what is in it, write restore_from=",
+            hint="give each run its own folder; to continue the flow in it, write restore_from=",
         )
 
 
 def _refuse_to_store(flow: Flow, place: Place) -> None:
-    """What could not be gone on from, if it were lost while it runs."""
+    """Raise if the flow could not continue after it is lost, so that storing it is useless."""
     if place.apps > 1:
         raise errors.FlowError("Checkpoint(interval=) is for a flow in one application")
     for stage in plan(flow).stages:
         if stage.source is not None and stage.source.pushed and not stage.source.resumable:
             raise errors.FlowError(
                 f"Checkpoint(interval=): without a checkpoint location the query that feeds source "
-                f"{stage.name!r} would begin again when the flow goes on",
+                f"{stage.name!r} would begin again when the flow continues",
                 hint="write spark_stream(df, checkpoint=...)",
             )
         if stage.sink is not None and stage.sink.unread_bytes_max is not None:
             raise errors.FlowError(
                 f"Checkpoint(interval=): what is in the outlet {stage.name!r} is in memory alone, "
-                "and its readers could not go on with a flow that was lost",
+                "and its readers could not continue with a flow that was lost",
                 hint="write to a sink that others read, such as sinks.kafka",
             )
         if stage.merge == "arrival":
@@ -224,10 +226,11 @@ def _refuse_to_store(flow: Flow, place: Place) -> None:
 
 
 def _to_be_stored_there(origin: str, store: str | None) -> errors.FlowError:
-    """A flow that was lost goes on in its own folder: at any moment there is one to resume from."""
+    """The error for storing a lost flow in another folder. It stays in its own, so that at any
+    moment there is one folder to continue from."""
     return errors.FlowError(
-        f"the flow in {origin} was lost while it ran, and goes on being stored there",
-        hint=f"leave out checkpoint=Checkpoint({store!r}); to go on from elsewhere, stop it first",
+        f"the flow in {origin} was lost while it ran, and can only be stored there again",
+        hint=f"leave out checkpoint=Checkpoint({store!r}); to store it elsewhere, stop it first",
     )
 
 
@@ -238,13 +241,13 @@ class Run:
         self.flow, self.plan, self.options = control.flow, control.plan, control.options
         self._control, self._host = control, host
         self.web: Web | None = None
-        """Where the run is served over HTTP, if it is."""
+        """The HTTP server of the run, if it has one."""
         self._started_at = time.time()
         self._running = threading.Event()
         self._served = threading.Event()
-        """Nothing changes any more."""
+        """The controller's thread has ended: nothing changes any more."""
         self.stored = False
-        """Whether it was stopped, and its state is in its folder."""
+        """Whether the flow was stopped and its state is stored."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="holdfast-controller", daemon=True)
         control.on_running = self._running.set
@@ -254,7 +257,7 @@ class Run:
 
     @property
     def error(self) -> Exception | None:
-        """What the flow failed with."""
+        """The error that the flow failed with."""
         return self._control.error
 
     @property
@@ -263,13 +266,14 @@ class Run:
 
     @property
     def state(self) -> str:
-        """gathering, connecting, running, draining, done or failed; following where another
+        """gathering, connecting, running, draining, done or failed; following if another
         application leads."""
         return self._controller.state.value if self._controller else "following"
 
     @property
     def url(self) -> str:
-        """Where the flow's sinks can be read while it runs. It carries the flow's secret."""
+        """The address at which the flow's sinks can be read while it runs. It has the flow's
+        secret."""
         controls = self._control.place.controls or (self._control.address,)
         return url_of(self.flow.name, self._control.secret, controls)
 
@@ -278,20 +282,21 @@ class Run:
         return TableReader(self.url, sink)
 
     def readers(self, sink: str) -> list[dict[str, Any]]:
-        """Who reads a sink that is an outlet: a dict for each with its name, its state, up to which
-        epoch it has everything, how many epochs and bytes it is behind, and when it was seen."""
+        """The readers of a sink that is an outlet: a dict for each with its name, its state, the
+        epoch up to which it has everything, how many epochs and bytes it is behind, and when it was
+        seen."""
         return readers_of(self.url, sink)
 
     def forget_reader(self, sink: str, name: str) -> None:
-        """Hold no rows any more for a reader of an outlet that will not come back. If it does, and
-        lacks rows that have gone, its query fails and says which."""
+        """Stop holding rows for a reader of an outlet that will not come back. If it does come back
+        and lacks rows that were dropped, its query fails and names them."""
         forget_reader(self.url, sink, name)
 
     def protect(self, stage: str, protection: ProtectionSpec) -> None:
-        """Protect a keyed stage otherwise from now on, while the flow runs. Until the new
-        protection holds the old one does, as far as both can be had at once: `protected` says when
-        that is so. Raises `FlowError` if the stage cannot be protected so, and `HostError` if there
-        are not enough sites for it.
+        """Change the protection of a keyed stage while the flow runs. The old protection holds
+        until the new one does, as far as both are possible at once; `protected` is True when the
+        new one holds. Raises `FlowError` if the stage cannot have this protection, and `HostError`
+        if there are not enough sites for it.
         """
         node, guards = protected_otherwise(self.flow, stage, protection, self.options.partitions)
         self._look(partial(self._control.protect, guards))
@@ -304,12 +309,12 @@ class Run:
 
     def _is_protected(self) -> bool:
         if self._controller is None:
-            return bool(self._control.told.get("protected"))
+            return bool(self._control.leader_status.get("protected"))
         return self._controller.protected
 
     def _look(self, look: Callable[[], T]) -> T:
-        """What `look` returns, called in the controller's thread: there all that it looks at
-        changes, and nothing does meanwhile."""
+        """Call `look` in the controller's thread, and return its result. Everything that it reads
+        is changed by that thread only, so nothing changes meanwhile."""
         if not self._thread.is_alive() or self._thread is threading.current_thread():
             return look()
         seen: Future[T] = Future()
@@ -328,7 +333,7 @@ class Run:
         return look()
 
     def status(self) -> dict[str, Any]:
-        """The flow's state and the latest figures of every site."""
+        """The flow's state and the latest metrics of every site."""
         return self._look(self._status)
 
     def _status(self) -> dict[str, Any]:
@@ -343,20 +348,22 @@ class Run:
             "rows_in": last.base + last.rows if last else 0,
             "late_rows": _late_rows(sites),
             "sites": sorted(sites, key=lambda s: s["site"]),
-            "domains": {int(s): d for s, d in controller.domains.items()} if controller else {},
+            "domains": {int(s): d for s, d in controller.roster.domains.items()}
+            if controller
+            else {},
             **UNKNOWN,
             **self._described(),
-            "checkpoint": self._control.checkpoints.figures()
+            "checkpoint": self._control.checkpoints.metrics()
             if self._control.checkpoints
             else None,
             "error": str(self.error) if self.error else None,
         }
 
     def _described(self) -> dict[str, Any]:
-        """What only the leading application knows; elsewhere, what it said last."""
+        """The status that only the leading application knows; in others, what it sent last."""
         controller = self._controller
         if controller is None:
-            return self._control.told
+            return self._control.leader_status
         view = controller.view
         return {
             "view": str(view) if view else None,
@@ -367,8 +374,7 @@ class Run:
         }
 
     def _recovery(self, controller: Controller) -> list[dict[str, Any]]:
-        """For every partition group of partitions: who has it, how protected it is, and what is to
-        do."""
+        """By partition group: the sites that hold it, how protected it is, and what is missing."""
         view = controller.view
         if view is None:
             return []
@@ -397,13 +403,13 @@ class Run:
                     "bytes_to_go": left,
                     "epochs_to_go": max(reached, default=-1) - min(reached, default=-1),
                     "seconds_to_go": left / (self.options.catch_up_mb_s * 1e6),
-                    "reason": controller.unrecovered.get(task),
+                    "reason": controller.joins.unrecovered.get(task),
                 }
             )
         return rows
 
     def records(self) -> list[EpochRecord]:
-        """The epoch records so far (the last 100,000): what the batch job needs to take the rows in
+        """The epoch records so far (the last 100,000). With them the batch job takes the rows in
         the same order."""
         records = self._look(lambda: dict(self._control.records))
         return [records[e] for e in sorted(records)]
@@ -417,7 +423,8 @@ class Run:
         return {}
 
     def wait(self, timeout: Seconds | None = None) -> bool:
-        """Wait until the flow has ended; raise its error. False if it runs on after `timeout`."""
+        """Wait until the flow has ended, and raise its error. False if it still runs after
+        `timeout`."""
         ended = self._ended.wait(_limit(timeout))
         if ended:
             self._thread.join(timeout=30)
@@ -426,13 +433,13 @@ class Run:
         return ended
 
     def ended(self, timeout: Seconds | None = None) -> bool:
-        """Whether the flow has ended, well or not, waiting at most `timeout` for it."""
+        """Whether the flow has ended, with or without an error; waits for `timeout` at most."""
         return self._ended.wait(_limit(timeout))
 
     def stop(self, *, drain: bool = True, timeout: Seconds | None = 60.0) -> None:
         """End the flow: take no more rows and, with `drain`, deliver those that were taken. If that
-        takes longer than `timeout` the flow ends all the same; that is an error if it was to be
-        stored."""
+        takes longer than `timeout`, the flow ends without it; this is an error if the flow was to
+        be stored."""
         if not self._ended.is_set():
             self._control.stop(drain)
         if not self.wait(timeout):
@@ -464,27 +471,27 @@ class Run:
                 return
             controller = self._controller
             if time.monotonic() > deadline and controller is not None:
-                missing = [s for s in controller.sites if s not in controller.addresses]
-                reason = "; ".join(list(controller.history)[-5:])
+                missing = [s for s in controller.roster.sites if s not in controller.addresses]
+                reason = "; ".join(list(controller.lifecycle.history)[-5:])
                 self._control.stop(drain=False)
                 self._ended.wait(30)
                 raise errors.HostError(
                     f"flow {self.flow.name!r} did not start within {timeout} s: "
-                    f"{len(missing)} of {len(controller.sites)} sites have not registered",
+                    f"{len(missing)} of {len(controller.roster.sites)} sites have not registered",
                     hint=f"are there free task slots for them? last events: {reason or 'none'}",
                 )
 
     def _give_up(self) -> None:
-        """It could not be started, or somebody does not want it any more."""
+        """End a flow whose start failed or was interrupted."""
         if self._thread.is_alive():
             self._control.stop(drain=False)
             self._ended.wait(30)
         elif not self._ended.is_set():
-            self._see_to_folders()
+            self._finish_folders()
 
     def _prepare_store(self) -> None:
-        """There is something to go on from from now on, if the flow is stored while it runs; and
-        others can tell that it runs if it is not."""
+        """Write the first manifest. A flow that is stored while it runs can continue from it; for
+        one that is not, it shows other processes that the flow runs."""
         store, restore_point = self._control.store, self.flow.restore_point
         if store is not None:
             store.begin(first_manifest(self._common(), restore_point))
@@ -500,11 +507,11 @@ class Run:
 
     def _if_not_stored(self) -> str:
         if self.options.store_every_ms:
-            return f"restore_from={self.options.store!r} goes on from its last checkpoint"
+            return f"restore_from={self.options.store!r} continues from its last checkpoint"
         return "give it more time, or store it while it runs, with Checkpoint(interval=)"
 
-    def _see_to_folders(self) -> None:
-        """What the flow began with, and what it leaves behind."""
+    def _finish_folders(self) -> None:
+        """Remove the state that the flow began with, and store what it leaves."""
         restore_point = self.flow.restore_point
         if self.error is None and restore_point is not None and not restore_point.stopped:
             restore_point.remove()
@@ -529,7 +536,7 @@ class Run:
         drained = self.error is None and last is not None and last.last
         view = control.controller.view if control.controller is not None else None
         store = control.store
-        if store is None:  # of several applications only the leading one knows all of it
+        if store is None:  # with several applications, only the leading one knows the whole state
             if not drained or view is None or last is None or last.ended:
                 return
             store = CheckpointStore(self.options.store, 0)
@@ -542,7 +549,7 @@ class Run:
         elif not drained and not self.options.store_every_ms:
             if restore_point is None or restore_point.home != self.options.store:
                 store.withdraw()
-            elif not control.started:  # it is still where it was stopped
+            elif not control.started:  # no row was taken since it was stopped
                 stopped = msgspec.structs.replace(
                     restore_point, kind=Kind.STOPPED, generation=store.generation
                 )
@@ -558,21 +565,21 @@ class Run:
             self._host.close()
             if self.web is not None:
                 self.web.close()
-            self._see_to_folders()
+            self._finish_folders()
             loop.close()
             self._ended.set()
 
 
 def _limit(timeout: Seconds | None) -> float | None:
-    """A time-out as threads take it; below nothing is at once."""
+    """A time-out in seconds, as threads take it; a negative one is 0."""
     if isinstance(timeout, int | float):
         timeout = max(0.0, timeout)
     return None if timeout is None else seconds(timeout, "timeout")
 
 
 def _late_rows(sites: list[dict[str, Any]]) -> dict[str, int]:
-    """By stage: how many rows came too late for it, if any. All replicas of a partition count the
-    same rows, and one that has just joined may not have reported them yet."""
+    """By stage: how many rows were late, if any. All replicas of a partition count the same rows,
+    and one that has just joined may not have reported them yet."""
     found: dict[tuple[str, int], int] = {}
     for task in (task for site in sites for task in site["stages"]):
         key = (task["stage"], task["first"])

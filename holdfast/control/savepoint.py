@@ -1,9 +1,8 @@
-"""A flow that was stopped, and goes on later: elsewhere, on other sites, with newer code.
+"""Savepoints: a flow is stopped, and continues later, elsewhere, on other sites, with newer code.
 
-When the last epoch is through, every task writes down where it is, in the folder that the flow was
-started with. Then whoever has stopped it adds a manifest, which makes a `RestorePoint` of it. Of
-one that was lost before it could be stopped there may be a checkpoint: see
-`holdfast.control.checkpoint_coordinator`.
+After the last epoch every task stores its state in the folder that the flow was started with. Then
+the driver adds a manifest, which makes it a `RestorePoint`. A flow that was lost before it was
+stopped may have a checkpoint instead: see `holdfast.control.checkpoint_coordinator`.
 """
 
 from __future__ import annotations
@@ -35,29 +34,29 @@ def write_stopped(
     last: EpochRecord,
     stored: Mapping[TaskId, wire.TaskFiles],
 ) -> None:
-    """All units of the flow are in the folder, after the epoch `last`."""
+    """Write the manifest of a stopped flow. All tasks are stored after the epoch `last`."""
     common = msgspec.structs.replace(common, kind=Kind.STOPPED)
-    at_the_end = {task: said for task, said in stored.items() if said.epoch == last.epoch}
+    at_the_end = {task: files for task, files in stored.items() if files.epoch == last.epoch}
     missing = sorted(set(view.tasks()) - set(at_the_end))
     if missing:
         name = common.stages[missing[0][0]]
-        raise FlowError(f"stage {name!r} has not said that its state is there")
+        raise FlowError(f"stage {name!r} has not reported that its state is stored")
     store.save(manifest_of(common, view, last, at_the_end))
 
 
 def write_ended(store: CheckpointStore, common: RestorePoint, last: EpochRecord) -> None:
-    """All sources have ended: nothing is left to go on with."""
+    """Write the manifest of a flow whose sources have all ended: there is nothing to continue."""
     rows = last.base + last.rows
     store.save(msgspec.structs.replace(common, kind=Kind.ENDED, epochs=last.epoch + 1, rows=rows))
 
 
 def resumed(flow: Flow, place: str, partitions: int, *, here: bool) -> Flow:
-    """`flow`, to go on from where the one in this folder was stopped, or lost. If it is stored
-    `here` again, nobody else does the same."""
+    """`flow`, so that it continues where the flow in this folder was stopped or lost. If it is
+    stored `here` again, this claims the folder, so that no other process continues it as well."""
     folder, planned = Folder(place), plan(flow)
     seen = last_generation(folder)
     restore_point = RestorePoint.load(place)
-    where = f"flow {flow.name!r} cannot go on from {place}"
+    where = f"flow {flow.name!r} cannot continue from {place}"
     names = [stage.name for stage in planned.stages]
     if restore_point.kind is Kind.ENDED:
         raise FlowError(f"{where}: it has ended, as all of its sources had")
@@ -88,21 +87,20 @@ def resumed(flow: Flow, place: str, partitions: int, *, here: bool) -> Flow:
 
 
 def _refuse_unknown(restore_point: RestorePoint, where: str) -> None:
-    """Without records nobody knows what the sinks of a flow have got since it was started."""
+    """Raise if there are no records, and so it is unknown what the sinks have taken."""
     if restore_point.lost and not restore_point.every_ms:
         raise FlowError(
             f"{where}: a flow that was started there runs, or was lost; it was to be stored only "
-            f"when it is stopped, so what its sinks have got since epoch "
-            f"{restore_point.epochs - 1} is not "
-            "known",
+            f"when it is stopped, so it is unknown what its sinks have taken since epoch "
+            f"{restore_point.epochs - 1}",
             hint="stop it if it runs; if it is lost, restore_from= with another checkpoint= "
-            "goes on from where it was stopped before, and sinks that cannot tell get again what "
-            "came since",
+            "continues where it was stopped before, and sinks that cannot skip rows get those that "
+            "came since again",
         )
 
 
 def _as_stopped(restore_point: RestorePoint) -> RestorePoint:
-    """What a flow that is not known to have come further had begun with."""
+    """The restore point that a lost flow began with, as that of a stopped one."""
     if not restore_point.sources:
         raise FlowError(
             f"nothing has been stored at {restore_point.home}: flow {restore_point.flow!r} has not "
@@ -114,7 +112,7 @@ def _as_stopped(restore_point: RestorePoint) -> RestorePoint:
 def _check_records(
     restore_point: RestorePoint, planned: Plan, partitions: int, folder: Folder
 ) -> None:
-    """Records that are stored have to be as sound as those that other sites send."""
+    """Check stored records like those that other sites send."""
     checks = Checks(planned, shape(planned, partitions), Options().window)
     for record in restore_point.records:
         try:

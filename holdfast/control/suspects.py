@@ -1,4 +1,4 @@
-"""Sites that something is wrong with, until it is known what: whether their processes are gone."""
+"""Suspects: sites whose connection broke, until it is known whether their processes are gone."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from holdfast.core.ids import SiteId
 
 
 class Suspects:
-    """Those of one control, whether it leads or not."""
+    """The suspects of one control, whether it leads or not."""
 
     def __init__(self) -> None:
         self._reasons: dict[SiteId, str | None] = {}
-        """Sites whose connection broke; with a reason if their process is known to be gone."""
+        """By suspect: the reason if its process is known to be gone, else None."""
         self._probes = 0
         self._inquiries: dict[int, dict[SiteId, str]] = {}
-        """Under way: who is known to be gone, besides those that are probed."""
+        """By number of a probe that is under way: the other suspects of the same inquiry, which are
+        known to be gone, and why."""
 
     def __bool__(self) -> bool:
         return bool(self._reasons)
 
     def add(self, site: SiteId, reason: str | None) -> bool:
-        """Whether it is the first, and an inquiry is to be begun."""
+        """Add a suspect. Returns whether it is the first, so that an inquiry must begin."""
         first = not self._reasons
         self._reasons[site] = reason or self._reasons.get(site)
         return first
@@ -34,12 +35,13 @@ class Suspects:
         self._reasons.clear()
 
     def probe(self, addresses: dict[SiteId, tuple[str, int]]) -> Probe:
+        """A probe of these sites, with a number of its own."""
         self._probes += 1
         return Probe(self._probes, addresses)
 
     def inquire(self, addresses: Mapping[SiteId, tuple[str, int]]) -> Probe | dict[SiteId, str]:
-        """Those that are gone for sure, and why; or what is to be found out first. Who has no
-        address is not known to the flow, and does not matter."""
+        """The suspects that are certainly gone, and why; or a probe, if that must be found out
+        first. A suspect without an address is not a site of the flow, and is dropped."""
         suspects, self._reasons = self._reasons, {}
         gone = {s: reason for s, reason in suspects.items() if reason is not None}
         unsure = [s for s, reason in suspects.items() if reason is None and s in addresses]
@@ -50,12 +52,12 @@ class Suspects:
         return probe
 
     def gone(self, probed: Probed) -> dict[SiteId, str]:
-        """Those that are gone, and why; nobody if the inquiry does not count any more."""
+        """The suspects that are gone, and why; empty if the inquiry no longer counts."""
         if probed.number not in self._inquiries:
             return {}
         known = self._inquiries.pop(probed.number)
         return known | dict.fromkeys(probed.gone, "its process is gone")
 
     def end_inquiries(self) -> None:
-        """What they find would concern a term that is over."""
+        """Forget inquiries that are under way: they belong to a term that is over."""
         self._inquiries.clear()
