@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from holdfast.api.columns import declared, require_time
-from holdfast.api.nodes import NAMED, DeadLetterNode, Node, SinkNode, SourceNode
+from holdfast.api.nodes import NAMED, DeadLetterNode, FlowNode, SinkNode, SourceNode
 from holdfast.api.options import Checkpoint, Options
 from holdfast.api.protection import Protection, none
 from holdfast.api.streams import Stream
@@ -54,7 +54,7 @@ class Flow:
         self.name = name
         self.on_error = on_error
         self.protection = protect or none()
-        self.nodes: list[Node] = []
+        self.nodes: list[FlowNode] = []
         self.resolved: dict[str, Any] = {}
         """What sources had to find out before the start, by name; see
         `holdfast.control.bootstrap`."""
@@ -97,7 +97,7 @@ class Flow:
             if any(isinstance(n, kind) and n.name == name for n in self.nodes):
                 raise FlowError(f"{where}: there is a {owner} of that name already")
 
-    def _add(self, node: Node, port: Port) -> Stream:
+    def _add(self, node: FlowNode, port: Port) -> Stream:
         self.nodes.append(node)
         return Stream(self, node, "out", port)
 

@@ -23,7 +23,7 @@ DEAD_LETTER = pa.schema([(n, pa.string()) for n in ("stage", "operator", "error"
 
 
 @dataclass(eq=False)
-class Node:
+class FlowNode:
     """One vertex of the graph. Its inputs are streams of nodes made before it."""
 
     name: str
@@ -31,46 +31,46 @@ class Node:
 
 
 @dataclass(eq=False)
-class SourceNode(Node):
+class SourceNode(FlowNode):
     source: Source = None  # type: ignore[assignment]
     port: Port = None  # type: ignore[assignment]
 
 
 @dataclass(eq=False)
-class StepNode(Node):
+class StepNode(FlowNode):
     step: Step = None  # type: ignore[assignment]
 
 
 @dataclass(eq=False)
-class UnionNode(Node):
+class UnionNode(FlowNode):
     port: Port = None  # type: ignore[assignment]
     disjoint: bool = True
 
 
 @dataclass(eq=False)
-class KeyedNode(Node):
+class KeyedNode(FlowNode):
     operator: KeyedOperator = None  # type: ignore[assignment]
     merge: Merge = "ordered"
     protection: Protection | None = None
 
 
 @dataclass(eq=False)
-class DeadLetterNode(Node):
+class DeadLetterNode(FlowNode):
     port: Port = field(default_factory=lambda: Port(DEAD_LETTER, 3))
 
 
 @dataclass(eq=False)
-class SinkNode(Node):
+class SinkNode(FlowNode):
     sink: Sink = None  # type: ignore[assignment]
 
 
 NAMED = {SourceNode: "source", KeyedNode: "stage", SinkNode: "sink"}
 
 
-def ancestors(stream: Stream) -> dict[int, Node]:
+def ancestors(stream: Stream) -> dict[int, FlowNode]:
     """All nodes that a stream descends from, by their identity."""
-    found: dict[int, Node] = {}
-    todo: list[Node] = [stream.node]
+    found: dict[int, FlowNode] = {}
+    todo: list[FlowNode] = [stream.node]
     while todo:
         node = todo.pop()
         if id(node) not in found:
@@ -105,12 +105,12 @@ def descends_from_dead_letters(stream: Stream) -> bool:
     return any(isinstance(n, DeadLetterNode) for n in ancestors(stream).values())
 
 
-def topological(nodes: Sequence[Node], flow: str) -> list[Node]:
+def topological(nodes: Sequence[FlowNode], flow: str) -> list[FlowNode]:
     """The nodes with inputs before consumers, or a `FlowError` that shows the cycle."""
-    done: dict[int, Node] = {}
-    path: list[Node] = []
+    done: dict[int, FlowNode] = {}
+    path: list[FlowNode] = []
 
-    def visit(node: Node) -> None:
+    def visit(node: FlowNode) -> None:
         if id(node) in done:
             return
         if any(n is node for n in path):

@@ -19,8 +19,8 @@ class Checkpoint:
     """Where a flow's state is written: to `path`, a folder or URL, when the flow is stopped; with
     an `interval` also while it runs, that often, so that it can go on if everything is lost.
 
-    Give each run a folder of its own. One that goes on with ``restore_from=`` the same folder is
-    written there again, by default as often as before.
+    Give each run a folder of its own. A flow that goes on with ``restore_from=`` writes to the same
+    folder again, by default at the same interval.
     """
 
     path: str | os.PathLike[str]
@@ -49,53 +49,56 @@ class Options:
     """The settings of a run. The first six can also be given to ``flow.start`` itself."""
 
     sites: int = _Default(2)
-    """How many sites run the flow."""
+    """Number of sites that run the flow."""
     spares: int = _Default(0)
-    """How many more wait to take the place of one that dies."""
+    """Number of further sites that wait to take the place of one that dies."""
     partitions: int = _Default(32)
-    """Of each keyed stage."""
+    """Number of partitions of each keyed stage."""
     checkpoint: Checkpoint | None = None
     """Where the flow's state is written, and how often."""
     restore_from: str | os.PathLike[str] | None = None
-    """A folder, or URL, of checkpoints of a flow with the same stages: it goes on from there."""
+    """The folder, or URL, of a flow with the same stages. The flow continues from its last
+    checkpoint."""
     http: str | None = None
     """Where the flow's metrics, status and tables are served: ``"host:port"``."""
 
     lease: Seconds = 1.0
-    """A site that has been silent for so long is declared dead."""
+    """A site that has been silent for this long is declared dead."""
     call_timeout: Seconds = 300.0
-    """A call of a stage's code that takes longer, and longer than two leases, is taken for one that
+    """A call of a stage's code that takes longer, and longer than two leases, counts as one that
     never ends: its site is declared dead if the flow can do without it; if not, the flow ends."""
     idle: Seconds | None = 2.0
-    """A split that has had no rows for so long does not hold the watermark back until it has some
-    again; None: all splits do, for ever. Longer than a source that comes in bursts pauses."""
+    """A split that has had no rows for this long does not hold the watermark back until it has some
+    again. None: every split holds it back. Set it longer than the pauses of a source that comes in
+    bursts."""
     start_timeout: Seconds = 60.0
-    """So long the sites may take to start."""
+    """Maximum time that the sites may take to start."""
     status_interval: Seconds = 0.5
-    """How often sites report."""
+    """The interval at which sites report their status."""
     budget: Budget = field(default_factory=Budget)
     """How large epochs are, and how many are in flight."""
     window: int = 4
-    """A consumer has room for so many epochs ahead of the one it is at."""
+    """Number of epochs that a consumer has room for ahead of its own."""
     block_rows: int = 65_536
-    """A source is read in blocks of at most so many rows."""
+    """Maximum rows that are read from a source at once."""
     read_ahead_rows: int = 262_144
-    """So far each split is read ahead of what is in epochs."""
+    """Maximum rows that are read ahead of a split, beyond those that are in epochs."""
     digests: bool = True
-    """Whether replicas compare what they make."""
+    """Whether replicas compare their output."""
     catch_up_mb_s: float = 100.0
-    """How fast a site hands state over to new replicas."""
+    """How fast a site hands state over to new replicas, in megabytes a second."""
     kept_bytes_max: int = 256 << 20
-    """A replica elsewhere for which a site must keep more than this is failed on purpose."""
+    """Maximum bytes that a site keeps for a replica that is behind. Beyond it the replica's site is
+    failed, if the flow can do without it."""
     log_bytes_max: int = 256 << 20
-    """Of what a site keeps for others so much stays in memory; the rest goes to disk."""
+    """Maximum bytes of a site's logs that stay in memory; the rest goes to disk."""
     spill: str | None = None
-    """In which folder, if not where temporary files are."""
+    """The folder for what goes to disk; the one for temporary files by default."""
     listen: str | None = None
     """The address that controller and sites listen on: loopback by default on a local master, all
     interfaces on a cluster."""
     history_folder: str | None = None
-    """A folder that driver and executors reach, for what is between a history and the flow."""
+    """A folder that driver and executors reach, for the state and results of a history."""
 
     def __post_init__(self) -> None:
         if self.sites < 1 or self.spares < 0:

@@ -25,9 +25,9 @@ ALL = 1 << 16
 
 def active(*, failure_domain: FailureDomain = "executor") -> Protection:
     """Active standby: every partition has two replicas that compute, of which the second withholds
-    what it makes until the first is gone. Unlike `pairs` they need not make the same rows in the
-    same order, only the same set of them in an epoch; and nobody compares them. Sources and
-    sinks are pairs. No two replicas share a `failure_domain`.
+    its output until the first is lost. Unlike `pairs` they need not make the same rows in the same
+    order, only the same set of them in an epoch, and they are not compared. Sources and sinks are
+    pairs. No two replicas share a `failure_domain`.
     """
     _check_domain("active", failure_domain)
     return Protection("active", 2, failure_domain, deterministic=False)
@@ -40,14 +40,14 @@ def passive(
     recovery_time: Seconds | None = None,
     failure_domain: FailureDomain = "executor",
 ) -> Protection:
-    """Passive standby: every partition has one replica that computes, and another that gets what
-    has changed every `interval` (half a second), or every so many epochs. When the first dies the
-    other goes on from there; those that it gets its input from keep what came since. Of sources and
-    sinks there are two replicas. No two replicas share a `failure_domain`.
+    """Passive standby: every partition has one replica that computes, and a standby that gets what
+    has changed every `interval` (half a second), or every `interval_epochs`. When the first dies
+    the standby goes on from its last checkpoint; its producers keep what came since. Sources and
+    sinks have two replicas. No two replicas share a `failure_domain`.
 
-    With `recovery_time` instead, checkpoints come at the longest interval at which going through
-    what came since the last one takes no longer than that. How long it would take is what the
-    replica that computes has been at work for.
+    With `recovery_time` instead, checkpoints come at the longest interval at which processing what
+    came since the last one takes no longer than that, estimated by the time that the replica has
+    been at work since then.
     """
     wanted = {
         "interval": interval,
@@ -78,19 +78,19 @@ def upstream(
     summary_interval: Seconds | None = None,
     failure_domain: FailureDomain = "executor",
 ) -> Protection:
-    """Upstream backup: every partition has one replica, and those that it gets its input from keep
-    it for as long as the partition's state comes from it. When it dies it is rebuilt from that, on
-    any site that lives. Sources and sinks have two replicas, which do not share a `failure_domain`.
+    """Upstream backup: every partition has one replica, and its producers keep its input for as
+    long as the partition's state comes from it. When it dies it is rebuilt from that input, on any
+    live site. Sources and sinks have two replicas, which do not share a `failure_domain`.
 
-    That is for operators whose state comes from the recent past: event-time windows and joins, and
-    spans with a time-out. What another operator knows of a key comes from all rows that the key
-    ever had. With `summary_interval` it is cut off by a summary of them (a counter, a ring, an open
-    span), of which a standby gets what has changed that often; without, such a flow is refused.
+    It is for operators whose state comes from the recent past: event-time windows and joins, and
+    spans with a time-out. The state of other operators comes from all rows that a key ever had.
+    With `summary_interval` a standby gets a summary of them (a counter, a ring, an open span) that
+    often; without, such a flow is refused.
 
-    Of stages in a row that are protected so, `k` may be lost at once: by default all of them, so
-    that it does not matter how many of their partitions a site has. With a smaller `k` less of the
-    input is kept; but then partitions of more stages in a row than `k` must not be on one site,
-    or its loss is the end of the flow.
+    Of stages in a row with this protection `k` may be lost at once: by default all of them, so that
+    it does not matter how many of their partitions a site has. With a smaller `k` producers keep
+    less; but then the loss of a site with partitions of more than `k` stages in a row ends the
+    flow.
     """
     if k is not None and k < 1:
         raise FlowError(f"upstream(): k must be at least 1, not {k}", hint="none() bears no loss")
@@ -105,15 +105,14 @@ def rollback(
     summary_interval: Seconds | None = None,
     failure_domain: FailureDomain = "executor",
 ) -> Protection:
-    """Rollback with checkpoint markers: what a partition gets is logged by those it comes from,
-    until a marker behind it has come `h` stages further on, and has been returned. A partition
-    that is lost is rebuilt from the logs. Only for flows that are uniform: all ways from one
-    stage to another must be equally long; and for operators whose state comes from the recent
-    past, unless it is cut off by a summary every `summary_interval` (see `upstream`). Sources and
-    sinks have two replicas, which do not share a `failure_domain`.
+    """Rollback with checkpoint markers: producers log a partition's input until a marker behind it
+    has travelled `h` stages further and has been returned. A lost partition is rebuilt from the
+    logs. The flow must be uniform: all ways from one stage to another are equally long. The state
+    of operators must come from the recent past, unless there is a summary every `summary_interval`
+    (see `upstream`). Sources and sinks have two replicas, which do not share a `failure_domain`.
 
-    Slices of thickness `h` overlap. By default they are as thick as the flow is long; with 2 no
-    two stages in a row may lose a partition within a short time, be it on one site.
+    Slices of thickness `h` overlap. By default they are as thick as the flow is long. With 2, two
+    stages in a row must not lose a partition within a short time, even on one site.
     """
     if h is not None and h < 2:
         raise FlowError(f"rollback(): h must be at least 2, not {h}")
@@ -131,16 +130,16 @@ def pairs(
     granularity: Granularity = "partition",
 ) -> Protection:
     """Partition pairs: every partition has two replicas (or more) that compute. When one dies the
-    other goes on at once, and a new replica is made while the stream flows.
+    other goes on at once, and a new replica is made while rows flow.
 
     `failure_domain` is what no two replicas may share: ``"process"``, ``"executor"``, ``"host"`` or
-    ``"application"``. On a local Spark master all sites are in one executor, so there only
-    ``"process"`` can be had; the loss of the driver then ends the flow.
+    ``"application"``. On a local Spark master all sites are in one executor, so only ``"process"``
+    is possible there; the loss of the driver then ends the flow.
 
-    `granularity` is what is lost with a site, and rebuilt: its partitions (the point of pairs),
-    or, to compare with, the whole mirror: of the flow on one site (``"dataflow"``), or on half of
-    the sites (``"cluster"``). With the latter two the flow stands still while a mirror is made,
-    and with cluster pairs the mean time to failure falls with the square of the number of sites.
+    `granularity` is what is lost with a site, and rebuilt: its partitions, or, for comparison, the
+    whole mirror: of the flow on one site (``"dataflow"``), or on half of the sites (``"cluster"``).
+    With the latter two the flow stands still while a mirror is made, and with cluster pairs the
+    mean time to failure falls with the square of the number of sites.
     """
     if replicas < 2:
         raise FlowError(f"pairs() needs at least 2 replicas, not {replicas}", hint="none() has one")

@@ -19,9 +19,9 @@ from holdfast.api.columns import (
     refuse_reserved,
 )
 from holdfast.api.nodes import (
+    FlowNode,
     KeyedNode,
     Merge,
-    Node,
     SinkNode,
     StepNode,
     UnionNode,
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
     from holdfast.api.graph import Flow
-    from holdfast.spark.stateful import SparkClock
+    from holdfast.spark.stateful.clock import SparkClock
 
 Origins: TypeAlias = Sequence[int] | np.ndarray | pa.Array
 SparkSchema: TypeAlias = "StructType | str"
@@ -61,7 +61,7 @@ PandasWithState: TypeAlias = Callable[..., Any]
 class Stream:
     """Rows on their way. Every method gives a new stream and leaves this one as it was."""
 
-    def __init__(self, flow: Flow, node: Node, out: str, port: Port) -> None:
+    def __init__(self, flow: Flow, node: FlowNode, out: str, port: Port) -> None:
         self.flow, self.node, self.out, self.port = flow, node, out, port
 
     @property
@@ -292,7 +292,7 @@ class KeyedStream:
         on: str | None = None,
     ) -> RowWindows | TimeWindows:
         """The last `rows` rows of the key, or event-time windows of length `time`; a new one
-        `every` so many rows, or so much time (by default each row, and windows end to end).
+        `every` number of rows, or amount of time (by default each row, and windows end to end).
 
         Event-time windows wait for rows that are behind others by up to `lateness`. `on` is the
         column that says to which windows a row belongs, by default its event time.
@@ -453,12 +453,13 @@ class KeyedStream:
         ``time_mode="EventTime"`` the watermark is behind the event time by `lateness`, as with
         Spark's ``withWatermark``, and ``.late`` of the result has the rows that came too late.
         """
-        from holdfast.spark import stateful
+        from holdfast.spark.stateful.refused import refuse_mode
+        from holdfast.spark.stateful.transform_with_state import TransformWithState
 
         where = self._where("transform_with_state")
-        stateful.refuse_mode(output_mode, where)
+        refuse_mode(output_mode, where)
         clock = self._clock(time_mode, lateness, where)
-        operator = stateful.TransformWithState(
+        operator = TransformWithState(
             self.keys,
             self.stream.port,
             processor,
@@ -504,12 +505,13 @@ class KeyedStream:
     ) -> Stream:
         """A function that was written for Spark's ``applyInPandasWithState``; see
         `transform_with_state`. The `timeout` is ``NoTimeout`` or ``EventTimeTimeout``."""
-        from holdfast.spark import stateful
+        from holdfast.spark.stateful.apply_in_pandas import ApplyInPandasWithState
+        from holdfast.spark.stateful.refused import refuse_mode
 
         where = self._where("apply_in_pandas_with_state")
-        stateful.refuse_mode(output_mode, where)
+        refuse_mode(output_mode, where)
         clock = self._clock(timeout, lateness, where)
-        operator = stateful.ApplyInPandasWithState(
+        operator = ApplyInPandasWithState(
             self.keys,
             self.stream.port,
             function,
@@ -523,11 +525,12 @@ class KeyedStream:
 
     def _clock(self, time_mode: str, lateness: Duration, where: str) -> SparkClock | None:
         """The watermark that an operator written for Spark is to see, if any."""
-        from holdfast.spark import stateful
+        from holdfast.spark.stateful.clock import clock_of
+        from holdfast.spark.stateful.refused import uses_event_time
 
-        if not stateful.event_time_of(time_mode, where):
+        if not uses_event_time(time_mode, where):
             if lateness != 0:
                 raise FlowError(f"{where}: lateness= goes with event time")
             return None
-        clock = stateful.clock_of(self.stream.port, event_time_of(self.stream, where), where)
+        clock = clock_of(self.stream.port, event_time_of(self.stream, where), where)
         return clock.behind(event_units(lateness, clock.kind, where))

@@ -29,7 +29,7 @@ class RowWindows:
         where = keyed._where("window")
         refuse_none(aggregates, where)
         if not isinstance(self._every, int):
-            raise FlowError(f"{where}: of rows= a new window comes every so many rows, a number")
+            raise FlowError(f"{where}: every= of windows over rows is a number of rows")
         operator = RowWindow(keyed.keys, port, self._rows, self._every, aggregates, where)
         return keyed._operate(operator)["out"]
 

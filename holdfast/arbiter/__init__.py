@@ -32,8 +32,8 @@ class Arbiter(ABC):
 
     @property
     def lease_s(self) -> float:
-        """For how long nobody else can lead after a `lead` or `renew` that went through, from
-        before it was called."""
+        """For how long no other application can lead after a `lead` or `renew` that succeeded,
+        counted from before the call."""
         return self._lease_s
 
     @abstractmethod

@@ -20,7 +20,8 @@ from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 
-from holdfast.connectors.parquet_folder import Beginning, Overtaken, PartFolder, StagingGone
+from holdfast.connectors.parquet_folder import PartFolder, StagingGone
+from holdfast.connectors.parquet_parts import Beginning, Overtaken
 from holdfast.connectors.sinks import Authority, Sink, SinkWriter
 from holdfast.engine.durations import Seconds, seconds
 from holdfast.errors import FlowError, HoldfastError, SinkError, require

@@ -32,7 +32,8 @@ from holdfast.connectors.sources import PullReader, Source, Taken
 from holdfast.engine.durations import Seconds, seconds
 from holdfast.engine.keys import KeyWords, key_words
 from holdfast.engine.operators.base import OperatorSnapshot
-from holdfast.engine.state import STANDBY, Field, StateTable
+from holdfast.engine.state import STANDBY, StateTable
+from holdfast.engine.state_rows import Field
 from holdfast.errors import FlowError
 
 ROWS_MAX = 65_536

@@ -253,5 +253,7 @@ def generator(
     rate: float | None = None,
     splits: int = 1,
 ) -> Source:
-    """A source of generated rows: ``make(split, offset, count)`` returns `count` rows."""
+    """A source of generated rows: ``make(split, offset, count)`` returns `count` rows, from the row
+    `offset` of the split on; for the same arguments always the same rows. There are `rows` rows, or
+    without it no end, at `rate` rows a second, or without it as fast as the flow takes them."""
     return Generator(make, schema, rows=rows, rate=rate, splits=splits)

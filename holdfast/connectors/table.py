@@ -17,7 +17,9 @@ from holdfast.connectors.sinks import Authority, Sink, SinkWriter
 from holdfast.engine.batches import empty
 from holdfast.engine.keys import key_words
 from holdfast.engine.operators.base import OperatorSnapshot
-from holdfast.engine.state import STANDBY, Field, Snapshot, StateTable
+from holdfast.engine.snapshot import Snapshot
+from holdfast.engine.state import STANDBY, StateTable
+from holdfast.engine.state_rows import Field
 from holdfast.errors import FlowError
 
 PART_ROWS = 50_000

@@ -18,82 +18,31 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from holdfast.engine.batches import as_array
-from holdfast.engine.expressions import Column, is_plain, unwrap
-from holdfast.engine.heap import Heap
+from holdfast.engine.expressions import Column, unwrap
 from holdfast.engine.keys import KeyIndex, KeyWords, partition_of
+from holdfast.engine.snapshot import Snapshot
+from holdfast.engine.state_rows import (
+    CHUNK_BITS,
+    NULL,
+    Field,
+    StateRows,
+    distinct,
+    rows_at,
+    state_batch,
+)
 
-CHUNK_BITS = 10
-_SCANNED = 1 << 16
 _UNBORN = np.iinfo(np.int64).max
-_NULL = "__null."
 _GARBAGE_MIN = 1 << 16
 STANDBY = "standby"
 """The default reader of a table's changes: the standbys."""
-
 _Where = np.ndarray | tuple[np.ndarray, np.ndarray]
 """Slots, and the positions within them if a key has several values."""
-
-_Rows = dict[str, np.ndarray]
-"""Rows of a table: columns, key identities, and the null masks of columns with nulls."""
-
-
-@dataclass(frozen=True)
-class Field:
-    """One column of state: its Arrow type, the value of a new key, and the values per key.
-
-    Without `fill`, a new key starts with 0, or with null if the type is stored in a heap.
-    """
-
-    kind: pa.DataType
-    fill: Any = None
-    width: int | None = None
-
-    @cached_property
-    def fixed(self) -> bool:
-        """Whether numpy stores the values: numbers, and times as numbers. Others are in a heap."""
-        if pa.types.is_temporal(self.kind):
-            return bool(self.kind.bit_width <= 64)
-        return is_plain(self.kind)
-
-    @cached_property
-    def dtype(self) -> np.dtype:
-        """The numpy type of the values, or of the indexes into the heap."""
-        if is_plain(self.kind):
-            return np.dtype(self.kind.to_pandas_dtype())
-        return np.dtype(f"i{self.kind.bit_width // 8}" if self.fixed else np.int64)
-
-    def allocate(self, slots: int) -> np.ndarray:
-        """Return a column of values of new keys; in a heap this is the value at index 0."""
-        shape = (slots,) if self.width is None else (slots, self.width)
-        fill = self.fill if self.fixed and self.fill is not None else 0
-        return np.full(shape, fill, self.dtype)
-
-    def new_heap(self) -> Heap:
-        return Heap(pa.array([self.fill], self.kind))
-
-    def stored(self, values: Column) -> np.ndarray:
-        """Convert a column of fixed width to numpy; nulls become arbitrary values."""
-        if isinstance(values, np.ndarray):
-            return values
-        if pa.types.is_temporal(self.kind):
-            values = values.view(pa.from_numpy_dtype(self.dtype))
-        return values.fill_null(False if pa.types.is_boolean(values.type) else 0).to_numpy(
-            zero_copy_only=False
-        )
-
-    def loaded(self, values: np.ndarray, mask: np.ndarray | None) -> pa.Array:
-        """Convert values back to Arrow: the inverse of `stored`."""
-        if is_plain(self.kind):
-            return pa.array(values, self.kind, mask=mask, from_pandas=False)
-        return pa.array(values, mask=mask).view(self.kind)
 
 
 class StateTable:
@@ -424,7 +373,7 @@ class StateTable:
             slots = slots[self._in(partitions, self._part[slots])]
         if since is not None:
             slots = slots[self._changed[slots >> CHUNK_BITS] > since]
-        return _batch(self.fields, self._heaps, _rows(self._arrays(), self._changed, slots))
+        return state_batch(self.fields, self._heaps, rows_at(self._arrays(), self._changed, slots))
 
     def within(self, state: pa.RecordBatch, first: int, end: int) -> pa.RecordBatch:
         """Filter a result of `extract` for the partitions ``[first, end)``."""
@@ -436,9 +385,9 @@ class StateTable:
         wanted[list(partitions)] = True
         return wanted[part]
 
-    def _arrays(self) -> _Rows:
-        own: _Rows = {"__low": self._low, "__high": self._high, "__part": self._part}
-        nulls = {_NULL + name: null for name, null in self._null.items()}
+    def _arrays(self) -> StateRows:
+        own: StateRows = {"__low": self._low, "__high": self._high, "__part": self._part}
+        nulls = {NULL + name: null for name, null in self._null.items()}
         followed = {"__born": self._born, "__touched": self._touched}
         own |= {name: array for name, array in followed.items() if array is not None}
         return {**own, **self._columns, **nulls}
@@ -498,132 +447,6 @@ class _Objects:
             slots, values = [slots], [values]
         kind = self._table.fields[self._name].kind
         self._table.put(self._name, np.asarray(slots), pa.array(list(values), kind))
-
-
-class Snapshot:
-    """A table as it was at one moment, read in parts while the table changes.
-
-    It reads the arrays that the table had at that moment. The table saves rows here before it
-    overwrites them; once the table uses other arrays, only the snapshot uses the old ones. The
-    thread that writes to the table must also read the snapshot, to the end or until it closes it:
-    an open snapshot costs memory and slows writes.
-    """
-
-    def __init__(
-        self, table: StateTable, partitions: Iterable[int] | None, after: int | None = None
-    ) -> None:
-        self._table = table
-        self._arrays = table._arrays()
-        self._heaps = {name: heap.frozen() for name, heap in table._heaps.items()}
-        self._changed = table._changed.copy()
-        self._due = ~table._dead[: table._index.size]  # slots neither returned nor saved
-        if partitions is not None:
-            self._due &= table._in(partitions, table._part[: self._due.size])
-        if after is not None and table._touched is not None:
-            self._due &= table._touched[: self._due.size] > after
-        self._arrays.pop("__touched", None)
-        self._at = 0  # no slot before this one is due
-        self._saved: list[_Rows] = []
-        self.rows_left = int(np.count_nonzero(self._due))
-        self._row_bytes = table.row_bytes
-
-    @property
-    def nbytes_left(self) -> int:
-        """The approximate number of bytes not yet returned."""
-        return self.rows_left * self._row_bytes
-
-    def save(self, slots: np.ndarray) -> None:
-        """Save the rows of these slots, which are about to change."""
-        slots = slots[slots < self._due.size]
-        slots = distinct(slots[self._due[slots]])
-        if slots.size:
-            self._saved.append(_rows(self._arrays, self._changed, slots))
-            self._due[slots] = False
-
-    def next(self, rows_max: int) -> pa.RecordBatch | None:
-        """Return the next rows, in the form of `StateTable.install`; None at the end."""
-        parts = self._pop_saved(rows_max)
-        room = rows_max - sum(_length(p) for p in parts)
-        slots = self._find_due(room)
-        if slots.size:
-            parts.append(self._pick(slots))
-        if not parts:
-            self.close()
-            return None
-        batch = _batch(self._table.fields, self._heaps, _joined(parts))
-        self.rows_left -= batch.num_rows
-        return batch
-
-    def close(self) -> None:
-        """Discard the remaining rows."""
-        self._table._snapshots = [s for s in self._table._snapshots if s is not self]
-        self._arrays, self._heaps, self._saved = {}, {}, []
-        self._due = np.empty(0, bool)
-        self.rows_left = 0
-
-    def _pick(self, slots: np.ndarray) -> _Rows:
-        rows = _rows(self._arrays, self._changed, slots)
-        self._due[slots] = False
-        return rows
-
-    def _pop_saved(self, room: int) -> list[_Rows]:
-        parts: list[_Rows] = []
-        while self._saved and room > 0:
-            part = self._saved.pop()
-            if _length(part) > room:
-                self._saved.append({name: a[room:] for name, a in part.items()})
-                part = {name: a[:room] for name, a in part.items()}
-            parts.append(part)
-            room -= _length(part)
-        return parts
-
-    def _find_due(self, room: int) -> np.ndarray:
-        """Return up to `room` due slots; none if there is no room or no due slot."""
-        while room > 0 and self._at < self._due.size:
-            stop = self._at + max(room, _SCANNED)
-            slots = np.flatnonzero(self._due[self._at : stop])[:room] + self._at
-            self._at = int(slots[-1]) + 1 if slots.size else stop
-            if slots.size:
-                return slots
-        return np.empty(0, np.int64)
-
-
-def distinct(slots: np.ndarray) -> np.ndarray:
-    """Return the distinct slots, ascending: ten times as fast as `np.unique`, which hashes."""
-    slots = np.sort(slots)
-    return slots[np.append(True, slots[1:] != slots[:-1])] if slots.size else slots
-
-
-def _rows(arrays: _Rows, changed: np.ndarray, slots: np.ndarray) -> _Rows:
-    """Copy the rows of these slots."""
-    rows = {name: array.take(slots, axis=0) for name, array in arrays.items()}
-    return rows | {"__changed": changed[slots >> CHUNK_BITS]}
-
-
-def _length(rows: _Rows) -> int:
-    return rows["__low"].size
-
-
-def _joined(parts: list[_Rows]) -> _Rows:
-    if len(parts) == 1:
-        return parts[0]
-    return {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}
-
-
-def _batch(fields: Mapping[str, Field], heaps: Mapping[str, Heap], rows: _Rows) -> pa.RecordBatch:
-    """Convert rows to the batch that `StateTable.install` takes."""
-    own = ("__low", "__high", "__part", "__changed", "__born", "__touched")
-    arrays = {n: pa.array(rows[n]) for n in own if n in rows}
-    for name, field in fields.items():
-        flat, null = rows[name].reshape(-1), rows.get(_NULL + name)
-        if name in heaps:
-            loaded = heaps[name].take(flat)
-        else:
-            loaded = field.loaded(flat, None if null is None else null.reshape(-1))
-        if field.width is not None:
-            loaded = pa.FixedSizeListArray.from_arrays(loaded, field.width)
-        arrays[name] = loaded
-    return pa.RecordBatch.from_pydict(arrays)
 
 
 def _extended(column: np.ndarray, size: int, fill: int) -> np.ndarray:

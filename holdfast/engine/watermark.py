@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from holdfast.core.records import EpochRecord, Range
 from holdfast.engine.batches import DECODE_ERROR, Track, row_values, take
-from holdfast.engine.state import Field
+from holdfast.engine.state_rows import Field
 from holdfast.errors import InputError
 
 Steps = tuple[np.ndarray, np.ndarray]

@@ -7,7 +7,8 @@ from functools import partial
 
 from holdfast.api.graph import Flow
 from holdfast.hosts.fork_server import Child, Work, shared
-from holdfast.site.runtime import OnExit, SiteConfig, run_site
+from holdfast.site.config import OnExit, SiteConfig
+from holdfast.site.runtime import run_site
 
 
 class ProcessHost:

@@ -1,7 +1,7 @@
 """From a graph to stages: the flow is cut at every change of key.
 
 Stateless steps join the stage that makes their input. A union is nothing but several exchanges
-into the same consumer. Columns that nobody reads are dropped before they travel. The plan is a
+into the same consumer. Columns that no stage reads are dropped before they travel. The plan is a
 function of the flow alone, so every site, the controller and the batch job work out the same one.
 """
 
@@ -17,9 +17,9 @@ from holdfast.api.graph import Flow
 from holdfast.api.nodes import (
     DEAD_LETTER,
     DeadLetterNode,
+    FlowNode,
     KeyedNode,
     Merge,
-    Node,
     SinkNode,
     SourceNode,
     StepNode,
@@ -40,7 +40,7 @@ from holdfast.errors import FlowError
 from holdfast.storage.restore_point import RestorePoint
 
 DEAD = "dead"
-"""The register of the rows that a stage has put aside."""
+"""The register of the rows that a stage diverts."""
 
 
 @dataclass(eq=False)
@@ -291,7 +291,8 @@ class _Planner:
         return node.source if values is None else node.source.resolved(values)
 
     def _refuse_uneven(self) -> None:
-        """A marker returns from so many stages further on: that must be the same on all ways."""
+        """Refuse a flow under rollback with paths of different lengths between two stages: a marker
+        would come back at different times."""
         for first in self.stages:
             walks: dict[int, list[Stage]] = {first.id: [first]}
             waiting = [first]
@@ -309,7 +310,7 @@ class _Planner:
                     if known is walk:
                         waiting.append(self.stages[after])
 
-    def _refuse_pointless(self, nodes: list[Node]) -> None:
+    def _refuse_pointless(self, nodes: list[FlowNode]) -> None:
         name = self.flow.name
         if not any(isinstance(n, SourceNode) for n in nodes):
             raise FlowError(f"flow {name!r} has no source", hint="start with flow.source(...)")
@@ -331,7 +332,7 @@ class _Planner:
 
     def _add_stage(
         self,
-        node: Node,
+        node: FlowNode,
         kind: Literal["source", "keyed", "sink"],
         ports: dict[str, Port],
         *,

@@ -22,7 +22,8 @@ from holdfast.engine.batches import Track, empty, with_order
 from holdfast.engine.expressions import Col, Column, Expr, is_plain, type_of
 from holdfast.engine.groups import Groups
 from holdfast.engine.keys import KeyWords, key_words
-from holdfast.engine.state import STANDBY, Field, StateTable
+from holdfast.engine.state import STANDBY, StateTable
+from holdfast.engine.state_rows import Field
 from holdfast.engine.types import refuse_type
 from holdfast.errors import FlowError
 

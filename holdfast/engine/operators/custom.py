@@ -13,7 +13,8 @@ from holdfast.engine.batches import Track, as_array, empty, order_arrays, take
 from holdfast.engine.expressions import Column, unwrap
 from holdfast.engine.groups import Groups
 from holdfast.engine.operators.base import KeyedOperator, Port
-from holdfast.engine.state import Field, StateTable, distinct
+from holdfast.engine.state import StateTable
+from holdfast.engine.state_rows import Field, distinct
 from holdfast.engine.types import plain_schema, refuse_type
 from holdfast.errors import FlowError
 

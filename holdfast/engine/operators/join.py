@@ -185,7 +185,7 @@ def _after(a: list[np.ndarray], b: list[np.ndarray]) -> np.ndarray:
     return above
 
 
-class _Run:
+class _SortedRun:
     """Rows sorted by the first word of their key."""
 
     def __init__(self, batch: pa.RecordBatch, words: KeyWords) -> None:
@@ -215,7 +215,7 @@ class _Side:
 
     def __init__(self, keys: list[str], schema: pa.Schema, on: str, partitions: int) -> None:
         self.keys, self.schema, self.on, self.partitions = keys, schema, on, partitions
-        self.runs: list[_Run] = []
+        self.runs: list[_SortedRun] = []
         self._floor = Track.NEVER
         self._births: deque[tuple[int, int]] = deque()
         """By epoch: the latest time of its rows."""
@@ -245,8 +245,8 @@ class _Side:
     def row_bytes(self) -> int:
         return self.nbytes // self.size if self.size else 0
 
-    def _run(self, batch: pa.RecordBatch) -> _Run:
-        return _Run(batch, key_words([batch.column(k) for k in self.keys]))
+    def _run(self, batch: pa.RecordBatch) -> _SortedRun:
+        return _SortedRun(batch, key_words([batch.column(k) for k in self.keys]))
 
     def add(self, batch: pa.RecordBatch, epoch: int = -1) -> None:
         if batch.num_rows == 0:
@@ -270,7 +270,7 @@ class _Side:
         """Drop rows with a time below `oldest` from runs of which at least half is that old."""
         if oldest <= self._floor:
             return
-        kept: list[_Run] = []
+        kept: list[_SortedRun] = []
         for run in self.runs:
             rows = np.flatnonzero(event_times(run.batch, self.on) >= oldest)
             if 2 * rows.size <= run.batch.num_rows:

@@ -23,7 +23,8 @@ from holdfast.engine.operators.base import (
     one_zero,
     peak,
 )
-from holdfast.engine.state import Field, StateTable
+from holdfast.engine.state import StateTable
+from holdfast.engine.state_rows import Field
 from holdfast.errors import FlowError
 
 

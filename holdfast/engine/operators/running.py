@@ -12,7 +12,8 @@ from holdfast.engine.batches import Track, build, order_arrays, take_column
 from holdfast.engine.expressions import Column
 from holdfast.engine.groups import Groups
 from holdfast.engine.operators.base import Agg, KeyedOperator, Port, columns_of, overflows
-from holdfast.engine.state import Field, StateTable
+from holdfast.engine.state import StateTable
+from holdfast.engine.state_rows import Field
 
 
 class RunningAggregate(KeyedOperator):

@@ -22,7 +22,8 @@ from holdfast.engine.expressions import AtStart, Col, Expr, column, unwrap
 from holdfast.engine.groups import Groups
 from holdfast.engine.keys import KeyWords, key_hash
 from holdfast.engine.operators.base import KeyedOperator, Port, broadcast, columns_of, holds, infer
-from holdfast.engine.state import Field, StateTable
+from holdfast.engine.state import StateTable
+from holdfast.engine.state_rows import Field
 from holdfast.engine.watermark import operator_times
 from holdfast.errors import FlowError
 

@@ -26,7 +26,8 @@ from holdfast.engine.operators.base import (
     overflows,
     peak,
 )
-from holdfast.engine.state import Field, StateTable
+from holdfast.engine.state import StateTable
+from holdfast.engine.state_rows import Field
 from holdfast.engine.watermark import operator_times
 from holdfast.errors import FlowError
 
