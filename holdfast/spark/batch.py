@@ -56,7 +56,7 @@ def batch(
     use_this_python(spark)
     planned = blocks.checked_plan(flow, inputs, partitions, streaming=False)
     known = None if records is None else [_as_record(r) for r in records]
-    job = Job(planned, Order.of(planned, inputs, known), partitions)
+    job = BatchJob(planned, Order.of(planned, inputs, known), partitions)
     return {s.name: job.result(s, with_order) for s in planned.sinks if s.name in sinks}
 
 
@@ -67,7 +67,7 @@ Keep = Callable[[Stage, KeyedOperator], None]
 """A task calls it with its operator once the operator has processed all rows."""
 
 
-class Job:
+class BatchJob:
     """The DataFrames of the stages.
 
     The consumers of a stage share one shuffle of its shuffle blocks, which Spark then computes once

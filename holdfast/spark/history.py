@@ -27,7 +27,7 @@ from holdfast.engine.steps import conform
 from holdfast.errors import FlowError, HoldfastError
 from holdfast.plan.planner import Stage, plan
 from holdfast.spark import shuffle_blocks as blocks
-from holdfast.spark.batch import Job, Order
+from holdfast.spark.batch import BatchJob, Order
 from holdfast.spark.session import cause, use_this_python
 from holdfast.storage.files import Folder
 from holdfast.storage.layout import RESULTS
@@ -106,13 +106,13 @@ class History:
 
     def _build(self) -> RestorePoint:
         order = Order.of(self.plan, self._all_inputs(), ended=False)
-        job = Job(self.plan, order, self.partitions, keep=KeepState(self.place))
+        job = BatchJob(self.plan, order, self.partitions, keep=KeepState(self.place))
         results = {s.id: self._results(job, s) for s in self.plan.sinks}
         state = stored_state(Folder(self.place))
         epochs = max([1, *(len(files) for files in results.values())])
         return RestorePoint(self.place, epochs, order.rows, order.mark, state, results)
 
-    def _results(self, job: Job, sink: Stage) -> list[str]:
+    def _results(self, job: BatchJob, sink: Stage) -> list[str]:
         """Write a sink's results of the history in order, and return the names of the files."""
         ranges = min(RANGES_MAX, -(-job.order.rows // RANGE_ROWS) or 1)
         rows = -(-job.order.rows // ranges) or 1

@@ -24,7 +24,8 @@ from pyspark.sql import SparkSession
 from holdfast.api.graph import Flow
 from holdfast.errors import HostError
 from holdfast.plan.planner import Plan
-from holdfast.site.runtime import OnExit, SiteConfig, run_site
+from holdfast.site.config import OnExit, SiteConfig
+from holdfast.site.runtime import run_site
 from holdfast.spark.session import cause, use_this_python
 
 EXECUTORS_S_MAX = 20.0

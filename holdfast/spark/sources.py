@@ -157,7 +157,7 @@ MOVED_S_MAX = 3.0
 SourceT = TypeVar("SourceT", bound=SparkSource)
 
 
-class _Pusher(Generic[SourceT]):
+class _SparkPusher(Generic[SourceT]):
     """Runs a push source on the driver. It calls `failed` with the error if pushing fails."""
 
     def __init__(self, source: SourceT) -> None:
@@ -220,7 +220,7 @@ class _Pusher(Generic[SourceT]):
         self._stopped = True
 
 
-class _BatchPusher(_Pusher[SparkBatch]):
+class _BatchPusher(_SparkPusher[SparkBatch]):
     def _feed(self) -> None:
         df = self._spark_source.df
         assert df is not None
@@ -247,7 +247,7 @@ class _BatchPusher(_Pusher[SparkBatch]):
             df.sparkSession.sparkContext.cancelJobGroup(self._group)
 
 
-class _StreamPusher(_Pusher[SparkStream]):
+class _StreamPusher(_SparkPusher[SparkStream]):
     _query: Any = None
 
     def __init__(self, source: SparkStream) -> None:

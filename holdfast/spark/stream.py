@@ -42,7 +42,7 @@ from pyspark.sql.streaming import StatefulProcessor, StatefulProcessorHandle
 from holdfast.api.graph import Flow
 from holdfast.engine.batches import UNMOVED, Track, concat, from_ipc, with_order
 from holdfast.engine.operators.base import KeyedOperator
-from holdfast.engine.state import Field
+from holdfast.engine.state_rows import Field
 from holdfast.engine.steps import conform
 from holdfast.engine.watermark import Steps, Watermark, source_times, track_of
 from holdfast.errors import HostError, InputError, require
@@ -75,7 +75,7 @@ def stream(
     if checkpoint is not None:
         spark.conf.set("spark.sql.streaming.checkpointLocation", checkpoint)
     wanted = [s for s in planned.sinks if s.name in sinks]
-    kinds = {s.name: _TimedJob if _uses_watermark(planned, s) else _Job for s in wanted}
+    kinds = {s.name: _TimedStreamJob if _uses_watermark(planned, s) else _StreamJob for s in wanted}
     chained = any(kinds[s.name].stateful(planned, s) > 1 for s in wanted)
     backend = _chaining(spark) if chained else _in_pandas
     with described(spark, f"Holdfast flow {flow.name!r} as a stream: keys for the buckets"):
@@ -95,7 +95,7 @@ def _uses_watermark(planned: Plan, stage: Stage) -> bool:
 # --- stages as DataFrames -------------------------------------------------------------------------
 
 
-class _Job:
+class _StreamJob:
     def __init__(
         self,
         planned: Plan,
@@ -161,7 +161,7 @@ class _Job:
         return self.backend(keyed, task)
 
 
-class _TimedJob(_Job):
+class _TimedStreamJob(_StreamJob):
     """A job with an ingress between the sources and the keyed stages. All rows of all sources pass
     through each ingress of the query, so all assign the same numbers and the same watermark."""
 
@@ -185,7 +185,7 @@ class _TimedJob(_Job):
         for stage in self.plan.sources:
             outlet = blocks.ToBlocks(exchanges.get(stage.id, []), self.partitions)
             rows = _SourceRows.of(stage, self.inputs[stage.name])
-            entries.append(_Entry(rows, blocks.shipped(self.plan, stage)[1], outlet))
+            entries.append(_StreamEntry(rows, blocks.shipped(self.plan, stage)[1], outlet))
         planned = blocks.shipped(self.plan, self.plan.sources[0])[0]
         task = _IngressTask(planned, entries, self.partitions)
         return self._stateful([self._raw(s) for s in self.plan.sources], task)
@@ -341,7 +341,7 @@ Backend = Callable[[DataFrame, _Task], DataFrame]
 
 
 @dataclass
-class _Entry:
+class _StreamEntry:
     """A source at the ingress."""
 
     rows: _SourceRows
@@ -354,7 +354,7 @@ class _IngressTask:
     of their sources, and sends a heartbeat to every bucket. The numbers continue those of the last
     micro-batch, so its state is the next number and the watermark's state."""
 
-    def __init__(self, planned: Plan, entries: list[_Entry], partitions: int) -> None:
+    def __init__(self, planned: Plan, entries: list[_StreamEntry], partitions: int) -> None:
         self.plan, self.entries, self.partitions = planned, entries, partitions
 
     def run(
@@ -395,7 +395,7 @@ class _IngressTask:
 
     @staticmethod
     def _by_split(
-        entry: _Entry, batches: list[pa.RecordBatch]
+        entry: _StreamEntry, batches: list[pa.RecordBatch]
     ) -> Iterator[tuple[int, pa.RecordBatch]]:
         if not batches:
             return
@@ -413,20 +413,20 @@ class _IngressTask:
             yield split, whole.filter(pa.array(numbers == split))
 
     @staticmethod
-    def _numbered(entry: _Entry, whole: pa.RecordBatch, seq: int) -> pa.RecordBatch:
+    def _numbered(entry: _StreamEntry, whole: pa.RecordBatch, seq: int) -> pa.RecordBatch:
         ordered = entry.rows.sorted(whole) if entry.rows.order else whole
         seqs = np.arange(seq, seq + whole.num_rows)
         return entry.rows.numbered(entry.rows.conformed(ordered), seqs)
 
     @staticmethod
-    def _advance(mark: Watermark, entry: _Entry, split: int, rows: pa.RecordBatch) -> Steps:
+    def _advance(mark: Watermark, entry: _StreamEntry, split: int, rows: pa.RecordBatch) -> Steps:
         on = entry.stage.event_time
         if on is None:
             return np.empty(0, np.int64), np.empty(0, np.int64)
         times = source_times(rows, on, entry.stage.name)
         return mark.advance((entry.stage.id, split), rows.column("__o0").to_numpy(), times)
 
-    def _sent(self, entry: _Entry, rows: pa.RecordBatch) -> Iterable[pa.RecordBatch]:
+    def _sent(self, entry: _StreamEntry, rows: pa.RecordBatch) -> Iterable[pa.RecordBatch]:
         if not entry.outlet.exchanges:
             return []  # this ingress numbers its rows, but another path sends them
         runner = StageRunner(self.plan, entry.stage, 1)
