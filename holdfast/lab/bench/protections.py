@@ -51,7 +51,7 @@ from holdfast.api.options import Options
 from holdfast.api.protection import Protection, active, none, pairs, passive, rollback, upstream
 from holdfast.control.run import Run
 from holdfast.errors import FlowError, InvariantError
-from holdfast.lab.bench.failover import settle, until
+from holdfast.lab.bench.kills import settle, until
 from holdfast.lab.bench.tradeoff import picture as picture
 from holdfast.lab.workloads import dmz
 from holdfast.lab.workloads.monitoring import FLOWS, RATE, protected_flow, source

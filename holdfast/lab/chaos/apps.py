@@ -18,12 +18,13 @@ from rich.console import Console
 
 from holdfast.control.applications import Apps
 from holdfast.errors import HostError
-from holdfast.lab.bench.failover import kill_driver
+from holdfast.lab.bench.kills import kill_driver
 from holdfast.lab.bench.processes import tree
 from holdfast.lab.chaos import load
-from holdfast.lab.chaos.engine import TICK_S, Done, phases
+from holdfast.lab.chaos.engine import Done, phases
 from holdfast.lab.chaos.faults import ARBITER_SITE, ARBITER_STOP, DRIVER, ChaosFault
-from holdfast.lab.chaos.zookeeper import Server
+from holdfast.lab.chaos.waiting import Waiter
+from holdfast.lab.chaos.zookeeper import ZooKeeperServer
 
 PATIENCE_S = 180.0
 """Maximum time for a flow to start, or to be protected again: an application may have to start."""
@@ -38,7 +39,7 @@ class AppsChaos:
     def __init__(
         self,
         apps: Apps,
-        server: Server | None,
+        server: ZooKeeperServer | None,
         folder: str,
         lease_s: float,
         console: Console | None = None,
@@ -48,19 +49,20 @@ class AppsChaos:
         self._log, self._console = Path(load.log_path(folder)), console
         self._known: set[int] = set()
         self._killed: set[int] = set()
+        self._waiter = Waiter(apps, PATIENCE_S, self._describe)
 
     def run(self, chosen: Iterable[ChaosFault], until: float = float("inf")) -> None:
         """Inject the faults, no new one after `until`; raise unless the flow recovers from all."""
-        self._until(self._settled, "everything is protected at the start")
+        self._waiter.until(self._settled, "everything is protected at the start")
         for fault in chosen:
             if time.monotonic() > until:
                 break
-            self._pass(fault.pause_s)
+            self._waiter.pause(fault.pause_s)
             self._known |= {site["site"] for site in self._apps.status()["sites"]}
             if self._console is not None:
                 self._console.print(f"  {fault}", highlight=False)
             self.done.append(self._inject(fault))
-            self._until(self._settled, f"the flow has recovered from fault {fault}")
+            self._waiter.until(self._settled, f"the flow has recovered from fault {fault}")
 
     def unexpected(self) -> dict[int, str]:
         """Return the members that were declared dead although no fault killed their process."""
@@ -78,7 +80,7 @@ class AppsChaos:
             site = self._victim(fault)
             done.victims, done.pids = (site["site"],), (site["pid"],)
         self._without_arbiter(fault, done)
-        self._until(
+        self._waiter.until(
             lambda: self._knows(done.victims) and self._settled(),
             f"the flow has recovered from fault {fault}",
         )
@@ -92,14 +94,14 @@ class AppsChaos:
         back = self._take_away(fault)
         done.at = time.time()
         try:
-            self._pass(REPORT_S)  # until the sites have reported all views committed before
+            self._waiter.pause(REPORT_S)  # until the sites have reported all views committed before
             views = self._views() | {"None"}  # a new site has no view yet
             for pid in done.pids:
                 os.kill(pid, signal.SIGKILL)
             self._killed |= set(done.victims)
-            self._pass(fault.lasts * self._lease_s)
+            self._waiter.pause(fault.lasts * self._lease_s)
             if not done.victims:  # with a victim, the tasks that it led wait for the next view
-                self._until(self._more_results(), f"data flows during {fault}")
+                self._waiter.until(self._more_results(), f"data flows during {fault}")
             others = self._views() - views
             if others:
                 raise HostError(
@@ -148,24 +150,9 @@ class AppsChaos:
         below = tree(self._apps.processes[leader].pid) if leader is not None else []
         return {s["site"] for s in self._apps.status()["sites"] if s["pid"] in below}
 
-    def _until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            if time.monotonic() > deadline:
-                status = self._apps.status()
-                raise HostError(
-                    f"waited {PATIENCE_S:.0f} s in vain until {what}; {status['view']}",
-                    hint=f"sites act on {self._views()}; dead: {status.get('dead')}; "
-                    f"phases: {phases(status) or 'all protected'}",
-                )
-            self._tick()
-
-    def _pass(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            self._tick()
-
-    def _tick(self) -> None:
-        if self._apps.ended(TICK_S):
-            self._apps.wait()
-            raise HostError("the flow has ended too early")
+    def _describe(self) -> str:
+        status = self._apps.status()
+        return (
+            f"sites act on {self._views()}; dead: {status.get('dead')}; "
+            f"phases: {phases(status) or 'all protected'}"
+        )

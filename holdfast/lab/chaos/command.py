@@ -131,7 +131,7 @@ def _in_apps(
     _judge(outcome, folder, rows, engine.done, {})
 
 
-def _apps(outcome: ChaosOutcome, folder: str, server: zookeeper.Server | None) -> Apps:
+def _apps(outcome: ChaosOutcome, folder: str, server: zookeeper.ZooKeeperServer | None) -> Apps:
     file = Path(folder, "flow.py")
     flow = f"{outcome.load!r}.flow({folder!r})"
     file.write_text(f"from holdfast.lab.chaos.load import Load\n\nflow = {flow}\n")
@@ -204,12 +204,12 @@ def _network() -> Iterator[tuple[namespaces.Network | None, str | None]]:
 
 
 @contextmanager
-def _server(folder: str, why: str | None) -> Iterator[zookeeper.Server | None]:
+def _server(folder: str, why: str | None) -> Iterator[zookeeper.ZooKeeperServer | None]:
     """Yield a running ZooKeeper server, or None if there is a reason `why` it cannot run."""
     if why is not None:
         yield None
         return
-    server = zookeeper.Server(Path(tempfile.mkdtemp(dir=folder)))
+    server = zookeeper.ZooKeeperServer(Path(tempfile.mkdtemp(dir=folder)))
     server.start()
     try:
         yield server

@@ -16,7 +16,6 @@ from typing import Any
 
 from rich.console import Console
 
-from holdfast.errors import HostError
 from holdfast.lab.chaos.faults import (
     BLIP,
     CUT,
@@ -37,10 +36,10 @@ from holdfast.lab.chaos.faults import (
 )
 from holdfast.lab.chaos.namespaces import Network
 from holdfast.lab.chaos.proxy import CONTROL, Proxy
+from holdfast.lab.chaos.waiting import Waiter
 from holdfast.lab.workloads.paced import WatchedRun
 
 KILLS = (KILL, TWO_KILLS, EXECUTOR)
-TICK_S = 0.01
 SPARED_LEASES = 5.0
 PATIENCE_S = 60.0
 """Maximum time for the flow to be protected again, and for a fenced site to leave."""
@@ -110,20 +109,25 @@ class Chaos:
         self._rebuilt = rebuilt
         self._heals: list[Heal] = []
         self._open: list[Done] = []
+        self._waiter = Waiter(run, PATIENCE_S, self._describe, self._on_tick)
 
     def run(self, chosen: Iterable[ChaosFault], until: float = float("inf")) -> None:
         """Inject the faults, no new one after `until`; raise unless the flow recovers from all."""
         try:
-            self._until(lambda: self._run.protected, "everything is protected at the start")
+            self._waiter.until(lambda: self._run.protected, "everything is protected at the start")
             for fault in chosen:
                 if time.monotonic() > until:
                     break
                 if not fault.overlaps:
-                    self._until(self._recovered, f"the flow has recovered before fault {fault}")
-                self._pass(fault.pause_s)
+                    self._waiter.until(
+                        self._recovered, f"the flow has recovered before fault {fault}"
+                    )
+                self._waiter.pause(fault.pause_s)
                 self._inject(fault)
-            self._until(self._recovered, "everything is protected again after the last fault")
-            self._until(self._left, "the fenced sites have left")
+            self._waiter.until(
+                self._recovered, "everything is protected again after the last fault"
+            )
+            self._waiter.until(self._left, "the fenced sites have left")
         finally:
             self._heal_all()
 
@@ -148,28 +152,14 @@ class Chaos:
 
     # --- waiting --------------------------------------------------------------------------------
 
-    def _until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            if time.monotonic() > deadline:
-                status = self._run.status()
-                raise HostError(
-                    f"waited {PATIENCE_S:.0f} s in vain until {what}; {status.get('view')}",
-                    hint=f"open faults: {'; '.join(map(str, self._open)) or 'none'}; "
-                    f"fenced and still running: {sorted(self.fenced() - self._exits.keys())}; "
-                    f"phases: {phases(status)}",
-                )
-            self._tick()
+    def _describe(self) -> str:
+        return (
+            f"open faults: {'; '.join(map(str, self._open)) or 'none'}; "
+            f"fenced and still running: {sorted(self.fenced() - self._exits.keys())}; "
+            f"phases: {phases(self._run.status())}"
+        )
 
-    def _pass(self, seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            self._tick()
-
-    def _tick(self) -> None:
-        if self._run.ended(TICK_S):
-            self._run.wait()
-            raise HostError("the flow has ended too early")
+    def _on_tick(self) -> None:
         self._observe()
         for heal in [h for h in self._heals if self._is_over(h)]:
             self._heal(heal)
@@ -231,7 +221,7 @@ class Chaos:
             choices[:] = self._possible(fault)
             return bool(choices)
 
-        self._until(possible, f"fault {fault} is permitted")
+        self._waiter.until(possible, f"fault {fault} is permitted")
         kind, victims, status = choices[0]
         pids = tuple(_pid(status, s) for s in victims)
         done = Done(fault, kind, victims, pids, time.time(), not status["protected"])

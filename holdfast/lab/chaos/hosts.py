@@ -12,7 +12,7 @@ from holdfast.hosts.fork_server import Work
 from holdfast.hosts.processes import ProcessHost
 from holdfast.lab.chaos.namespaces import Network
 from holdfast.lab.chaos.proxy import CONTROL, Proxy
-from holdfast.site.runtime import OnExit, SiteConfig
+from holdfast.site.config import OnExit, SiteConfig
 
 
 class Exits:

@@ -7,20 +7,18 @@ import base64
 import importlib.util
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 
 from holdfast.control.applications import free_ports
 from holdfast.errors import HostError
+from holdfast.lab.chaos.server_process import ServerProcess
 
 JARS = Path(os.environ.get("HOLDFAST_KAFKA_JARS") or Path(sys.prefix, "kafka"))
 """The folder into which `make test-integration` downloads the jars."""
-START_S_MAX = 60.0
 
 _SETTINGS = """
 process.roles=broker,controller
@@ -46,17 +44,19 @@ log.initial.task.delay.ms=500
 """
 
 
-class Broker:
-    """One process that is both broker and controller. Its data survive a kill and restart."""
+class Broker(ServerProcess):
+    """One process that is both broker and controller."""
+
+    start_s_max = 60.0
 
     def __init__(self, directory: Path) -> None:
+        super().__init__()
         self.port, controller = free_ports(2)
         self._directory = directory
         self._config = directory / "server.properties"
         self._config.write_text(
             _SETTINGS.format(port=self.port, controller=controller, data=directory / "data")
         )
-        self._process: subprocess.Popen[bytes] | None = None
         cluster = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
         # Not as a separate argument: the id may begin with a dash.
         storage = ("format", f"--cluster-id={cluster}", "--config", self._config)
@@ -67,14 +67,8 @@ class Broker:
     def servers(self) -> str:
         return f"127.0.0.1:{self.port}"
 
-    def start(self) -> None:
-        """Start the broker, and wait until it accepts connections."""
-        self._process = self._java("kafka.Kafka", self._config)
-        deadline = time.monotonic() + START_S_MAX
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise self._failure("did not start")
-            time.sleep(0.05)
+    def _launch(self) -> subprocess.Popen[bytes]:
+        return self._java("kafka.Kafka", self._config)
 
     def _failure(self, what: str) -> HostError:
         lines = (self._directory / "log").read_text(errors="replace").splitlines()
@@ -95,15 +89,6 @@ class Broker:
                 return True
         except OSError:
             return False
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
 
 
 def unavailable() -> str | None:

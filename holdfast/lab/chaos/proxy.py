@@ -99,12 +99,12 @@ class _Route:
         self._socket = socket.create_server((host, 0), backlog=128)
         self.address: Address = (host, self._socket.getsockname()[1])
         self.to, self.held, self.closed = to, False, False
-        self.ends: set[_End] = set()
+        self.ends: set[_RouteEnd] = set()
         self._server: asyncio.Server | None = None
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _End(self), sock=self._socket)
+        self._server = await loop.create_server(lambda: _RouteEnd(self), sock=self._socket)
         if self.closed:  # the site ended before its port was open
             self._server.close()
 
@@ -131,10 +131,10 @@ class _Route:
         self.reset()
 
 
-class _End(asyncio.Protocol):
+class _RouteEnd(asyncio.Protocol):
     """One end of a proxied connection; it forwards received data to the other end."""
 
-    def __init__(self, route: _Route, other: _End | None = None) -> None:
+    def __init__(self, route: _Route, other: _RouteEnd | None = None) -> None:
         self._route, self._other = route, other
         self.dialled = other is None
         self._transport: asyncio.Transport | None = None
@@ -155,7 +155,7 @@ class _End(asyncio.Protocol):
     async def _connect(self) -> None:
         try:
             loop = asyncio.get_running_loop()
-            await loop.create_connection(lambda: _End(self._route, self), *self._route.to)
+            await loop.create_connection(lambda: _RouteEnd(self._route, self), *self._route.to)
         except OSError:
             self.reset()
 

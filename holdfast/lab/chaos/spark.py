@@ -11,7 +11,7 @@ from holdfast.api.graph import Flow
 from holdfast.lab.chaos.hosts import Exits, detoured
 from holdfast.lab.chaos.proxy import Proxy
 from holdfast.plan.planner import plan
-from holdfast.site.runtime import OnExit, SiteConfig
+from holdfast.site.config import OnExit, SiteConfig
 from holdfast.spark.host import SparkHost
 from holdfast.spark.session import cluster_session, executors_folder
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import signal
 import socket
 import subprocess
-import time
 from pathlib import Path
 
 from holdfast.errors import HostError
+from holdfast.lab.chaos.server_process import ServerProcess
 
 JAR = Path("/usr/share/java/zookeeper.jar")
-START_S_MAX = 30.0
+MAIN = "org.apache.zookeeper.server.ZooKeeperServerMain"
 
 
-class Server:
+class ZooKeeperServer(ServerProcess):
     """One server process. Its short ticks permit short sessions: from 0.4 to 4 s."""
 
     def __init__(self, directory: Path) -> None:
+        super().__init__()
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
         self._config = directory / "zoo.cfg"
@@ -28,29 +28,24 @@ class Server:
             f"tickTime=200\ndataDir={directory / 'data'}\nclientPort={self.port}\n"
             "clientPortAddress=127.0.0.1\nadmin.enableServer=false\nmaxClientCnxns=0\n"
         )
-        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
         return f"zk://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
-        """Start the server, and wait until it answers. Its data survive a kill and restart."""
-        main = "org.apache.zookeeper.server.ZooKeeperServerMain"
-        self._process = subprocess.Popen(
+    def _launch(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
             # Without syncing the server does not survive a power cut, and never waits for a disk.
-            ["java", "-Xmx128m", "-Dzookeeper.forceSync=no", "-cp", JAR, main, self._config],
+            ["java", "-Xmx128m", "-Dzookeeper.forceSync=no", "-cp", JAR, MAIN, self._config],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        deadline = time.monotonic() + START_S_MAX
-        while not self._answers():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise HostError(
-                    f"the ZooKeeper server at {self.url} did not start",
-                    hint=f"see the output of java -cp {JAR} {main} {self._config}",
-                )
-            time.sleep(0.05)
+
+    def _failure(self, what: str) -> HostError:
+        return HostError(
+            f"the ZooKeeper server at {self.url} {what}",
+            hint=f"see the output of java -cp {JAR} {MAIN} {self._config}",
+        )
 
     def _answers(self) -> bool:
         try:
@@ -59,15 +54,6 @@ class Server:
                 return connection.recv(9) == b"Zookeeper"
         except OSError:
             return False
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
 
 
 def unavailable() -> str | None:

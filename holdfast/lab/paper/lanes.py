@@ -25,7 +25,7 @@ class Output:
         self.kept: deque[Tuple] = deque()
         self.silent = False
         self.confirmed = NONE
-        self.lane: Lane | None = None
+        self.lane: ModelLane | None = None
         """The lane that emits the tuples; None at a source."""
         self._acked: dict[tuple[int, int], int] = {}
 
@@ -61,7 +61,7 @@ class Output:
             self.kept.popleft()
 
 
-class Lane:
+class ModelLane:
     """One stream's boxes on a node, with the queue before each; or the stream's end at the
     client."""
 

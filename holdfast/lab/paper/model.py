@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from holdfast.lab.paper.lanes import NONE, Lane, Output, Tuple
+from holdfast.lab.paper.lanes import NONE, ModelLane, Output, Tuple
 from holdfast.lab.paper.layouts import Layout, Parameters
 from holdfast.lab.paper.wires import Clock, Machine, Wires
 
@@ -57,7 +57,7 @@ class ModelNode:
         self.system, self.number, self.machine = system, number, machine
         who = next(system.names)
         hops = [(s, p.index(number)) for s, p in enumerate(system.layout.paths) if number in p]
-        self.lanes = {s: Lane(system, machine, s, hop, who) for s, hop in hops}
+        self.lanes = {s: ModelLane(system, machine, s, hop, who) for s, hop in hops}
         self.alive = True
         self.saved: dict[int, Saved] = {}
         """The last checkpoint at the standby. (The node object holds it for its standby.)"""
@@ -81,7 +81,7 @@ class ModelNode:
         if self.system.approach == "active" and self.system.nodes[self.number][0] is self:
             self._trim_second()
 
-    def _id_bytes(self, lane: Lane, box: int, number: int) -> int:
+    def _id_bytes(self, lane: ModelLane, box: int, number: int) -> int:
         """Return the bytes of an identifier, or 0 if it is the same as last time."""
         last = self._last_ids.get((lane.stream, box), NONE)
         self._last_ids[lane.stream, box] = number
@@ -156,7 +156,9 @@ class System:
         for n in numbers:
             self._stand_by(n)
         client = self._machine("client")
-        self._ends = [Lane(self, client, s, len(path), NONE) for s, path in enumerate(layout.paths)]
+        self._ends = [
+            ModelLane(self, client, s, len(path), NONE) for s, path in enumerate(layout.paths)
+        ]
         self._sources = [
             Output(self, self._machine(f"source {s}"), s, 0) for s in range(len(layout.paths))
         ]
@@ -205,7 +207,7 @@ class System:
 
     # --- placement ------------------------------------------------------------------------------
 
-    def receivers(self, stream: int, hop: int) -> Sequence[Lane]:
+    def receivers(self, stream: int, hop: int) -> Sequence[ModelLane]:
         """Return the receivers of a stream at one hop of its path: a node, and its second instance
         if there is one."""
         path = self.layout.paths[stream]
@@ -213,7 +215,7 @@ class System:
             return self._ends[stream : stream + 1]
         return [node.lanes[stream] for node in self.nodes[path[hop]]]
 
-    def _producer(self, lane: Lane) -> Output:
+    def _producer(self, lane: ModelLane) -> Output:
         if lane.hop == 0:
             return self._sources[lane.stream]
         before = self.layout.paths[lane.stream][lane.hop - 1]
@@ -224,7 +226,7 @@ class System:
 
     # --- messages -------------------------------------------------------------------------------
 
-    def _count(self, lane: Lane, nbytes: int, extra: bool) -> None:
+    def _count(self, lane: ModelLane, nbytes: int, extra: bool) -> None:
         if lane.client or lane.hop == 0:
             return
         if extra:
@@ -232,12 +234,12 @@ class System:
         else:
             self.traffic.tuples += nbytes
 
-    def send_tuple(self, out: Output, lane: Lane, item: Tuple, again: bool) -> None:
+    def send_tuple(self, out: Output, lane: ModelLane, item: Tuple, again: bool) -> None:
         nbytes = self.parameters.tuple_bytes
         self._count(lane, nbytes, extra=again)
         self.wires.send(out.machine, lane.machine, nbytes, lane.receive, item)
 
-    def send_ack(self, lane: Lane, level: int, number: int) -> None:
+    def send_ack(self, lane: ModelLane, level: int, number: int) -> None:
         nbytes, out = self.parameters.id_bytes, self._producer(lane)
         self._count(lane, nbytes, extra=True)
         self.wires.send(lane.machine, out.machine, nbytes, out.on_ack, lane.who, level, number)

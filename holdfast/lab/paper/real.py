@@ -40,10 +40,11 @@ from holdfast.engine.expressions import col
 from holdfast.errors import InvariantError
 from holdfast.lab.paper.layouts import Parameters
 from holdfast.lab.paper.measure import Recovery, recovery_of
+from holdfast.lab.sim.links import Down, Link, SitePort
 from holdfast.lab.sim.timed import Pace, TimedWorld
-from holdfast.lab.sim.world import Down, Link, World, _Port
+from holdfast.lab.sim.world import World
 from holdfast.net import wire
-from holdfast.site.node import Node
+from holdfast.site.node import SiteNode
 
 PROTECTIONS = ("passive", "active", "upstream", "rollback", "pairs")
 SITES = 6
@@ -170,8 +171,8 @@ class WiredWorld(TimedWorld):
     def make_control(self, app: int) -> ControlNode:
         return ControlNode(self.shape, self.options, holder="0", sites=SITES, machine=_Spread)
 
-    def make_node(self, site: SiteId) -> Node:
-        return Node(self.plan, site, self.options, _Port(self, site), now=self.now)
+    def make_node(self, site: SiteId) -> SiteNode:
+        return SiteNode(self.plan, site, self.options, SitePort(self, site), now=self.now)
 
     def packed(self, message: wire.Message, body: list[Any] | None) -> tuple[wire.Message, Any]:
         return World.packed(self, message, body)
@@ -183,12 +184,12 @@ class WiredWorld(TimedWorld):
             self._count(item[0], nbytes)
         begun = max(self._free.get(link, 0.0), self.time)
         self._free[link] = begun + nbytes / self.pace.bytes_per_s
-        self._push(self._free[link] + self.pace.delay - self.time, "net", link)
+        self.add(self._free[link] + self.pace.delay - self.time, "net", link)
 
     def _count(self, message: wire.Message, nbytes: int) -> None:
         self.sent_bytes += nbytes
         exchange = self.stage.inputs[0].id
-        if isinstance(message, wire.Bundle) and message.exchange == exchange:
+        if isinstance(message, wire.Bundle) and message.key.exchange == exchange:
             self.input_bytes += nbytes
         elif isinstance(message, wire.Acks) and message.acks[0].exchange == exchange:
             self.ack_bytes += nbytes
@@ -199,7 +200,7 @@ class WiredWorld(TimedWorld):
         del self.nodes[site]
         for link in [k for k in self.network if k[1] == site]:
             self.network[link] = deque()
-        self._push(detected_after, "do", lambda world: world.detect(site))
+        self.add(detected_after, "do", lambda world: world.detect(site))
 
     def detect(self, site: SiteId) -> None:
         for link in [k for k in self.network if site in k]:
@@ -317,7 +318,7 @@ def recovery(run: PaperRun) -> Recovery:
 
 
 def _go(world: WiredWorld, until: float) -> None:
-    while world._events and world._events[0][0] < until:
+    while world.agenda and world.agenda.next_due < until:
         world.step()
         if world.error is not None:
             raise world.error

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from holdfast.arbiter.memory import ArbiterMemory, MemoryArbiter
-from holdfast.control.leading import Knowledge, decode
+from holdfast.control.knowledge import Knowledge, decode
 
 
 class SimArbiter(MemoryArbiter):
-    """One application's access, for one life of it."""
+    """The access of one application, until it dies."""
 
     def __init__(self, lease_s: float, store: ArbiterMemory, clock: Callable[[], float]) -> None:
         super().__init__("simulated", lease_s, store)
@@ -19,32 +19,32 @@ class SimArbiter(MemoryArbiter):
         return round(self._clock() * 1e9)
 
 
-class Ledger(ArbiterMemory):
-    """What all applications share: the entry, and what was ever committed."""
+class ArbiterLedger(ArbiterMemory):
+    """What all applications share: the arbiter's entry, and the history of commits."""
 
     def __init__(self) -> None:
         super().__init__()
         self.views: set[tuple[int, int]] = set()
         """Term and number of every view that was committed."""
         self.broken: set[int] = set()
-        """The terms whose leases were ended before their time."""
+        """The terms whose leases the arbiter ended too early."""
         self._read: tuple[int, Knowledge | None] = (-1, None)
 
     @property
     def known(self) -> Knowledge | None:
-        """What is committed."""
+        """The decoded value of the entry."""
         entry = self.record.entry
         if self._read[0] != entry.version:
             self._read = (entry.version, decode(entry.value) if entry.value else None)
         return self._read[1]
 
     def note(self) -> None:
-        """A commit went through."""
+        """Record the view of a commit that succeeded."""
         known = self.known
         if known is not None and known.view is not None:
             self.views.add((known.view.term, known.view.number))
 
     def end_lease(self) -> None:
-        """Whoever leads has lost its session."""
+        """End the lease of the current leader."""
         self.broken.add(self.record.entry.term)
         self.leases[self.record.entry.term] = 0

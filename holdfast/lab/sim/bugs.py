@@ -1,8 +1,8 @@
-"""Bugs to plant: each is a mistake that one could make in the protocol, switched on by itself.
+"""Bugs to plant: each is a possible mistake in the protocol, and is planted by itself.
 
-A simulator that finds nothing proves nothing unless it is known to find what is there. Every bug
-here must be caught within its number of seeds (`tests/sim/test_explore.py`), and
-``holdfast sim --bug NAME`` shows how.
+A simulator that finds nothing proves nothing unless it finds bugs that are there. It must catch
+every bug of this module within the bug's number of seeds (`tests/sim/test_explore.py`; with every
+change, by the seed that `tests/support/caught.json` stores). ``holdfast sim --bug NAME`` shows how.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from holdfast.control.decisions import PendingDecisions
 from holdfast.control.leading import Leading
 from holdfast.control.node import ControlNode
 from holdfast.control.orders import dismissals
@@ -21,31 +22,36 @@ from holdfast.core.dataflow import Dataflow
 from holdfast.core.donor import Donor
 from holdfast.core.effects import CommitView, FenceSite, PublishRecord, StartFlow
 from holdfast.core.exchange import Consumer, Producer
-from holdfast.core.ids import NO_EPOCH, Epoch, GroupId
+from holdfast.core.ids import NO_EPOCH, Epoch, GroupId, SiteId
 from holdfast.core.layout import PartitionGroup, View
 from holdfast.core.leadership import Leadership
+from holdfast.core.messages import Ack, BundleKey
+from holdfast.core.protection_change import ProtectionChange
 from holdfast.core.records import EpochRecord
 from holdfast.core.replica import Replica
 from holdfast.core.sequencer import Sequencer
+from holdfast.core.site_exchanges import SiteExchanges
 from holdfast.core.upstream import Needs, Search
 from holdfast.engine.batches import Track
 from holdfast.engine.state import StateTable
 from holdfast.engine.watermark import Watermark
 from holdfast.lab.sim.explore import Case, forget
 from holdfast.lab.sim.faults import KINDS, Fault
-from holdfast.lab.sim.world import World
+from holdfast.lab.sim.site_shell import SiteShell
 from holdfast.site.egress import Egress
-from holdfast.site.handover import Checkpoint, Incoming
+from holdfast.site.handover import Incoming, IncomingCheckpoint
 from holdfast.site.ingress import Ingress
-from holdfast.site.node import Node
+from holdfast.site.node import SiteNode
+from holdfast.site.replica_reports import ReplicaReports
 from holdfast.site.stages import TaskRunner
+from holdfast.site.transfers import Transfers
 
 Make = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """A mistake: a method that is replaced by a wrong one."""
+    """A mistake: a wrong method that replaces the right one."""
 
     name: str
     what: str
@@ -55,27 +61,28 @@ class Bug:
     flow: str = "windows"
     protocol: str = "pairs"
     kinds: tuple[str, ...] = KINDS
-    """Which faults bring it out."""
+    """The kinds of faults that expose it."""
     beyond: float = 0.1
-    """In what share of all runs they are more than the protocol can bear."""
+    """The share of runs whose faults may exceed what the protection survives."""
     then: str | None = None
-    """How the first keyed stage is protected later on, if not in the same way all the time."""
+    """The protection to which the first keyed stage changes during the run; None: it does not."""
     faults: tuple[Fault, ...] | None = None
-    """The schedule that brings it out, where those that seeds give hardly ever do."""
+    """The schedule that exposes it, if those of the seeds hardly ever do."""
     apps: int = 1
-    """How many applications it takes."""
+    """The number of applications of a run."""
     seeds: int = 60
-    """It is caught within so many."""
+    """The number of seeds within which it is caught."""
 
     def case(self, seed: int) -> Case:
-        """A run that may bring it out."""
+        """Return a run that may expose it."""
         case = Case(seed, self.flow, self.protocol, kinds=self.kinds, beyond=self.beyond)
         sites = 3 if self.faults else 0  # a schedule names its sites by rank
         return replace(case, then=self.then, faults=self.faults, sites=sites, apps=self.apps)
 
     @contextmanager
     def planted(self) -> Iterator[None]:
-        """The code with the mistake in it, which knows nothing of what right code has done."""
+        """Plant the bug in this context. The memory of results is cleared before and after, because
+        right code has filled it, or wrong code."""
         right = self.owner.__dict__[self.method]
         setattr(self.owner, self.method, self.make(right))
         forget()
@@ -88,33 +95,31 @@ class Bug:
 
 def _no_acks_to_followers(right: Any) -> Any:
     def acks(self: Consumer, *args: Any) -> Any:
-        return [a for a in right(self, *args) if a.take]
+        return [a for a in right(self, *args) if a.ack.subscribe]
 
     return acks
 
 
 def _one_too_far(right: Any) -> Any:
-    def on_ack(self: Producer, ack: Any) -> Any:
-        taker = self.lanes[ack.consumer].takers[ack.site]
-        begins = ack.take and not taker.takes and taker.received >= 0
-        effects = right(self, ack)
+    def on_ack(self: Producer, site: SiteId, ack: Ack) -> Any:
+        cursor = self.lanes[ack.consumer].cursors[site]
+        begins = ack.subscribe and not cursor.subscribed and cursor.received >= 0
+        effects = right(self, site, ack)
         return effects[1:] if begins else effects
 
     return on_ack
 
 
 def _not_fenced(_: Any) -> Any:
-    def fence(self: World, node: Node, view: View) -> None: ...
+    def fence(self: SiteShell, node: SiteNode, view: View) -> None: ...
 
     return fence
 
 
 def _not_committed(right: Any) -> Any:
-    def commit(self: ControlNode, leading: Leading) -> None:
-        for effect in leading.waiting:
-            if isinstance(effect, CommitView):
-                self._execute_all([effect])
-        right(self, leading)
+    def commit(self: Leading) -> Any:
+        views = [e for e in self.decisions.waiting if isinstance(e, CommitView)]
+        return [*self._execute(views), *right(self)]
 
     return commit
 
@@ -132,7 +137,7 @@ def _within_an_epoch(right: Any) -> Any:
 
 def _trimmed_early(_: Any) -> Any:
     def trim(self: Producer, lane: Any) -> None:
-        stable = max((t.received for t in lane.takers.values()), default=-1)
+        stable = max((t.received for t in lane.cursors.values()), default=-1)
         while lane.kept and lane.kept[0].epoch <= stable:
             lane.kept.popleft()
             lane.trimmed += 1
@@ -148,12 +153,12 @@ def _nothing_kept(_: Any) -> Any:
 
 
 def _twice(right: Any) -> Any:
-    def on_bundle(self: Consumer, event: Any) -> bool:
-        if event.epoch <= self.received.get(event.producer, -1):
-            waiting = self._arrived.get(event.epoch, {})
-            waiting.get(event.producer, []).append(event.bundle)
+    def on_bundle(self: Consumer, key: BundleKey, bundle: Any) -> bool:
+        if key.epoch <= self.received.get(key.producer, -1):
+            waiting = self._arrived.get(key.epoch, {})
+            waiting.get(key.producer, []).append(bundle)
             return True
-        return bool(right(self, event))
+        return bool(right(self, key, bundle))
 
     return on_bundle
 
@@ -181,25 +186,25 @@ def _not_passed_again(right: Any) -> Any:
 
 
 def _joiners_are_not_counted(_: Any) -> Any:
-    def count_takers(self: Dataflow, producer: Producer) -> None:
-        assert self.view is not None
-        groups = self.view.groups[self.shape.consumer_of[producer.exchange]]
+    def count_replicas(self: SiteExchanges, producer: Producer) -> None:
+        assert self._view is not None
+        groups = self._view.groups[self._shape.consumer_of[producer.exchange]]
         producer.on_view(
             {GroupId(j): {s: c.joined_view_of(s) for s in c.replicas} for j, c in enumerate(groups)}
         )
 
-    return count_takers
+    return count_replicas
 
 
 def _acked_before_it_came(right: Any) -> Any:
     def ack(self: Consumer, *args: Any) -> Any:
         found = right(self, *args)
-        return replace(found, received=Epoch(found.received + 1))
+        return replace(found, ack=found.ack._replace(received=Epoch(found.ack.received + 1)))
 
     return ack
 
 
-def _follower_lets_go(right: Any) -> Any:
+def _follower_drops_rows(right: Any) -> Any:
     def take(self: Egress, epoch: int, batch: Any) -> None:
         right(self, epoch, batch)
         if not self.leads:
@@ -240,7 +245,7 @@ def _state_stays_behind(right: Any) -> Any:
 
 
 def _chain_not_awaited(_: Any) -> Any:
-    def is_whole(self: Node, task: Any) -> bool:
+    def is_whole(self: ReplicaReports, task: Any) -> bool:
         return True
 
     return is_whole
@@ -260,7 +265,7 @@ def _store_not_asked(_: Any) -> Any:
     def lead(self: Egress, term: int) -> None:
         if not self.leads:
             self.leads = True
-            self.writer, _ = self._sink.resume(self._whose, self._schema, self.durable)
+            self.writer, _ = self._sink.resume(self._authority, self._schema, self.durable)
             for epoch, batch in self.held:
                 self._write(epoch, batch)
 
@@ -311,9 +316,9 @@ def _as_if_stateless(_: Any) -> Any:
     return came_from
 
 
-def _let_go_when_received(_: Any) -> Any:
+def _dropped_when_received(_: Any) -> Any:
     def stable(self: Producer, lane: Any) -> Epoch:
-        return min((t.received for t in lane.takers.values()), default=NO_EPOCH)
+        return min((t.received for t in lane.cursors.values()), default=NO_EPOCH)
 
     return stable
 
@@ -341,7 +346,7 @@ def _needs_off_by_one(right: Any) -> Any:
 
 
 def _half_a_checkpoint(_: Any) -> Any:
-    def take(self: Checkpoint, plan: Any, message: Any, body: memoryview) -> None:
+    def take(self: IncomingCheckpoint, plan: Any, message: Any, body: memoryview) -> None:
         Incoming.take(self, plan, message, body)
 
     return take
@@ -363,9 +368,9 @@ def _output_left_out_of_checkpoints(right: Any) -> Any:
 
 
 def _standbys_are_not_counted(right: Any) -> Any:
-    def count_takers(self: Dataflow, producer: Producer) -> None:
-        assert self.view is not None
-        groups = self.view.groups[self.shape.consumer_of[producer.exchange]]
+    def count_replicas(self: SiteExchanges, producer: Producer) -> None:
+        assert self._view is not None
+        groups = self._view.groups[self._shape.consumer_of[producer.exchange]]
         producer.on_view(
             {
                 GroupId(j): {s: c.joined_view_of(s) for s in c.replicas + c.joining}
@@ -373,7 +378,7 @@ def _standbys_are_not_counted(right: Any) -> Any:
             }
         )
 
-    return count_takers
+    return count_replicas
 
 
 def _before_it_is_in_place(right: Any) -> Any:
@@ -387,23 +392,23 @@ def _before_it_is_in_place(right: Any) -> Any:
 
 
 def _retention_not_awaited(_: Any) -> Any:
-    def lacks_retention(self: Controller, task: Any) -> bool:
+    def lacks_retention(self: ProtectionChange, task: Any) -> bool:
         return False
 
     return lacks_retention
 
 
-def _whatever_comes_is_taken(_: Any) -> Any:
-    def discard_state(self: Node, task: Any) -> None: ...
+def _any_state_is_taken(_: Any) -> Any:
+    def discard_state(self: Transfers, task: Any) -> None: ...
 
     return discard_state
 
 
 def _failure_is_said_once(_: Any) -> Any:
-    def fail_replica(self: Node, task: Any, site: Any, reason: str) -> None:
-        self._tell_replica(task, site, "failed", reason)
+    def fail(self: ReplicaReports, task: Any, site: Any, reason: str) -> None:
+        self._tell(task, site, "failed", reason)
 
-    return fail_replica
+    return fail
 
 
 def _follows_what_was_received(_: Any) -> Any:
@@ -411,20 +416,17 @@ def _follows_what_was_received(_: Any) -> Any:
 
 
 def _end_not_committed(right: Any) -> Any:
-    def commit(self: ControlNode, leading: Leading) -> None:
-        if leading.ends:
-            self._do(*dismissals(leading, self.connected))
-        right(self, leading)
+    def commit(self: Leading) -> Any:
+        early = dismissals(self.audience) if self.ends else []
+        return [*early, *right(self)]
 
     return commit
 
 
 def _start_not_committed(right: Any) -> Any:
-    def commit(self: ControlNode, leading: Leading) -> None:
-        for effect in leading.waiting:
-            if isinstance(effect, StartFlow):
-                self._execute_all([effect])
-        right(self, leading)
+    def commit(self: Leading) -> Any:
+        starts = [e for e in self.decisions.waiting if isinstance(e, StartFlow)]
+        return [*self._execute(starts), *right(self)]
 
     return commit
 
@@ -451,7 +453,7 @@ def _lease_not_watched(_: Any) -> Any:
 
 
 def _overtaken_views_are_given_out(_: Any) -> Any:
-    def add(self: Leading, effect: Any) -> None:
+    def add(self: PendingDecisions, effect: Any) -> None:
         self.waiting.append(effect)
 
     return add
@@ -469,7 +471,7 @@ _FAILED_REPLICA_IS_NOT_COMMITTED = (
     Fault("controller", 0.075),
 )
 
-_SILENT_WHILE_NOBODY_COMMITS = (
+_SILENT_WITHOUT_ARBITER = (
     Fault("cut off", 0.02, who=1, seconds=0.15),
     Fault("arbiter", 0.08, seconds=0.25),
 )
@@ -480,94 +482,95 @@ _LOST_AT_THE_START = (
 _CUT_OFF = (Fault("no arbiter", 0.03, seconds=0.4), Fault("crash", 0.16, who=1))
 
 BUGS = [
-    Bug("forgotten ack", "replicas that do not send get no acks",
+    Bug("forgotten ack", "consumers send no acks to replicas that do not send to them",
         Consumer, "acks", _no_acks_to_followers),
-    Bug("replay off by one", "who begins to send leaves the first frame out",
+    Bug("replay off by one", "a producer that begins to send leaves the first bundle out",
         Producer, "on_ack", _one_too_far),
-    Bug("no fencing", "frames of who is no member count",
-        World, "fence", _not_fenced, kinds=("zombie",)),
-    Bug("view not committed", "a view is given out while the arbiter is away",
-        ControlNode, "_commit", _not_committed, kinds=("arbiter", "crash")),
-    Bug("snapshot within an epoch", "state is handed over as it is, whatever was received",
+    Bug("no fencing", "sites accept bundles from sites that are not members",
+        SiteShell, "fence", _not_fenced, kinds=("zombie",)),
+    Bug("view not committed", "a leader sends a view while the arbiter is away",
+        Leading, "_commit", _not_committed, kinds=("arbiter", "crash")),
+    Bug("snapshot within an epoch", "a donor hands state over between two bundles of an epoch",
         Dataflow, "_on_catch_up_ordered", _within_an_epoch),
-    Bug("trim too early", "a frame goes when the first replica has it",
+    Bug("trim too early", "a producer drops a bundle when the first replica has it",
         Producer, "_trim", _trimmed_early),
-    Bug("output left out", "frames that are not stable are not handed over",
+    Bug("output left out", "a donor does not hand over bundles that are not stable",
         Producer, "export", _nothing_kept),
-    Bug("dedupe dropped", "a frame that comes twice counts twice",
+    Bug("dedupe dropped", "a consumer takes a bundle twice if it arrives twice",
         Consumer, "on_bundle", _twice),
-    Bug("credit leaks", "with every view a consumer has less room",
+    Bug("credit leaks", "a consumer loses credit with every view",
         Consumer, "on_view", _credit_leaks),
-    Bug("record on one replica", "the first sequencer publishes, before the others have it",
+    Bug("record on one replica", "the first sequencer publishes a record before the others have it",
         Sequencer, "_cut_all", _published_early),
-    Bug("records not passed again", "a chain that changed is not told what it may lack",
+    Bug("records not passed again", "after a change of the chain, records are not passed on again",
         Sequencer, "_pass_all", _not_passed_again, kinds=("crash",)),
-    Bug("joiner not counted", "producers do not keep what a new replica will need",
-        Dataflow, "_count_takers", _joiners_are_not_counted),
-    Bug("ack ahead", "a consumer acks what is still on its way",
+    Bug("joiner not counted", "producers do not keep the bundles that a joining replica needs",
+        SiteExchanges, "_count_replicas", _joiners_are_not_counted),
+    Bug("ack ahead", "a consumer acknowledges a bundle that has not arrived",
         Consumer, "ack", _acked_before_it_came),
-    Bug("follower lets go", "a sink's other replica does not hold what is not durable yet",
-        Egress, "take", _follower_lets_go, kinds=("crash",)),
-    Bug("same term", "a new controller acts in the term of the old one",
+    Bug("follower drops rows", "a follower of a sink drops rows that are not durable yet",
+        Egress, "take", _follower_drops_rows, kinds=("crash",)),
+    Bug("same term", "a new controller acts in the old one's term",
         Controller, "resume", _the_same_term, kinds=("controller", "crash")),
-    Bug("any view", "an older view is acted on",
+    Bug("any view", "a site adopts an older view",
         View, "replaces", _any_view, kinds=("old leader", "crash")),
-    Bug("silence stops the flow", "a site that sleeps counts as dead for certain",
+    Bug("silence stops the flow", "a silent site counts as dead for certain",
         Controller, "_on_sites_failed", _silence_stops_the_flow, kinds=("crash", "cut off")),
-    Bug("state left behind", "a new replica begins with empty tables",
+    Bug("state left behind", "a new replica starts with empty tables",
         Incoming, "take", _state_stays_behind),
-    Bug("new leader cuts again", "a sequencer that takes over cuts rows that have been cut",
+    Bug("new leader cuts again", "a sequencer that takes over cuts rows again that are in an epoch",
         Sequencer, "_lead", _leader_forgets, kinds=("crash",)),
     Bug("chain not awaited", "a replica of the sequencer counts before it is in the chain",
-        Node, "_is_whole", _chain_not_awaited, kinds=("crash",)),
-    Bug("failure said once", "a new controller is not told that a replica has failed",
-        Node, "_fail_replica", _failure_is_said_once, faults=_FAILED_REPLICA_IS_NOT_COMMITTED),
-    Bug("store not asked", "a sink that takes over writes what is durable already",
+        ReplicaReports, "_is_whole", _chain_not_awaited, kinds=("crash",)),
+    Bug("failure said once", "a site does not tell a new controller that a replica has failed",
+        ReplicaReports, "fail", _failure_is_said_once, faults=_FAILED_REPLICA_IS_NOT_COMMITTED),
+    Bug("store not asked", "a new leader of a sink writes rows again that are durable",
         Egress, "lead", _store_not_asked, kinds=("crash",)),
-    Bug("held rows left behind", "a sink's new replica lacks what is not durable yet",
+    Bug("held rows left behind", "a new replica of a sink lacks the rows that are not durable yet",
         TaskRunner, "held", _nothing_held, kinds=("crash",), seeds=200),
     Bug("largest time of any split", "splits do not wait for each other's event times",
         Watermark, "_held_at", _largest_time_of_any_split, flow="sources", seeds=10),
-    Bug("watermark of own rows", "an ingress does not know how other sources' event times rise",
+    Bug("watermark of own rows", "an ingress ignores the event times of other sources",
         Ingress, "_track", _own_rows_only, flow="sources", seeds=10),
-    Bug("joiner steps in", "a replica that is being made counts when no other is left",
+    Bug("joiner steps in", "a joining replica counts when no other is left",
         PartitionGroup, "without", _joiners_step_in, kinds=("crash",), beyond=1.0),
-    _passive("half a checkpoint", "what comes of a checkpoint counts before it is complete",
-        Checkpoint, "take", _half_a_checkpoint, seeds=200),
-    _passive("removed keys stay", "a checkpoint does not say which keys are gone",
+    _passive("half a checkpoint", "a standby uses a checkpoint before it is complete",
+        IncomingCheckpoint, "take", _half_a_checkpoint, seeds=200),
+    _passive("removed keys stay", "a checkpoint does not name removed keys",
         StateTable, "removed", _nothing_removed),
-    _passive("checkpoint without output", "frames that are not stable are not part of a checkpoint",
+    _passive("checkpoint without output", "a checkpoint lacks the bundles that are not stable",
         Producer, "export", _output_left_out_of_checkpoints),
-    _passive("standby not counted", "producers do not keep what came since the last checkpoint",
-        Dataflow, "_count_takers", _standbys_are_not_counted),
-    _passive("changes left out", "a checkpoint lacks what changed right after the one before",
+    _passive("standby not counted", "producers do not keep the bundles since the last checkpoint",
+        SiteExchanges, "_count_replicas", _standbys_are_not_counted),
+    _passive("changes left out", "a checkpoint lacks the changes right after the one before",
         Donor, "hand_over", _before_it_is_in_place),
-    _upstream("state not counted", "input is let go although state comes from it",
+    _upstream("state not counted", "producers drop input that the state comes from",
         TaskRunner, "came_from", _as_if_stateless),
-    _upstream("one of many", "what was done together all goes into the last of its epochs",
+    _upstream("one of many", "all output of epochs processed together goes into the last one",
         TaskRunner, "_split", _all_in_the_last),
-    _upstream("log let go", "input is let go when it is received",
-        Producer, "_stable", _let_go_when_received),
-    _upstream("levels alike", "input is let go although what comes from it is needed further on",
+    _upstream("log dropped", "producers drop input when it is received",
+        Producer, "_stable", _dropped_when_received),
+    _upstream("levels alike", "producers drop input that a later stage still depends on",
         Replica, "levels", _all_levels_alike),
-    _upstream("one log asked", "a task is rebuilt from where the first of its producers can",
+    _upstream("one log asked", "a task is rebuilt from the epoch that its first producer offers",
         Search, "begins", _one_is_asked),
-    _upstream("needs off by one", "the state is taken for that of an epoch later",
+    _upstream("needs off by one", "the state counts as that of one epoch later",
         Needs, "at", _needs_off_by_one),
-    _upstream("source too far", "a source's second replica leaves out what was only received",
+    _upstream("source too far", "a source's second replica leaves out rows that were only received",
         Producer, "stable", _follows_what_was_received),
-    _changes("stock not awaited", "replicas go before all is kept that a task is rebuilt from",
-        Controller, "_lacks_retention", _retention_not_awaited, protocol="pairs", then="upstream"),
-    _changes("late checkpoint", "who stood by and computes now still takes checkpoints",
-        Node, "_discard_state", _whatever_comes_is_taken, protocol="passive", then="pairs"),
+    _changes("retention not awaited", "replicas are removed before their input is retained",
+        ProtectionChange, "_lacks_retention", _retention_not_awaited,
+        protocol="pairs", then="upstream"),
+    _changes("late checkpoint", "a standby that has begun to compute still takes checkpoints",
+        Transfers, "discard_state", _any_state_is_taken, protocol="passive", then="pairs"),
     Bug("end not committed", "sites are dismissed before the end is committed",
-        ControlNode, "_commit", _end_not_committed),
-    Bug("start not committed", "sources are read before a successor would know",
-        ControlNode, "_commit", _start_not_committed, faults=_LOST_AT_THE_START),
-    Bug("fences outlive the term", "who leads again fences whom it gave up before",
-        ControlNode, "_decide", _fences_outlive_the_term, faults=_SILENT_WHILE_NOBODY_COMMITS),
-    _apps("lease not watched", "a leader without an arbiter leads on",
+        Leading, "_commit", _end_not_committed),
+    Bug("start not committed", "sites read sources before the start is committed",
+        Leading, "_commit", _start_not_committed, faults=_LOST_AT_THE_START),
+    Bug("fences outlive the term", "a leader fences sites that it gave up in an earlier term",
+        ControlNode, "_decide", _fences_outlive_the_term, faults=_SILENT_WITHOUT_ARBITER),
+    _apps("lease not watched", "a leader without an arbiter continues to lead",
         Leadership, "handle", _lease_not_watched, faults=_CUT_OFF),
-    Bug("overtaken view", "of views that wait for the arbiter all are given out",
-        Leading, "add", _overtaken_views_are_given_out),
+    Bug("overtaken view", "a leader sends all views that waited for the arbiter, not only the last",
+        PendingDecisions, "add", _overtaken_views_are_given_out),
 ]  # fmt: skip

@@ -1,31 +1,32 @@
 """What must hold in a simulated world: after every step, and at the end.
 
-The machines check themselves (`check_invariants`); here is what no machine can see alone, because
-it is about several sites at once.
+The machines check themselves (`check_invariants`). This module has the conditions that concern
+several sites, which no machine can check alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from holdfast.core.controller import State
 from holdfast.core.exchange import Consumer, Producer
+from holdfast.core.flow_phase import FlowPhase
 from holdfast.core.ids import Epoch, ExchangeId, GroupId, SiteId, TaskId
-from holdfast.core.layout import View, may_join
+from holdfast.core.layout import View
+from holdfast.core.placement import may_join
 from holdfast.errors import OperatorError, SiteLostError
 from holdfast.lab.sim.flows import expected, in_order
 from holdfast.lab.sim.timed import TimedWorld
-from holdfast.site.node import Node
+from holdfast.site.node import SiteNode
 
 
 class Violation(AssertionError):
-    """The world is in a state that must not be."""
+    """A condition does not hold."""
 
 
-class Checks:
-    """Looks at a world after its steps. Looking at everything after each would take most of the
-    time. So the site that has just acted is looked at after every `NEAR` steps; all of them, and
-    what holds between them, after every `FAR` steps, and after each fault and view."""
+class WorldChecks:
+    """Checks a world after its steps. To check everything after each step would take most of the
+    time. So it checks the site that acted last after every `NEAR` steps, and all sites, and the
+    conditions between them, after every `FAR` steps and after each fault and view."""
 
     NEAR = 12
     FAR = 120
@@ -40,11 +41,11 @@ class Checks:
         if world.steps % self.FAR == 0 or len(world.log) != self._log:
             self._log = len(world.log)
             self.all()
-        elif world.steps % self.NEAR == 0 and world.acted in world.nodes:
-            self._one(world.acted, world.nodes[world.acted])
+        elif world.steps % self.NEAR == 0 and world.shell.acted in world.nodes:
+            self._one(world.shell.acted, world.nodes[world.shell.acted])
 
     def all(self) -> None:
-        """Everything that can be said of a world on its way."""
+        """Check every condition that must hold during a run."""
         view = self.world.controller.view
         for site, node in self.world.nodes.items():
             self._one(site, node)
@@ -53,57 +54,59 @@ class Checks:
             if not self.world.exceeded:
                 self._nothing_lost(view)
 
-    def _one(self, site: SiteId, node: Node) -> None:
-        """What can be said of a site, and of what it believes of others."""
+    def _one(self, site: SiteId, node: SiteNode) -> None:
+        """Check one site, and what it believes about other sites."""
         self.world.check(node)
         self._acts_on_what_is_committed(site, node)
         self._in_order(site, node)
         self._bounded(site, node)
-        for producer in node.dataflow.producers.values():
+        for producer in node.dataflow.exchanges.producers.values():
             self._acked_no_more_than_received(site, producer)
 
-    def _acts_on_what_is_committed(self, site: SiteId, node: Node) -> None:
+    def _acts_on_what_is_committed(self, site: SiteId, node: SiteNode) -> None:
         view = node.view
         if view is not None and (view.term, view.number) not in self.world.ledger.views:
-            raise Violation(f"site {site} acts on {view}, which nobody has committed")
+            raise Violation(f"site {site} acts on {view}, which was never committed")
 
-    def _in_order(self, site: SiteId, node: Node) -> None:
-        """What a consumer has of each producer only grows."""
-        for (exchange, group), consumer in node.dataflow.consumers.items():
+    def _in_order(self, site: SiteId, node: SiteNode) -> None:
+        """The epoch that a consumer has received from a producer never decreases."""
+        for (exchange, group), consumer in node.dataflow.exchanges.consumers.items():
             for producer, received in consumer.received.items():
                 key = (site, exchange, group, consumer.joined_view, producer)
                 if received < self._received.get(key, received):
-                    raise Violation(f"site {site}, exchange {exchange}: received went back")
+                    raise Violation(f"site {site}, exchange {exchange}: received decreased")
                 self._received[key] = received
 
-    def _bounded(self, site: SiteId, node: Node) -> None:
-        """Credits bound what waits at a consumer; there is at most one order for a task."""
-        for (exchange, _), consumer in node.dataflow.consumers.items():
+    def _bounded(self, site: SiteId, node: SiteNode) -> None:
+        """Credits bound the bundles that wait at a consumer; a task has at most one order."""
+        for (exchange, _), consumer in node.dataflow.exchanges.consumers.items():
             if len(consumer.waiting()) > consumer.room + 1:
-                raise Violation(f"site {site}, exchange {exchange}: more waits than has room")
+                raise Violation(f"site {site}, exchange {exchange}: too many bundles wait")
         if len(node.orders) > len(node.dataflow.tasks):
             raise Violation(f"site {site}: {len(node.orders)} orders for its tasks")
 
     def _acked_no_more_than_received(self, site: SiteId, producer: Producer) -> None:
         for group, lane in producer.lanes.items():
-            for taker, known in lane.takers.items():
-                consumer = self._consumer(taker, producer.exchange, group)
+            for replica, known in lane.cursors.items():
+                consumer = self._consumer(replica, producer.exchange, group)
                 if consumer is None or consumer.joined_view != known.joined_view:
                     continue
                 has = consumer.received.get(producer.group)
                 if has is not None and known.received > has:
                     raise Violation(
-                        f"site {site} believes that {taker} has epoch {known.received} of exchange "
-                        f"{producer.exchange}; it has {has}"
+                        f"site {site} believes that {replica} has epoch {known.received} of "
+                        f"exchange {producer.exchange}; it has {has}"
                     )
 
     def _consumer(self, site: SiteId, exchange: ExchangeId, group: GroupId) -> Consumer | None:
         node = self.world.nodes.get(site)
-        return node.dataflow.consumers.get((exchange, group)) if node is not None else None
+        return (
+            node.dataflow.exchanges.consumers.get((exchange, group)) if node is not None else None
+        )
 
     def _apart(self, view: View) -> None:
         for task in view.tasks():
-            shape, domains = self.world.shape.under(view), self.world.controller.domains
+            shape, domains = self.world.shape.under(view), self.world.controller.roster.domains
             stage = shape.stages[task[0]]
             replicas = [s for s in view.group(task).all if s in domains]
             pairs = [(replicas[:n], s) for n, s in enumerate(replicas)]
@@ -113,7 +116,8 @@ class Checks:
                 )
 
     def _nothing_lost(self, view: View) -> None:
-        """Whatever a living replica lacks, a living replica of its producer holds, or will make."""
+        """For every epoch that a live replica lacks, a live replica of the producer holds the
+        bundle, or will make it."""
         for exchange, stage in enumerate(self.world.shape.consumer_of):
             source = self.world.shape.producer_of[exchange]
             for j, group in enumerate(view.groups[stage]):
@@ -128,26 +132,30 @@ class Checks:
                         ):
                             raise Violation(
                                 f"site {site} has epoch {received} of producer {i} on exchange "
-                                f"{exchange}, and nobody has the next one"
+                                f"{exchange}, and no live producer has the next one"
                             )
 
     def _producers(self, view: View, exchange: int, task: TaskId) -> Iterator[Producer]:
         for site in view.group(task).replicas:
             node = self.world.nodes.get(site)
-            found = node.dataflow.producers.get((ExchangeId(exchange), task[1])) if node else None
+            found = (
+                node.dataflow.exchanges.producers.get((ExchangeId(exchange), task[1]))
+                if node
+                else None
+            )
             if found is not None:
                 yield found
 
     # --- at the end -----------------------------------------------------------------------------
 
     def end(self, flow: str, rows_in: int) -> None:
-        """The flow ended well, with exactly the right rows; or it stopped, and had to."""
+        """Check that the flow ended with exactly the right rows, or stopped for a good reason."""
         world = self.world
         if world.error is not None:
             self._stopped_rightly(world.error)
         elif world.poisoned:
             raise Violation("the flow ended although a row could not be processed")
-        elif world.controller.state is not State.DONE:
+        elif world.controller.state is not FlowPhase.DONE:
             raise Violation(f"the flow has not ended: {world.describe()}")
         if world.ledger.known is None or not world.ledger.known.ended:
             raise Violation("the flow has ended, and that was not committed")
@@ -157,7 +165,7 @@ class Checks:
                 raise Violation(
                     f"sink {sink!r}: {found.num_rows} rows instead of {right.num_rows}"
                     if found.num_rows != right.num_rows
-                    else f"sink {sink!r}: not the right rows"
+                    else f"sink {sink!r}: wrong rows"
                 )
 
     def _stopped_rightly(self, error: Exception) -> None:
@@ -165,7 +173,7 @@ class Checks:
             return
         if isinstance(error, OperatorError) and self.world.poisoned:
             return
-        raise Violation(f"the flow stopped without need: {error}") from error
+        raise Violation(f"the flow stopped without a reason: {error}") from error
 
 
 def _holds(producer: Producer, consumer: GroupId, received: Epoch) -> bool:

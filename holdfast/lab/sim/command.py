@@ -1,9 +1,9 @@
-"""``holdfast sim``: try schedules of faults, and show the ones that go wrong."""
+"""``holdfast sim``: runs schedules of faults, and shows those that fail."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from multiprocessing import get_context
@@ -16,13 +16,15 @@ from holdfast.errors import FlowError
 from holdfast.lab.sim.bugs import BUGS, Bug
 from holdfast.lab.sim.explore import Case, Outcome, run, shrink
 from holdfast.lab.sim.faults import PAIRS
-from holdfast.lab.sim.timeline import Event, save, text_timeline
+from holdfast.lab.sim.timeline import TimelineEvent
+from holdfast.lab.sim.timeline_picture import svg_timeline
+from holdfast.lab.sim.timeline_text import text_timeline
 
 CHUNK = 4
 
 
 def bug_named(name: str | None) -> Bug | None:
-    """The planted bug of that name."""
+    """Return the bug of this name."""
     if name is None:
         return None
     found = [bug for bug in BUGS if bug.name == name]
@@ -34,7 +36,7 @@ def bug_named(name: str | None) -> Bug | None:
 def explore(
     cases: Sequence[Case], out: Path, console: Console, bug: Bug | None = None, jobs: int = 0
 ) -> int:
-    """Run cases with a progress bar; exit status 1 if one fails, which is then made small."""
+    """Run cases with a progress bar. If one fails, show it minimised and return exit status 1."""
     hit: set[tuple[str, str]] = set()
     done = stopped = 0
     columns = (
@@ -77,13 +79,13 @@ def _run_named(case: Case, name: str | None) -> Outcome:
 def _run(case: Case, bug: Bug | None, trace: bool = False) -> Outcome:
     with bug.planted() if bug is not None else nullcontext():
         outcome = run(case, trace=trace)
-    if outcome.problem is not None:  # it may not survive the way between processes
+    if outcome.problem is not None:  # an exception may not survive pickling
         outcome.problem = AssertionError(f"{type(outcome.problem).__name__}: {outcome.problem}")
     return outcome
 
 
 def show_failure(case: Case, out: Path, console: Console, bug: Bug | None = None) -> None:
-    """Print what failed, with the fewest faults that bring it about, and draw it."""
+    """Print and draw a failure, with the fewest faults that cause it."""
     with bug.planted() if bug is not None else nullcontext():
         small = shrink(case)
     outcome = _run(small, bug, trace=True)
@@ -101,9 +103,16 @@ def show_failure(case: Case, out: Path, console: Console, bug: Bug | None = None
     console.print(f"  again: {again}", markup=False, soft_wrap=True)
 
 
+def save(path: str | Path, events: Iterable[TimelineEvent], title: str) -> None:
+    """Write a picture if the path ends in ``.svg``, text if not."""
+    events = list(events)
+    picture = str(path).endswith(".svg")
+    Path(path).write_text(svg_timeline(events, title) if picture else text_timeline(events))
+
+
 def draw(outcome: Outcome, out: Path) -> list[Path]:
-    """The timeline of a run that was traced, as text and as a picture."""
-    case, events = outcome.case, [Event(*entry) for entry in outcome.trace]  # type: ignore[arg-type]
+    """Write the timeline of a traced run as text and as a picture."""
+    case, events = outcome.case, [TimelineEvent(*entry) for entry in outcome.trace]
     out.mkdir(parents=True, exist_ok=True)
     title = f"{case.flow} under {case.protocol}, seed {case.seed}"
     paths = [out / f"sim-{case.flow}-{case.seed}{end}" for end in (".txt", ".svg")]
@@ -113,9 +122,9 @@ def draw(outcome: Outcome, out: Path) -> list[Path]:
 
 
 def replay(case: Case, out: Path, console: Console, bug: Bug | None = None) -> int:
-    """One run again, with its timeline."""
+    """Repeat a run, and show its timeline."""
     outcome = _run(case, bug, trace=True)
-    events = [Event(*entry) for entry in outcome.trace]  # type: ignore[arg-type]
+    events = [TimelineEvent(*entry) for entry in outcome.trace]
     console.print(text_timeline(events), markup=False, highlight=False)
     for path in draw(outcome, out):
         console.print(f"see {path}", markup=False, highlight=False)
@@ -133,8 +142,8 @@ def cases_of(
     bug: Bug | None,
     apps: int = 0,
 ) -> list[Case]:
-    """Of a flow, its protocol, and those of its first keyed stage at first and later on; in `apps`
-    applications."""
+    """Return the cases of these seeds in `apps` applications, or those of a bug. `what` is the
+    flow, its protection, and the first and the later protection of its first keyed stage."""
     if bug is not None:
         return [bug.case(seed) for seed in seeds]
     return [Case(seed, *what, apps=apps) for seed in seeds]

@@ -1,15 +1,15 @@
-"""Every crash point of a small flow, and every order of what happens up to a bound.
+"""Tries every crash point of a small flow, and every order of events up to a bound.
 
 The flow has a source, a keyed stage and a sink on two sites that are replicas of each other, two
-partitions, and a few epochs. Usually deaths are noticed at once, and
-whatever can happen takes turns. Tried are
+partitions, and a few epochs. By default deaths are noticed at once, and all possible events take
+turns. It tries
 
 - a crash of each site after each step,
 - two crashes, the second after each of the steps that follow the first, and
 - a crash of each site after each step with one *preemption*: at one of the next `WINDOW` steps,
-  something else happens first, whatever is possible there.
+  another possible event happens first.
 
-That is all there is with one preemption close to the crash; runs with more are for random seeds.
+These are all runs with one preemption close to the crash. Random seeds cover runs with more.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ MEMORY = Memory()
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """One run: who crashes after which step, and where something else happens than usual."""
+    """One run: which site crashes after which step, and where another event happens than usual."""
 
     crashes: tuple[tuple[int, int], ...] = ()
-    """(step, rank of the site among the living)"""
+    """(step, rank of the site among those alive)"""
     deviations: tuple[tuple[int, int], ...] = ()
-    """(step, which of the possible things)"""
+    """(step, which of the possible events)"""
 
 
 def flow(protected: bool = True) -> Flow:
@@ -80,7 +80,7 @@ class ChosenWorld(World):
         super().__init__(flow(), sites=2, options=OPTIONS, memory=MEMORY)
         self.path = path
         self.choices: list[int] = []
-        """How many things were possible at each step."""
+        """The number of possible events at each step."""
 
     def step(self) -> bool:
         for step, rank in self.path.crashes:
@@ -95,7 +95,7 @@ class ChosenWorld(World):
         if chosen < len(self._timers):
             self.happen(self._timers.pop(chosen))
         else:
-            # Usually everybody gets a turn; the first one always would be for one site to race.
+            # Take turns: if the first event always happened, one site would run ahead.
             shift = 0 if self.steps in dict(self.path.deviations) else self.steps
             moves[(chosen - len(self._timers) + shift) % len(moves)]()
         self.steps += 1
@@ -103,7 +103,7 @@ class ChosenWorld(World):
 
 
 def run(path: Path) -> tuple[ChosenWorld, Exception | None]:
-    """The world at the end of a path, and what is wrong with it."""
+    """Return the world at the end of a path, and the error, if any."""
     world = ChosenWorld(path)
     try:
         world.run(STEPS_MAX)
@@ -117,7 +117,7 @@ def run(path: Path) -> tuple[ChosenWorld, Exception | None]:
 
 
 def one_crash() -> Iterator[Path]:
-    """Each site after each step of an undisturbed run."""
+    """Crash each site after each step of an undisturbed run."""
     undisturbed, _ = run(Path())
     for step in range(undisturbed.steps):
         for rank in range(2):
@@ -125,7 +125,8 @@ def one_crash() -> Iterator[Path]:
 
 
 def two_crashes(every: int = 1) -> Iterator[Path]:
-    """The second after each step of what follows the first; or after every so many."""
+    """Crash a second site after each step that follows the first crash, or after every `every`
+    steps."""
     for first in list(one_crash())[::every]:
         world, _ = run(first)
         (step, _rank) = first.crashes[0]
@@ -135,7 +136,7 @@ def two_crashes(every: int = 1) -> Iterator[Path]:
 
 
 def preempted(every: int = 1) -> Iterator[Path]:
-    """One crash, and within the next `WINDOW` steps one thing that happens out of turn."""
+    """Crash a site, and within the next `WINDOW` steps let one event happen out of turn."""
     for first in list(one_crash())[::every]:
         world, _ = run(first)
         step = first.crashes[0][0]
@@ -145,7 +146,7 @@ def preempted(every: int = 1) -> Iterator[Path]:
 
 
 def explore(console: Console, bug: Bug | None = None) -> int:
-    """All of it; exit status 1 with the first path that fails."""
+    """Try all paths. Return exit status 1 if one fails."""
     with bug.planted() if bug is not None else nullcontext(), Progress(console=console) as bar:
         for name, paths in (
             ("one crash", one_crash()),

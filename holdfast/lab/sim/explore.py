@@ -1,4 +1,4 @@
-"""Trying many schedules of faults, and making the ones that fail small and readable."""
+"""Runs many schedules of faults, and minimises those that fail."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from holdfast.api.graph import Flow
 from holdfast.api.nodes import KeyedNode
 from holdfast.api.options import Options
 from holdfast.api.protection import Protection, active, pairs, passive, rollback, upstream
-from holdfast.core.controller import State
+from holdfast.core.flow_phase import FlowPhase
 from holdfast.core.sequencer import Budget
 from holdfast.errors import HoldfastError
 from holdfast.lab.sim import flows
-from holdfast.lab.sim.checks import Checks, Violation
+from holdfast.lab.sim.checks import Violation, WorldChecks
 from holdfast.lab.sim.faults import APP_KINDS, KINDS, SPAN_S, Fault, Injector, phase_of, schedule
 from holdfast.lab.sim.memory import Memory
+from holdfast.lab.sim.run_trace import TraceEntry
 from holdfast.lab.sim.timed import TimedWorld
 from holdfast.plan.planner import plan, shape
 
 STEPS_MAX = 60_000
 PROTECTED_S_MAX = 3.0
-"""So much virtual time (thirty leases) after the last fault everything is protected again."""
+"""Maximum virtual time after the last fault until everything is protected: thirty leases."""
 GLANCE = 8
-"""After so many steps it is looked whether everything is protected."""
+"""Number of steps between two checks whether everything is protected."""
 CHANGE_S = 0.012
-"""So long before the first fault protection changes at the earliest, if it does."""
+"""Maximum time by which a change of protection precedes the first fault."""
 FREE = 0.8
-"""What part of its rows a source gives before the flow has recovered from all faults."""
+"""Share of its rows that a source gives before the flow has recovered from all faults."""
 
 OPTIONS = Options(
     partitions=4,
@@ -41,7 +42,7 @@ OPTIONS = Options(
 )
 
 SCARCE_BYTES = 12_000
-"""Buffers that are soon full: whoever is slow is let go."""
+"""Buffers that fill up soon, so that slow replicas are removed."""
 
 PROTOCOLS: dict[str, Protection] = {
     "pairs": pairs(failure_domain="process"),
@@ -55,30 +56,30 @@ PROTOCOLS: dict[str, Protection] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One run: everything that decides what happens in it."""
+    """Everything that determines a run."""
 
     seed: int
     flow: str = "dmz"
     protocol: str = "pairs"
     first: str | None = None
-    """How the first keyed stage is protected, if not like the others."""
+    """The protection of the first keyed stage, if it is not that of the flow."""
     then: str | None = None
-    """How it is protected later on, if not in the same way all the time."""
+    """The protection to which the first keyed stage changes; None: it does not change."""
     sites: int = 0
-    """0: three to five, as the seed says."""
+    """Number of sites; 0: three to five, depending on the seed."""
     apps: int = 0
-    """How many applications host it; 0: two or three for one seed in eight, else one."""
+    """Number of applications; 0: two or three for one seed in eight, else one."""
     rows_in: int = flows.ROWS
     kinds: tuple[str, ...] = KINDS
-    """What may go wrong."""
+    """The kinds of faults."""
     beyond: float = 0.1
-    """In what share of all runs it may be more than the protocol can bear."""
+    """The share of runs whose faults may exceed what the protection survives."""
     faults: tuple[Fault, ...] | None = None
-    """None: those that the seed gives."""
+    """The faults; None: those of the seed."""
 
     @property
     def finished_before(self) -> bool:
-        """Whether the end comes right after the first fault, and not after all is mended."""
+        """Whether the input ends right after the first fault, not after the flow has recovered."""
         return self.seed % 4 == 3
 
     @property
@@ -94,12 +95,12 @@ class Case:
 
     @property
     def guards(self) -> tuple[Protection, ...]:
-        """How stages are protected later on."""
+        """The protection of the stages after the change."""
         return shape(plan(self._flow(self.then)), self._options().partitions).guards
 
     @property
     def applications(self) -> int:
-        """How many there are."""
+        """The number of applications."""
         if self.apps or self.protocol == "triples" or self.seed % 8 != 6:
             return self.apps or 1
         return 2 + self.seed // 8 % 2
@@ -131,68 +132,68 @@ class Case:
             seed=self.seed,
             options=self._options(),
             free_rows=int(self.rows_in * FREE) // flows.SPLITS.get(self.flow, 1),
-            # What has changed since a checkpoint, or since when it is there, is not remembered.
+            # A memory does not hold what changed since a checkpoint, or when state began.
             memory=None if checkpoints or self.then else _memory(*self._world),
         )
         if self.then is not None:
             first = min((fault.at for fault in self.schedule()), default=SPAN_S)
-            before = CHANGE_S * (self.seed % 8) / 8  # so that things go wrong while it changes
+            before = CHANGE_S * (self.seed % 8) / 8  # so that faults happen during the change
             world.at(max(0.0, first - before), partial(_change, guards=self.guards))
         world.poisoned = self.flow in flows.POISONED
         return world
 
 
 def _change(world: TimedWorld, guards: tuple[Protection, ...]) -> None:
-    """Protect otherwise, as soon as that can be."""
-    if world.controller.state is State.RUNNING and not world.leaderless:
-        world.want(guards)
+    """Change the protection as soon as a leader can do it."""
+    if world.controller.state is FlowPhase.RUNNING and not world.leaderless:
+        world.plane.want(guards)
     elif not world.ended:
         world.at(world.time + CHANGE_S, partial(_change, guards=guards))
 
 
 @cache
 def _memory(flow: str, protocol: str, first: str | None, rows_in: int) -> Memory:
-    """For all runs of a flow in this process."""
+    """Return the memory of all runs of a flow in this process."""
     return Memory()
 
 
 def forget() -> None:
-    """What operators have made of their input may be otherwise from now on."""
+    """Clear all memories: operators may compute different results from now on."""
     _memory.cache_clear()
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a case."""
+    """The result of a case."""
 
     case: Case
     problem: Exception | None
     done: list[tuple[str, str]] = field(default_factory=list)
-    """The phase in which each fault was done, and its kind."""
+    """The phase in which each fault was injected, and its kind."""
     stopped: bool = False
     steps: int = 0
     seconds: float = 0.0
     log: list[str] = field(default_factory=list)
-    trace: list[tuple[object, ...]] = field(default_factory=list)
+    trace: list[TraceEntry] = field(default_factory=list)
     guards: tuple[Protection, ...] = ()
-    """How the stages were protected in the end."""
+    """The protection of the stages at the end."""
 
 
 def run(case: Case, *, trace: bool = False) -> Outcome:
     """Run a case to its end, with all checks."""
     world = case.world()
     if trace:
-        world.trace = []
-    injector, checks = Injector(world, case.schedule()), Checks(world)
+        world.trace.begin()
+    injector, checks = Injector(world, case.schedule()), WorldChecks(world)
     problem: Exception | None = None
     try:
         while not world.ended:
             if not world.step():
-                raise Violation(f"nothing is left to happen: {world.describe()}")
+                raise Violation(f"nothing can happen any more: {world.describe()}")
             checks.step()
             _open_gate(world, injector, case.finished_before)
             if world.steps > STEPS_MAX or world.time > injector.last_at + 2 * PROTECTED_S_MAX:
-                raise Violation(f"it does not come to an end: {world.describe()}")
+                raise Violation(f"the run does not end: {world.describe()}")
         checks.all()
         checks.end(case.flow, case.rows_in)
     except (Violation, HoldfastError, AssertionError, KeyError, AttributeError) as error:
@@ -205,14 +206,14 @@ def run(case: Case, *, trace: bool = False) -> Outcome:
         world.steps,
         world.time,
         world.log,
-        world.trace or [],
+        world.trace.entries,
         world.controller.shape.guards,
     )
 
 
 def _open_gate(world: TimedWorld, injector: Injector, finished_before: bool) -> None:
-    """Let the flow end once it has recovered; that it does not is a violation, too. One that is
-    hurried may end while it recovers."""
+    """Let the input end once the flow has recovered. It is a violation if it does not recover. With
+    `finished_before` the input ends after the first fault."""
     if world.gate_is_open or world.steps % GLANCE or world.time < injector.last_at:
         return
     if finished_before and injector.done:
@@ -222,11 +223,11 @@ def _open_gate(world: TimedWorld, injector: Injector, finished_before: bool) -> 
     if phase_of(world) in ("protected", "written"):
         world.gate_is_open = True
     elif world.time > injector.last_at + PROTECTED_S_MAX:
-        raise Violation(f"it is not protected again: {world.describe()}")
+        raise Violation(f"the flow is not protected again: {world.describe()}")
 
 
 def shrink(case: Case) -> Case:
-    """The smallest schedule that still fails: fewer faults, then earlier and plainer ones."""
+    """Return the smallest schedule that still fails: with fewer, simpler and shorter faults."""
     faults = case.schedule()
     smaller = True
     while smaller:

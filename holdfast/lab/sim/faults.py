@@ -1,9 +1,9 @@
-"""Faults: what can go wrong in a simulated world, and when.
+"""The faults of a simulated world, and when they happen.
 
-A fault happens at a time, or when the flow is next in a certain phase of recovery after that time:
-the moments at which protocols are wrong are short, and would hardly be hit by chance. Whom it hits
-is given by a rank among the sites that live then, so a schedule makes sense in any run, and stays
-the same when others are taken out of it.
+A fault happens at a time, or when the flow next enters a certain phase of recovery after that time:
+the moments at which protocols fail are short, and chance would hardly hit them. A fault names its
+victim by a rank among the sites that are alive then. So a schedule makes sense in any run, and a
+fault stays the same when others are removed from the schedule.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from dataclasses import dataclass
 
 from holdfast.core.ids import SiteId
 from holdfast.core.layout import View
+from holdfast.lab.sim.links import control_of
 from holdfast.lab.sim.timed import TimedWorld
-from holdfast.lab.sim.world import control_of
-from holdfast.site.node import Node
+from holdfast.site.node import SiteNode
 
 SPAN_S = 0.06
-"""The first fault comes within so much time, in which the flow gets through half of its rows."""
+"""Time within which the first fault happens. The flow processes half of its rows in it."""
 TICK_S = 0.0003
-"""How often a fault that waits for a phase looks whether it has come."""
+"""Interval at which a fault that waits for a phase checks for it."""
 PATIENCE_S = 0.15
-"""A fault whose phase does not come within so long is done then, whatever the phase is."""
+"""Maximum time that a fault waits for its phase. Then it happens in any phase."""
 
 KINDS = (
     "crash",
@@ -46,9 +46,9 @@ APP_KINDS = (
     "answers lost",
     "control reset",
 )
-"""What else can go wrong with several applications: one dies with all its sites; the leader's
-control is stopped and wakes up; it does not reach the arbiter, or loses its session there; or
-does not hear what the arbiter answers; or its connection to a site breaks."""
+"""Further faults with several applications: one dies with all its sites; the leader's control is
+stopped and wakes up, does not reach the arbiter, loses its session there, does not get the
+arbiter's answers, or loses its connection to a site."""
 LASTING = {
     "pause": (0.05, 0.8),
     "zombie": (1.3, 3.0),
@@ -59,9 +59,9 @@ LASTING = {
     "stopped": (0.5, 3.0),
     "no arbiter": (0.5, 4.0),
 }
-"""How long those take that take a while, in leases: at least and at most."""
+"""Shortest and longest duration of the faults that last, in leases."""
 LOST = ("crash", "crash", "crash", "crash of two", "zombie", "cut off")
-"""What makes the flow do without a site for a while."""
+"""The kinds of faults by which the flow loses a site, at least for a time."""
 PHASES: dict[str, tuple[str, ...]] = {
     "protected": (),
     "written": (),
@@ -75,34 +75,35 @@ PHASES: dict[str, tuple[str, ...]] = {
     "without a controller": ("controller",),
     "ending": (),
 }
-"""Where a flow can be, and what brings it there.
+"""The phases of a flow, and the kinds of faults that lead to each.
 
-*written*: a sink's leader has made rows durable, and another replica does not know. *unnoticed*: a
-process is gone, and nobody has noticed. *taking over*: a view without it has been committed; *taken
-over*: all act on it. *joining*: there are new replicas; *transferring*: their state is on its way;
-*replaying*: they have it and are behind; *folding in*: a view that counts them has been committed.
+*written*: a sink's leader has made rows durable, and another replica does not know it. *unnoticed*:
+a process has died, and the controller does not know it. *taking over*: a view without it has been
+committed; *taken over*: all members have adopted it. *joining*: there are new replicas;
+*transferring*: their state is being sent; *replaying*: they have it and catch up; *folding in*: a
+view that counts them has been committed.
 """
 IMPOSSIBLE = {("without a controller", "controller")}
 PAIRS = [(p, k) for p in PHASES for k in KINDS if (p, k) not in IMPOSSIBLE]
-"""All phases in which each kind of fault can be done: what coverage is measured by."""
+"""All phases in which each kind of fault can happen; the measure of coverage."""
 APP_PAIRS = [(p, k) for p in PHASES for k in APP_KINDS if p != "without a controller"]
-"""The same of what can happen to several applications only."""
+"""The same for the faults that need several applications."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that goes wrong."""
+    """One fault."""
 
     kind: str
     at: float
-    """In virtual seconds."""
+    """When it happens, in virtual seconds."""
     phase: str | None = None
-    """Not before the flow is in this phase."""
+    """The phase that it waits for."""
     who: int = 0
     other: int = 0
     seconds: float = 0.0
     beyond: bool = False
-    """Whether it may take the last replica of something."""
+    """Whether it may take the last replica of a task."""
 
     def __str__(self) -> str:
         when = f"at {self.at * 1e3:.1f} ms" + (f", when {self.phase}" if self.phase else "")
@@ -113,8 +114,8 @@ class Fault:
 def schedule(
     seed: int, lease_s: float, kinds: Sequence[str] = KINDS, beyond_share: float = 0.1
 ) -> list[Fault]:
-    """One to three faults. The last is one of `PAIRS`, each of them in its turn; those before it
-    bring its phase about. In a share of the runs they may be more than pairs can bear."""
+    """Return one to three faults. The last is one of `PAIRS`, which take turns; those before it
+    lead to its phase. In a share of the runs the faults may exceed what the protection survives."""
     chance = random.Random(f"faults {seed}")
     beyond = chance.random() < beyond_share
     first = chance.uniform(0.0, SPAN_S)
@@ -146,7 +147,7 @@ def _fault(
 
 
 def phase_of(world: TimedWorld) -> str:
-    """Where the flow is, as far as faults are concerned: the most delicate of what is going on."""
+    """Return the phase of the flow; if several things go on, the most delicate one."""
     controller, view = world.controller, world.controller.view
     if world.leaderless:
         return "without a controller"
@@ -159,7 +160,7 @@ def phase_of(world: TimedWorld) -> str:
     groups = [(u, view.group(u)) for u in view.tasks()]
     if any(group.joining for _, group in groups):
         return "joining"
-    if controller.replaying:
+    if controller.joins.replaying:
         return "replaying"
     seen = controller.seen_by_all
     if any(len(c.all) < controller.shape.stages[u[0]].guard.wanted for u, c in groups):
@@ -171,15 +172,15 @@ def phase_of(world: TimedWorld) -> str:
     return "written" if _is_ahead(world) else "protected"
 
 
-def _hands_over(node: Node, view: View) -> bool:
-    """Whether a new replica is being made here, or of what is here."""
+def _hands_over(node: SiteNode, view: View) -> bool:
+    """Whether a site sends the state of a replica, or receives it."""
     joining = {(u, s) for u in view.tasks() for s in view.group(u).joining}
-    given = any(key in joining for key in node.outgoing)
-    return given or any((task, node.site) in joining for task in node.incoming)
+    given = any(key in joining for key in node.transfers.outgoing)
+    return given or any((task, node.site) in joining for task in node.transfers.incoming)
 
 
 def _is_ahead(world: TimedWorld) -> bool:
-    """Whether a store has epochs of which some replica of its sink does not know that it has."""
+    """Whether a store has epochs that some replica of its sink does not know to be durable."""
     tasks = [r for node in world.nodes.values() for r in node.stages.tasks.values()]
     return any(
         runner.egress.durable < max(world.results[runner.stage.name], default=-1)
@@ -189,7 +190,7 @@ def _is_ahead(world: TimedWorld) -> bool:
 
 
 class Injector:
-    """Does faults to a world, and keeps count of what was done in which phase."""
+    """Injects faults into a world, and records the phase in which each happened."""
 
     def __init__(self, world: TimedWorld, faults: list[Fault]) -> None:
         self.world = world
@@ -246,7 +247,7 @@ class Injector:
             case "old leader":
                 return self._old_leader()
             case "arbiter":
-                world.take_arbiter_away(fault.seconds)
+                world.applications.take_arbiter_away(fault.seconds)
             case _:
                 return self._to_an_application(fault)
         return True
@@ -261,18 +262,18 @@ class Injector:
                 sites = world.applications.sites_of(app)
                 if app not in world.controls or not self._may_go(fault, *sites):
                     return False
-                world.crash_application(app)
+                world.applications.crash(app)
             case "stopped":
-                world.stop_application(leader, fault.seconds)
+                world.applications.stop(leader, fault.seconds)
             case "no arbiter":
-                world.cut_off_from_arbiter(leader, fault.seconds)
+                world.applications.cut_off_from_arbiter(leader, fault.seconds)
             case "session lost":
-                world.lose_session()
+                world.applications.lose_session()
             case "control reset":
                 site = sorted(world.nodes)[fault.who % len(world.nodes)]
-                world.reset_control(site, leader)
+                world.applications.reset_connection(site, leader)
             case "answers lost":
-                world.lose_answers(leader, 1 + fault.other % 3)
+                world.applications.lose_answers(leader, 1 + fault.other % 3)
             case _:
                 raise ValueError(fault.kind)
         return True
@@ -284,7 +285,8 @@ class Injector:
         return True
 
     def _may_go(self, fault: Fault, *victims: SiteId) -> bool:
-        """A paused site does not count as living: it may be let go before it wakes up."""
+        """Whether these sites may fail. A paused site does not count as alive: it may be removed
+        before it wakes up."""
         asleep = [s for s in self.world.paused_at if s in self.world.nodes]
         return fault.beyond or self.world.survives(*victims, *asleep)
 
@@ -302,13 +304,14 @@ class Injector:
         return True
 
     def _old_leader(self) -> bool:
-        """It must have been replaced; if not, that is done first."""
-        if self.world.old_view is not None:
-            self.world.send_old_view()
+        """Let a replaced leader send its old view. If no leader was replaced, replace one first."""
+        if self.world.applications.old_view is not None:
+            self.world.applications.send_old_view()
             return True
         if self._crash_controller():
             self.world.at(
-                self.world.time + 1.2 * self.world.options.lease_s, TimedWorld.send_old_view
+                self.world.time + 1.2 * self.world.options.lease_s,
+                lambda world: world.applications.send_old_view(),
             )
             return True
         return False

@@ -1,8 +1,8 @@
-"""The flows that are simulated, and what they must give.
+"""The simulated flows, and their right results.
 
-Their rows are few and their keys few, so that every epoch touches most of the state. What a flow
-gives does not depend on how its splits are interleaved: no key gets rows from two of them; or its
-windows, for which no row is late, only count, add up whole numbers and look for the largest.
+They have few rows and few keys, so that every epoch touches most of the state. The result of a flow
+does not depend on how its splits are interleaved: either no key gets rows from two of them, or its
+windows, for which no row is late, only count rows, add integers and find maxima.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from holdfast.lab.sim.world import World
 
 ROWS = 1_000
 SPLITS = {"splits": 3, "sources": 3, "joins": 4}
-"""How many splits the sources of a flow have together, if not one; all are equally long."""
+"""Number of splits of a flow's sources together, if it is not one. All have the same length."""
 EVEN = {"dmz"}
-"""Flows whose epochs all have the same number of rows; those of the others vary with the time."""
+"""Flows whose epochs all have the same number of rows. In others the number depends on timing."""
 POISONED = {"poison"}
-"""Flows that must stop, and say at which row."""
+"""Flows that must stop and name the row."""
 STUMBLES_AT = 60
 
 
 def dmz(rows_in: int = ROWS) -> Flow:
-    """The papers' network-monitoring flow: how long connections took, then the worst and typical
-    of a group's last two."""
+    """The papers' network-monitoring flow: the durations of connections, then the worst and typical
+    of the last two of a group."""
     return _monitoring("dmz", rows_in)
 
 
 def splits(rows_in: int = ROWS) -> Flow:
-    """The same with three splits, whose rows come together in another way in every run."""
+    """The same with three splits, which are interleaved differently in every run."""
     return _monitoring("splits", rows_in)
 
 
@@ -66,7 +66,7 @@ def windows(rows_in: int = ROWS) -> Flow:
 
 
 def times(rows_in: int = ROWS) -> Flow:
-    """Windows over event time, and windows of what they give: the state is of the recent past."""
+    """Windows over event time, and windows over their results: state of the recent past only."""
     flow = Flow("times")
     source = flow.source("events", rows(_events(rows_in)), event_time="ts")
     counts = source.key_by("k").window(time=20, lateness=5).agg(n=F.count(), x=F.sum("v"))
@@ -76,7 +76,7 @@ def times(rows_in: int = ROWS) -> Flow:
 
 
 def timeouts(rows_in: int = ROWS) -> Flow:
-    """Spans of which some end and some time out, and windows of both."""
+    """Spans, some of which end and some time out, and windows over both."""
     flow = Flow("timeouts")
     source = flow.source("events", rows(_events(rows_in)), event_time="ts")
     emit = {"g": col("k") % 3, "ts": F.at_start("ts"), "ended": lit(1)}
@@ -89,7 +89,7 @@ def timeouts(rows_in: int = ROWS) -> Flow:
 
 
 def diamond(rows_in: int = ROWS) -> Flow:
-    """One stream goes two ways and comes together again."""
+    """A stream that is split and merged again."""
     flow = Flow("diamond")
     source = flow.source("events", rows(_events(rows_in)), event_time="ts")
     left = source.key_by("k").agg(x=F.sum("v")).select(k=col("k"), x=col("x"))
@@ -99,7 +99,7 @@ def diamond(rows_in: int = ROWS) -> Flow:
 
 
 def sources(rows_in: int = ROWS) -> Flow:
-    """Two sources, one with two splits, together and one of them alone; windows of windows."""
+    """Two sources, one with two splits, merged, and one of them alone; windows of windows."""
     flow = Flow("sources")
     left, right = _two_sources(flow, rows_in, (2, 1))
     both = left.union(right).key_by("k").window(time=20, every=10, lateness=DELAY)
@@ -112,7 +112,7 @@ def sources(rows_in: int = ROWS) -> Flow:
 
 
 def joins(rows_in: int = ROWS) -> Flow:
-    """What windows of two sources give is joined, and windows are made of that."""
+    """A join of windows of two sources, and windows over its results."""
     flow = Flow("joins")
     counts = []
     for source in _two_sources(flow, rows_in, (2, 2)):
@@ -126,7 +126,7 @@ def joins(rows_in: int = ROWS) -> Flow:
 
 
 def poison(rows_in: int = ROWS) -> Flow:
-    """A row in the middle makes a function raise: the flow must stop there, and name it."""
+    """A row in the middle makes a function raise: the flow must stop there and name it."""
     flow = Flow("poison")
     source = flow.source("events", rows(_events(rows_in)))
     totals = source.key_by("k").agg(x=F.sum("v"), n=F.count())
@@ -161,8 +161,8 @@ def make(name: str, protection: Protection, rows_in: int = ROWS) -> Flow:
 
 @cache
 def expected(name: str, rows_in: int = ROWS) -> dict[str, pa.Table]:
-    """What each sink must get: what is known without the engine, or else what it gets on one site
-    without a fault. Nothing is said of a flow that stops."""
+    """Return the right rows of each sink: computed without the engine if possible, else by a run on
+    one site without faults. Empty for a flow that stops."""
     if name in POISONED:
         return {}
     if name in ANSWERS:
@@ -173,13 +173,14 @@ def expected(name: str, rows_in: int = ROWS) -> dict[str, pa.Table]:
 
 
 def in_order(table: pa.Table) -> pa.Table:
-    """The rows of a result in an order that does not depend on how the splits were interleaved."""
+    """Sort the rows of a result, so that their order does not depend on how the splits were
+    interleaved."""
     return table.sort_by([(name, "ascending") for name in table.schema.names]).combine_chunks()
 
 
 @cache
 def _packets(count_: int, splits: int) -> list[pa.RecordBatch]:
-    """Each split has 20 connections of its own, which start and end in turn."""
+    """Return the packets of each split. A split has 20 connections, which start and end in turn."""
     made = []
     for split in range(splits):
         at = np.arange(count_ // splits)
@@ -192,7 +193,7 @@ def _packets(count_: int, splits: int) -> list[pa.RecordBatch]:
 
 @cache
 def _events(count_: int, seed: int = 1) -> pa.RecordBatch:
-    """Events in almost the order of their times; a few are late."""
+    """Return events that are nearly in the order of their times; a few are late."""
     random = np.random.default_rng(seed)
     ts = np.arange(count_) // 2 - random.integers(0, 4, count_) * (random.random(count_) < 0.2)
     return pa.record_batch(
@@ -208,7 +209,7 @@ def _events(count_: int, seed: int = 1) -> pa.RecordBatch:
 # --- several sources ------------------------------------------------------------------------------
 
 DELAY = 5
-"""How far a row's time may be behind that of another before it in its split."""
+"""Maximum time by which a row may be behind an earlier one of its split."""
 
 
 def _two_sources(flow: Flow, rows_in: int, splits: tuple[int, int]) -> list[Stream]:
@@ -220,8 +221,8 @@ def _two_sources(flow: Flow, rows_in: int, splits: tuple[int, int]) -> list[Stre
 
 @cache
 def _timed(rows_in: int, splits: tuple[int, int], which: int) -> list[pa.RecordBatch]:
-    """The splits of one of two sources. They have the same keys and cover the same time, each at
-    a pace of its own that changes on the way."""
+    """Return the splits of one of two sources. All have the same keys and cover the same time, each
+    at a pace of its own that changes."""
     each = rows_in // sum(splits)
     made = []
     for split in range(splits[which]):
@@ -238,7 +239,7 @@ def _plain(rows_in: int, splits: tuple[int, int], which: int) -> list[dict[str, 
 
 
 Window = dict[tuple[int, int], list[dict[str, int]]]
-"""By key and start: the rows."""
+"""Rows by key and start of the window."""
 
 
 def _windowed(given: list[dict[str, int]], key: str, on: str, size: int, every: int = 0) -> Window:
@@ -294,7 +295,7 @@ def _total(found: list[dict[str, int]]) -> int:
 
 
 def _table(key: str, size: int, folded: dict[tuple[int, int], dict[str, int]]) -> pa.Table:
-    """As the sink of a window gets it."""
+    """Return the rows as the sink of a window gets them."""
     return pa.Table.from_pylist(
         [
             {key: k, "window_start": start, "window_end": start + size, **values}
@@ -307,4 +308,4 @@ ANSWERS: dict[str, Callable[[int], dict[str, pa.Table]]] = {
     "sources": _sources_answer,
     "joins": _joins_answer,
 }
-"""What flows must give, by plain loops over their rows: one site could be wrong, too."""
+"""Right results by plain loops over the rows: a run on one site could be wrong, too."""

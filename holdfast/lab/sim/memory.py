@@ -1,9 +1,9 @@
-"""Remembering what operators gave: in many runs of a flow most orders are the same.
+"""Remembers the results of operators: in many runs of a flow most orders are the same.
 
 The two replicas of a partition do the same work, and so do the runs of other seeds, as long as
-their epochs are cut alike. The runner here asks what the same operator with the same state has made
-of the same frames, byte for byte, and computes only what nobody has. The state that its own
-operator would have is put in when somebody looks at it.
+their epochs are cut in the same way. The runner here looks up the result of the same operator with
+the same state for the same frames, byte for byte, and computes only what is not in the memory. Its
+own operator gets its state only when something reads it.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ ENTRIES_MAX = 20_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _State:
-    """What an operator knows: its tables, and the rest. `name` is the same for the same."""
+class _RememberedState:
+    """The state of an operator: its tables, and its other values. Equal states have equal
+    `name`s."""
 
     name: Hashable
     tables: dict[str, pa.RecordBatch]
     extras: dict[str, int]
 
     @classmethod
-    def of(cls, operator: KeyedOperator) -> _State:
+    def of(cls, operator: KeyedOperator) -> _RememberedState:
         tables, extras = operator.extract(), operator.extras()
         rows = tuple((table, _in_any_order(batch)) for table, batch in tables.items())
         return cls((rows, tuple(extras.items())), tables, extras)
@@ -47,13 +48,13 @@ class _State:
 
 
 def _in_any_order(batch: pa.RecordBatch) -> bytes:
-    """The rows of a table, wherever they are in it, and whenever they came there."""
+    """Encode the rows of a table without their slots and their epochs."""
     values = batch.select([n for n in batch.schema.names if n != "__changed"])
     return np.sort(row_digests(values)).tobytes()
 
 
 class Memory:
-    """What orders gave, for all runs of one flow."""
+    """The results of orders, for all runs of one flow."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Any] = {}
@@ -71,26 +72,27 @@ class Memory:
         return value
 
     def runner(self) -> type[TaskRunner]:
-        """The kind of runner that asks here."""
+        """Return a class of runners that use this memory."""
         return type("Remembering", (_Remembering,), {"memory": self})
 
 
 class _Remembering(TaskRunner):
-    """One task, whose results may be those of another that was the same."""
+    """Runs a task with results from the memory."""
 
     memory: Memory
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._who = (self.stage.id, *((c.first, c.end) for c in self._consumers()))
-        self._state: _State | None = None
+        self._state: _RememberedState | None = None
         self._is_behind = False
-        """Whether the operator does not have that state yet."""
+        """Whether the operator lacks that state."""
         operator = self.runner.operator
         self._tells_all = operator is None or all(
             isinstance(table, StateTable) for table in operator.tables().values()
         )
-        """Whether what the operator gives out is all it knows. A join also knows when rows came."""
+        """Whether the extracted tables are the operator's whole state. A join also knows when rows
+        arrived."""
 
     def _consumers(self) -> list[Any]:
         return [c for e in self.stage.outputs for c in self.routers[ExchangeId(e.id)].groups]
@@ -132,7 +134,7 @@ class _Remembering(TaskRunner):
             return super().process(order)
         if self._state is None:
             assert self.operator is not None
-            self._state = _State.of(self.operator)
+            self._state = _RememberedState.of(self.operator)
         key = (self._who, self._state.name, order.epoch, _frames(order))
         known = self.memory.replay_results(key)
         if known is None:
@@ -143,13 +145,13 @@ class _Remembering(TaskRunner):
         self.runner.dead_rows += dead_rows
         return outputs
 
-    def _compute(self, order: ProcessBundles) -> tuple[list[Outputs], _State, int]:
+    def _compute(self, order: ProcessBundles) -> tuple[list[Outputs], _RememberedState, int]:
         operator, dead_rows = self.operator, self.runner.dead_rows
         assert operator is not None
         outputs = super().process(order)
         found = self.runner.dead_rows - dead_rows
         self.runner.dead_rows = dead_rows
-        return outputs, _State.of(operator), found
+        return outputs, _RememberedState.of(operator), found
 
 
 def _frames(order: ProcessBundles) -> Hashable:

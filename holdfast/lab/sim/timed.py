@@ -1,58 +1,48 @@
 """A simulated world with a clock: delays, speeds, pauses and leases, all from one seed.
 
-What happens next is what is due next. Messages take a time that varies from one to the next and
-with their size; connections are independent of each other. A site carries out one order at a time,
-as fast as its machine is; sources are read, state is handed over, and silent sites are looked for,
-at the intervals at which real ones do it (but scaled down, so that a lease is a few dozen epochs).
+Events happen in the order of their due times. The delay of a message is random, and grows with its
+size; connections are independent of each other. A site carries out one order at a time, at the
+speed of its machine. Sites read sources, hand state over and send heartbeats at the intervals of
+real ones, scaled down so that a lease lasts a few dozen epochs.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import pyarrow as pa
-
 from holdfast.api.graph import Flow
 from holdfast.api.options import Options
-from holdfast.connectors.sources import Position, Source, SplitReader
 from holdfast.control import events as ev
 from holdfast.core.effects import ArbiterAsk
+from holdfast.core.events import ReplicaBehind
 from holdfast.core.ids import SiteId
 from holdfast.core.layout import View
-from holdfast.engine.batches import empty
 from holdfast.errors import InvariantError
+from holdfast.lab.sim.agenda import Agenda
 from holdfast.lab.sim.applications import Applications
+from holdfast.lab.sim.gated import GatedSource
+from holdfast.lab.sim.links import NOTHING, Down, Link, SitePort, control_of
 from holdfast.lab.sim.memory import Memory
-from holdfast.lab.sim.world import (
-    CONTROLLER,
-    NOTHING,
-    Down,
-    Exited,
-    Launch,
-    Link,
-    Restart,
-    World,
-    _Port,
-    control_of,
-)
+from holdfast.lab.sim.run_trace import RunTrace
+from holdfast.lab.sim.timers import LaunchProcess, NoticeExits, RestartApplication, WorldTimer
+from holdfast.lab.sim.world import World
 from holdfast.net import wire
 from holdfast.net.bundles import Frames
-from holdfast.site.node import Codec, Node, Order
+from holdfast.site.node import Codec, SiteNode
+from holdfast.site.orders import Order
 
 BEAT = wire.Beat()
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long things take, in seconds."""
+    """Durations, in seconds."""
 
     delay: float = 0.0003
     spread: float = 1.0
-    """How much delays vary: the sigma of their logarithm."""
+    """The spread of the delays: the sigma of their logarithm."""
     bytes_per_s: float = 50e6
     work: float = 0.0004
     poll: float = 0.002
@@ -62,13 +52,13 @@ class Pace:
     status: float = 0.03
     relaunch: float = 0.02
     notice: float = 0.001
-    """How long it takes until a dead process is known to be dead."""
+    """Time until the death of a process is noticed."""
     arbiter: float = 0.0002
-    """On the way to the arbiter, and back; 0: it answers at once."""
+    """Delay of a message to the arbiter, and of its answer; with 0 it answers at once."""
 
 
 class _ByReference(Codec):
-    """Bundles between nodes of one process go as they are: they are never changed."""
+    """Passes bundles between nodes of one process without encoding them: they never change."""
 
     def pack(self, frames: Frames) -> list[Any]:
         return [b"", b"", frames]
@@ -78,41 +68,10 @@ class _ByReference(Codec):
         return body
 
 
-class _Gated(Source):
-    """A source that holds its last rows back until the world lets go of them: so that a flow does
-    not end before it has recovered."""
-
-    def __init__(self, world: TimedWorld, source: Source, rows: int) -> None:
-        self.world, self._source, self._rows = world, source, rows
-        self.schema, self.splits = source.schema, source.splits
-
-    def open(self, split: int, offset: int = 0, position: Position | None = None) -> SplitReader:
-        reader = self._source.open(split, offset, position)
-        return _GatedReader(self, reader, self._rows - offset)
-
-
-class _GatedReader(SplitReader):
-    def __init__(self, source: _Gated, reader: SplitReader, rows: int) -> None:
-        self._source, self._reader, self._free = source, reader, rows
-
-    def position(self) -> Position | None:
-        return self._reader.position()
-
-    def read(self, rows_max: int, *, due: bool = False) -> pa.RecordBatch | None:
-        if due or self._source.world.gate_is_open:
-            batch = self._reader.read(rows_max, due=due)
-        elif self._free > 0:
-            batch = self._reader.read(min(rows_max, self._free))
-        else:
-            return empty(self._source.schema)
-        self._free -= batch.num_rows if batch is not None else 0
-        return batch
-
-
 class TimedWorld(World):
-    """A flow on simulated sites, in virtual time. See `World` for what both have.
+    """A flow on simulated sites, in virtual time; see `World`.
 
-    With `free_rows`, each split gives only so many rows before `gate_is_open` is set.
+    With `free_rows`, each split gives at most that number of rows before `gate_is_open` is set.
     """
 
     def __init__(
@@ -133,18 +92,15 @@ class TimedWorld(World):
         self.applications = Applications(self)
         self.gate_is_open = False
         self.time = 0.0
-        self._events: list[tuple[float, int, str, Any]] = []
-        self._ties = itertools.count()
+        self.agenda = Agenda()
         self._free: dict[Link, float] = {}
         self._awake: dict[SiteId, float] = {}
         self._open: dict[Link, float] = {}
         self._speed: dict[SiteId, float] = {}
-        self._pending: set[tuple[str, SiteId]] = set()
         self.paused_at: dict[SiteId, float] = {}
-        self.old_view: View | None = None
         self.poisoned = False
-        """Whether a row was put in that makes the flow stop."""
-        self.trace: list[tuple[Any, ...]] | None = None
+        """Whether the input has a row that makes the flow stop."""
+        self.trace = RunTrace()
         super().__init__(
             flow,
             sites=sites,
@@ -156,8 +112,8 @@ class TimedWorld(World):
         )
         for stage in self.plan.sources:
             if free_rows is not None and stage.source is not None:
-                stage.source = _Gated(self, stage.source, free_rows)
-        self._push(self.options.lease_s / 5, "pulse", None)
+                stage.source = GatedSource(self, stage.source, free_rows)
+        self.add(self.options.lease_s / 5, "pulse", None)
 
     def now(self) -> float:
         return self.time
@@ -165,44 +121,39 @@ class TimedWorld(World):
     def note(
         self, kind: str, site: int, text: str, other: int | None = None, until: float | None = None
     ) -> None:
-        """For the timeline, if somebody wants one."""
-        if self.trace is not None:
-            self.trace.append((self.time, kind, site, text, other, until))
+        """Record something for the timeline."""
+        self.trace.note(self.time, kind, site, text, other, until)
 
     # --- the clock ------------------------------------------------------------------------------
 
-    def _push(self, delay: float, kind: str, what: Any) -> None:
-        heapq.heappush(self._events, (self.time + delay, next(self._ties), kind, what))
+    def add(self, delay: float, kind: str, what: Any) -> None:
+        """Have something happen after a delay."""
+        self.agenda.add(self.time + delay, kind, what)
 
     def _once(self, delay: float, kind: str, site: SiteId) -> None:
-        """Have something done at a site, unless it is going to be done anyway."""
-        if (kind, site) not in self._pending:
-            self._pending.add((kind, site))
-            self._push(delay, kind, site)
+        self.agenda.add_once(self.time + delay, kind, site)
 
-    def later(self, seconds: float, what: Any) -> None:
-        if isinstance(what, Exited):
+    def later(self, seconds: float, what: WorldTimer) -> None:
+        if isinstance(what, NoticeExits):
             seconds += self.pace.notice * (0.2 + self.random.random())
-        elif isinstance(what, Launch):
+        elif isinstance(what, LaunchProcess):
             seconds += self.pace.relaunch * (0.2 + 2 * self.random.random())
-        self._push(seconds, "timer", what)
+        self.add(seconds, "timer", what)
 
     def step(self) -> bool:
-        """Let the next thing happen; False if nothing is left."""
-        if not self._events:
+        """Let the next event happen. Return False if there is none."""
+        if not self.agenda:
             return False
-        due, _, kind, what = heapq.heappop(self._events)
+        due, kind, what = self.agenda.pop()
         self.time = max(self.time, due)
         self.steps += 1
         match kind:
             case "net":
                 self._arrive(what)
             case "work":
-                self._pending.discard((kind, what))
                 self._work_at(what)
             case "poll" | "hand" | "retry_stalled" | "status" | "acks":
-                self._pending.discard((kind, what))
-                self._flush_notes(kind, what)
+                self._do_regularly(kind, what)
             case "timer":
                 self._timer(what)
             case "control":
@@ -216,12 +167,12 @@ class TimedWorld(World):
         return True
 
     def at(self, when: float, act: Any) -> None:
-        """Have ``act(world)`` called at a time."""
-        self._push(max(0.0, when - self.time), "do", act)
+        """Call ``act(world)`` at this time."""
+        self.add(max(0.0, when - self.time), "do", act)
 
-    def _timer(self, what: Any) -> None:
+    def _timer(self, what: WorldTimer) -> None:
         self.happen(what)
-        if isinstance(what, Restart):
+        if isinstance(what, RestartApplication):
             self.note("control", control_of(what.app), f"application {what.app} is back")
 
     # --- the network ----------------------------------------------------------------------------
@@ -245,30 +196,18 @@ class TimedWorld(World):
         nbytes = item[1].nbytes if isinstance(item, tuple) else 0
         due = max(self._free.get(link, 0.0), self.time + took + nbytes / self.pace.bytes_per_s)
         self._free[link] = due
-        heapq.heappush(self._events, (due, next(self._ties), "net", link))
-        if self.trace is not None and isinstance(item, tuple):
-            self._note_message(link, item, due)
-
-    def _note_message(self, link: Link, item: Any, due: float) -> None:
-        message = item[0]
-        if isinstance(message, wire.Bundle):
-            kind, text = "send", f"bundle x{message.exchange} epoch {message.epoch}"
-        elif isinstance(message, wire.Acks):
-            kind, text = "ack", "ack"
-        elif isinstance(message, wire.NewView):
-            kind, text = "send", f"view {message.view.term}.{message.view.number}"
-        else:
-            kind, text = "send", type(message).__name__
-        self.note(kind, link[0], text, link[1], due)
+        self.agenda.add(due, "net", link)
+        if isinstance(item, tuple):
+            self.trace.message(self.time, link, item[0], due)
 
     def _arrive(self, link: Link) -> None:
         queue = self.network.get(link)
         if not queue:
-            return  # it was lost with its connection
+            return  # the message was lost with its connection
         receiver = link[1]
         ready = max(self._open.get(link, 0.0), self._awake.get(receiver, 0.0))
         if ready > self.time:
-            self._push(ready - self.time, "net", link)
+            self.add(ready - self.time, "net", link)
             return
         if receiver >= 0 and receiver not in self.nodes:
             queue.popleft()
@@ -286,19 +225,19 @@ class TimedWorld(World):
 
     # --- sites ----------------------------------------------------------------------------------
 
-    def make_node(self, site: SiteId) -> Node:
-        return Node(
+    def make_node(self, site: SiteId) -> SiteNode:
+        return SiteNode(
             self.plan,
             site,
             self.options,
-            _Port(self, site),
+            SitePort(self, site),
             now=self.now,
             codec=_ByReference(),
             runner=self.runner,
         )
 
-    def _launch(self, site: SiteId, app: int = 0) -> None:
-        super()._launch(site, app)
+    def launch(self, site: SiteId, app: int = 0) -> None:
+        super().launch(site, app)
         for kind, every in (("poll", self.pace.poll), ("retry_stalled", self.pace.retry_stalled)):
             self._once(every * self.random.random(), kind, site)
         self._once(self.pace.status, "status", site)
@@ -309,12 +248,12 @@ class TimedWorld(World):
             self.nodes[site].report_again()
 
     def _rouse(self, site: SiteId) -> None:
-        """See to it that a site does what it has to do."""
+        """Schedule the work that a site has."""
         node = self.nodes[site]
         if node.orders:
             cost = self.pace.work * (0.3 + self.random.random())
             self._once(cost * self._speed.get(site, 1.0), "work", site)
-        if node.outgoing:
+        if node.transfers.outgoing:
             self._once(self.pace.part * self.random.random() * 2, "hand", site)
 
     def _asleep(self, kind: str, site: SiteId) -> bool:
@@ -325,42 +264,44 @@ class TimedWorld(World):
 
     def _work_at(self, site: SiteId) -> None:
         node = self.nodes.get(site)
-        if node is None or self._asleep("work", site) or site in self.failed:
+        if node is None or self._asleep("work", site) or site in self.shell.failed:
             return
         done: list[Order | None] = []
-        self.guarded(node, lambda: done.append(node.work()))
+        self.shell.guarded(node, lambda: done.append(node.work()))
         if done and done[0] is not None:
             self._note_work(site, done[0])
         if site in self.nodes and (not done or done[0] is not None):
             self._rouse(site)
         elif site in self.nodes and node.orders:
-            self._once(self.pace.poll, "work", site)  # it waits for rows of a source
+            self._once(self.pace.poll, "work", site)  # the order waits for rows of a source
 
     def _note_work(self, site: SiteId, order: Order) -> None:
-        if self.trace is not None:
+        if self.trace.recording:
             name = self.plan.stages[order.task[0]].name.replace(" ", "_")
             text = f"{name}/{order.task[1]} epoch {order.epoch}"
             took = self.pace.work * self._speed.get(site, 1.0) / 2
-            self.trace.append((self.time - took, "work", site, text, None, self.time))
+            self.trace.note(self.time - took, "work", site, text, None, self.time)
 
-    def _flush_notes(self, kind: str, site: SiteId) -> None:
+    def _do_regularly(self, kind: str, site: SiteId) -> None:
         node = self.nodes.get(site)
         if node is None or self._asleep(kind, site):
             return
         again: float | None
         match kind:
             case "poll":
-                if self._started and site not in self.failed:
-                    self.guarded(node, node.read_ahead)
+                if self.shell.started and site not in self.shell.failed:
+                    self.shell.guarded(node, node.read_ahead)
                 again = self.pace.poll
             case "hand":
-                self.guarded(node, node.hand_over)
-                again = self.pace.part * self.random.random() * 2 if node.outgoing else None
+                self.shell.guarded(node, node.hand_over)
+                again = (
+                    self.pace.part * self.random.random() * 2 if node.transfers.outgoing else None
+                )
             case "retry_stalled":
-                self.guarded(node, node.retry_stalled)
+                self.shell.guarded(node, node.retry_stalled)
                 again = self.pace.retry_stalled
             case "acks":
-                self.guarded(node, node.flush)
+                self.shell.guarded(node, node.flush)
                 again = None
             case _:
                 self._report_behind(node)
@@ -370,15 +311,15 @@ class TimedWorld(World):
             if again is not None and not self.ended:
                 self._once(again, kind, site)
 
-    def _report_behind(self, node: Node) -> None:
+    def _report_behind(self, node: SiteNode) -> None:
         behind = node.behind()
         if behind is not None and behind[1] > self.options.kept_bytes_max:
-            message = wire.Behind(behind[0], f"{behind[1]} bytes are kept for it")
-            _Port(self, node.site).tell(message)
+            message = wire.Behind(ReplicaBehind(behind[0], f"{behind[1]} bytes are kept for it"))
+            SitePort(self, node.site).tell(message)
 
-    def _after(self, node: Node) -> None:
-        """Acks are sent as a site sends them: together, unless somebody waits for one. Machines
-        are looked at from time to time: see `Checks`."""
+    def after(self, node: SiteNode) -> None:
+        """Send acks as a site does: together, unless a producer waits for one. `WorldChecks` checks
+        the machines, though not after every call."""
         while node.acks_are_due:
             node.flush()
         if node.acks_wait:
@@ -387,17 +328,17 @@ class TimedWorld(World):
     # --- control --------------------------------------------------------------------------------
 
     def _reach(self, app: int, life: int, event: ev.ControlEvent) -> None:
-        """Something reaches a control, if that still lives, and when it is awake."""
-        if self.lives[app] != life:
+        """Deliver an event to a control, if it is still alive; if it is paused, when it wakes."""
+        if self.plane.lives[app] != life:
             return
         wake = self._awake.get(control_of(app), 0.0)
         if wake > self.time:
-            self._push(wake - self.time, "control", (app, life, event))
+            self.add(wake - self.time, "control", (app, life, event))
         else:
             self.control(app, event)
 
     def ask(self, app: int, ask: ArbiterAsk) -> None:
-        if self._setting_out or not self.pace.arbiter:
+        if self.plane.starting or not self.pace.arbiter:
             super().ask(app, ask)
         else:
             self.applications.ask(app, ask)
@@ -406,20 +347,20 @@ class TimedWorld(World):
         seconds, timer = effect.seconds, effect.timer
         if isinstance(timer, ev.WaitTimer | ev.InquireTimer):
             seconds /= 10  # the controller's own times are scaled down like the lease
-        self._push(seconds, "control", (app, self.lives[app], ev.TimerFired(timer)))
+        self.add(seconds, "control", (app, self.plane.lives[app], ev.TimerFired(timer)))
 
     def probe(self, app: int, effect: ev.Probe) -> None:
         gone = tuple(s for s in effect.addresses if s not in self.nodes)
         after = self.pace.delay * (0.5 + self.random.random())
-        self._push(after, "control", (app, self.lives[app], ev.Probed(effect.number, gone)))
+        self.add(after, "control", (app, self.plane.lives[app], ev.Probed(effect.number, gone)))
 
     def between(self, app: int, effect: ev.ControlEffect) -> None:
         self.applications.execute(app, effect)
 
     def _pulse(self) -> None:
-        """Sites say that they live, to whoever they reach."""
+        """Send the heartbeats of the sites to the controls that they reach."""
         if not self.ended:
-            self._push(self.options.lease_s / 5, "pulse", None)
+            self.add(self.options.lease_s / 5, "pulse", None)
         for site in [s for s in self.nodes if self._awake.get(s, 0.0) <= self.time]:
             for app in [*self.controls]:
                 link = (site, control_of(app))
@@ -430,13 +371,13 @@ class TimedWorld(World):
     def last_words(self, link: Link, items: list[Any]) -> None:
         self.put_instead(link, [*items, Down()])
 
-    def _apply(self, app: int, effect: ev.ControlEffect) -> None:
-        if self.trace is not None and isinstance(effect, ev.ViewGiven):
-            self.note("view", control_of(app), str(effect.view))
-        super()._apply(app, effect)
+    def on_view_given(self, app: int, view: View) -> None:
+        if self.trace.recording:
+            self.note("view", control_of(app), str(view))
+        super().on_view_given(app, view)
 
     def expire(self) -> None:
-        """Leases run out by themselves."""
+        """Do nothing: here leases end by the clock."""
 
     # --- faults ---------------------------------------------------------------------------------
 
@@ -448,75 +389,40 @@ class TimedWorld(World):
 
     def crash_controller(self, app: int | None = None) -> None:
         app = self.leader if app is None else app
-        assert app is not None, "nobody leads"
+        assert app is not None, "no application leads"
         self.note("fault", control_of(app), "crash")
         super().crash_controller(app)
         self._awake.pop(control_of(app), None)
         self.applications.died(app)
 
     def restart(self, app: int) -> None:
-        known = self.ledger.known
-        self.old_view = known.view if known is not None else None
+        self.applications.note_old_view()
         super().restart(app)
 
-    def stop_application(self, app: int, seconds: float) -> None:
-        """Its control stands still (SIGSTOP), and finds out later that it does not lead any more.
-        Its sites go on."""
-        self.note("fault", control_of(app), "stopped", None, self.time + seconds)
-        self.log.append(f"{self.time:.4f}: application {app} stopped for {seconds:.4f}")
-        self._awake[control_of(app)] = self.time + seconds
-
-    def cut_off_from_arbiter(self, app: int, seconds: float) -> None:
-        """It reaches everybody but the arbiter."""
-        self.note("fault", control_of(app), "no arbiter", None, self.time + seconds)
-        self.log.append(f"{self.time:.4f}: no arbiter for application {app} for {seconds:.4f}")
-        self.applications.cut_off_until[app] = self.time + seconds
-
-    def reset_control(self, site: SiteId, app: int) -> None:
-        """The connection of a site to a control breaks, and is rebuilt."""
-        self.note("fault", site, "reset", control_of(app))
-        self.log.append(f"{self.time:.4f}: reset of {site} and application {app}")
-        self.put_instead((control_of(app), site), [])
-        self.put_instead((site, control_of(app)), [Down()])
-        self.announce(site, app)
-
-    def lose_session(self) -> None:
-        """The arbiter ends the lease of whoever leads, who does not know."""
-        self.note("fault", CONTROLLER, "session lost")
-        self.log.append(f"{self.time:.4f}: the leader has lost its session")
-        self.ledger.end_lease()
-
-    def lose_answers(self, app: int, count: int) -> None:
-        """What the arbiter does for it next is done, and it does not hear so."""
-        self.note("fault", control_of(app), "answers lost")
-        self.log.append(f"{self.time:.4f}: {count} answers to application {app} get lost")
-        self.applications.unheard[app] = count
-
-    def crash_application(self, app: int) -> None:
-        """It dies with all its sites."""
-        self.crash(*self.applications.sites_of(app))
-        if app in self.controls:
-            self.crash_controller(app)
+    def sleep(self, site: SiteId, seconds: float) -> None:
+        """Make the process of a site or a control do nothing for this time."""
+        self._awake[site] = self.time + seconds
 
     def pause(self, site: SiteId, seconds: float) -> None:
-        """A process stands still. If that is longer than the lease, it wakes up as a zombie."""
+        """Pause a site's process. If the pause outlasts the lease, the site does not know when it
+        wakes up that it is no longer a member."""
         self.note("fault", site, "pause", None, self.time + seconds)
         self.log.append(f"{self.time:.4f}: pause of {site} for {seconds:.4f}")
-        self._awake[site] = self.time + seconds
+        self.sleep(site, seconds)
         self.paused_at[site] = self.time
         self.at(self.time + seconds, lambda world: world.paused_at.pop(site, None))
 
     def block(self, link: Link, seconds: float) -> None:
-        """Nothing gets through in this direction for a while; nothing is lost."""
+        """Hold back all messages in this direction for this time; none is lost."""
         self.note("fault", link[0], "blocked", link[1], self.time + seconds)
         self.log.append(f"{self.time:.4f}: {link} blocked for {seconds:.4f}")
         self._open[link] = self.time + seconds
-        if link[1] < 0:  # its beats do not get through either
+        if link[1] < 0:  # heartbeats are held back, too
             self.paused_at.setdefault(link[0], self.time)
             self.at(self.time + seconds, lambda world: world.paused_at.pop(link[0], None))
 
     def slow(self, site: SiteId, factor: float, seconds: float) -> None:
-        """A machine is slower for a while."""
+        """Slow a site's machine down for this time."""
         self.note("fault", site, f"{factor:.0f} times slower", None, self.time + seconds)
         self.log.append(f"{self.time:.4f}: {site} {factor:.0f} times slower for {seconds:.4f}")
         self._speed[site] = factor
@@ -525,21 +431,3 @@ class TimedWorld(World):
     def reset(self, one: SiteId, other: SiteId) -> None:
         self.note("fault", one, "reset", other)
         super().reset(one, other)
-
-    def send_old_view(self) -> None:
-        """A controller that does not know yet that it is not the leader any more says once again
-        what it said last."""
-        if self.old_view is None:
-            return
-        self.note("fault", CONTROLLER, "an old leader speaks")
-        self.log.append(f"{self.time:.4f}: old {self.old_view}")
-        for site in self.nodes:
-            self._send(0, site, wire.NewView(self.old_view, {}))
-            for task in self.old_view.tasks_at(site):
-                message = wire.CatchUp(self.old_view.term, *task, max(self.nodes))
-                self._send(0, site, message)
-
-    def take_arbiter_away(self, seconds: float) -> None:
-        self.note("fault", CONTROLLER, "arbiter away", None, self.time + seconds)
-        self.log.append(f"{self.time:.4f}: arbiter away for {seconds:.4f}")
-        self.applications.away_until = self.time + seconds
