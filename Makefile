@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-integration servers lint types unit spark bench chaos format clean
+.PHONY: help setup demo test test-integration test-nightly servers lint types pure fast unit spark bench chaos docs format clean
 
 help:  ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -24,7 +24,7 @@ $(VENV)/.ready: pyproject.toml
 demo: setup  ## a flow in two Spark applications, a site and a driver killed, the result checked
 	$(BIN)/holdfast demo
 
-test: setup lint types unit spark  ## everything that CI runs, but for test-integration
+test: setup lint types fast  ## everything that CI runs, but for test-integration
 
 lint: setup  ## ruff
 	$(BIN)/ruff check .
@@ -33,16 +33,24 @@ lint: setup  ## ruff
 types: setup  ## mypy
 	$(BIN)/mypy
 
-# These share nothing and wait for nothing. The others have processes of their own, and mostly wait
-# for them; Spark, where it is needed, keeps all processors busy alone.
+# Pure tests share nothing, wait for nothing and keep all processors busy alone. The others have
+# processes of their own, and mostly wait for them: they run beside two Spark sessions, in more
+# processes than there are processors (tests/support/sharing.py says what shares a session).
+PYTEST := $(BIN)/python -m pytest --numprocesses
 PURE := tests/core tests/sim tests/property
+NOT_PURE := $(addprefix --ignore ,$(PURE) tests/integration)
 
-unit: setup  ## tests that need neither Spark nor a server
-	$(BIN)/python -m pytest --numprocesses auto $(PURE)
-	$(BIN)/python -m pytest --numprocesses 3 tests $(addprefix --ignore ,$(PURE) tests/spark tests/integration)
+pure: setup
+	$(PYTEST) auto $(PURE)
+
+fast: pure
+	$(PYTEST) 4 tests $(NOT_PURE)
+
+unit: pure  ## tests that need neither Spark nor a server
+	$(PYTEST) 3 tests $(NOT_PURE) --ignore tests/spark
 
 spark: setup  ## tests on a real Spark
-	$(BIN)/python -m pytest tests/spark
+	$(PYTEST) 2 tests/spark
 
 # The servers are Debian's; elsewhere put ZooKeeper's jar, and PostgreSQL's programs, in the same
 # places. Kafka's are the published jars, as Maven finds them.
@@ -56,7 +64,11 @@ JARS := mvn --batch-mode --quiet \
 	org.apache.maven.plugins:maven-dependency-plugin:3.8.1:copy-dependencies -DincludeScope=runtime
 
 test-integration: setup servers $(VENV)/kafka/.ready $(VENV)/spark-kafka/.ready  ## tests with a real ZooKeeper, PostgreSQL, Kafka and an object store, which are installed if missing
-	$(BIN)/python -m pytest --numprocesses 2 tests/integration
+	$(PYTEST) 3 tests/integration
+
+test-nightly: setup servers $(VENV)/kafka/.ready $(VENV)/spark-kafka/.ready  ## what takes too long for every change: more seeds, every protection on real processes, planted bugs searched from scratch
+	HOLDFAST_EXAMPLES=4 $(PYTEST) 2 tests/property tests/test_exact.py
+	$(PYTEST) 3 -m nightly tests
 
 servers:
 	@test -z "$(MISSING)" || { $(SUDO) apt-get update --quiet=2 && \
@@ -75,9 +87,17 @@ bench: setup  ## the quick benchmarks
 chaos: setup  ## 1,000 faults to a flow on plain processes (as root also to its network), about 45 minutes on 2 busy cores
 	$(BIN)/holdfast chaos --faults 1000 --host process
 
+# What builds the site is no part of setup: a change of code does not need it.
+$(VENV)/.docs: pyproject.toml | $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	@touch $@
+
+docs: setup $(VENV)/.docs  ## the documentation as a site with an API reference, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 format: setup  ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove what setup and the tests made
-	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis spark-warehouse
+	rm -rf $(VENV) .mypy_cache .ruff_cache .hypothesis build spark-warehouse

@@ -13,8 +13,8 @@ from holdfast import functions as F
 from holdfast.api.options import Options
 from holdfast.arbiter import Entry
 from holdfast.control import events as ev
-from holdfast.control.hosting import Place, apart
-from holdfast.control.leading import Knowledge
+from holdfast.control.hosting import Place, widen_failure_domains
+from holdfast.control.knowledge import Knowledge
 from holdfast.control.node import ControlNode
 from holdfast.control.server import Control
 from holdfast.core import events as core
@@ -22,7 +22,8 @@ from holdfast.core.effects import AskLead, AskRenew
 from holdfast.core.events import SiteRegistered, SitesFailed
 from holdfast.core.failure_detector import ALONE_LEASES, JOIN_S_MAX
 from holdfast.core.ids import SiteId, TaskId
-from holdfast.core.layout import Domain, place
+from holdfast.core.layout import Domain
+from holdfast.core.placement import place
 from holdfast.core.records import EpochRecord
 from holdfast.errors import FlowError
 from holdfast.net import wire
@@ -118,12 +119,12 @@ def test_a_new_leader_launches_no_more_sites_than_there_were(node: ControlNode) 
     known = msgspec.structs.replace(committed(node, EVERYWHERE), launched=[8])
     registers(node, 8)
     registers(node, 9)
-    node.status = {1: {"site": 1}, 8: {"site": 8}}
+    node.watch.status = {1: {"site": 1}, 8: {"site": 8}}
     controller = take_over(node, known, gone=(1,))
     (new,) = controller.launched
-    assert controller.replaced == {1: new}, "8 has come already"
-    assert set(controller.addresses) == {0, 2, 3, 8} and 9 not in node.connected
-    assert list(node.status) == [8], "what the dead said last counts no more"
+    assert controller.roster.replaced == {1: new}, "8 has come already"
+    assert set(controller.addresses) == {0, 2, 3, 8} and 9 not in node.watch.connected
+    assert list(node.watch.status) == [8], "what the dead said last counts no more"
 
 
 def test_a_process_that_is_ending_does_not_count_as_listening(control: Control) -> None:
@@ -140,7 +141,7 @@ def test_a_process_that_is_ending_does_not_count_as_listening(control: Control) 
             SiteId(0): ("127.0.0.1", dying.sockets[0].getsockname()[1]),
             SiteId(1): ("127.0.0.1", port),
         }
-        assert await control._gone(addresses) == [0]
+        assert await control.launcher.gone(addresses) == [0]
         dying.close()
         alive.close()
 
@@ -158,7 +159,7 @@ def test_whoever_is_alone_leads_however_long_it_stood_still(control: Control) ->
         control.handle(ev.Began())
         first = control.controller
         assert first is not None
-        control._arbiter._extend(first.term, 0)  # type: ignore[attr-defined]
+        control.arbiter.arbiter._extend(first.term, 0)  # type: ignore[attr-defined]
         await asyncio.sleep(0.1)
         control.handle(ev.TimerFired(ev.LeadTimer()))
         assert control.controller is first
@@ -174,7 +175,7 @@ def test_two_are_apart_when_both_say_so_or_one_for_long(node: ControlNode) -> No
         for word in words:
             node.handle(ev.SiteSaid(SiteId(site), word), 0.0)
         # Not everything that the watch does: nobody has beaten since.
-        node.part(node.options.lease_s / 2)
+        node._control(node.watch.partitioned(node.options.lease_s / 2))
         settle(node)
         return set(controller.dead)
 
@@ -184,7 +185,7 @@ def test_two_are_apart_when_both_say_so_or_one_for_long(node: ControlNode) -> No
     assert dead_after(2, wire.Beat(busy=True), wire.Unheard(0, 2, "how")) == set(), (
         "2 is in a long call"
     )
-    node.detector.forget(SiteId(2))
+    node.watch.detector.forget(SiteId(2))
     assert dead_after(2, wire.Unheard(0, 2, "how")) == {2}
     assert dead_after(1, wire.Unheard(0, ALONE_LEASES - 1, "how")) == {2}
     assert dead_after(1, wire.Unheard(0, ALONE_LEASES, "how")) == {0, 2}, "1 has what 2 had"
@@ -212,16 +213,21 @@ def test_a_replica_that_gets_nothing_for_long_is_given_up(node: ControlNode) -> 
     first, *others = joins()
     begun, limit = 5.0, max(JOIN_S_MAX, 10 * node.options.lease_s)
     copying = [{"task": list(u), "to": NEW, "bytes_left": 500} for u in joins()]
-    node.status = {0: {"copying": copying}}
-    node.give_up_joins(begun)
-    node.give_up_joins(begun + limit - 1)
+    node.watch.status = {0: {"copying": copying}}
+
+    def look(now: float) -> None:
+        assert controller.view is not None
+        node._control(node.watch.stuck(controller.view, now))
+
+    look(begun)
+    look(begun + limit - 1)
     for replica in copying[1:]:
         replica["bytes_left"] = 400
-    node.give_up_joins(begun + limit - 0.5)
+    look(begun + limit - 0.5)
     assert joins() == [first, *others]
-    node.give_up_joins(begun + limit + 1)
+    look(begun + limit + 1)
     assert joins() == others, "these have got something"
-    assert any("got nothing for more than" in line for line in controller.history)
+    assert any("got nothing for more than" in line for line in controller.lifecycle.history)
 
 
 def test_a_lease_is_renewed_until_it_is_lost(node: ControlNode) -> None:
@@ -243,9 +249,9 @@ def test_replicas_and_who_stands_by_are_in_different_applications(protection: An
     flow = Flow("f", protect=protection)
     source = flow.source("s", generator(lambda *_: None, SCHEMA))
     source.key_by("k").agg(n=F.count()).sink("out", discard())
-    assert {s.guard.failure_domain for s in apart(shape(plan(flow), 8), 2).stages} == {
-        "application"
-    }
+    assert {
+        s.guard.failure_domain for s in widen_failure_domains(shape(plan(flow), 8), 2).stages
+    } == {"application"}
 
 
 def test_a_lease_must_be_positive() -> None:

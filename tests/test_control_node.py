@@ -1,5 +1,6 @@
 """The control node: events in, whole lists of effects out."""
 
+import pyarrow as pa
 import pytest
 
 from holdfast import Flow
@@ -7,9 +8,10 @@ from holdfast import functions as F
 from holdfast.api.options import Options
 from holdfast.arbiter import Entry
 from holdfast.control import events as ev
-from holdfast.control.hosting import apart
-from holdfast.control.leading import decode
-from holdfast.control.node import GATHER_S, ControlNode
+from holdfast.control.hosting import widen_failure_domains
+from holdfast.control.knowledge import decode
+from holdfast.control.node import ControlNode
+from holdfast.control.site_watch import GATHER_S
 from holdfast.core import events as core
 from holdfast.core.effects import AskCommit, AskLead, AskRead, AskRenew, AskResign
 from holdfast.core.ids import SiteId
@@ -21,8 +23,7 @@ from holdfast.protections import pairs
 from holdfast.sinks import discard
 from holdfast.sources import generator
 
-from .test_control import SCHEMA
-
+SCHEMA = pa.schema([("k", pa.int64())])
 LEASE = 10.0
 ONE, OTHER = SiteId(0), SiteId(1)
 
@@ -34,7 +35,7 @@ class Desk:
         flow = Flow("f", protect=pairs(failure_domain="process"))
         source = flow.source("s", generator(lambda *_: None, SCHEMA))
         source.key_by("k").agg(n=F.count()).sink("out", discard())
-        shaped = apart(shape(plan(flow), 2), 2)
+        shaped = widen_failure_domains(shape(plan(flow), 2), 2)
         options = Options(lease=LEASE)
         self.node = ControlNode(shaped, options, holder="me", app=app, apps=2, sites=2)
         self.now = 0.0
@@ -188,7 +189,7 @@ def test_a_term_takes_everything_with_it() -> None:
     desk.now = LEASE
     note, *rest = desk.on(ev.TimerFired(ev.WaitTimer(1, RejoinTimer((0, 0)))))
     assert note == ev.Note(
-        "application 0 no longer leads: its lease has run out, by its own clock", warns=True
+        "application 0 no longer leads: its lease has expired by its own clock", warns=True
     )
     lead = AskLead(commit.number + 1, None)
     assert rest == [ev.StopFeeding(), ev.HangUpOnAgents((1,)), lead]
@@ -273,9 +274,9 @@ def test_a_lease_is_asked_for_again_while_it_runs() -> None:
 
 
 def test_sites_refuse_orders_of_an_older_term() -> None:
-    from holdfast.site.node import Node
+    from holdfast.site.node import SiteNode
 
-    node = Node.__new__(Node)
+    node = SiteNode.__new__(SiteNode)
     node.site, node.term = ONE, 2
     assert not any(node.obeys(order) for order in (wire.Dismiss(1), wire.Drain(1), wire.Fenced(1)))
     assert node.obeys(wire.Start(2)) and node.obeys(wire.Dismiss(3)) and node.term == 3

@@ -7,6 +7,7 @@ import inspect
 import io
 import pkgutil
 import re
+import runpy
 import tokenize
 from collections.abc import Iterator
 from functools import cache
@@ -19,7 +20,8 @@ from holdfast import Flow, KeyedStream, Run, Stream, functions, protections, sin
 from holdfast.api.windows import TimeWindows
 from holdfast.net.reader import TableReader
 from holdfast.plan.planner import plan
-from holdfast.ui.cli import load_flow
+from holdfast.ui.flow_file import load_flow
+from tests.support.pages import PAGES, blocks, name_of
 
 ROOT = Path(__file__).parents[1]
 WITH_EXAMPLES = [
@@ -38,8 +40,9 @@ def test_docstring_examples(name: str) -> None:
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
-def test_example_flows_can_be_planned(file: Path) -> None:
-    assert plan(load_flow(str(file), None)).sinks
+def test_example_flows_can_be_planned_and_show_rows(file: Path) -> None:
+    shown = [stage.sink for stage in plan(load_flow(str(file), None)).sinks]
+    assert any(isinstance(sink, type(sinks.console())) for sink in shown)
 
 
 def test_every_promise_names_tests_that_exist() -> None:
@@ -47,19 +50,66 @@ def test_every_promise_names_tests_that_exist() -> None:
     named = re.findall(r"`([\w/]+\.py)::(\w+)`", page)
     assert len(named) > 50
     for file, name in named:
-        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), f"{file}::{name}"
+        tree = ast.parse((ROOT / "tests" / file).read_text())
+        found = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == name]
+        assert found, f"{file}::{name}"
+        marks = [ast.unparse(mark) for mark in found[0].decorator_list]
+        assert "pytest.mark.nightly" not in marks, f"{file}::{name} is no test of every change"
 
 
-def test_every_document_that_is_linked_exists() -> None:
-    readme = (ROOT / "README.md").read_text()
-    for page in ("advise", "architecture", "cluster", "decisions", "guarantees", "hacking"):
-        target = f"docs/{page}.md"
-        assert target in readme and (ROOT / target).exists()
+# --- links ----------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page, as GitHub and the site spell them in links."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", head).strip().lower().replace(" ", "-") for head in found}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if re.match(r"\w+://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page if not path else (page.parent / path).resolve()
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "README.md"], ids=name_of)
+def test_every_page_is_in_the_navigation_and_links_stay_within_the_site(page: Path) -> None:
+    listed = re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text())
+    assert listed.count(name_of(page)) == 1
+    for target in re.findall(r"\]\((\.\./[^)#\s]+)", page.read_text()):
+        assert (page.parent / target).resolve().is_relative_to(ROOT / "docs"), target
+
+
+def test_the_reference_has_the_public_api() -> None:
+    """Every exported name has its entry; what is generated from it is for `make docs`."""
+    shown = set()
+    for page in (ROOT / "docs" / "reference").glob("*.md"):
+        shown.update(re.findall(r"^::: holdfast\.([\w.]+)$", page.read_text(), re.M))
+    modules = {"functions": functions, "protections": protections, "sinks": sinks}
+    modules |= {"sources": sources}
+    for name in holdfast.__all__:
+        if name in modules:
+            wanted = {f"{name}.{member}" for member in modules[name].__all__}
+            assert wanted <= shown, wanted - shown
+        else:
+            assert name in shown, name
+
+
+def test_the_pictures_are_those_that_the_script_draws() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs" / "pictures" / "draw.py"))["PICTURES"]
+    files = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
+    assert {file.stem for file in files} == set(drawn)
+    for file in files:
+        assert file.read_text() == drawn[file.stem]().svg(), "python docs/pictures/draw.py"
 
 
 # --- names in the documents -----------------------------------------------------------------------
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHERS_NAMES = {
     # Spark, Kubernetes and YARN
     "asyncProgressTracking",
@@ -76,7 +126,7 @@ OTHERS_NAMES = {
 
 def inline_code(page: Path) -> Iterator[str]:
     """What stands in single backticks, without examples."""
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.S | re.M)
     yield from re.findall(r"`([^`\n]+)`", text)
 
 
@@ -111,12 +161,13 @@ def members() -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_name_in_the_documents_exists(page: Path) -> None:
     missing = []
+    shown = {"FLOW.py", *(block.title for block in blocks(page))}
     for code in inline_code(page):
         for file in re.findall(r"[\w./-]+\.py\b", code):
-            if file != "FLOW.py" and not any(
+            if file not in shown and not any(
                 (ROOT / base / file).exists() for base in ("", "holdfast", "tests")
             ):
                 missing.append(file)
@@ -133,9 +184,10 @@ def test_every_name_in_the_documents_exists(page: Path) -> None:
 
 
 def _code() -> Iterator[tuple[str, ast.Module]]:
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.S)):
-            yield f"{page.name} {number}", ast.parse(block)
+    for page in PAGES:
+        found = [block.text for block in blocks(page) if block.language == "python"]
+        for number, text in enumerate(found):
+            yield f"{name_of(page)} {number}", ast.parse(text)
 
 
 SPELLED = {
@@ -158,7 +210,8 @@ def test_pages_use_the_api_as_it_is(where: str, tree: ast.Module) -> None:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("holdfast"):
             module = importlib.import_module(str(node.module))
-            assert all(a.name in module.__all__ for a in node.names), ast.unparse(node)
+            offered = getattr(module, "__all__", None) or dir(module)
+            assert all(a.name in offered for a in node.names), ast.unparse(node)
         if not isinstance(node, ast.Call):
             continue
         match node.func:

@@ -18,7 +18,7 @@ from holdfast import functions as F
 from holdfast.engine.watermark import source_times
 from holdfast.sinks import discard
 from holdfast.sources import generator, rows
-from tests.property.harness import Input, Shape, examples, run
+from tests.support.harness import Input, Shape, examples, run
 
 LARGEST = 2**63 - 1
 

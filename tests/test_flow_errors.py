@@ -23,8 +23,7 @@ from holdfast.engine.operators.custom import KeyedFunction
 from holdfast.engine.steps import conform
 from holdfast.errors import FlowError, HoldfastError, InputError, OperatorError
 from holdfast.plan.planner import plan
-
-from .property.harness import Input, Shape, rows_of, run, without_order
+from tests.support.harness import Input, Shape, rows_of, run, without_order
 
 SECONDS = datetime.timedelta(seconds=1)
 ENDS = col("x") > 3

@@ -1,5 +1,6 @@
 """The parquet sink's writers: what they publish, who may, and what happens when the disk fails."""
 
+import contextlib
 import errno
 import itertools
 import os
@@ -314,7 +315,8 @@ def test_files_that_were_removed_are_missed_by_a_new_leader(
     (out / "part-000000000002.parquet").unlink()
     new, _ = sink.resume(authority(term=2), SCHEMA, 2)
     writers += [old, new]
-    give(new, 3)
+    with contextlib.suppress(SinkRewoundError):  # it may be found at once, or a little later
+        give(new, 3)
     refused(new, SinkRewoundError, r"up to 2, .* up to 1", 3)
     assert names(out) == ["part-000000000000.parquet", "part-000000000001.parquet"]
 

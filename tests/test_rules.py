@@ -3,9 +3,12 @@
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,8 +19,10 @@ from holdfast.api.streams import KeyedStream, Stream
 from holdfast.api.windows import RowWindows, TimeWindows
 from holdfast.control.run import Run
 from holdfast.net.reader import TableReader
+from tests.support.sharing import APPLICATIONS, OF_THE_SECOND, SPARK, shared
 
 ROOT = Path(holdfast.__file__).parent
+TESTS = Path(__file__).parent
 LAYERS = [
     "errors",
     "core",
@@ -78,6 +83,7 @@ def imports(tree: ast.Module, top_level: bool, *, for_types: bool = True) -> set
     return found
 
 
+@cache
 def modules() -> list[tuple[str, str, ast.Module]]:
     paths = sorted(ROOT.rglob("*.py"))
     return [(layer_of(p), str(p.relative_to(ROOT)), ast.parse(p.read_text())) for p in paths]
@@ -92,6 +98,28 @@ def targets(tree: ast.Module, top_level: bool) -> set[str]:
 def test_every_module_is_in_a_layer() -> None:
     found = {layer for layer, _, _ in modules()}
     assert found == set(LAYERS), "add a new layer to LAYERS, where it belongs"
+
+
+MODULE_LINES_MAX, CLASS_LINES_MAX = 630, 460
+"""Larger modules and classes hold more than one idea."""
+
+
+def test_modules_and_classes_can_be_read_in_one_sitting() -> None:
+    for _, path, tree in modules():
+        length = len((ROOT / path).read_text().splitlines())
+        assert length <= MODULE_LINES_MAX, f"{path} has {length} lines"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and node.end_lineno is not None:
+                length = node.end_lineno - node.lineno + 1
+                assert length <= CLASS_LINES_MAX, f"{node.name} in {path} has {length} lines"
+
+
+def test_no_class_name_stands_for_two_things() -> None:
+    names = Counter(
+        node.name for _, _, tree in modules() for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    )  # fmt: skip
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_imports_point_inward() -> None:
@@ -184,3 +212,43 @@ def test_an_editor_can_complete_and_check_a_call(called: Callable[..., object]) 
         if parameter.annotation == "Any":
             assert called.__name__ in ("lit", "get"), parameter.name
     assert called.__doc__, "what it does"
+
+
+# --- tests --------------------------------------------------------------------------------------
+
+
+def test_what_tests_share_is_in_support() -> None:
+    """A test that imports another one changes with it, and nobody expects that."""
+    for path in sorted(TESTS.rglob("*.py")):
+        place = path.relative_to(TESTS)
+        if place.parts[0] == "support":
+            continue
+        known = path.name.startswith("test_") or path.name in ("conftest.py", "__init__.py")
+        assert known, f"{place} has no tests: its place is tests/support"
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            assert not (isinstance(node, ast.ImportFrom) and node.level), f"{place}: {node.module}"
+        for name in imports(tree, False):
+            if name.split(".")[0] == "tests":
+                assert name.split(".")[1:2] in ([], ["support"]), f"{place} imports {name}"
+
+
+def test_no_module_imports_a_test() -> None:
+    """Not in a program either that a test writes for another process."""
+    imported = re.compile(
+        r"(?:from|import) tests(?:\.\w+)*\.test_\w+|from tests[\w.]* import test_"
+    )
+    for path in sorted(TESTS.rglob("*.py")):
+        assert not imported.findall(path.read_text()), path
+
+
+def test_tests_that_share_a_session_or_a_server_run_in_one_process() -> None:
+    names = [f"{p.relative_to(TESTS.parent)}::test_it" for p in sorted(TESTS.rglob("test_*.py"))]
+    common = Counter(shared(name) for name in names)
+    assert all(common[session] > 1 for session in SPARK)
+    assert shared("tests/integration/test_kafka.py::a") == shared(
+        "tests/integration/test_ends.py::b"
+    )
+    assert shared("tests/site/test_pairs.py::a") != shared("tests/site/test_pairs.py::b")
+    for module in (*OF_THE_SECOND, *APPLICATIONS):
+        assert (TESTS / "spark" / f"{module}.py").exists()

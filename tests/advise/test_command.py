@@ -12,7 +12,8 @@ from holdfast.api.nodes import KeyedNode, SinkNode
 from holdfast.protections import pairs
 from holdfast.sinks import callback, discard, parquet
 from holdfast.sources import lines, rows
-from holdfast.ui.cli import load_flow, main
+from holdfast.ui.cli import main
+from holdfast.ui.flow_file import load_flow
 
 FLOW = """
 import numpy as np

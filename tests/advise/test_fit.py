@@ -14,7 +14,7 @@ from holdfast.advise.fit import CHECKPOINT_MS, document, fit, shipped, shipped_c
 from holdfast.advise.model import Choice, Constants, predict
 from holdfast.errors import FlowError
 from holdfast.ui.cli import main
-from tests.advise.made_up import CONSTANTS, RUNNING, WINDOW, flow
+from tests.support.advise_facts import CONSTANTS, RUNNING, WINDOW, flow
 
 FACTS = {
     "events": flow(WINDOW, replace(WINDOW, work=0.1)),

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from holdfast.advise.model import Choice, checkpoint_bytes, log_s, overall, predict, touched
-from tests.advise.made_up import CONSTANTS, RUNNING, WINDOW, flow, stage
+from tests.support.advise_facts import CONSTANTS, RUNNING, WINDOW, flow, stage
 
 PAIRS, UPSTREAM = Choice("pairs"), Choice("upstream")
 

@@ -7,7 +7,7 @@ import pytest
 
 from holdfast.advise.model import Choice, predict
 from holdfast.advise.propose import COMBINATIONS_MAX, Advice, Bounds, propose
-from tests.advise.made_up import CONSTANTS, RUNNING, WINDOW, flow, stage
+from tests.support.advise_facts import CONSTANTS, RUNNING, WINDOW, flow, stage
 
 FREE = Bounds(recovery_ms=5_000, overhead=0.5)
 

@@ -17,7 +17,13 @@ from holdfast.arbiter import Arbiter, Entry, arbiter
 from holdfast.arbiter.file import KEPT, FileArbiter
 from holdfast.arbiter.memory import ArbiterMemory, MemoryArbiter
 from holdfast.errors import ArbiterAway, FlowError, HoldfastError, HostError, Superseded
-from tests.arbiter.contract import PROCESSES, Contract, ContractBetweenProcesses, MakeParty, led
+from tests.support.arbiter_contract import (
+    PROCESSES,
+    Contract,
+    ContractBetweenProcesses,
+    MakeParty,
+    led,
+)
 
 
 class TestMemory(Contract):

@@ -24,19 +24,19 @@ from holdfast.core.events import (
 )
 from holdfast.core.records import Block, EpochRecord, Range
 from holdfast.core.sequencer import Budget, Sequencer
-from tests.core.test_dataflow import (
+from tests.support.core_machines import (
     KEYED,
     SHAPE,
     SINK,
     SOURCE,
     bundle,
+    chain,
     of,
     processed,
     record,
     site,
     view,
 )
-from tests.core.test_sequencer import chain
 
 HELD = ("0,1", "1,2", "2,0")
 

@@ -4,15 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.core.controller import (
-    DOUBT_MS,
-    EDGES,
-    JOINS_MAX,
-    RELAUNCH_MS,
-    STILLBORN_MAX,
-    Controller,
-    State,
-)
+from holdfast.core.controller import Controller
 from holdfast.core.effects import (
     CommitView,
     ControllerEffect,
@@ -39,9 +31,13 @@ from holdfast.core.events import (
     ViewSeen,
     WaitOver,
 )
+from holdfast.core.flow_phase import FlowPhase, PhaseEvent
 from holdfast.core.ids import GroupId, SiteId, StageId
-from holdfast.core.layout import Domain, Shape, StageShape, place, spans
+from holdfast.core.joins import DOUBT_MS, JOINS_MAX
+from holdfast.core.layout import Domain, Shape, StageShape
+from holdfast.core.placement import place
 from holdfast.core.protection import ProtectionSpec
+from holdfast.core.roster import FAILED_STARTS_MAX, RELAUNCH_MS
 from holdfast.core.timers import DoubtTimer, PatienceTimer, RejoinTimer, Timer
 from holdfast.errors import HostError, HungError, InvariantError, SiteLostError
 
@@ -136,7 +132,7 @@ def test_the_view_is_given_out_when_all_are_there_and_the_flow_started_when_all_
     assert controller.handle(registered(1)) == [CommitView(placed, addresses(0, 1))]
     assert controller.handle(ViewSeen(1, 0, 0)) == []
     assert controller.handle(ViewSeen(0, 0, 0)) == [StartFlow()]
-    assert controller.state is State.RUNNING
+    assert controller.state is FlowPhase.RUNNING
 
 
 def test_who_acts_on_an_earlier_view_is_not_counted() -> None:
@@ -154,13 +150,13 @@ def test_the_flow_is_done_when_every_site_is() -> None:
     controller = running()
     assert controller.handle(finished(controller, 1)) == []
     assert controller.handle(finished(controller, 0)) == [EndFlow(None)]
-    assert controller.state is State.DONE
+    assert controller.state is FlowPhase.DONE
 
 
 def test_a_death_before_the_start_is_a_relaunch_with_back_off() -> None:
     controller = Controller(SHAPE, [0, 1])
     waits, site = [], 0
-    for life in range(STILLBORN_MAX - 1):
+    for life in range(FAILED_STARTS_MAX - 1):
         fence, launch = controller.handle(SitesFailed((site,), "oom"))
         assert fence == FenceSite(site)
         assert launch.site == 2 + life, "every life has a number of its own"
@@ -176,7 +172,7 @@ def test_a_death_while_connecting_starts_the_gathering_again() -> None:
     controller.handle(registered(0))
     controller.handle(registered(1))
     assert controller.handle(SitesFailed((1,), "killed")) == [FenceSite(1), LaunchSite(2, 0)]
-    assert controller.state is State.GATHERING
+    assert controller.state is FlowPhase.GATHERING
     (committed,) = controller.handle(registered(2))
     assert isinstance(committed, CommitView) and committed.view.number == 1
 
@@ -193,11 +189,11 @@ def test_what_an_earlier_life_says_is_stale() -> None:
 def test_a_site_that_never_comes_up_ends_the_flow() -> None:
     controller = Controller(SHAPE, [0, 1])
     site = 0
-    for _ in range(STILLBORN_MAX - 1):
+    for _ in range(FAILED_STARTS_MAX - 1):
         site = controller.handle(SitesFailed((site,), "No module named holdfast"))[1].site
     (end,) = controller.handle(SitesFailed((site,), "No module named holdfast"))
     assert isinstance(end.error, HostError)
-    assert "never came up: No module named holdfast" in str(end.error)
+    assert "never registered: No module named holdfast" in str(end.error)
 
 
 def test_stopping() -> None:
@@ -216,8 +212,8 @@ def test_an_error_of_the_flow_ends_it() -> None:
 def test_only_edges_of_the_table_are_taken() -> None:
     controller = running()
     with pytest.raises(InvariantError, match="history"):
-        controller._become(State.GATHERING)
-    assert set(EDGES) == set(State)
+        controller.lifecycle.advance(PhaseEvent.PLACED)
+    assert controller.state is FlowPhase.RUNNING
 
 
 # --- take-over ----------------------------------------------------------------------------------
@@ -250,10 +246,23 @@ def test_a_death_is_a_view_without_the_site_and_another_one_is_launched() -> Non
         Wait(PatienceTimer(1), RELAUNCH_MS),
     ]
     assert str(controller.view) == "view 0.1 of 0 2 3: 0 2 | 2,3 3,0 0 2 | 2,3"
-    assert controller.dead == {1: "killed"} and controller.replaced == {1: 4}
+    assert controller.dead == {1: "killed"} and controller.roster.replaced == {1: 4}
     assert not controller.protected
     phases = [controller.phase((1, c)) for c in range(4)]
     assert phases == ["protected", "protected", "taken over", "taken over"]
+
+
+def test_a_successor_does_not_wait_for_sites_that_were_launched_and_never_came() -> None:
+    last = running(PAIRS, spares=0)
+    last.handle(SitesFailed((1,), "killed"))
+    assert last.view is not None and last.launched == {2}
+    after = Controller(PAIRS, [0])
+    known = (last.view, 2, addresses(0), {0: domain(0)}, {1: "killed"}, True, False)
+    effects = after.resume(*known, orphans=[2])
+    assert len(views(effects)) == len(effects) == 1, "it sets no timer"
+    assert after.launched == {2}
+    fence, launch = after.handle(SitesFailed((2,), "its application is gone"))[:2]
+    assert fence == FenceSite(2) and isinstance(launch, LaunchSite) and launch.site == 1_000
 
 
 def test_sites_that_fail_together_are_one_view() -> None:
@@ -293,7 +302,7 @@ def test_of_two_that_are_apart_one_is_let_go_that_can_be_spared() -> None:
     controller = running(PAIRS, 4, 0)
     effects = controller.handle(SitesPartitioned({(2, 1): (2, "how"), (1, 2): (2, "how")}))
     assert FenceSite(2) in effects and len(views(effects)) == 1
-    assert controller.dead[2] == "it and site 1 have heard nothing of each other: how"
+    assert controller.dead[2] == "it and site 1 have heard nothing from each other: how"
     assert controller.handle(SitesPartitioned({(1, 2): (3, "how")})) == [], "it is gone already"
     effects = controller.handle(SitesPartitioned({(3, 0): (2, "how"), (0, 3): (2, "how")}))
     assert FenceSite(0) in effects, "3 has the last replica of what 2 had"
@@ -323,7 +332,9 @@ def test_a_call_that_ends_nowhere_ends_the_flow_and_no_site_is_failed_for_it() -
 def test_a_call_that_does_not_end_where_the_only_replica_is_ends_the_flow() -> None:
     (end,) = running().handle(SitesHung({1: Call("alerts", -1, 61.0)}, 60.0))
     assert isinstance(end.error, HungError)
-    assert "site 1 has been in stage 'alerts' for 61 s, and of what it holds" in str(end.error)
+    assert "site 1 has been in stage 'alerts' for 61 s, and there is no other replica" in str(
+        end.error
+    )
     (end,) = running().handle(SitesHung({1: Call("", -1, 61.0)}, 60.0))
     assert "site 1 has been busy with something for 61 s" in str(end.error)
 
@@ -340,7 +351,7 @@ def test_two_that_are_apart_and_cannot_be_spared_are_waited_for_and_at_last_name
     controller = running(SHAPE, 2, 0)
     assert controller.handle(SitesPartitioned({(0, 1): (9, "how")})) == [] and controller.dead == {}
     (end,) = controller.handle(SitesPartitioned({(0, 1): (10, "how")}))
-    assert "sites 0 and 1 have heard nothing of each other for 10 leases (how)" in str(end.error)
+    assert "sites 0 and 1 have heard nothing from each other for 10 leases (how)" in str(end.error)
 
 
 def test_a_late_site_that_was_declared_dead_is_fenced() -> None:
@@ -491,12 +502,13 @@ def test_a_replica_that_failed_is_tried_again_after_a_pause_and_not_for_ever() -
         assert controller.view.group((1, 2)).joining == ()
         assert len(views(effects)) == 1
         if attempt < JOINS_MAX - 1:
-            assert (1, 2) not in controller.unrecovered
+            assert (1, 2) not in controller.joins.unrecovered
             (again,) = views(controller.handle(WaitOver(RejoinTimer((1, 2)))))
             assert controller.view.group((1, 2)).joining == (4,), again
     assert waits == sorted(waits) and len(waits) == JOINS_MAX - 1
     assert (
-        "5 attempts failed, the last because its connection broke" in (controller.unrecovered[1, 2])
+        "5 attempts failed, the last because its connection broke"
+        in (controller.joins.unrecovered[1, 2])
     )
     controller.handle(reported(controller, 4, (0, 0), "installed"))
     assert controller.view.group((1, 2)).joining == (), "it was given up"
@@ -504,7 +516,7 @@ def test_a_replica_that_failed_is_tried_again_after_a_pause_and_not_for_ever() -
     assert not controller.protected
     controller.handle(SitesFailed((4,), "killed"))
     controller.handle(registered(5))
-    assert controller.unrecovered == {}, "a new site is a new chance"
+    assert controller.joins.unrecovered == {}, "a new site is a new chance"
 
 
 def test_a_donor_that_dies_is_replaced_by_another_replica() -> None:
@@ -609,62 +621,14 @@ def test_replicas_of_tasks_that_are_through_do_not_keep_the_flow_from_ending() -
     controller.handle(SitesFailed((1,), "killed"))
     seen(controller)
     controller.handle(finished(controller, 0))  # it may say so again
-    assert controller.state is State.DONE, "though all three miss a replica"
+    assert controller.state is FlowPhase.DONE, "though all three miss a replica"
 
 
-# --- placement ----------------------------------------------------------------------------------
-
-
-def test_partitions_are_spread_evenly_and_single_ones_do_not_pile_up() -> None:
-    domains = {s: domain(s) for s in range(3)}
-    view = place(SHAPE, [0, 1, 2], domains)
-    assert [(c.first, c.end) for c in view.groups[1]] == [(0, 3), (3, 6), (6, 8)]
-    assert str(view) == "view 0.0 of 0 1 2: 0 1 | 2 0 1 | 2"
-    with pytest.raises(HostError):
-        place(SHAPE, [], {})
-
-
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_replicas_are_chained_so_that_a_loss_burdens_several(count: int) -> None:
-    domains = {s: domain(s) for s in range(5)}
-    view = place(protected(count), list(domains), domains)
-    for group in view.groups[1]:
-        first = group.replicas[0]
-        assert group.replicas == tuple((first + k) % 5 for k in range(count))
-    for position in range(count):
-        assert sorted(c.replicas[position] for c in view.groups[1]) == list(range(5)), "even"
+# --- placement -----------------------------------------------------------------------------------
 
 
 GRID = {s: Domain(f"p{s}", f"e{s // 2}", f"h{s // 4}", f"a{s // 8}") for s in range(16)}
 """Two sites to an executor, two executors to a host, two hosts to an application."""
-
-
-@pytest.mark.parametrize("apart", ["process", "executor", "host", "application"])
-def test_replicas_are_as_far_apart_as_asked_and_as_can_be(apart: str) -> None:
-    view = place(protected(apart=apart), list(GRID), GRID)
-    for task in view.tasks():
-        one, other = (GRID[s] for s in view.group(task).replicas)
-        assert getattr(one, apart) != getattr(other, apart)
-        assert one.application != other.application, "there are two: why share one"
-
-
-def test_three_replicas_on_two_applications_share_no_host() -> None:
-    view = place(protected(3, "host"), list(GRID), GRID)
-    for task in view.tasks():
-        assert len({GRID[s].host for s in view.group(task).replicas}) == 3
-
-
-@pytest.mark.parametrize(
-    ("apart", "found"), [("executor", "only 1: e0"), ("application", "only 1: a0")]
-)
-def test_replicas_that_cannot_be_apart_are_refused_with_what_there_is(
-    apart: str, found: str
-) -> None:
-    with pytest.raises(HostError) as caught:
-        place(protected(apart=apart), [0, 1], GRID)
-    text = str(caught.value)
-    assert f"'packets' wants 2 replicas of each partition, no two in one {apart}" in text
-    assert found in text and "pairs(failure_domain=...)" in text
 
 
 def test_too_few_sites_for_the_replicas_end_the_flow_before_it_starts() -> None:
@@ -672,7 +636,7 @@ def test_too_few_sites_for_the_replicas_end_the_flow_before_it_starts() -> None:
     controller.handle(registered(0))
     (end,) = controller.handle(registered(1))
     assert isinstance(end.error, HostError) and "wants 3 replicas" in str(end.error)
-    assert controller.state is State.FAILED
+    assert controller.state is FlowPhase.FAILED
 
 
 def test_new_replicas_are_made_only_where_they_are_apart() -> None:
@@ -683,13 +647,8 @@ def test_new_replicas_are_made_only_where_they_are_apart() -> None:
     (_, launch, *_) = controller.handle(SitesFailed((2,), "killed"))
     controller.handle(SiteRegistered(launch.site, ("", 0), GRID[1]))  # beside site 0
     assert all(controller.view.group(u).all == (0,) for u in controller.view.tasks())
-    assert controller.unrecovered[0, 0] == "no site is in another executor than its replicas"
+    assert controller.joins.unrecovered[0, 0] == "no site is in another executor than its replicas"
     assert not controller.protected
-
-
-def test_spans() -> None:
-    assert spans([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
-    assert spans([]) == ""
 
 
 # --- changing protection ------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The dataflow of one site, event by event."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from holdfast.core.dataflow import Dataflow
 from holdfast.core.effects import (
@@ -22,7 +22,6 @@ from holdfast.core.effects import (
 )
 from holdfast.core.events import (
     AckArrived,
-    BundleArrived,
     CatchUpOrdered,
     HandOverBegun,
     PeerConnected,
@@ -34,49 +33,26 @@ from holdfast.core.events import (
     ViewCommitted,
 )
 from holdfast.core.ids import NO_EPOCH
-from holdfast.core.layout import PartitionGroup, Shape, StageShape, View
+from holdfast.core.layout import PartitionGroup, View
+from holdfast.core.messages import Ack, BundleKey
 from holdfast.core.protection import ProtectionSpec
 from holdfast.core.records import EpochRecord, Range
 from holdfast.core.replica import ROOM_BEHIND, State
 from holdfast.core.upstream import Gap
 from holdfast.core.work import AT_ONCE_ROWS, AT_ONCE_S, REPLAYED
-
-SHAPE = Shape(
-    (
-        StageShape(0, "packets", "source", 1, (), (0,), guard=ProtectionSpec(replicas=2)),
-        StageShape(1, "sessions", "keyed", 1, (0,), (1,), guard=ProtectionSpec(replicas=2)),
-        StageShape(2, "alerts", "sink", 1, (1,), (), guard=ProtectionSpec(replicas=2)),
-    ),
-    producer_of=(0, 1),
-    consumer_of=(1, 2),
+from tests.support.core_machines import (
+    KEYED,
+    SHAPE,
+    SINK,
+    SOURCE,
+    Frames,
+    bundle,
+    of,
+    processed,
+    record,
+    site,
+    view,
 )
-SOURCE, KEYED, SINK = (0, 0), (1, 0), (2, 0)
-
-
-@dataclass(frozen=True)
-class Frames:
-    name: str
-    checksum: int = 0
-    nbytes: int = 1
-
-
-def view(number: int, *replicas: str) -> ViewCommitted:
-    """``view(3, "0,1", "1+2", "2")``: who holds the source, the keyed stage and the sink."""
-    groups = []
-    for held in replicas:
-        full, *joining = held.split("+")
-        sites = tuple(int(s) for s in full.split(",") if s)
-        groups.append((PartitionGroup(0, 1, sites, tuple(int(s) for s in joining)),))
-    members = tuple(sorted({s for (c,) in groups for s in c.all}))
-    return ViewCommitted(View(0, number, members, tuple(groups)))
-
-
-def site(number: int, *replicas: str, connected: tuple[int, ...] = ()) -> Dataflow:
-    machine = Dataflow(number, SHAPE, window=3)
-    for other in connected:
-        machine.handle(PeerConnected(other))
-    machine.handle(view(0, *replicas))
-    return machine
 
 
 def gap(let_go: int) -> Gap:
@@ -84,21 +60,8 @@ def gap(let_go: int) -> Gap:
     return Gap(let_go, NO_EPOCH, NO_EPOCH, 0, {})
 
 
-def record(epoch: int, last: bool = False) -> RecordArrived:
-    return RecordArrived(EpochRecord(epoch, epoch, (), last=last))
-
-
-def bundle(exchange: int, epoch: int, name: str = "b") -> BundleArrived:
-    return BundleArrived(exchange, epoch, 0, 0, 0, True, Frames(name))
-
-
 def ack(exchange: int, from_: int, received: int, take: bool = True) -> AckArrived:
-    return AckArrived(exchange, 0, 0, from_, 0, received, 99, take, NO_EPOCH, 0)
-
-
-def processed(task: tuple[int, int], epoch: int, **outputs: str) -> TaskProcessed:
-    made = {int(x[1:]): {0: Frames(name)} for x, name in outputs.items()}
-    return TaskProcessed(task, epoch, True, made)
+    return AckArrived(from_, Ack(exchange, 0, 0, 0, received, 99, take, NO_EPOCH, 0))
 
 
 def install(machine: Dataflow, done: ReplicaInstalled, donor: int = 0) -> list[SiteEffect]:
@@ -107,22 +70,18 @@ def install(machine: Dataflow, done: ReplicaInstalled, donor: int = 0) -> list[S
     return machine.handle(done)
 
 
-def of(kind: type, effects: list[SiteEffect]) -> list:
-    return [e for e in effects if isinstance(e, kind)]
-
-
 def test_a_frame_on_its_way_through_a_site() -> None:
     machine = site(0, "0", "0", "0")
     assert machine.handle(record(0)) == [IngestEpochs(SOURCE, (record(0).record,))]
     assert machine.handle(processed(SOURCE, 0, x0="a")) == [], "nobody has asked yet"
     (sent,) = machine.handle(ack(0, 0, NO_EPOCH))
-    assert sent == SendBundle(0, 0, 0, 0, 0, 0, True, Frames("a"))
+    assert sent == SendBundle(0, BundleKey(0, 0, 0, 0, 0), Frames("a"))
     assert machine.handle(bundle(0, 0, "a")) == [ProcessBundles(KEYED, 0, True, {0: [Frames("a")]})]
     assert machine.handle(bundle(0, 1, "b")) == [], "one epoch at a time"
     effects = machine.handle(processed(KEYED, 0, x1="c"))
     assert of(ProcessBundles, effects) == [ProcessBundles(KEYED, 1, True, {0: [Frames("b")]})]
     (told,) = of(SendAck, effects)
-    assert (told.received, told.credit) == (1, 3)
+    assert (told.ack.received, told.ack.credit) == (1, 3)
     machine.handle(ack(1, 0, NO_EPOCH))
     machine.handle(bundle(1, 0, "c"))
     assert ReportDelivered(2, 0) in machine.handle(processed(SINK, 0))
@@ -152,12 +111,12 @@ def test_acks_that_come_before_the_view_are_counted_when_it_comes() -> None:
     machine.handle(processed(SOURCE, 0, x0="a"))
     assert machine.handle(ack(0, 2, NO_EPOCH)) == [], "2 knows a view in which it counts"
     machine.handle(ack(0, 1, 0))
-    producer = machine.producers[0, 0]
+    producer = machine.exchanges.producers[0, 0]
     assert producer.held() == 0
     machine.handle(record(1))
     machine.handle(processed(SOURCE, 1, x0="b"))
     effects = machine.handle(view(1, "0", "1+2", "1"))
-    assert of(SendBundle, effects) == [SendBundle(2, 0, 1, 0, 0, 0, True, Frames("b"))]
+    assert of(SendBundle, effects) == [SendBundle(2, BundleKey(0, 1, 0, 0, 0), Frames("b"))]
     machine.handle(ack(0, 1, 1))
     assert producer.held() == 1, "2 has not"
 
@@ -173,12 +132,12 @@ def test_acks_of_a_lost_connection_are_not_counted_later() -> None:
 
 def test_a_lost_connection_turns_a_consumer_to_the_other_replica() -> None:
     machine = site(0, "1,2", "0", "0", connected=(1, 2))
-    source = machine.consumers[0, 0].source[0]
+    source = machine.exchanges.consumers[0, 0].source[0]
     other = 3 - source
     (told,) = of(SendAck, machine.handle(PeerLost(source)))
-    assert (told.site, told.take) == (other, True)
+    assert (told.site, told.ack.subscribe) == (other, True)
     (told,) = of(SendAck, machine.handle(PeerConnected(source)))
-    assert (told.site, told.take) == (source, False), "but it keeps for us"
+    assert (told.site, told.ack.subscribe) == (source, False), "but it keeps for us"
 
 
 def test_a_death_in_a_view_turns_a_consumer_too_and_lets_go_of_what_was_kept() -> None:
@@ -186,9 +145,9 @@ def test_a_death_in_a_view_turns_a_consumer_too_and_lets_go_of_what_was_kept() -
     machine.handle(record(0))
     machine.handle(processed(SOURCE, 0, x0="a"))
     machine.handle(ack(0, 1, 0))
-    assert machine.producers[0, 0].held() == 1
+    assert machine.exchanges.producers[0, 0].held() == 1
     machine.handle(view(1, "0", "1", "1"))
-    assert machine.producers[0, 0].held() == 0
+    assert machine.exchanges.producers[0, 0].held() == 0
     machine.check_invariants()
 
 
@@ -216,11 +175,11 @@ def test_a_site_without_a_source_asks_for_records_too() -> None:
 
 def test_who_asks_for_the_latest_record_gets_no_other() -> None:
     machine = site(0, "0", "1", "1", connected=(1,))
-    assert machine.records_after(None) == []
+    assert machine.records.after(None) == []
     for epoch in range(3):
         machine.handle(record(epoch))
-    assert [r.epoch for r in machine.records_after(None)] == [2]
-    assert [r.epoch for r in machine.records_after(0)] == [1, 2]
+    assert [r.epoch for r in machine.records.after(None)] == [2]
+    assert [r.epoch for r in machine.records.after(0)] == [1, 2]
 
 
 # --- the end ------------------------------------------------------------------------------------
@@ -306,7 +265,7 @@ def test_what_is_not_held_here_is_not_handed_over() -> None:
 def test_a_new_replica_does_nothing_until_its_state_is_there() -> None:
     machine = site(0, "1", "1+0", "1", connected=(1,))
     assert machine.handle(bundle(0, 0)) == []
-    assert not machine.consumers and not machine.producers
+    assert not machine.exchanges.consumers and not machine.exchanges.producers
 
 
 def test_a_new_replica_goes_on_from_where_its_state_was_taken() -> None:
@@ -320,9 +279,13 @@ def test_a_new_replica_goes_on_from_where_its_state_was_taken() -> None:
     assert ReportReplica(KEYED, "installed") in effects
     assert ReportReplica(KEYED, "caught_up") not in effects
     sent = of(SendBundle, effects)
-    assert [(s.site, s.exchange, s.epoch) for s in sent] == [(1, 1, 3), (1, 1, 4), (1, 1, 5)]
+    assert [(s.site, s.key.exchange, s.key.epoch) for s in sent] == [
+        (1, 1, 3),
+        (1, 1, 4),
+        (1, 1, 5),
+    ]
     (told,) = of(SendAck, effects)
-    assert (told.site, told.received, told.take) == (1, 5, True)
+    assert (told.site, told.ack.received, told.ack.subscribe) == (1, 5, True)
     assert machine.handle(bundle(0, 5)) == [], "that was in the state"
     for epoch in (6, 7):
         assert of(ProcessBundles, machine.handle(bundle(0, epoch)))[0].epoch == epoch
@@ -351,7 +314,7 @@ def test_a_source_that_is_behind_takes_small_epochs_together() -> None:
     assert [r.epoch for r in order.records] == [1, 2, 3], "the next one is large"
     made = [{0: {0: Frames(name)}} for name in "bcd"]
     effects = machine.handle(TaskProcessed(SOURCE, 3, True, made[2], earlier=tuple(made[:2])))
-    sent = [(e.epoch, e.bundle.name) for e in of(SendBundle, effects)]
+    sent = [(e.key.epoch, e.bundle.name) for e in of(SendBundle, effects)]
     assert sent == [(1, "b"), (2, "c"), (3, "d")]
     assert [e.records for e in of(IngestEpochs, effects)] == [(large,)]
     machine.check_invariants()
@@ -362,7 +325,7 @@ def test_a_stage_that_takes_anothers_place_takes_epochs_together_until_it_has_ca
     for epoch in range(12):
         machine.handle(record(epoch))
     told = of(SendAck, install(machine, ReplicaInstalled(KEYED, 5, {1: {0: []}}, {1: {0: gap(5)}})))
-    assert [(a.site, a.credit) for a in told] == [(0, 5 + ROOM_BEHIND)]
+    assert [(a.site, a.ack.credit) for a in told] == [(0, 5 + ROOM_BEHIND)]
     assert of(ProcessBundles, machine.handle(bundle(0, 6)))[0].earlier == ()
     for epoch in range(7, 14):
         assert not machine.handle(bundle(0, epoch)), "it is at work"
@@ -373,9 +336,9 @@ def test_a_stage_that_takes_anothers_place_takes_epochs_together_until_it_has_ca
     made = tuple({1: {0: Frames(name)}} for name in "pqrst")
     effects = machine.handle(TaskProcessed(KEYED, 11, True, made[-1], earlier=made[:-1]))
     assert ReportReplica(KEYED, "caught_up") in effects
-    kept = [(k.epoch, k.bundle.name) for k in machine.producers[1, 0].lanes[0].kept]
+    kept = [(k.epoch, k.bundle.name) for k in machine.exchanges.producers[1, 0].lanes[0].kept]
     assert kept[-5:] == list(zip(range(7, 12), "pqrst", strict=True))
-    assert machine.consumers[0, 0].window == 3, "it has room as ever"
+    assert machine.exchanges.consumers[0, 0].window == 3, "it has room as ever"
     assert [o.epoch for o in of(ProcessBundles, effects)] == [12], "and goes on one by one"
     for epoch in range(14, 6 + REPLAYED):
         machine.handle(bundle(0, epoch))  # as was promised
@@ -410,11 +373,11 @@ def test_a_consumer_does_not_turn_to_a_replica_beside_it_that_is_behind() -> Non
         machine.handle(bundle(1, epoch))
     install(machine, ReplicaInstalled(KEYED, 1, {1: {0: []}}, {1: {0: gap(1)}}))
     machine.handle(view(1, "1", "0,2", "2"))
-    assert machine.consumers[1, 0].source[0] == 0
+    assert machine.exchanges.consumers[1, 0].source[0] == 0
     machine.handle(bundle(0, 2))
     machine.handle(processed(KEYED, 2, x1="o"))
     machine.handle(view(2, "1", "0,2", "2"))
-    assert machine.consumers[1, 0].source[0] == 2, "now it is not"
+    assert machine.exchanges.consumers[1, 0].source[0] == 2, "now it is not"
 
 
 def test_a_site_without_a_view_has_nothing_to_finish() -> None:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import pytest
 
 from holdfast.core.effects import SendAck, SendBundle
-from holdfast.core.events import AckArrived, BundleArrived
 from holdfast.core.exchange import Consumer, Kept, Producer
 from holdfast.core.ids import NO_EPOCH
+from holdfast.core.messages import Ack, BundleKey
 from holdfast.errors import DivergenceError, ProtocolError
 
 X = 4
@@ -24,7 +24,7 @@ class Frames:
 
 def sent(effects: list[SendBundle]) -> list[tuple[int, int, int, str]]:
     """To whom, for which partition group, which epoch, what."""
-    return [(e.site, e.consumer, e.epoch, e.bundle.name) for e in effects]
+    return [(e.site, e.key.consumer, e.key.epoch, e.bundle.name) for e in effects]
 
 
 def producer(**replicas: tuple[int, ...]) -> Producer:
@@ -48,8 +48,8 @@ def ack(
     take: bool = True,
     finished: int = NO_EPOCH,
     checksum: int = 0,
-) -> AckArrived:
-    return AckArrived(X, 0, consumer, site, 0, received, credit, take, finished, checksum)
+) -> tuple[int, Ack]:
+    return site, Ack(X, 0, consumer, 0, received, credit, take, finished, checksum)
 
 
 def consumer(replicas: dict[int, tuple[int, ...]], window: int = 2, **known) -> Consumer:
@@ -68,7 +68,7 @@ def consumer(replicas: dict[int, tuple[int, ...]], window: int = 2, **known) -> 
 def arrived(
     epoch: int, producer: int, name: str, last: bool = True, checksum: int = 0, part: int = 0
 ):
-    return BundleArrived(X, epoch, producer, 1, 0, last, Frames(name, checksum), part)
+    return BundleKey(X, epoch, producer, 1, 0, part, last), Frames(name, checksum)
 
 
 # --- one replica on each side ---------------------------------------------------------------------
@@ -77,70 +77,70 @@ def arrived(
 def test_bundles_go_out_while_there_is_credit() -> None:
     made = producer(c1=(1,), c2=(2,))
     for group, site in ((1, 1), (2, 2)):
-        made.on_ack(ack(site, NO_EPOCH, 0, consumer=group))
+        made.on_ack(*ack(site, NO_EPOCH, 0, consumer=group))
     assert offer(made, 0, c1="a", c2="b") == [(1, 1, 0, "a"), (2, 2, 0, "b")]
     assert offer(made, 1, c1="c", c2="d") == []
-    assert sent(made.on_ack(ack(2, 0, 1, consumer=2))) == [(2, 2, 1, "d")]
-    assert sent(made.on_ack(ack(1, 0, 3))) == [(1, 1, 1, "c")]
+    assert sent(made.on_ack(*ack(2, 0, 1, consumer=2))) == [(2, 2, 1, "d")]
+    assert sent(made.on_ack(*ack(1, 0, 3))) == [(1, 1, 1, "c")]
     made.check_invariants()
 
 
 def test_nothing_goes_out_before_it_is_asked_for() -> None:
     made = producer(c1=(1,))
     assert offer(made, 0, c1="a") == []
-    assert sent(made.on_ack(ack(1, NO_EPOCH, take=False))) == []
-    assert sent(made.on_ack(ack(1, NO_EPOCH))) == [(1, 1, 0, "a")]
+    assert sent(made.on_ack(*ack(1, NO_EPOCH, take=False))) == []
+    assert sent(made.on_ack(*ack(1, NO_EPOCH))) == [(1, 1, 0, "a")]
 
 
 def test_what_is_received_is_let_go_and_only_that() -> None:
     made = producer(c1=(1,))
     for epoch in range(3):
         offer(made, epoch, c1=str(epoch))
-    made.on_ack(ack(1, 1))
+    made.on_ack(*ack(1, 1))
     assert [b.epoch for b in made.lanes[1].kept] == [2]
-    made.on_ack(ack(1, 0, 0))  # an old ack changes nothing
-    assert made.lanes[1].takers[1].received == 1
+    made.on_ack(*ack(1, 0, 0))  # an old ack changes nothing
+    assert made.lanes[1].cursors[1].received == 1
     assert made.held() == 1
     made.check_invariants()
 
 
 def test_an_epoch_is_complete_with_the_last_part_of_every_producer() -> None:
     made = consumer({0: (10,), 1: (11,)})
-    assert made.on_bundle(arrived(0, 0, "a", last=False))
-    assert made.on_bundle(arrived(0, 1, "c"))
+    assert made.on_bundle(*arrived(0, 0, "a", last=False))
+    assert made.on_bundle(*arrived(0, 1, "c"))
     assert not made.complete(0)
-    assert not made.on_bundle(arrived(0, 0, "a", last=False)), "it came over a broken connection"
-    assert made.on_bundle(arrived(0, 0, "b", part=1))
+    assert not made.on_bundle(*arrived(0, 0, "a", last=False)), "it came over a broken connection"
+    assert made.on_bundle(*arrived(0, 0, "b", part=1))
     assert made.complete(0)
     assert [b.name for b in made.take(0)] == ["a", "b", "c"]
 
 
 def test_what_comes_twice_is_dropped() -> None:
     made = consumer({0: (10,)})
-    assert made.on_bundle(arrived(0, 0, "a"))
-    assert not made.on_bundle(arrived(0, 0, "a"))
+    assert made.on_bundle(*arrived(0, 0, "a"))
+    assert not made.on_bundle(*arrived(0, 0, "a"))
     assert [b.name for b in made.take(0)] == ["a"]
     made.finish(0, {10})
-    assert not made.on_bundle(arrived(0, 0, "a")), "nor when it was processed long ago"
+    assert not made.on_bundle(*arrived(0, 0, "a")), "nor when it was processed long ago"
 
 
 def test_a_gap_is_refused() -> None:
     made = consumer({0: (10,)})
     with pytest.raises(ProtocolError, match="partition group 0 sent epoch 2 after -1"):
-        made.on_bundle(arrived(2, 0, "a"))
+        made.on_bundle(*arrived(2, 0, "a"))
     with pytest.raises(ProtocolError, match="no producer"):
-        made.on_bundle(arrived(0, 7, "a"))
+        made.on_bundle(*arrived(0, 7, "a"))
 
 
 def test_acks_are_cumulative_and_carry_credit_and_checksums() -> None:
     made = consumer({0: (10,), 1: (11,)}, window=3)
     for epoch in range(2):
-        made.on_bundle(arrived(epoch, 0, "a", checksum=70 + epoch))
-    made.on_bundle(arrived(0, 1, "a", checksum=80))
+        made.on_bundle(*arrived(epoch, 0, "a", checksum=70 + epoch))
+    made.on_bundle(*arrived(0, 1, "a", checksum=80))
     made.take(0)
     assert made.finish(0, {10, 11}) == [
-        SendAck(10, X, 0, 1, 0, 1, 3, True, 0, 70),
-        SendAck(11, X, 1, 1, 0, 0, 3, True, 0, 80),
+        SendAck(10, Ack(X, 0, 1, 0, 1, 3, True, 0, 70)),
+        SendAck(11, Ack(X, 1, 1, 0, 0, 3, True, 0, 80)),
     ]
     made.check_invariants()
 
@@ -150,44 +150,44 @@ def test_acks_are_cumulative_and_carry_credit_and_checksums() -> None:
 
 def test_a_bundle_is_kept_until_both_replicas_have_it() -> None:
     made = producer(c1=(7, 8))
-    made.on_ack(ack(7, NO_EPOCH))
-    made.on_ack(ack(8, NO_EPOCH))
+    made.on_ack(*ack(7, NO_EPOCH))
+    made.on_ack(*ack(8, NO_EPOCH))
     assert offer(made, 0, c1="a") == [(7, 1, 0, "a"), (8, 1, 0, "a")]
-    made.on_ack(ack(7, 0))
+    made.on_ack(*ack(7, 0))
     assert made.held() == 1
-    made.on_ack(ack(8, 0))
+    made.on_ack(*ack(8, 0))
     assert made.held() == 0
     made.check_invariants()
 
 
 def test_a_replica_that_takes_from_elsewhere_is_kept_for_and_not_sent_to() -> None:
     made = producer(c1=(7, 8))
-    made.on_ack(ack(7, NO_EPOCH))
-    made.on_ack(ack(8, NO_EPOCH, take=False))
+    made.on_ack(*ack(7, NO_EPOCH))
+    made.on_ack(*ack(8, NO_EPOCH, take=False))
     assert offer(made, 0, c1="a") == [(7, 1, 0, "a")]
-    made.on_ack(ack(7, 0))
+    made.on_ack(*ack(7, 0))
     assert made.held() == 1, "8 may have to ask here yet"
-    assert sent(made.on_ack(ack(8, NO_EPOCH, take=True))) == [(8, 1, 0, "a")]
+    assert sent(made.on_ack(*ack(8, NO_EPOCH, take=True))) == [(8, 1, 0, "a")]
 
 
 def test_a_replica_that_turns_here_gets_what_it_has_not_received_and_in_order() -> None:
     made = producer(c1=(7, 8))
-    made.on_ack(ack(7, NO_EPOCH))
-    made.on_ack(ack(8, NO_EPOCH, credit=1, take=False))
+    made.on_ack(*ack(7, NO_EPOCH))
+    made.on_ack(*ack(8, NO_EPOCH, credit=1, take=False))
     for epoch in range(4):
         offer(made, epoch, c1=f"e{epoch}")
-    made.on_ack(ack(7, 2))
-    again = sent(made.on_ack(ack(8, 1, credit=2)))
+    made.on_ack(*ack(7, 2))
+    again = sent(made.on_ack(*ack(8, 1, credit=2)))
     assert again == [(8, 1, 2, "e2")], "what it has is not sent, what it has no room for neither"
-    assert sent(made.on_ack(ack(8, 2, credit=5))) == [(8, 1, 3, "e3")]
+    assert sent(made.on_ack(*ack(8, 2, credit=5))) == [(8, 1, 3, "e3")]
 
 
 def test_a_replica_that_is_gone_is_not_kept_for() -> None:
     made = producer(c1=(7, 8))
-    made.on_ack(ack(7, NO_EPOCH))
+    made.on_ack(*ack(7, NO_EPOCH))
     for epoch in range(3):
         offer(made, epoch, c1=str(epoch))
-    made.on_ack(ack(7, 1))
+    made.on_ack(*ack(7, 1))
     assert made.held() == 3
     made.on_view({1: {7: 0}})
     assert made.held() == 1
@@ -197,33 +197,33 @@ def test_a_replica_that_is_gone_is_not_kept_for() -> None:
 
 def test_a_new_replica_is_kept_for_from_the_view_on_that_has_it() -> None:
     made = producer(c1=(7,))
-    made.on_ack(ack(7, NO_EPOCH))
+    made.on_ack(*ack(7, NO_EPOCH))
     offer(made, 0, c1="a")
-    made.on_ack(ack(7, 0))
+    made.on_ack(*ack(7, 0))
     made.on_view({1: {7: 0, 9: 0}})
     offer(made, 1, c1="b")
-    made.on_ack(ack(7, 1))
+    made.on_ack(*ack(7, 1))
     assert [k.epoch for k in made.lanes[1].kept] == [1]
-    assert sent(made.on_ack(ack(9, 0))) == [(9, 1, 1, "b")]
-    made.on_ack(ack(9, 1))
+    assert sent(made.on_ack(*ack(9, 0))) == [(9, 1, 1, "b")]
+    made.on_ack(*ack(9, 1))
     assert made.held() == 0
 
 
 def test_after_a_broken_connection_all_that_was_not_received_is_sent_again() -> None:
     made = producer(c1=(7,))
-    made.on_ack(ack(7, NO_EPOCH))
+    made.on_ack(*ack(7, NO_EPOCH))
     for epoch in range(3):
         offer(made, epoch, c1=f"e{epoch}")
     made.on_lost(7)
     assert offer(made, 3, c1="e3") == [], "nobody is there to send to"
-    assert sent(made.on_ack(ack(7, 0))) == [(7, 1, 1, "e1"), (7, 1, 2, "e2"), (7, 1, 3, "e3")]
+    assert sent(made.on_ack(*ack(7, 0))) == [(7, 1, 1, "e1"), (7, 1, 2, "e2"), (7, 1, 3, "e3")]
 
 
 def test_the_replica_that_most_is_kept_for_is_known() -> None:
     made = producer(c1=(7, 8), c2=(8,))
     assert made.slowest({}) in ((7, 0), (8, 0))
     offer(made, 0, c1=Frames("a", nbytes=100), c2=Frames("b", nbytes=1))
-    made.on_ack(ack(7, 0))
+    made.on_ack(*ack(7, 0))
     assert made.slowest({}) == (8, 100)
 
 
@@ -231,16 +231,16 @@ def test_the_replica_that_most_is_kept_for_is_known() -> None:
 
 
 def takes(acks: list[SendAck]) -> dict[int, bool]:
-    return {a.site: a.take for a in acks}
+    return {a.site: a.ack.subscribe for a in acks}
 
 
 def test_one_replica_of_a_producer_is_taken_from_and_all_are_told() -> None:
     made = consumer({0: (10, 11)}, joining={0: (12,)}, connected={10, 11, 12})
     told = made.acks({10, 11, 12})
     assert [a.site for a in told] == [10, 11, 12], "those that join must know, too"
-    assert sum(a.take for a in told) == 1
+    assert sum(a.ack.subscribe for a in told) == 1
     assert made.source[0] in (10, 11), "and are not taken from"
-    assert {a.received for a in told} == {NO_EPOCH}
+    assert {a.ack.received for a in told} == {NO_EPOCH}
 
 
 def test_groups_take_from_different_replicas() -> None:
@@ -262,27 +262,27 @@ def test_a_replica_on_the_same_site_is_preferred() -> None:
 
 def test_when_the_connection_breaks_the_other_replica_is_asked_at_once() -> None:
     made = consumer({0: (10, 11), 1: (11,)}, prefer={0: 10})
-    made.on_bundle(arrived(0, 0, "a"))
+    made.on_bundle(*arrived(0, 0, "a"))
     assert made.on_lost(11, {10}) == [], (
         "partition group 1 has no other, and its only one is not there"
     )
     assert made.source == {0: 10, 1: None}
     assert made.on_connected(11, {10, 11}) == [
-        SendAck(11, X, 0, 1, 0, 0, 1, False, NO_EPOCH, 0),
-        SendAck(11, X, 1, 1, 0, NO_EPOCH, 1, True, NO_EPOCH, 0),
+        SendAck(11, Ack(X, 0, 1, 0, 0, 1, False, NO_EPOCH, 0)),
+        SendAck(11, Ack(X, 1, 1, 0, NO_EPOCH, 1, True, NO_EPOCH, 0)),
     ]
     (told,) = made.on_lost(10, {11})
-    assert told == SendAck(11, X, 0, 1, 0, 0, 1, True, NO_EPOCH, 0)
+    assert told == SendAck(11, Ack(X, 0, 1, 0, 0, 1, True, NO_EPOCH, 0))
 
 
 def test_what_two_replicas_send_is_taken_once_whichever_is_first() -> None:
     made = consumer({0: (10, 11)}, window=4, prefer={0: 10})
-    assert made.on_bundle(arrived(0, 0, "from 10"))
+    assert made.on_bundle(*arrived(0, 0, "from 10"))
     made.on_lost(10, {11})
-    assert not made.on_bundle(arrived(0, 0, "from 11"))
-    assert made.on_bundle(arrived(1, 0, "from 11"))
+    assert not made.on_bundle(*arrived(0, 0, "from 11"))
+    assert made.on_bundle(*arrived(1, 0, "from 11"))
     made.on_connected(10, {10, 11})
-    assert not made.on_bundle(arrived(1, 0, "from 10"))
+    assert not made.on_bundle(*arrived(1, 0, "from 10"))
     assert [b.name for e in (0, 1) for b in made.take(e)] == ["from 10", "from 11"]
 
 
@@ -300,22 +300,22 @@ def test_whichever_replicas_die_a_survivor_has_what_a_survivor_lacks() -> None:
     ten, eleven = producer(c1=(7, 8)), producer(c1=(7, 8))
     seven = consumer({0: (10, 11)}, window=9, prefer={0: 10})
     for made, site in ((ten, 10), (eleven, 11)):
-        made.on_ack(ack(7, NO_EPOCH, take=site == 10))
-        made.on_ack(ack(8, NO_EPOCH, take=site == 11))
+        made.on_ack(*ack(7, NO_EPOCH, take=site == 10))
+        made.on_ack(*ack(8, NO_EPOCH, take=site == 11))
     for epoch in range(4):
         frames = Frames(f"e{epoch}", 70 + epoch)
         assert (7, 1, epoch, frames.name) in offer(ten, epoch, c1=frames)
         assert (8, 1, epoch, frames.name) in offer(eleven, epoch, c1=frames)
     for epoch in range(2):  # two of the four arrive before 10 dies
-        seven.on_bundle(arrived(epoch, 0, f"e{epoch}", checksum=70 + epoch))
-    eleven.on_ack(ack(8, 3, take=True))  # 8 had all of them
+        seven.on_bundle(*arrived(epoch, 0, f"e{epoch}", checksum=70 + epoch))
+    eleven.on_ack(*ack(8, 3, take=True))  # 8 had all of them
     assert eleven.held() == 4, "7 has not"
     (told,) = seven.on_lost(10, {11})
     eleven.on_view({1: {7: 0}})
-    replayed = eleven.on_ack(ack(7, told.received, told.credit, take=told.take))
+    replayed = eleven.on_ack(*ack(7, told.ack.received, told.ack.credit, take=told.ack.subscribe))
     assert sent(replayed) == [(7, 1, 2, "e2"), (7, 1, 3, "e3")]
     for effect in replayed:
-        assert seven.on_bundle(arrived(effect.epoch, 0, effect.bundle.name))
+        assert seven.on_bundle(*arrived(effect.key.epoch, 0, effect.bundle.name))
     assert seven.complete(3)
     seven.check_invariants()
 
@@ -325,9 +325,9 @@ def test_replicas_that_disagree_stop_the_flow_with_the_place_named() -> None:
     made = producer(c1=(7,))
     offer(made, 0, c1=Frames("a", checksum=70))
     offer(made, 1, c1=Frames("b", checksum=71))
-    made.on_ack(ack(7, NO_EPOCH, take=False, finished=0, checksum=70))
+    made.on_ack(*ack(7, NO_EPOCH, take=False, finished=0, checksum=70))
     with pytest.raises(DivergenceError, match="not deterministic") as caught:
-        made.on_ack(ack(7, 0, take=False, finished=1, checksum=99))
+        made.on_ack(*ack(7, 0, take=False, finished=1, checksum=99))
     for part in (
         "exchange 4",
         "epoch 1",
@@ -339,7 +339,7 @@ def test_replicas_that_disagree_stop_the_flow_with_the_place_named() -> None:
 
 def test_a_replica_that_is_behind_finds_out_when_it_gets_there() -> None:
     made = producer(c1=(7,))
-    made.on_ack(ack(7, 2, take=False, finished=2, checksum=72))
+    made.on_ack(*ack(7, 2, take=False, finished=2, checksum=72))
     for epoch in range(2):
         offer(made, epoch, c1=Frames("a", checksum=70 + epoch))
     with pytest.raises(DivergenceError, match="epoch 2"):
@@ -349,7 +349,7 @@ def test_a_replica_that_is_behind_finds_out_when_it_gets_there() -> None:
 def test_who_takes_from_here_is_not_compared_with() -> None:
     made = producer(c1=(7,))
     offer(made, 0, c1=Frames("a", checksum=70))
-    made.on_ack(ack(7, NO_EPOCH, take=True, finished=0, checksum=99))
+    made.on_ack(*ack(7, NO_EPOCH, take=True, finished=0, checksum=99))
 
 
 # --- a new replica --------------------------------------------------------------------------------
@@ -358,21 +358,21 @@ def test_who_takes_from_here_is_not_compared_with() -> None:
 def test_a_new_replica_can_send_whatever_the_old_one_could() -> None:
     old = producer(c1=(7, 8), c2=(8,))
     for site, group in ((7, 1), (8, 1), (8, 2)):
-        old.on_ack(ack(site, NO_EPOCH, consumer=group))
+        old.on_ack(*ack(site, NO_EPOCH, consumer=group))
     for epoch in range(4):
         offer(old, epoch, c1=f"a{epoch}", c2=f"b{epoch}")
-    old.on_ack(ack(7, 3))
-    old.on_ack(ack(8, 1))
-    old.on_ack(ack(8, 2, consumer=2))
+    old.on_ack(*ack(7, 3))
+    old.on_ack(*ack(8, 1))
+    old.on_ack(*ack(8, 2, consumer=2))
     exported = old.export()
     assert {c: [k.epoch for k in kept] for c, kept in exported.items()} == {1: [2, 3], 2: [3]}
     new = Producer(X, 0)
     new.install(3, exported, old.gaps())
     new.on_view({1: {7: 0, 8: 0}, 2: {8: 0}})
     assert new.made == 3
-    assert sent(new.on_ack(ack(8, 1))) == [(8, 1, 2, "a2"), (8, 1, 3, "a3")]
-    assert sent(new.on_ack(ack(7, 3))) == []
-    assert sent(new.on_ack(ack(8, 2, consumer=2))) == [(8, 2, 3, "b3")]
+    assert sent(new.on_ack(*ack(8, 1))) == [(8, 1, 2, "a2"), (8, 1, 3, "a3")]
+    assert sent(new.on_ack(*ack(7, 3))) == []
+    assert sent(new.on_ack(*ack(8, 2, consumer=2))) == [(8, 2, 3, "b3")]
     assert offer(new, 4, c1="a4", c2="b4") == [(7, 1, 4, "a4"), (8, 1, 4, "a4"), (8, 2, 4, "b4")]
     assert [k.epoch for k in old.lanes[1].kept] == [2, 3], "the old one is untouched"
     new.check_invariants()
@@ -383,7 +383,7 @@ def test_what_is_exported_is_not_changed_by_what_follows() -> None:
     offer(made, 0, c1="a")
     exported = made.export()
     offer(made, 1, c1="b")
-    made.on_ack(ack(7, 1))
+    made.on_ack(*ack(7, 1))
     assert [(k.epoch, k.bundle.name) for k in exported[1]] == [(0, "a")]
     assert all(isinstance(k, Kept) for k in exported[1])
 
@@ -391,6 +391,6 @@ def test_what_is_exported_is_not_changed_by_what_follows() -> None:
 def test_a_new_consumer_begins_after_the_epoch_of_its_state() -> None:
     made = Consumer(X, 1, 3, finished=5)
     told = made.on_view({0: (10, 11)}, {0: ()}, {}, {10, 11})
-    assert {(a.received, a.credit, a.finished) for a in told} == {(5, 8, NO_EPOCH)}
-    assert not made.on_bundle(arrived(5, 0, "old"))
-    assert made.on_bundle(arrived(6, 0, "new"))
+    assert {(a.ack.received, a.ack.credit, a.ack.finished) for a in told} == {(5, 8, NO_EPOCH)}
+    assert not made.on_bundle(*arrived(5, 0, "old"))
+    assert made.on_bundle(*arrived(6, 0, "new"))

@@ -1,11 +1,12 @@
 """Sources and sinks whose second replica only follows the first, until it comes to lead."""
 
+from holdfast.core.dataflow import Dataflow
 from holdfast.core.effects import FollowEpoch, IngestEpochs, ProcessBundles, SendAck
-from holdfast.core.events import AckArrived, SinkDurable
+from holdfast.core.events import AckArrived, PeerConnected, SinkDurable
 from holdfast.core.layout import Shape, StageShape
+from holdfast.core.messages import Ack
 from holdfast.core.protection import ProtectionSpec
-
-from .test_dataflow import KEYED, SINK, SOURCE, Dataflow, PeerConnected, record, view
+from tests.support.core_machines import KEYED, SINK, SOURCE, record, view
 
 LAZY = ProtectionSpec(replicas=2, deterministic=False, followers=True)
 SHAPE = Shape(
@@ -30,7 +31,7 @@ def site(number: int, *replicas: str) -> Dataflow:
 
 
 def needed_no_more(epoch: int, received: int) -> AckArrived:
-    return AckArrived(0, 0, 0, 2, 0, received, received + 3, False, -1, 0, (epoch,))
+    return AckArrived(2, Ack(0, 0, 0, 0, received, received + 3, False, -1, 0, (epoch,)))
 
 
 def test_a_source_leaves_out_what_nobody_needs_and_reads_the_rest_when_it_leads() -> None:
@@ -48,10 +49,12 @@ def test_a_source_leaves_out_what_nobody_needs_and_reads_the_rest_when_it_leads(
 def test_a_sink_takes_nothing_before_it_leads_and_then_what_is_not_durable() -> None:
     second = site(1, "0,1", "2", "0,1")
     acks = [e for e in second.handle(SinkDurable(SINK, 4)) if isinstance(e, SendAck)]
-    assert [(a.exchange, a.site, a.received, a.take) for a in acks] == [(1, 2, 4, False)]
+    assert [(a.ack.exchange, a.site, a.ack.received, a.ack.subscribe) for a in acks] == [
+        (1, 2, 4, False)
+    ]
     assert not second.handle(SinkDurable(SINK, 3)), "that was known"
     asked = [e for e in second.handle(view(1, "1", "2", "1")) if isinstance(e, SendAck)]
-    assert [(a.received, a.take) for a in asked if a.exchange == 1] == [(4, True)]
+    assert [(a.ack.received, a.ack.subscribe) for a in asked if a.ack.exchange == 1] == [(4, True)]
 
 
 def test_the_first_replica_works_and_is_who_consumers_take_from() -> None:
@@ -60,6 +63,8 @@ def test_the_first_replica_works_and_is_who_consumers_take_from() -> None:
     assert not first.handle(SinkDurable(SINK, 0)), "it knows best itself"
     keyed = site(2, "0,1", "2", "0,1")
     taken = keyed.handle(view(1, "0,1", "2", "0,1"))
-    asked = {e.site: e.take for e in taken if isinstance(e, SendAck) and e.exchange == 0}
+    asked = {
+        e.site: e.ack.subscribe for e in taken if isinstance(e, SendAck) and e.ack.exchange == 0
+    }
     assert asked == {0: True, 1: False}
     assert not [e for e in taken if isinstance(e, ProcessBundles)] and KEYED in keyed.tasks

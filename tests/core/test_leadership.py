@@ -105,7 +105,7 @@ def test_the_lease_counts_from_when_it_was_asked_for() -> None:
     assert party.role is Role.LEADING
     party.now = 14.0
     (ended,) = party.on(LeaderMissed())
-    assert ended == EndTerm(1, "its lease has run out, by its own clock")
+    assert ended == EndTerm(1, "its lease has expired by its own clock")
     assert party.role is Role.FOLLOWING
 
 
@@ -280,6 +280,13 @@ def test_it_follows_whoever_leads() -> None:
     assert party.on(LeaderMissed()) == [AskRead(4)]
     assert party.on(EntryRead(AskRead(4), OTHERS)) == [FollowEntry(OTHERS)]
     assert party.on(LeaderGone(OTHERS)) == [AskLead(5, OTHERS)]
+
+
+def test_a_lost_leader_is_not_searched_for_if_that_is_not_wanted() -> None:
+    party = Party()
+    party.on(LeaderFound("other"))
+    assert party.on(LeaderMissed(search=False)) == []
+    assert party.machine.leader is None
 
 
 def test_the_arbiter_may_be_away_for_whoever_follows() -> None:

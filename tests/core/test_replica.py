@@ -1,10 +1,14 @@
 """The life of a replica: in every state, whatever may happen to it then.
 
-Stories are told to the dataflow of one site, event by event. `tests/core/test_replica_table.py`
-sees to it that together with simulated runs they take every edge of the table.
+Stories are told to the dataflow of one site, event by event. Together they take every edge of the
+table.
 """
 
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -37,19 +41,20 @@ from holdfast.core.events import (
     ReplicaInstalled,
     RetentionOrdered,
     SinkDurable,
-    Stale,
     TaskProcessed,
     ViewCommitted,
 )
 from holdfast.core.ids import NO_EPOCH
 from holdfast.core.layout import PartitionGroup, Shape, StageShape, View
+from holdfast.core.messages import BundleKey, LogQuery
 from holdfast.core.protection import ProtectionSpec
 from holdfast.core.records import EpochRecord
-from holdfast.core.replica import State
+from holdfast.core.replica import STALE, TABLE, Event, State
+from holdfast.core.stale import Stale
 from holdfast.core.upstream import Gap, Log
 from holdfast.errors import InvariantError
-
-from .test_dataflow import KEYED, SINK, SOURCE, Frames, of
+from tests.support.core_machines import KEYED, SINK, SOURCE, Frames, of
+from tests.support.replica_edges import taken
 
 PAIRS = ProtectionSpec("pairs", replicas=2)
 PASSIVE = ProtectionSpec("passive", standbys=1, every_ms=100)
@@ -140,7 +145,7 @@ def complete(epoch: int = 5, task: tuple[int, int] = KEYED, whole: bool = True) 
 
 
 def bundle(epoch: int, joined_view: int = 1) -> BundleArrived:
-    return BundleArrived(0, epoch, 0, 0, joined_view, True, Frames("b"))
+    return BundleArrived(BundleKey(0, epoch, 0, 0, joined_view), Frames("b"))
 
 
 def processed(epoch: int) -> TaskProcessed:
@@ -303,7 +308,7 @@ def test_what_was_sent_to_the_replica_before_is_not_counted() -> None:
 
 
 def told(site: int, credit: int = 1, joined_view: int = 1) -> LogTold:
-    return LogTold(0, 0, 0, site, joined_view, Log(3, 8, credit, {}))
+    return LogTold(site, LogQuery(0, 0, 0, joined_view), Log(3, 8, credit, {}))
 
 
 def test_a_replica_is_rebuilt_if_nobody_has_its_state() -> None:
@@ -425,7 +430,7 @@ def test_a_standby_hands_nothing_over_and_takes_no_input() -> None:
     assert site.tell(CatchUpOrdered(KEYED, 1), CheckpointDue(KEYED)) == []
     assert site.stale() == {Stale.NO_STATE: 1, Stale.NOT_COMPUTING: 1}
     acks = of(SendAck, site.tell(view(1, "0,1", "0~2", "0,1")))
-    assert acks and not any(a.take for a in acks)
+    assert acks and not any(a.ack.subscribe for a in acks)
 
 
 # --- following ----------------------------------------------------------------------------------
@@ -555,3 +560,28 @@ def test_a_replica_that_is_surplus_joins_again_to_stand_by() -> None:
     assert site.machine.tasks[KEYED].joined_view == 3
     site.tell(begun(joined_view=3), complete(7))
     assert site.state() is State.STANDBY
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+
+def stories() -> Iterator[Callable[[], Any]]:
+    """All tests above, with each of their parameters."""
+    for name, story in vars(sys.modules[__name__]).items():
+        if (
+            name.startswith("test_")
+            and story is not test_every_edge_is_taken_in_a_story_or_in_simulated_runs
+        ):
+            marks = [m for m in getattr(story, "pytestmark", []) if m.name == "parametrize"]
+            yield from (partial(story, value) for m in marks for value in m.args[1])
+            if not marks:
+                yield story
+
+
+def test_every_edge_is_taken_in_a_story_or_in_simulated_runs() -> None:
+    """`tests/sim/test_replica_edges.py` has those that only happen between several sites."""
+    with taken() as edges:
+        for story in stories():
+            story()
+    assert TABLE.keys() <= edges, TABLE.keys() - edges
+    assert {e for e in STALE if e[1] is Event.STATE_OFFERED} <= edges

@@ -1,46 +1,16 @@
-"""The table of a replica's life: it is whole, the documentation shows it, and every edge is taken.
+"""The table of a replica's life: it is whole, and the documentation shows it.
 
 ``python -m tests.core.test_replica_table`` writes the page again.
 """
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 from holdfast.core.diagram import matrix, mermaid
-from holdfast.core.replica import STALE, START, TABLE, Event, Replica, State
-
-from . import test_replica
+from holdfast.core.replica import STALE, START, TABLE, Event, State
 
 PAGE = Path(__file__).parents[2] / "docs" / "replicas.md"
 LIVING = [s for s in State if s is not State.RETIRED]
-Edge = tuple[State, Event]
-
-
-@contextmanager
-def taken() -> Iterator[set[Edge]]:
-    """The edges that replicas take meanwhile."""
-    right, edges = Replica._become, set[Edge]()
-
-    def become(self: Replica, event: Event) -> bool:
-        edges.add((self.state, event))
-        return right(self, event)
-
-    with patch.object(Replica, "_become", become):
-        yield edges
-
-
-def stories() -> Iterator[Callable[[], Any]]:
-    for name, story in vars(test_replica).items():
-        if name.startswith("test_"):
-            marks = [m for m in getattr(story, "pytestmark", []) if m.name == "parametrize"]
-            yield from (partial(story, value) for m in marks for value in m.args[1])
-            if not marks:
-                yield story
 
 
 def page() -> str:
@@ -80,15 +50,6 @@ def test_what_a_peer_sends_never_contradicts() -> None:
         if state not in (State.INSTALLING, State.STANDBY):
             assert all((state, e) in STALE for e in outcomes)
     assert all((State.INSTALLING, e) in TABLE for e in outcomes)
-
-
-def test_every_edge_is_taken_in_a_story_or_in_simulated_runs() -> None:
-    """`tests/sim/test_replica_edges.py` has those that only happen between several sites."""
-    with taken() as edges:
-        for story in stories():
-            story()
-    assert TABLE.keys() <= edges, TABLE.keys() - edges
-    assert {e for e in STALE if e[1] is Event.STATE_OFFERED} <= edges
 
 
 if __name__ == "__main__":

@@ -11,24 +11,16 @@ from holdfast.core.events import (
     PauseRequested,
     RecordPassed,
     SequencerCopied,
-    SplitEnded,
-    SplitIdle,
+    SplitQuiet,
     SuccessorConnected,
-    ViewCommitted,
 )
 from holdfast.core.ids import NO_EPOCH
-from holdfast.core.layout import PartitionGroup, View
 from holdfast.core.records import Block, EpochRecord, Range, pack_step
 from holdfast.core.sequencer import RESENT, STEPS_MAX, Budget, Sequencer
 from holdfast.errors import ProtocolError
+from tests.support.core_machines import chain
 
 SINK = 9
-
-
-def chain(*sites: int, joining: tuple[int, ...] = (), number: int = 0) -> ViewCommitted:
-    """A view in which these sites have the replicas of the sequencer."""
-    members = (*sites, *joining)
-    return ViewCommitted(View(0, number, members, ((PartitionGroup(0, 1, sites, joining),),)))
 
 
 def sequencer(splits=((0, 0),), site: int = 0, sites=(0,), **budget) -> Sequencer:
@@ -108,8 +100,8 @@ def test_within_an_epoch_rows_stand_by_source_and_split() -> None:
 def test_the_end_of_all_splits_ends_the_flow() -> None:
     machine = sequencer(splits=[(0, 0), (0, 1)])
     machine.handle(blocks(0, 5))
-    assert machine.handle(SplitEnded(0, 0, 5)) == []
-    (published,) = machine.handle(SplitEnded(0, 1, 0))
+    assert machine.handle(SplitQuiet(0, 0, 5, ended=True)) == []
+    (published,) = machine.handle(SplitQuiet(0, 1, 0, ended=True))
     idle = ((0, 0), (0, 1))
     assert published.record == EpochRecord(1, 5, (), idle=idle, last=True, ended=True)
     assert machine.handle(EpochDelivered(SINK, 1)) == []
@@ -125,13 +117,13 @@ def test_draining_takes_no_more_rows_and_is_no_end() -> None:
 
 def test_an_idle_split_is_named_once_until_it_has_rows_again() -> None:
     machine = sequencer(splits=[(0, 0), (0, 1), (1, 0)], small_in_flight_max=9)
-    machine.handle(SplitIdle(0, 1, 0))
+    machine.handle(SplitQuiet(0, 1, 0, ended=False))
     assert idle_of(machine.handle(blocks(0, 5))) == ((0, 1),)
     assert idle_of(machine.handle(blocks(5, 5))) == ()
     assert idle_of(machine.handle(blocks(0, 5, split=1))) == ()
     machine.handle(EpochDelivered(SINK, 2))
-    machine.handle(SplitIdle(0, 1, 5))
-    machine.handle(SplitEnded(1, 0, 0))
+    machine.handle(SplitQuiet(0, 1, 5, ended=False))
+    machine.handle(SplitQuiet(1, 0, 0, ended=True))
     assert idle_of(machine.handle(blocks(10, 5))) == ((0, 1), (1, 0))
 
 
@@ -144,7 +136,7 @@ def test_who_takes_over_knows_which_splits_are_known_to_be_idle() -> None:
     """From the records, or from the state that it was given."""
     splits = [(0, 0), (0, 1)]
     first = sequencer(splits=splits, small_in_flight_max=9)
-    first.handle(SplitIdle(0, 1, 0))
+    first.handle(SplitQuiet(0, 1, 0, ended=False))
     (published,) = first.handle(blocks(0, 5))
     first.handle(chain(0, joining=(1, 2), number=1))
     (copied,) = first.handle(ChainJoined(2, NO_EPOCH))
@@ -154,7 +146,7 @@ def test_who_takes_over_knows_which_splits_are_known_to_be_idle() -> None:
     third.handle(SequencerCopied(copied.state))
     for machine, site in ((second, 1), (third, 2)):
         machine.handle(chain(site, number=3))
-        machine.handle(SplitIdle(0, 1, 0))
+        machine.handle(SplitQuiet(0, 1, 0, ended=False))
         assert idle_of(machine.handle(blocks(5, 5))) == ()
 
 
@@ -163,8 +155,8 @@ def test_a_split_has_not_ended_before_all_of_its_rows_were_announced() -> None:
     machine = sequencer(splits=[(0, 0), (0, 1)], small_in_flight_max=9)
     machine.handle(PauseRequested(True))
     machine.handle(blocks(0, 10))
-    machine.handle(SplitEnded(0, 0, 10))
-    machine.handle(SplitEnded(0, 1, 0))
+    machine.handle(SplitQuiet(0, 0, 10, ended=True))
+    machine.handle(SplitQuiet(0, 1, 0, ended=True))
     machine.handle(blocks(0, 4, again=True))
     (published,) = machine.handle(PauseRequested(False))
     assert published.record.ranges == (Range(0, 0, 0, 4),) and not published.record.ended
@@ -177,10 +169,10 @@ def test_rows_that_are_announced_again_one_block_after_another_are_not_forgotten
     """In between there is room for an epoch, and nothing waits."""
     machine = sequencer(splits=[(0, 0), (0, 1)], epochs_in_flight_max=1)
     machine.handle(blocks(0, 5, split=1))
-    machine.handle(SplitEnded(0, 1, 5))
+    machine.handle(SplitQuiet(0, 1, 5, ended=True))
     machine.handle(blocks(0, 7))
-    machine.handle(SplitEnded(0, 0, 7))
-    machine.handle(SplitIdle(0, 0, 7))
+    machine.handle(SplitQuiet(0, 0, 7, ended=True))
+    machine.handle(SplitQuiet(0, 0, 7, ended=False))
     machine.handle(blocks(0, again=True))
     assert machine.handle(EpochDelivered(SINK, 0)) == []
     (published,) = machine.handle(blocks(0, 7))
@@ -191,23 +183,23 @@ def test_idle_splits_are_told_though_no_row_comes() -> None:
     """Windows may wait for them alone. Not while epochs are on their way, nor without times."""
     machine = sequencer(splits=[(0, 0), (0, 1)])
     machine.handle(blocks(0, 5, time=30))
-    assert machine.handle(SplitIdle(0, 1, 0)) == []
+    assert machine.handle(SplitQuiet(0, 1, 0, ended=False)) == []
     (published,) = machine.handle(EpochDelivered(SINK, 0))
     assert published.record == EpochRecord(1, 5, (), ((0, 1),))
     assert machine.handle(EpochDelivered(SINK, 1)) == []
     untimed = sequencer(splits=[(0, 0), (0, 1)])
     untimed.handle(blocks(0, 5))
-    untimed.handle(SplitIdle(0, 1, 0))
+    untimed.handle(SplitQuiet(0, 1, 0, ended=False))
     assert untimed.handle(EpochDelivered(SINK, 0)) == []
 
 
 def test_a_split_that_ends_with_its_rows_is_told_with_them() -> None:
     machine = sequencer(splits=[(0, 0), (0, 1)], small_in_flight_max=9)
-    machine.handle(SplitIdle(0, 1, 0))
+    machine.handle(SplitQuiet(0, 1, 0, ended=False))
     machine.handle(blocks(0, 5))
     machine.handle(PauseRequested(True))
     machine.handle(blocks(0, 5, split=1))
-    machine.handle(SplitEnded(0, 1, 5))
+    machine.handle(SplitQuiet(0, 1, 5, ended=True))
     assert idle_of(machine.handle(PauseRequested(False))) == ((0, 1),)
 
 
@@ -417,7 +409,7 @@ def test_a_finished_stream_stays_finished() -> None:
 
 
 def test_the_end_and_the_drain_can_be_said_again_to_the_follower() -> None:
-    for event, end in ((SplitEnded(0, 0, 0), True), (DrainRequested(), False)):
+    for event, end in ((SplitQuiet(0, 0, 0, ended=True), True), (DrainRequested(), False)):
         follower = sequencer(site=1, sites=(0, 1))
         follower.handle(RecordPassed(FIRST))
         follower.handle(chain(1, number=1))

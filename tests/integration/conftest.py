@@ -8,32 +8,29 @@ import pytest
 from pyspark.sql import SparkSession
 
 from holdfast.lab.chaos import kafka
-from holdfast.lab.chaos.zookeeper import JAR, Server
+from holdfast.lab.chaos.zookeeper import JAR, ZooKeeperServer
 from holdfast.spark.session import local_session
-from tests.integration import postgres_server
-from tests.integration.topics import Kafka
-from tests.site.conftest import kept
-
-__all__ = ["broker", "database", "kept", "server", "spark", "topics"]
+from tests.support import postgres_server
+from tests.support.topics import Kafka
 
 CONNECTOR = kafka.JARS.with_name("spark-kafka")
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ZooKeeperServer]:
     if not JAR.exists():
         pytest.fail("ZooKeeper is not installed: say make test-integration")
-    server = Server(tmp_path_factory.mktemp("zookeeper"))
+    server = ZooKeeperServer(tmp_path_factory.mktemp("zookeeper"))
     server.start()
     yield server
     server.kill()
 
 
 @pytest.fixture(scope="session")
-def database() -> Iterator[postgres_server.Server]:
+def database() -> Iterator[postgres_server.PostgresServer]:
     if not (postgres_server.PROGRAMS / "initdb").exists():
         pytest.fail("PostgreSQL is not installed: say make test-integration")
-    server = postgres_server.Server()
+    server = postgres_server.PostgresServer()
     server.start()
     yield server
     server.remove()

@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 
 from holdfast.control.applications import Apps
-from holdfast.lab.chaos.zookeeper import Server
-
-from ..site.test_apps import FILE, check, flows_on, out, until
+from holdfast.lab.chaos.zookeeper import ZooKeeperServer
+from tests.support.apps_runs import FILE, check, flows_on, out, until
 
 __all__ = ["out"]
 
 
 @pytest.fixture
-def apps(out: Path, server: Server) -> Iterator[Apps]:
+def apps(out: Path, server: ZooKeeperServer) -> Iterator[Apps]:
     url = server.url
     with Apps(FILE, apps=2, sites=4, host="process", arbiter=url) as apps:
         until(apps, lambda: apps.protected, "everything is protected")
@@ -35,7 +34,7 @@ def test_the_leader_dies(apps: Apps, out: Path) -> None:
 
 
 def test_while_the_arbiter_is_away_data_flows_and_membership_is_frozen(
-    apps: Apps, out: Path, server: Server
+    apps: Apps, out: Path, server: ZooKeeperServer
 ) -> None:
     flows_on(apps)
     view = apps.status()["view"]

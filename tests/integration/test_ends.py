@@ -19,13 +19,13 @@ from pyspark.sql import SparkSession
 from holdfast.control.applications import Apps
 from holdfast.lab.bench.processes import tree
 from holdfast.net.reader import TableReader, url_of
+from tests.support import ends_flow
+from tests.support.apps_runs import until
+from tests.support.ends_flow import MADE, numbers
+from tests.support.postgres_server import PostgresServer
+from tests.support.topics import Kafka
 
-from ..site.test_apps import until
-from .ends_flow import MADE, numbers
-from .postgres_server import Server
-from .topics import Kafka
-
-FILE = str(Path(__file__).parent / "ends_flow.py")
+FILE = ends_flow.__file__
 SEED = 4
 FAULTS = ["site", "task", "driver", "site"]
 PER_FILE, PAUSE_S = 300, 0.3
@@ -118,7 +118,7 @@ def is_worker(pid: int, others: set[int]) -> bool:
 
 @pytest.fixture
 def told(
-    tmp_path: Path, topics: Kafka, database: Server, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, topics: Kafka, database: PostgresServer, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[dict[str, str]]:
     folders = {n: str(tmp_path / n) for n in ("files", "folder", "parquet", "checkpoint")}
     for name in ("files", "folder"):
@@ -149,6 +149,9 @@ def test_nothing_is_lost_or_repeated_whoever_is_killed(
             kill(apps, fault, draw)
             if fault != "task":
                 until(apps, lambda: not apps.protected, f"{fault}: it is noticed")
+            until(apps, lambda: apps.protected, f"{fault}: protected again", within=180)
+            # An application that has found another leader may still repeat the last one's word.
+            threading.Event().wait(apps.configs[0].options.lease_s)
             until(apps, lambda: apps.protected, f"{fault}: protected again", within=180)
             if fault == "driver":
                 reader.query.stop()

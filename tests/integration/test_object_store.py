@@ -15,10 +15,11 @@ from holdfast.storage import generations
 from holdfast.storage.files import Folder
 from holdfast.storage.restore_point import RestorePoint
 from holdfast.ui.check import check_store
-from tests.integration import object_store
-from tests.site.test_durable import Driver, drivers, kill_again_and_again, undisturbed
-from tests.site.test_pairs import one_line, until
-from tests.site.test_store import raced
+from tests.support import object_store
+from tests.support.lines import one_line
+from tests.support.races import raced
+from tests.support.runs import until
+from tests.support.stored_flow import Driver, drivers, kill_again_and_again, undisturbed
 
 __all__ = ["drivers", "undisturbed"]
 

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,12 +32,12 @@ from holdfast.control.run import Run
 from holdfast.protections import pairs
 from holdfast.sinks import postgres
 from holdfast.sources import generator, rows
-from tests.integration.postgres_server import Server
-from tests.site.test_pairs import (
-    SCHEMA,
+from tests.support.lines import SCHEMA, numbers
+from tests.support.pages import pages_that_need, run_page
+from tests.support.postgres_server import PostgresServer
+from tests.support.runs import (
     exists,
     kill,
-    numbers,
     pids,
     replicas,
     taken,
@@ -49,13 +50,13 @@ ROWS = pa.schema([("n", pa.int64()), ("s", pa.string())])
 
 
 @pytest.fixture
-def name(database: Server) -> str:
+def name(database: PostgresServer) -> str:
     """Of a table that no other test has."""
     return f"t_{uuid.uuid4().hex[:12]}"
 
 
 @pytest.fixture
-def ask(database: Server) -> Iterator[Callable[..., list[tuple]]]:
+def ask(database: PostgresServer) -> Iterator[Callable[..., list[tuple]]]:
     """Run a statement, on whatever connection there is; gives the rows."""
 
     def asked(statement: str) -> list[tuple]:
@@ -470,7 +471,7 @@ def test_a_flow_stops_when_a_standby_takes_over_that_lacks_results(
     database, name, ask, kept
 ) -> None:
     """A server with an older backup of the data answers at the same address."""
-    server = Server()
+    server = PostgresServer()
     server.start()
     try:
         flow = Flow(name, protect=pairs(failure_domain="process"))
@@ -721,3 +722,8 @@ def test_a_quiet_stream_is_written_and_its_refusals_are_heard_of(database, name,
     with pytest.raises(SinkError, match="violates check constraint"):
         run.wait(60)
     assert sorted(ask(f"SELECT n FROM {name}")) == [(n,) for n in range(4)]
+
+
+def test_the_page_shows_what_its_programs_print(database: PostgresServer, tmp_path: Path) -> None:
+    (page,) = pages_that_need("postgres")
+    run_page(page, tmp_path, replaced={"host=localhost dbname=shops": database.dsn})

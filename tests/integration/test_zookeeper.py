@@ -11,12 +11,18 @@ from kazoo.client import KazooClient
 from holdfast.arbiter import Arbiter, Entry, arbiter
 from holdfast.arbiter.zookeeper import ZooKeeperArbiter
 from holdfast.errors import ArbiterAway, Superseded
-from holdfast.lab.chaos.zookeeper import Server
-from tests.arbiter.contract import Contract, ContractBetweenProcesses, MakeParty, eventually, led
+from holdfast.lab.chaos.zookeeper import ZooKeeperServer
+from tests.support.arbiter_contract import (
+    Contract,
+    ContractBetweenProcesses,
+    MakeParty,
+    eventually,
+    led,
+)
 
 
 @pytest.fixture
-def url(server: Server) -> Iterator[str]:
+def url(server: ZooKeeperServer) -> Iterator[str]:
     yield server.url
     # The tests between processes all call their flow "flow".
     client = KazooClient(f"127.0.0.1:{server.port}")
@@ -85,7 +91,7 @@ def calls(party: Arbiter, entry: Entry) -> list[Callable[[], object]]:
     ]
 
 
-def test_a_server_that_is_killed_and_comes_back(party: MakeParty, server: Server) -> None:
+def test_a_server_that_is_killed_and_comes_back(party: MakeParty, server: ZooKeeperServer) -> None:
     a, b = party(), party()
     entry = a.commit(led(a, "a"), b"before")
     server.kill()
@@ -102,7 +108,7 @@ def test_a_server_that_is_killed_and_comes_back(party: MakeParty, server: Server
     assert eventually(b.read).value == b"after"
 
 
-def test_a_server_that_is_stopped_and_wakes(party: MakeParty, server: Server) -> None:
+def test_a_server_that_is_stopped_and_wakes(party: MakeParty, server: ZooKeeperServer) -> None:
     a = party()
     entry = led(a, "a")
     server.signal(signal.SIGSTOP)
@@ -193,7 +199,7 @@ def test_who_resigns_too_late_does_not_depose_the_next(
     assert b.renew(b.read())
 
 
-def test_a_server_that_was_never_there(server: Server) -> None:
+def test_a_server_that_was_never_there(server: ZooKeeperServer) -> None:
     away = arbiter("zk://127.0.0.1:1", "flow", 1)
     for call in (away.read, lambda: away.lead("a")):
         begin = time.monotonic()

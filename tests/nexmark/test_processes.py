@@ -17,9 +17,9 @@ from holdfast.engine.batches import empty
 from holdfast.lab.workloads.nexmark import AUCTION, BID, PERSON, Nexmark, nexmark_flow
 from holdfast.protections import pairs
 from holdfast.sinks import parquet
-
-from ..site.test_pairs import kill, until, until_protected
-from .oracle import expected, rows_of
+from tests.support.nexmark_oracle import expected, rows_of
+from tests.support.runs import kill, until, until_protected
+from tests.support.tiers import nightly
 
 CYCLES = 480
 RATE = 400
@@ -97,7 +97,12 @@ def test_results_on_processes_are_the_models(kept, tmp_path, query: str, sources
 
 @pytest.mark.parametrize(
     ("query", "splits", "sources", "group"),
-    [("q5", 3, 3, 3), ("q7", 3, 1, 0), ("q8", 3, 3, 0), ("sessions", 1, 3, 3)],
+    [
+        nightly("q5", 3, 3, 3),
+        nightly("q7", 3, 1, 0),
+        ("q8", 3, 3, 0),
+        nightly("sessions", 1, 3, 3),
+    ],
 )
 def test_results_on_processes_that_are_killed(
     kept, tmp_path, query: str, splits: int, sources: int, group: int

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.engine.batches import row_digests
-
-from .harness import examples
+from tests.support.harness import examples
 
 COLUMNS: list[tuple[pa.DataType, st.SearchStrategy]] = [
     (pa.int64(), st.integers(-(2**63), 2**63 - 1)),

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.engine.groups import _LONG, Groups
-
-from .harness import bits_of, examples
+from tests.support.harness import bits_of, examples
 
 
 @st.composite

@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.engine.keys import KeyIndex, KeyWords, key_words, partition_of
-
-from .harness import examples
+from tests.support.harness import examples
 
 NAN = math.nan
 KINDS: dict[str, tuple[pa.DataType, st.SearchStrategy]] = {

@@ -15,12 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.engine import state as tables
+from holdfast.engine import state_rows as tables
 from holdfast.engine.keys import KeyIndex, KeyWords, key_words, partition_of
-from holdfast.engine.operators.join import _Run, _Side
-from holdfast.engine.state import Field, Snapshot, StateTable
-
-from .harness import examples
+from holdfast.engine.operators.join import _Side, _SortedRun
+from holdfast.engine.snapshot import Snapshot
+from holdfast.engine.state import StateTable
+from holdfast.engine.state_rows import Field
+from tests.support.harness import examples
 
 PARTITIONS = 4
 FIELDS = {"n": Field(pa.int64(), 3), "s": Field(pa.string()), "ring": Field(pa.float64(), 0, 2)}
@@ -208,7 +209,7 @@ def test_a_snapshot_keeps_what_it_could_not_save() -> None:
         return sorted(rows, key=lambda r: r["__low"])
 
     slots = np.arange(10)
-    codes = {f.__code__ for f in (tables._rows, tables.distinct)}
+    codes = {f.__code__ for f in (tables.rows_at, tables.distinct)}
     every_failure(make, lambda both: both[0].touch(slots, 2), shown, codes)
 
 
@@ -238,5 +239,5 @@ def test_a_side_of_a_join_loses_no_rows(act: str) -> None:
         elif act == "drop":
             side.drop([0, 1])
 
-    codes = {_Side._run.__code__, _Run.__init__.__code__}
+    codes = {_Side._run.__code__, _SortedRun.__init__.__code__}
     every_failure(lambda: copy.deepcopy(start), change, shown, codes)

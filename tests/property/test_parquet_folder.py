@@ -18,7 +18,8 @@ import pyarrow.parquet as pq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.connectors.parquet_folder import Beginning, Overtaken, PartFolder, StagingGone
+from holdfast.connectors.parquet_folder import PartFolder, StagingGone
+from holdfast.connectors.parquet_parts import Beginning, Overtaken
 from holdfast.connectors.sinks import Authority
 from holdfast.errors import HoldfastError
 from holdfast.storage.disk import Disk

@@ -27,9 +27,8 @@ from holdfast.lab.sim.world import World
 from holdfast.protections import active, none, pairs, passive, rollback, upstream
 from holdfast.site import ingress
 from holdfast.sources import rows
-
-from .reference import check, ordered
-from .test_live import BUILD, STRICT, How, _rows, build
+from tests.support.live_flows import BUILD, STRICT, How, _rows, build
+from tests.support.reference import check, ordered
 
 STEPS_MAX = 60_000
 PROTECTIONS: list[ProtectionSpec] = [

@@ -27,12 +27,13 @@ from holdfast.engine.expressions import col
 from holdfast.engine.keys import partition_of
 from holdfast.engine.operators.base import KeyedOperator
 from holdfast.engine.operators.custom import KeyedFunction
-from holdfast.engine.state import Field, Snapshot, StateTable
+from holdfast.engine.snapshot import Snapshot
+from holdfast.engine.state import StateTable
+from holdfast.engine.state_rows import Field
 from holdfast.plan.planner import Plan, plan
-
-from .harness import Input, examples, naive_marks, rows_of, through_ipc
-from .test_operators import AGGS, NULLABLE, Changes, World, _values, built, worlds
-from .test_state import PARTITIONS, Model, key_lists, words_for
+from tests.support.harness import Input, examples, naive_marks, rows_of, through_ipc
+from tests.support.operator_cases import AGGS, NULLABLE, Changes, World, _values, built, worlds
+from tests.support.state_model import PARTITIONS, Model, key_lists, words_for
 
 # --- tables -------------------------------------------------------------------------------------
 

@@ -24,8 +24,11 @@ from holdfast.protections import pairs
 from holdfast.sinks import discard
 from holdfast.sources import rows
 from holdfast.spark.schemas import RowCodec, struct_of
-from holdfast.spark.stateful import LAST_MS
-from tests.spark.processors import (
+from holdfast.spark.stateful.clock import LAST_MS
+from tests.support.commands import BEGIN, COMMANDS, UTC, table
+from tests.support.harness import Input, Shape, examples, naive_marks, rows_of, run
+from tests.support.operator_cases import check, shapes
+from tests.support.processors import (
     COUNTS,
     GAP_MS,
     SESSION,
@@ -37,29 +40,8 @@ from tests.spark.processors import (
     sessions,
 )
 
-from .harness import Input, Shape, examples, naive_marks, rows_of, run
-from .test_operators import check, shapes
-
-UTC = datetime.UTC
-BEGIN = datetime.datetime(2024, 1, 1, tzinfo=UTC)
-COMMANDS = ["wait", "wait", "wait twice", "forget timers", "shorten", "clear", "quiet", "add"]
 END = LAST_MS
 LATENESS_MS = 15
-
-
-def table(rng: random.Random, n: int, commands: list[str]) -> pa.RecordBatch:
-    micros = [10_000 * i + rng.randrange(-40_000, 40_000) for i in range(n)]
-    return pa.record_batch(
-        {
-            "k": pa.array([rng.choice(["a", "b", None, "dd"]) for _ in range(n)], pa.string()),
-            "ts": pa.array(
-                [BEGIN + datetime.timedelta(microseconds=m) for m in micros],
-                pa.timestamp("us", "UTC"),
-            ),
-            "n": pa.array([rng.randrange(9) for _ in range(n)], pa.int64()),
-            "cmd": pa.array([rng.choice(commands) for _ in range(n)], pa.string()),
-        }
-    )
 
 
 @st.composite

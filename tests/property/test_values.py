@@ -22,19 +22,20 @@ from holdfast.connectors.table import LatestTableWriter
 from holdfast.core.exchange import Kept
 from holdfast.core.ids import Epoch
 from holdfast.core.layout import PartitionGroup
+from holdfast.core.messages import BundleKey
 from holdfast.engine.batches import UNMOVED, row_digests, with_order
 from holdfast.engine.expressions import col
 from holdfast.engine.operators.custom import KeyedFunction
-from holdfast.engine.state import Field, StateTable
+from holdfast.engine.state import StateTable
+from holdfast.engine.state_rows import Field
 from holdfast.engine.types import plain_type
 from holdfast.net.bundles import Router, check, decode, encode
 from holdfast.plan.planner import Exchange
 from holdfast.site.spill import Spill
-
-from .arrays import ENCODED, KEYS, LEAVES, array_of, exact, kinds
-from .harness import Input, Shape, examples, run, through_ipc
-from .test_operators import shapes
-from .test_state import words_for
+from tests.support.arrays import ENCODED, KEYS, LEAVES, array_of, exact, kinds
+from tests.support.harness import Input, Shape, examples, run, through_ipc
+from tests.support.operator_cases import shapes
+from tests.support.state_model import words_for
 
 # --- state ----------------------------------------------------------------------------------------
 
@@ -302,7 +303,7 @@ def test_a_frame_crosses_between_sites(kind: pa.DataType, key: pa.DataType, seed
     router = Router(exchange, [PartitionGroup(0, 2, ()), PartitionGroup(2, 5, ())], digests=True)
     seen = {}
     for number, frames in router.split(batch, UNMOVED).items():
-        message, body = encode(frames, 0, 3, 0, int(number))
+        message, body = encode(BundleKey(0, 3, 0, int(number), 0), frames)
         got = decode(message, memoryview(b"".join(bytes(part) for part in body)), schema)
         check([got], [got.batch], "here")
         kept = decode(message, memoryview(b"".join(bytes(part) for part in body)), schema)

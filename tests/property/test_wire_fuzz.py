@@ -30,15 +30,26 @@ from holdfast import Flow, col
 from holdfast import functions as F
 from holdfast.api.options import Options
 from holdfast.connectors.sources import Source
-from holdfast.core.events import BlocksAvailable
+from holdfast.core.events import (
+    BlocksAvailable,
+    CatchUpOrdered,
+    ReplicaBehind,
+    ReplicaReported,
+    RetentionOrdered,
+    SplitQuiet,
+    StoreOrdered,
+)
 from holdfast.core.ids import SiteId
 from holdfast.core.layout import Domain, PartitionGroup, View
+from holdfast.core.messages import Ack, BundleKey, LogQuery, SequencerState
 from holdfast.core.records import Block, EpochRecord, Range, pack_step
 from holdfast.core.sequencer import Budget
+from holdfast.core.upstream import Gap, Log
 from holdfast.engine.batches import Track, frame_digests, to_ipc
 from holdfast.errors import HostError, ProtocolError
-from holdfast.lab.sim.world import CONTROLLER, World
-from holdfast.net import bundles, wire
+from holdfast.lab.sim.links import CONTROLLER
+from holdfast.lab.sim.world import World
+from holdfast.net import bundles, protocol, wire
 from holdfast.net.checks import Checks
 from holdfast.net.client import Client
 from holdfast.net.connection import CHUNK_BYTES, LARGE_BYTES, Connection
@@ -48,7 +59,7 @@ from holdfast.sinks import discard, parquet
 from holdfast.site.push import PushReader
 from holdfast.sources import generator, rows
 from holdfast.storage.files import FileInfo
-from tests.sim.test_world import Ordered, events, result
+from tests.support.sim_flows import Ordered, events, result
 
 SECRET = b"a secret of thirty-two bytes....."
 FUZZ = settings(
@@ -78,7 +89,7 @@ FRAMES = bundles.Frames(
     Track(np.array([Track.START, 8]), np.array([3, 20])),
     frame_digests(ROWS, np.array([0, 1, 1, 0]), 2),
 )
-BUNDLE, BUNDLE_BODY = bundles.encode(FRAMES, 1, 3, 0, 1)
+BUNDLE, BUNDLE_BODY = bundles.encode(BundleKey(1, 3, 0, 1, 0), FRAMES)
 RECORD = EpochRecord(
     3, 100, (Range(0, 1, 5, 9, pack_step(5, 77)), Range(0, 2, 0, 1)), ((0, 1),), False, False
 )
@@ -108,18 +119,18 @@ MESSAGES: list[tuple[wire.Message, bytes]] = [
             wire.NewView(VIEW, {0: ("h", 1), 3: ("h", 2)}),
             wire.Seen(0, 1),
             wire.Start(1),
-            wire.CatchUp(0, 1, 0, 2),
-            wire.Retain(1, 4),
+            wire.CatchUp(0, CatchUpOrdered((1, 0), 2)),
+            wire.Retain(1, RetentionOrdered(4)),
             wire.Recorded(1, 7),
-            wire.Store(1, 9, None),
+            wire.Store(1, StoreOrdered(9, None)),
             wire.TaskFiles(
-                1, 0, 9, 5, [("state", "a", True)], EXTRAS, [(8, 3)], "b", {"a": INFO}, False
+                (1, 0), 9, 5, [("state", "a", True)], EXTRAS, [(8, 3)], "b", {"a": INFO}, False
             ),
-            wire.NotStored(1, 0, 9, "no room", False),
-            wire.ReplicaReport(1, 0, 3, 4, "failed", "it broke"),
-            wire.Behind(1, "slow"),
-            wire.AskLog(0, 0, 0, 2),
-            wire.TellLog(0, 0, 0, 2, -1, 3, 1, ((1, 0, 2),)),
+            wire.NotStored((1, 0), 9, "no room", False),
+            wire.ReplicaReport(ReplicaReported(3, (1, 0), 4, "failed", "it broke")),
+            wire.Behind(ReplicaBehind(1, "slow")),
+            wire.LogRequest(LogQuery(0, 0, 0, 2)),
+            wire.LogReply(LogQuery(0, 0, 0, 2), Log(-1, 3, 1, {(1, 0): 2})),
             wire.Unheard(1, 2, "connected"),
             wire.Beat(),
             wire.Launch(1, 3),
@@ -138,17 +149,19 @@ MESSAGES: list[tuple[wire.Message, bytes]] = [
             wire.RecordsAfter(None),
             wire.JoinChain(-1, 0),
             wire.Chained(),
-            wire.SequencerState(4, 104, False, 0, [9], [True], [RECORD]),
-            wire.Blocks(0, 0, (Block(0, 5, 40), Block(5, 9, 32, pack_step(5, 7))), True),
-            wire.SplitState(0, 0, True, 9),
+            wire.SequencerCopy(SequencerState(4, 104, False, 0, (9,), (True,), (RECORD,))),
+            wire.Blocks(
+                BlocksAvailable(0, 0, (Block(0, 5, 40), Block(5, 9, 32, pack_step(5, 7))), True)
+            ),
+            wire.Quiet(SplitQuiet(0, 0, 9, True)),
             wire.SplitAt(0, 0, 7, {"offset": 9}),
-            wire.Acks([wire.Ack(0, 0, 1, 0, 1, 3, True, -1, 2**64 - 1)] * 3),
-            wire.Acks([wire.Ack(0, 0, 1, 0, 1, 3, True, -1, 7, (1,), (((1, 0, 2),),))]),
+            wire.Acks([Ack(0, 0, 1, 0, 1, 3, True, -1, 2**64 - 1)] * 3),
+            wire.Acks([Ack(0, 0, 1, 0, 1, 3, True, -1, 7, (1,), ({(1, 0): 2},))]),
             wire.Delivered(3, 2, 1, 2),
             wire.HandOverBegin(
-                1, 0, 3, 99, EXTRAS, None, [wire.Gap(0, 0, 2, -1, -1, 0, ((2, 0, 1),))]
+                (1, 0), 3, 99, EXTRAS, None, {1: {0: Gap(2, -1, -1, 0, {(2, 0): 1})}}
             ),
-            wire.HandOverEnd(1, 0),
+            wire.HandOverEnd((1, 0)),
             wire.PushBegin(0, "query", 0, "push"),
             wire.PushOpen(0, "push", 0, 0),
             wire.PushDone(),
@@ -158,18 +171,18 @@ MESSAGES: list[tuple[wire.Message, bytes]] = [
             wire.PushCounted(0),
             wire.PushHas(0, 3, True),
             wire.Where("out"),
-            wire.There("", 3, b"schema", [("h", 1)]),
+            wire.There("", 3, b"schema", (("h", 1),)),
             wire.Ask(3, {"do": "read", "after": -1, "upto": 4}),
             wire.Notes(3, 1, {"query": (-1, "life", "reading")}, 0, -1),
             wire.NotesKept(3, 1),
         )
     ),
-    (wire.HandOverState(1, 0, "state"), IPC),
-    (wire.HandOverKept(1, 0, BUNDLE), b"".join(bytes(b) for b in BUNDLE_BODY)),
-    (wire.HandOverHeld(1, 0, 3), IPC),
+    (wire.HandOverState((1, 0), "state"), IPC),
+    (wire.HandOverKept((1, 0), BUNDLE), b"".join(bytes(b) for b in BUNDLE_BODY)),
+    (wire.HandOverHeld((1, 0), 3), IPC),
     (wire.PushRows(), IPC),
     (wire.PushBatch(0, 1, MARKS, [len(IPC)]), IPC),
-    (wire.Answer(True, "", None, {"epoch": 3}, [len(IPC)]), IPC),
+    (wire.Answer(True, "", None, {"epoch": 3}, (len(IPC),)), IPC),
 ]
 
 
@@ -178,6 +191,13 @@ def encoded(message: wire.Message, body: bytes = b"") -> bytes:
 
 
 WHOLE = [encoded(*m) for m in MESSAGES]
+
+
+OF_SITES = [
+    (message, body)
+    for message, body in MESSAGES
+    if any(rule.message is type(message) and wire.SITE in rule.senders for rule in protocol.RULES)
+]
 
 
 def test_the_messages_here_are_of_every_class() -> None:
@@ -284,9 +304,9 @@ class End:
         return self.transport.closing
 
 
-async def connected() -> tuple[End, End]:
-    """Two ends that have shaken hands."""
-    server, client = End(), End(("site", 1))
+async def connected(role: str = wire.SITE) -> tuple[End, End]:
+    """Two ends that have shaken hands; the role is the client's."""
+    server, client = End(), End((role, 1))
     for _ in range(3):
         client.feed(server.take(), [7])
         server.feed(client.take(), [7])
@@ -330,7 +350,7 @@ def test_who_knows_the_secret_may_say_anything(data: bytes, sizes: list[int]) ->
 
 
 @FUZZ
-@given(st.lists(st.sampled_from(MESSAGES), min_size=1, max_size=6), cuts)
+@given(st.lists(st.sampled_from(OF_SITES), min_size=1, max_size=6), cuts)
 def test_however_messages_are_cut_they_arrive(
     messages: list[tuple[wire.Message, bytes]], sizes: list[int]
 ) -> None:
@@ -349,9 +369,11 @@ def test_large_messages_arrive_whole(nbytes: int) -> None:
     body = os.urandom(1 << 10) * (nbytes >> 10) + b"end"
 
     async def main() -> None:
-        server, _ = await connected()
-        server.feed(encoded(wire.PushRows(), body) + encoded(wire.Beat()), [100_000, 9, 1 << 18])
-        assert server.messages == [(wire.PushRows(), body), (wire.Beat(), b"")]
+        server, _ = await connected(wire.PUSHER)
+        server.feed(
+            encoded(wire.PushRows(), body) + encoded(wire.PushDone()), [100_000, 9, 1 << 18]
+        )
+        assert server.messages == [(wire.PushRows(), body), (wire.PushDone(), b"")]
 
     both(main)
 
@@ -385,7 +407,7 @@ def test_everybody_may_only_say_what_is_theirs_to_say(role: str) -> None:
     said = set()
     for message, _ in MESSAGES:
         try:
-            wire.check_speaker(role, message)
+            protocol.check_sender(role, message)
             said.add(type(message))
         except ProtocolError:
             pass
@@ -475,14 +497,16 @@ def test_a_bundle_that_is_damaged_is_refused_or_can_be_worked_with(
     ],
 )
 def test_a_watermark_that_goes_back_is_refused(track: Track) -> None:
-    message, body = bundles.encode(bundles.Frames(ROWS, track, None), 0, 0, 0, 0)
+    message, body = bundles.encode(BundleKey(0, 0, 0, 0, 0), bundles.Frames(ROWS, track, None))
     with pytest.raises(ProtocolError, match="goes back"):
         bundles.decode(message, memoryview(b"".join(bytes(b) for b in body)), ROWS.schema)
 
 
 def test_nulls_in_an_order_key_are_refused() -> None:
     nulls = ROWS.set_column(3, "__o0", pa.array([None, 1, 2, 3]))
-    message, body = bundles.encode(bundles.Frames(nulls, FRAMES.track, None), 0, 0, 0, 0)
+    message, body = bundles.encode(
+        BundleKey(0, 0, 0, 0, 0), bundles.Frames(nulls, FRAMES.track, None)
+    )
     with pytest.raises(ProtocolError, match="nulls"):
         bundles.decode(message, memoryview(b"".join(bytes(b) for b in body)), ROWS.schema)
 
@@ -612,14 +636,14 @@ class Meddler:
             return
         sender, receiver = self.rng.choice(links)
         message, body = self.rng.choice(list(self.seen.values()))
-        replicas = [(s, task) for s, n in self.world.nodes.items() for task in n.incoming]
+        replicas = [(s, task) for s, n in self.world.nodes.items() for task in n.transfers.incoming]
         if (
             replicas and self.rng.random() < 0.5
         ):  # where a replica is being made there is more to break
-            receiver, (stage, group) = self.rng.choice(replicas)
-            sender = self.world.nodes[receiver].incoming[stage, group].donor
+            receiver, task = self.rng.choice(replicas)
+            sender = self.world.nodes[receiver].transfers.incoming[task].donor
             message, body = self.seen[self.rng.choice(HANDING_OVER)]
-            message = msgspec.structs.replace(message, stage=stage, group=group)
+            message = msgspec.structs.replace(message, task=task)
         header, damage = msgspec.msgpack.encode(message), damaged(body, self.rng)
         if damage == body or self.rng.random() < 0.7:
             header = nonsense(message, self.rng)
@@ -630,7 +654,7 @@ class Meddler:
         node = self.world.nodes[receiver]
         try:
             message = wire.decode(header)
-            wire.check_speaker("site", message)
+            protocol.check_sender("site", message)
             if not isinstance(message, wire.Fenced):
                 node.receive(SiteId(sender), message, memoryview(body))
             self.passed.append((self.world.steps, sender, receiver, message))
@@ -638,7 +662,7 @@ class Meddler:
             self.refused += 1
             if sender in self.world.nodes:
                 self.world.reset(SiteId(sender), SiteId(receiver))
-        self.world._after(node)
+        self.world.after(node)
 
 
 def meddled(seed: int, crash: bool, every: int = 12) -> Meddler:
@@ -677,10 +701,10 @@ def test_a_replica_is_made_in_spite_of_them() -> None:
     while not world.ended:
         meddler.watch()
         for receiver, node in world.nodes.items():
-            for (stage, group), incoming in list(node.incoming.items()):
+            for task, incoming in list(node.transfers.incoming.items()):
                 if broken < 8 and incoming.nbytes and incoming.donor in world.nodes:
                     broken += 1
-                    header = msgspec.msgpack.encode(wire.HandOverState(stage, group, "state"))
+                    header = msgspec.msgpack.encode(wire.HandOverState(task, "state"))
                     meddler.say(incoming.donor, receiver, header, IPC)
                     break
         assert world.step(), world.describe()
@@ -707,15 +731,15 @@ IMPOSSIBLE: list[wire.Message] = [
     wire.Delivered(3, 2, 1, 0),
     wire.PushBatch(0, 1, MARKS, []),
     wire.PushHas(0, 1, True),
-    wire.Blocks(99, 0, (), False),
-    wire.Blocks(0, 0, (Block(9, 9, 1),), True),
-    wire.Blocks(0, 0, (Block(-9, 9, 1),), True),
-    wire.Blocks(0, 0, (Block(0, 9, -1),), True),
-    wire.Blocks(0, 0, (Block(0, 9, 1, pack_step(1, 5)),), True),
-    wire.Blocks(0, 0, (Block(0, 9, 1, pack_step(0, 5) + pack_step(9, 6)),), True),
-    wire.Blocks(0, 0, (Block(0, 9, 1, pack_step(0, 5) + pack_step(0, 6)),), True),
-    wire.Blocks(0, 0, (Block(0, 9, 1, b"1234"),), True),
-    wire.SplitState(0, 99, True, 0),
+    wire.Blocks(BlocksAvailable(99, 0, (), False)),
+    wire.Blocks(BlocksAvailable(0, 0, (Block(9, 9, 1),), True)),
+    wire.Blocks(BlocksAvailable(0, 0, (Block(-9, 9, 1),), True)),
+    wire.Blocks(BlocksAvailable(0, 0, (Block(0, 9, -1),), True)),
+    wire.Blocks(BlocksAvailable(0, 0, (Block(0, 9, 1, pack_step(1, 5)),), True)),
+    wire.Blocks(BlocksAvailable(0, 0, (Block(0, 9, 1, pack_step(0, 5) + pack_step(9, 6)),), True)),
+    wire.Blocks(BlocksAvailable(0, 0, (Block(0, 9, 1, pack_step(0, 5) + pack_step(0, 6)),), True)),
+    wire.Blocks(BlocksAvailable(0, 0, (Block(0, 9, 1, b"1234"),), True)),
+    wire.Quiet(SplitQuiet(0, 99, 0, True)),
     wire.SplitAt(0, 99, 7, {}),
     wire.Record(EpochRecord(-1, 0, ())),
     wire.Record(EpochRecord(NEVER, -1, ())),
@@ -725,21 +749,34 @@ IMPOSSIBLE: list[wire.Message] = [
     wire.Record(EpochRecord(NEVER, 0, (), (), False, True)),
     wire.Record(EpochRecord(0, 77, ())),  # there is another of this epoch
     wire.Pass(EpochRecord(NEVER, 0, (Range(9, 9, 0, 1),))),
-    wire.SequencerState(3, 0, False, 0, [], [], []),
-    wire.SequencerState(3, 0, False, 0, [0], [], []),
-    wire.SequencerState(3, 0, False, 1, [0], [True], []),
-    wire.SequencerState(3, 0, False, 0, [0], [True], [EpochRecord(1, 0, ())]),
-    wire.Acks([wire.Ack(99, 0, 0, 0, 0, 1, True, -1, 0)]),
-    wire.Acks([wire.Ack(0, 99, 0, 0, 0, 1, True, -1, 0)]),
-    wire.Acks([wire.Ack(0, 0, 99, 0, 0, 1, True, -1, 0)]),
-    wire.Acks([wire.Ack(0, 0, 0, 0, NEVER, 1, True, -1, 0)]),
-    wire.Acks([wire.Ack(0, 0, 0, 0, 0, NEVER, True, -1, 0)]),
-    wire.Acks([wire.Ack(0, 0, 0, 0, 0, 2, True, 2, 0)]),
-    wire.Acks([wire.Ack(0, 0, 0, 0, 1, 2, True, 0, 0, (0,), (((99, 0, 0),),))]),
-    wire.Acks([wire.Ack(0, 0, 0, 0, 1, 2, True, 0, 0, (), ((),))]),
-    wire.HandOverBegin(99, 0, 0, 0, EXTRAS, None, []),
-    wire.HandOverEnd(1, 99),
-    wire.HandOverKept(1, 0, msgspec.structs.replace(BUNDLE, exchange=0)),
+    wire.SequencerCopy(SequencerState(3, 0, False, 0, (), (), ())),
+    wire.SequencerCopy(SequencerState(3, 0, False, 0, (0,), (), ())),
+    wire.SequencerCopy(SequencerState(3, 0, False, 1, (0,), (True,), ())),
+    wire.SequencerCopy(SequencerState(3, 0, False, 0, (0,), (True,), (EpochRecord(1, 0, ()),))),
+    wire.Acks([Ack(99, 0, 0, 0, 0, 1, True, -1, 0)]),
+    wire.Acks([Ack(0, 99, 0, 0, 0, 1, True, -1, 0)]),
+    wire.Acks([Ack(0, 0, 99, 0, 0, 1, True, -1, 0)]),
+    wire.Acks([Ack(0, 0, 0, 0, NEVER, 1, True, -1, 0)]),
+    wire.Acks([Ack(0, 0, 0, 0, 0, NEVER, True, -1, 0)]),
+    wire.Acks([Ack(0, 0, 0, 0, 0, 2, True, 2, 0)]),
+    wire.Acks([Ack(-1, 0, 0, 0, 0, 1, True, -1, 0)]),
+    wire.Acks([Ack(0, -1, 0, 0, 0, 1, True, -1, 0)]),
+    wire.Acks([Ack(0, 0, -1, 0, 0, 1, True, -1, 0)]),
+    wire.Acks([Ack(0, 0, 0, -1, 0, 1, True, -1, 0)]),
+    wire.Acks([Ack(0, 0, 0, 0, 0, 1, True, -2, 0)]),
+    wire.Acks([Ack(0, 0, 0, 0, 0, 1, True, -1, -1)]),
+    wire.Acks([Ack(0, 0, 0, 0, 0, 1, True, -1, 0, (-2,))]),
+    wire.LogRequest(LogQuery(-1, 0, 0, 0)),
+    wire.LogReply(LogQuery(0, 0, 0, 0), Log(-2, 0, 0, {})),
+    wire.LogReply(LogQuery(0, 0, 0, 0), Log(-1, 0, 0, {(1, -1): 0})),
+    wire.CatchUp(1, CatchUpOrdered((1, -1), 2)),
+    wire.CatchUp(1, CatchUpOrdered((1, 0), -2)),
+    wire.Store(1, StoreOrdered(-2, None)),
+    wire.Acks([Ack(0, 0, 0, 0, 1, 2, True, 0, 0, (0,), ({(99, 0): 0},))]),
+    wire.Acks([Ack(0, 0, 0, 0, 1, 2, True, 0, 0, (), ({},))]),
+    wire.HandOverBegin((99, 0), 0, 0, EXTRAS, None, {}),
+    wire.HandOverEnd((1, 99)),
+    wire.HandOverKept((1, 0), msgspec.structs.replace(BUNDLE, key=BUNDLE.key._replace(exchange=0))),
     wire.Register(1, "h", 1, 1, Domain("p", "e", "h", "a")),
 ]
 
@@ -750,11 +787,10 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
 
     def state() -> str:
         flow = node.dataflow
-        lanes = {key: producer.lanes for key, producer in flow.producers.items()}
+        lanes = {key: producer.lanes for key, producer in flow.exchanges.producers.items()}
         sequencer = node.sequencer and (node.sequencer.splits, node.sequencer.delivered)
-        return repr(
-            (flow.tasks, flow.records, flow._early, lanes, sequencer, node.sequencing.early)
-        )
+        known, early = flow.records.by_epoch, flow.exchanges.early.acks
+        return repr((flow.tasks, known, early, lanes, sequencer, node.sequencing.early))
 
     before = state()
     for message in IMPOSSIBLE:
@@ -768,15 +804,24 @@ def test_what_cannot_be_is_refused_and_changes_nothing() -> None:
 
 WRONG: list[dict[str, Any]] = [
     {"exchange": 99},
+    {"exchange": -1},
+    {"producer": -1},
     {"consumer": 99},
+    {"consumer": -1},
+    {"joined_view": -1},
     {"epoch": 50},
+    {"epoch": -2},
     {"part": 1},
+    {"part": -1},
     {"last": False},
     {"rows": 1},
     {"track": 0},
     {"track": 8},
     {"digests": 8 * 99},
 ]
+
+
+KEY = set(BundleKey._fields)
 
 
 def test_a_bundle_that_cannot_be_is_refused() -> None:
@@ -789,7 +834,9 @@ def test_a_bundle_that_cannot_be_is_refused() -> None:
     )
     for changes in WRONG:
         with pytest.raises(ProtocolError):
-            wrong = msgspec.structs.replace(message, **changes)
+            key = message.key._replace(**{f: v for f, v in changes.items() if f in KEY})
+            rest = {f: v for f, v in changes.items() if f not in KEY}
+            wrong = msgspec.structs.replace(message, key=key, **rest)
             world.nodes[receiver].receive(sender, wrong, body)
     world.run()
     for sink, table in expected().items():
@@ -818,7 +865,9 @@ def test_rows_need_not_be_pretty() -> None:
     )
     with pytest.raises(pa.ArrowInvalid):
         batch.validate(full=True)
-    message, body = bundles.encode(bundles.Frames(batch, FRAMES.track, None), 0, 0, 0, 0)
+    message, body = bundles.encode(
+        BundleKey(0, 0, 0, 0, 0), bundles.Frames(batch, FRAMES.track, None)
+    )
     again = bundles.decode(message, memoryview(b"".join(bytes(b) for b in body)), batch.schema)
     assert again.batch.equals(batch)
     assert bundles.rows_of(memoryview(to_ipc(batch))).equals(batch)
@@ -867,7 +916,7 @@ def test_a_portion_that_does_not_fit_is_refused_and_changes_nothing() -> None:
         header, body = nonsense(push_batch, rng), damaged(IPC, rng)
         with contextlib.suppress(ProtocolError):
             message = wire.decode(header)
-            checks.check(message, memoryview(body))
+            protocol.validate(checks, message, memoryview(body))
             reader.on_push_batch(message, memoryview(body))
             before = reader.save()
         assert reader.save() == before

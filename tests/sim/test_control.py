@@ -14,7 +14,7 @@ from holdfast.core.leadership import Role
 from holdfast.errors import InvariantError
 from holdfast.lab.sim import flows
 from holdfast.lab.sim.bugs import BUGS, Bug
-from holdfast.lab.sim.checks import Checks
+from holdfast.lab.sim.checks import WorldChecks
 from holdfast.lab.sim.explore import OPTIONS, PROTOCOLS, Case, run
 from holdfast.lab.sim.faults import APP_KINDS, Fault
 from holdfast.lab.sim.timed import TimedWorld
@@ -42,7 +42,7 @@ def two_applications(seed: int = 1, apps: int = 2) -> TimedWorld:
 
 
 def until(world: TimedWorld, holds: object, within: float = 3.0) -> None:
-    deadline, checks = world.time + within, Checks(world)
+    deadline, checks = world.time + within, WorldChecks(world)
     while not holds():  # type: ignore[operator]
         assert not world.over and world.time < deadline, world.describe()
         assert world.step()
@@ -55,7 +55,7 @@ def finish(world: TimedWorld) -> None:
     world.gate_is_open = True
     while not world.over:
         assert world.step() and world.steps < 60_000, world.describe()
-    checks = Checks(world)
+    checks = WorldChecks(world)
     checks.all()
     checks.end("windows", flows.ROWS)
 
@@ -65,7 +65,7 @@ def finish(world: TimedWorld) -> None:
 
 def a_leader_that_lost_the_arbiter_ends_the_flow() -> None:
     world = two_applications()
-    world.cut_off_from_arbiter(0, 10 * LEASE)
+    world.applications.cut_off_from_arbiter(0, 10 * LEASE)
     until(world, lambda: world.controls[1].leading is not None)
     world.control(0, core.StopRequested(drain=False))
     until(world, lambda: world.time > world.applications.cut_off_until[0] - 8 * LEASE)
@@ -88,7 +88,7 @@ def test_the_code_as_it_was_ended_it() -> None:
     ("name", "said"),
     [
         ("fences outlive the term", "was fenced, and is in view"),
-        ("start not committed", "nobody has the next one"),
+        ("start not committed", "no live producer has the next one"),
     ],
 )
 def test_what_was_wrong_is_found_and_mended(name: str, said: str) -> None:
@@ -133,7 +133,7 @@ def test_schedules_that_once_failed(case: Case) -> None:
 def test_a_leader_that_was_stopped_gives_no_orders_when_it_wakes() -> None:
     """Whatever came meanwhile waits for it: also what would make a leader act."""
     world = two_applications()
-    world.stop_application(0, 3 * LEASE)
+    world.applications.stop(0, 3 * LEASE)
     until(world, lambda: world.controls[1].leading is not None)
     assert world.controls[0].leading is not None, "it does not know"
     world.crash(next(s for s in world.nodes if world.home[s] == 0))
@@ -145,7 +145,7 @@ def test_a_leader_that_was_stopped_gives_no_orders_when_it_wakes() -> None:
 @pytest.mark.parametrize("answers", [1, 2, 3])
 def test_commits_whose_answers_get_lost_are_not_a_successors(answers: int) -> None:
     world = two_applications()
-    world.lose_answers(0, answers)
+    world.applications.lose_answers(0, answers)
     world.crash(min(world.nodes))
     finish(world)
     assert world.controls[0].term == world.ledger.record.entry.term or world.leader == 1
@@ -155,7 +155,7 @@ def test_a_session_that_ends_while_a_commit_is_under_way() -> None:
     world = two_applications()
     world.crash(min(world.nodes))
     until(world, lambda: world.controls[0].leadership.role is Role.COMMITTING)
-    world.lose_session()
+    world.applications.lose_session()
     until(world, lambda: world.controller.term == 2)
     finish(world)
 

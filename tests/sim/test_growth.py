@@ -20,7 +20,7 @@ from holdfast.lab.sim.timed import TimedWorld
 from holdfast.protections import pairs
 from holdfast.sinks import discard, parquet
 from holdfast.site.ingress import Split
-from holdfast.site.node import Node
+from holdfast.site.node import SiteNode
 
 UPSTREAM, PASSIVE = (
     upstream(failure_domain="process"),
@@ -28,7 +28,7 @@ UPSTREAM, PASSIVE = (
 )
 
 
-def most(world: TimedWorld, measured: Callable[[Node], int]) -> int:
+def most(world: TimedWorld, measured: Callable[[SiteNode], int]) -> int:
     """At any site, at any time until the end of the flow."""
     found = 0
     while not world.ended and world.step():
@@ -54,8 +54,8 @@ def counts(
     return world
 
 
-def kept(node: Node) -> int:
-    lanes = [lane for p in node.dataflow.producers.values() for lane in p.lanes.values()]
+def kept(node: SiteNode) -> int:
+    lanes = [lane for p in node.dataflow.exchanges.producers.values() for lane in p.lanes.values()]
     return max([len(lane.kept) for lane in lanes], default=0)
 
 
@@ -68,7 +68,7 @@ def test_a_sink_without_rows_keeps_nothing_back(protection: ProtectionSpec, tmp_
     assert quiet <= busy + 20
 
 
-def noted(node: Node) -> int:
+def noted(node: SiteNode) -> int:
     """For how many calls it is noted which keys were removed, at replicas that nobody asks for
     it."""
     assert node.view is not None or not node.stages.tasks
@@ -98,10 +98,10 @@ def test_when_epochs_were_cut_is_forgotten_when_they_are_delivered() -> None:
     assert 0 < most(world, lambda node: len(node.sequencing._cut_at)) < 20
 
 
-def test_a_position_that_is_told_again_is_known_once() -> None:
+def test_a_position_that_is_reported_again_is_known_once() -> None:
     stage = counts(UPSTREAM, discard()).plan.sources[0]
     assert stage.source is not None
     split = Split(stage, 0, stage.source.open(0), ())
     for _ in range(9):
         split.note(5, {"at": 17})
-    assert len(split._told) == 1
+    assert len(split._reported) == 1

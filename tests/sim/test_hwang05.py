@@ -100,7 +100,7 @@ def test_no_tuple_is_lost_or_repeated_when_a_node_is(approach: Approach, layout:
 def test_a_model_that_releases_what_it_does_not_have_loses_tuples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("holdfast.lab.paper.lanes.Lane.cause", lambda lane: lane.received + 20)
+    monkeypatch.setattr("holdfast.lab.paper.lanes.ModelLane.cause", lambda lane: lane.received + 20)
     with pytest.raises(AssertionError):
         test_no_tuple_is_lost_or_repeated_when_a_node_is("upstream", two_nodes(9))
 

@@ -18,33 +18,25 @@ import pytest
 
 from holdfast import Flow, col
 from holdfast import functions as F
-from holdfast.api.options import Options
 from holdfast.connectors.sources import Position, Source, SplitReader
 from holdfast.control import events as ev
-from holdfast.core.controller import State
 from holdfast.core.effects import ProcessBundles
+from holdfast.core.events import ReplicaBehind
+from holdfast.core.flow_phase import FlowPhase
 from holdfast.core.ids import SiteId
 from holdfast.core.protection import ProtectionSpec
-from holdfast.core.sequencer import Budget
 from holdfast.errors import DivergenceError, SiteLostError
-from holdfast.lab.sim.world import CONTROLLER, World
+from holdfast.lab.sim.links import CONTROLLER
+from holdfast.lab.sim.world import World
 from holdfast.net import wire
 from holdfast.protections import pairs
 from holdfast.sources import rows
-from tests.property import reference
-
-from .test_world import SMALL, Ordered, diamond, events, result
+from tests.support import reference
+from tests.support.sim_faults import PAIRS, TINY, Faults, go
+from tests.support.sim_flows import SMALL, Ordered, diamond, events, result
 
 N = 160
 SINKS = ("out", "windows")
-TINY = Options(
-    partitions=4,
-    budget=Budget(epoch_rows_max=16, epochs_in_flight_max=4, bytes_in_flight_max=1 << 20),
-    window=2,
-    block_rows=10,
-    read_ahead_rows=40,
-)
-PAIRS = pairs(failure_domain="process")
 ROOMY = replace(TINY.budget, epochs_in_flight_max=50, small_in_flight_max=50)
 
 
@@ -68,60 +60,6 @@ def undisturbed(batch: pa.RecordBatch) -> dict[str, pa.Table]:
 @cache
 def expected() -> dict[str, pa.Table]:
     return undisturbed(events(N))
-
-
-class Faults:
-    """Crashes and resets at random moments, many of them soon after one another."""
-
-    def __init__(self, seed: int, crashes: int = 4, at_once: int = 1, resets: int = 0) -> None:
-        self.random = random.Random(seed)
-        self.crashes, self.at_once, self.resets = crashes, at_once, resets
-        self.crashed = 0
-        self._next_crash = self.random.randint(20, 400)
-        self._next_reset = self.random.randint(20, 300)
-
-    def __call__(self, world: World) -> None:
-        if world.controller.running and world.steps >= self._next_crash and self.crashes:
-            self._crash(world)
-        if world.steps >= self._next_reset and self.resets and len(world.nodes) > 1:
-            self._reset(world)
-
-    def _crash(self, world: World) -> None:
-        count = min(self.random.randint(1, self.at_once), len(world.nodes))
-        victims = self.random.sample(sorted(world.nodes), count)
-        if not world.survives(*victims):
-            return
-        world.crash(*victims)
-        self.crashes -= 1
-        self.crashed += 1
-        gaps = [(1, 30), (1, 200), (100, 400)]
-        self._next_crash = world.steps + self.random.randint(*self.random.choice(gaps))
-
-    def _reset(self, world: World) -> None:
-        one, other = self.random.sample(sorted(world.nodes), 2)
-        if (one, other) in world.network and (other, one) in world.network:
-            world.reset(one, other)
-            self.resets -= 1
-            self._next_reset = world.steps + self.random.randint(1, 150)
-
-
-def go(world: World, *disturb: Callable[[World], None], until: Callable[[], Any] = bool) -> None:
-    """Run to the end of the flow, or until something holds, with these disturbances."""
-    while not world.ended and not until():
-        for each in disturb:
-            each(world)
-        assert world.step(), f"stuck after {world.steps} steps: {world.describe()}"
-        assert world.steps < 50_000, f"no end: {world.describe()}"
-        check_chain(world)
-
-
-def check_chain(world: World) -> None:
-    """Records pass through sites only that have, or are about to have, a replica of the
-    sequencer."""
-    for site, node in world.nodes.items():
-        if node.sequencer is not None and node.view is not None and site in node.view.sequencers:
-            chain = (None, *node.view.groups[0][0].all)
-            assert node.sequencer.successor in chain, f"{site}: {world.describe()}"
 
 
 def finish(world: World, *disturb: Callable[[World], None]) -> World:
@@ -153,7 +91,7 @@ def steps(world: World, count: int) -> None:
 def test_the_flow_with_replicas_gives_what_it_gives_without() -> None:
     assert expected()["out"].num_rows == N and expected()["windows"].num_rows > 20
     world = finish(protected_world(0))
-    assert world.controller.state is State.DONE
+    assert world.controller.state is FlowPhase.DONE
     assert "crash" not in "".join(world.log)
 
 
@@ -210,7 +148,7 @@ def test_draining_while_replicas_are_made(seed: int) -> None:
     if not world.ended:
         world.drain()
     go(world, faults)
-    assert world.error is None and world.controller.state is State.DONE
+    assert world.error is None and world.controller.state is FlowPhase.DONE
     last = world.records[-1]
     assert last.last
     taken = sum(r.rows for r in world.records)
@@ -341,7 +279,7 @@ def test_a_site_that_is_through_and_dies_before_its_frames_arrived() -> None:
     world.run_until_idle()
     source = SiteId(0)
     assert through(world, source)
-    assert any(p.held() for p in world.nodes[source].dataflow.producers.values())
+    assert any(p.held() for p in world.nodes[source].dataflow.exchanges.producers.values())
     world.crash(source)
     world.stalled = lambda site, order: False
     with pytest.raises(SiteLostError, match="'events'"):
@@ -366,12 +304,17 @@ def hold(world: World, sender: SiteId, receiver: SiteId) -> Held:
     return held
 
 
+def _value(message: wire.Message) -> Any:
+    """What a message is a shell of, if it is one."""
+    return getattr(message, "report", None) or getattr(message, "split", message)
+
+
 def told(queue: deque[Any], kind: type, **fields: Any) -> bool:
     """Whether a message like this is on its way."""
     return any(
         isinstance(item, tuple)
         and isinstance(item[0], kind)
-        and all(getattr(item[0], k) == v for k, v in fields.items())
+        and all(getattr(_value(item[0]), k) == v for k, v in fields.items())
         for item in queue
     )
 
@@ -396,7 +339,7 @@ def test_word_of_a_replica_that_was_given_up_is_not_taken_for_the_next_one() -> 
     task, joiner = next((u, s) for u, s in joining(world) if world.plan.stages[u[0]].operator)
     words = hold(world, joiner, CONTROLLER)
     words.held = False
-    go(world, until=lambda: told(words, wire.ReplicaReport, stage=task[0], phase="installed"))
+    go(world, until=lambda: told(words, wire.ReplicaReport, task=task, phase="installed"))
     words.held = True
     world.reset(world.controller.view.group(task).donor, joiner)
     go(world, until=lambda: joiner not in world.controller.view.group(task).joining)
@@ -422,10 +365,10 @@ def test_state_for_a_joiner_that_was_given_up_is_not_taken_when_it_joins_again()
     go(world, until=lambda: world.controller.dead and list(joining(world)))
     task, joiner = next((u, s) for u, s in joining(world) if world.plan.stages[u[0]].operator)
     donor = world.controller.view.group(task).donor
-    go(world, until=lambda: (task, joiner) in world.controller._ordered)
+    go(world, until=lambda: (task, joiner) in world.controller.joins.ordered)
     late = hold(world, donor, joiner)
-    go(world, until=lambda: told(late, wire.HandOverEnd, stage=task[0]))
-    world.control(0, ev.SiteSaid(donor, wire.Behind(joiner, "it is slow")))
+    go(world, until=lambda: told(late, wire.HandOverEnd, task=task))
+    world.control(0, ev.SiteSaid(donor, wire.Behind(ReplicaBehind(joiner, "it is slow"))))
     assert joiner not in world.controller.view.group(task).joining
     timers, world._timers = world._timers, []  # it does not join again at once
     world.stalled = lambda site, order: False
@@ -450,7 +393,7 @@ def test_the_state_of_a_new_sequencer_is_lost_with_its_connection() -> None:
     def asked() -> bool:
         nonlocal site
         for (sender, receiver), queue in world.network.items():
-            if sender == first and told(queue, wire.SequencerState):
+            if sender == first and told(queue, wire.SequencerCopy):
                 site = receiver
         return site is not None
 
@@ -514,7 +457,7 @@ def test_an_idle_source_is_told_to_the_sequencer_that_takes_over(lost: bool) -> 
     go(world, until=lambda: world.controller.running)
     sequencer = leader_of(world, "sequencer")
     said = world.network[leader_of(world, "silent"), sequencer]
-    go(world, until=lambda: told(said, wire.SplitState, source=silent, ended=False))
+    go(world, until=lambda: told(said, wire.Quiet, source=silent, ended=False))
     if lost:
         world.crash(sequencer)
     before = len(world.records)
@@ -540,8 +483,8 @@ def test_a_death_in_each_phase_of_making_a_replica(phase: str, who: str) -> None
     donor = view.group(task).donor
     reached = {
         "joining": lambda: True,
-        "ordered": lambda: (task, joiner) in world.controller._ordered,
-        "handing over": lambda: task in world.nodes[joiner].incoming,
+        "ordered": lambda: (task, joiner) in world.controller.joins.ordered,
+        "handing over": lambda: task in world.nodes[joiner].transfers.incoming,
         "installed": lambda: (
             task in world.nodes[joiner].dataflow.tasks
             and world.nodes[joiner].dataflow.tasks[task].has_state
@@ -604,14 +547,13 @@ def test_rows_that_are_lost_on_the_way_are_found_out() -> None:
 def _skewed(world: World, stage: int, noticed: bool) -> Callable[[SiteId, Any], None]:
     work = World._work
 
-    def skewed(site: SiteId, entry: Any) -> None:
-        order = entry[-1]
+    def skewed(site: SiteId, order: Any) -> None:
         if order.task[0] == stage and site == 2 and isinstance(order, ProcessBundles):
             for frames in order.bundles.values():
                 for f in frames:
                     f.batch = f.batch.slice(1)
                     f.digests = f.digests if noticed else None
-        work(world, site, entry)
+        work(world, site, order)
 
     return skewed
 

@@ -2,8 +2,7 @@
 
 from holdfast.core.replica import TABLE, Event, State
 from holdfast.lab.sim.explore import PROTOCOLS, Case, run
-
-from ..core.test_replica_table import Edge, taken
+from tests.support.replica_edges import Edge, taken
 
 SEEDS = range(3)
 CHANGES = (("pairs", "passive"), ("passive", "pairs"), ("upstream", "passive"))

@@ -13,11 +13,10 @@ from holdfast import Flow
 from holdfast.api.protection import Protection
 from holdfast.lab.sim.world import World
 from holdfast.sources import rows
-from tests.property.test_stateful import COMMANDS, table
-from tests.spark.processors import SESSION, SESSIONS, VISITS, Visits, sessions
-
-from .test_pairs import PAIRS, TINY, Faults, go
-from .test_world import Ordered, result
+from tests.support.commands import COMMANDS, table
+from tests.support.processors import SESSION, SESSIONS, VISITS, Visits, sessions
+from tests.support.sim_faults import PAIRS, TINY, Faults, go
+from tests.support.sim_flows import Ordered, result
 
 SINKS = ("visits", "sessions")
 

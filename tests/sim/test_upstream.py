@@ -83,7 +83,7 @@ def hands_over(world: TimedWorld) -> int | None:
     for number, group in enumerate(view.groups[1] if view is not None else ()):
         for joiner in group.joining if group.replicas else ():
             node, task = world.nodes[joiner], (1, number)
-            if task in node.incoming and world.survives(group.donor):
+            if task in node.transfers.incoming and world.survives(group.donor):
                 keeper = node.stages.tasks[task].keeper
                 if any(table.size for table in keeper.tables().values()):
                     return group.donor

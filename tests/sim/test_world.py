@@ -1,68 +1,18 @@
 """Flows on simulated sites: any interleaving gives the same result, and nothing can get stuck."""
 
-import numpy as np
 import pyarrow as pa
 import pytest
 
-from holdfast import Flow, col
+from holdfast import Flow
 from holdfast import functions as F
-from holdfast.api.options import Options
 from holdfast.core.effects import IngestEpochs
 from holdfast.core.ids import SiteId
-from holdfast.core.sequencer import Budget
 from holdfast.errors import SiteLostError
 from holdfast.lab.sim.world import World
 from holdfast.sinks import discard
 from holdfast.sources import rows
-
-from ..property.reference import check
-
-SMALL = Options(
-    partitions=7,
-    budget=Budget(epoch_rows_max=64, epochs_in_flight_max=5, bytes_in_flight_max=1 << 20),
-    window=2,
-    block_rows=40,
-    read_ahead_rows=120,
-)
-
-
-def events(n: int, seed: int = 1) -> pa.RecordBatch:
-    rng = np.random.default_rng(seed)
-    return pa.record_batch(
-        {
-            "k": pa.array(rng.integers(0, 17, n)),
-            "g": pa.array(rng.integers(0, 5, n)),
-            "v": pa.array(rng.normal(size=n)),
-            "ts": pa.array(np.cumsum(rng.integers(0, 3, n))),
-        }
-    )
-
-
-class Ordered(type(discard())):  # type: ignore[misc]
-    """A sink that keeps the order key, so that results can be compared row by row."""
-
-    with_order = True
-
-
-def diamond(batches: list[pa.RecordBatch]) -> Flow:
-    """One source, two keyed branches of different depth, one union, a stage on top."""
-    flow = Flow("diamond")
-    source = flow.source("events", rows(*batches), event_time="ts")
-    totals = source.key_by("k").agg(x=F.sum("v")).select(k=col("k"), x=col("x"))
-    means = source.key_by("g").agg(x=F.mean("v")).select(k=col("g"), x=col("x"))
-    deeper = means.key_by("k").window(rows=3).agg(x=F.max("x"))
-    totals.union(deeper).key_by("k").agg(top=F.max("x"), n=F.count()).sink("out", Ordered())
-    windows = (
-        source.key_by("g").window(time=20, every=10, lateness=5).agg(n=F.count(), s=F.sum("v"))
-    )
-    windows.sink("windows", Ordered())
-    return flow
-
-
-def result(world: World, sink: str) -> pa.Table:
-    """The rows in sequence order; within an epoch that is how the sink gets them anyway."""
-    table = world.result(sink)
-    return table.sort_by([(n, "ascending") for n in table.schema.names if n.startswith("__o")])
+from tests.support.reference import check
+from tests.support.sim_flows import SMALL, diamond, events, result
 
 
 @pytest.fixture(scope="module")
@@ -135,9 +85,9 @@ def test_one_stalled_site_only_uses_up_its_own_credit() -> None:
     world.run_until_idle()
     unsent = 0
     for node in world.nodes.values():
-        for producer in node.dataflow.producers.values():
+        for producer in node.dataflow.exchanges.producers.values():
             for lane in producer.lanes.values():
-                for taker in lane.takers.values():
+                for taker in lane.cursors.values():
                     waiting = list(lane.kept)[taker.next - lane.trimmed :]
                     assert all(b.epoch > taker.credit for b in waiting)
                     unsent += len(waiting)

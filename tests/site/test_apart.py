@@ -19,17 +19,8 @@ from holdfast.lab.chaos.proxy import Proxy
 from holdfast.protections import pairs
 from holdfast.sinks import discard
 from holdfast.sources import generator
-
-from .test_pairs import (
-    PATIENCE_S,
-    check_lines,
-    pids,
-    replicas,
-    two_lines,
-    until,
-    until_protected,
-    until_rows,
-)
+from tests.support.lines import check_lines, two_lines
+from tests.support.runs import PATIENCE_S, pids, replicas, until, until_protected, until_rows
 
 LEASE_S = 1.0
 
@@ -52,7 +43,7 @@ def test_of_two_that_hear_nothing_of_each_other_one_is_let_go(kept, proxy: Proxy
     proxy.hold(one, other)
     until(lambda: run.status()["dead"], "one of the two is let go")
     ((dead, reason),) = run.status()["dead"].items()
-    assert dead in (one, other) and "have heard nothing of each other" in reason
+    assert dead in (one, other) and "have heard nothing from each other" in reason
     until_protected(run, 4)
     until_rows(run)
     check_lines(run, kept)

@@ -8,12 +8,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from urllib.request import urlopen
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -27,35 +26,12 @@ from holdfast.control.server import Control
 from holdfast.errors import FlowError, HostError
 from holdfast.hosts.processes import ProcessHost
 from holdfast.plan.planner import plan
-from holdfast.protections import none
+from tests.support.apps_flow import flow
+from tests.support.apps_runs import FILE, check, flows_on, out, until
 
-from .apps_flow import flow
+__all__ = ["out"]
 
-FILE = str(Path(__file__).parent / "apps_flow.py")
 FIGURES = ("rows_in_total", "epochs_total", "lag_epochs", "output_gap_seconds", "state_bytes")
-
-
-def rows(path: Path) -> pa.Table:
-    return pq.read_table(path).sort_by([("g", "ascending"), ("c", "ascending")])
-
-
-def check(apps: Apps, out: Path) -> None:
-    """End the flow; what came out is what one site makes of the same rows."""
-    apps.stop()
-    apps.wait()
-    status = apps.status()
-    assert status["state"] == "done" and status["rows_in"] > 0
-    plain = flow(out=f"{out}-expected", rows=status["rows_in"])
-    plain.protection = none()
-    with plain.start(sites=1) as run:
-        assert run.wait(60)
-    assert rows(out).equals(rows(Path(f"{out}-expected")))
-
-
-@pytest.fixture
-def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("HOLDFAST_TEST_OUT", str(tmp_path / "out"))
-    return tmp_path / "out"
 
 
 @pytest.fixture
@@ -74,7 +50,7 @@ def two_free_ports() -> str:
                 return f"127.0.0.1:{port}"
 
 
-def figures(apps: Apps, app: int) -> dict[str, float]:
+def metrics(apps: Apps, app: int) -> dict[str, float]:
     """What an application serves for Prometheus, added up by name; nothing if it does not."""
     with suppress(OSError), urlopen(f"http://{apps.configs[app].http}/metrics", timeout=30) as said:
         sums: Counter[str] = Counter()
@@ -83,18 +59,6 @@ def figures(apps: Apps, app: int) -> dict[str, float]:
                 sums[sample.name.removeprefix("holdfast_")] += sample.value
         return dict(sums)
     return {}
-
-
-def until(apps: Apps, holds: Callable[[], bool], what: str, within: float = 90.0) -> None:
-    deadline = time.monotonic() + within
-    while not holds():
-        assert not apps.ended(0.05), f"the flow ended before {what}: {apps.error}"
-        assert time.monotonic() < deadline, f"not within {within} s: {what}: {apps.status()}"
-
-
-def flows_on(apps: Apps) -> None:
-    before = apps.status()["rows_in"]
-    until(apps, lambda: apps.status().get("rows_in", 0) > before, "rows flow")
 
 
 @pytest.mark.parametrize("role", ["leading", "following"])
@@ -122,23 +86,23 @@ def all_is_known(said: dict[str, float]) -> bool:
     return said.get("protected") == 1.0 and said["sites"] == 4 and said["state_bytes"] > 0
 
 
-def test_each_application_serves_the_figures_of_the_whole_flow(apps: Apps) -> None:
+def test_each_application_serves_the_metrics_of_the_whole_flow(apps: Apps) -> None:
     leader = apps.leader
     assert leader is not None
     for app, leads in ((leader, 1.0), (1 - leader, 0.0)):
-        until(apps, lambda app=app: all_is_known(figures(apps, app)), "it is known")
-        said = figures(apps, app)
+        until(apps, lambda app=app: all_is_known(metrics(apps, app)), "it is known")
+        said = metrics(apps, app)
         assert said["leading"] == leads and said["replicas_missing"] == 0
         assert set(FIGURES) <= said.keys() and said["rows_in_total"] > 0
         until(
             apps,
-            lambda app=app, said=said: figures(apps, app)["rows_in_total"] > said["rows_in_total"],
-            "the figures move on",
+            lambda app=app, said=said: metrics(apps, app)["rows_in_total"] > said["rows_in_total"],
+            "the metrics move on",
         )
     os.killpg(apps.processes[leader].pid, signal.SIGKILL)
-    until(apps, lambda: figures(apps, 1 - leader).get("leading") == 1.0, "the other leads")
-    until(apps, lambda: figures(apps, leader).get("protected") == 1.0, "the first one is back")
-    assert figures(apps, leader)["leading"] == 0.0
+    until(apps, lambda: metrics(apps, 1 - leader).get("leading") == 1.0, "the other leads")
+    until(apps, lambda: metrics(apps, leader).get("protected") == 1.0, "the first one is back")
+    assert metrics(apps, leader)["leading"] == 0.0
 
 
 def test_an_address_that_others_cannot_be_counted_from_is_refused() -> None:
@@ -171,7 +135,7 @@ def test_a_leader_that_wakes_up_does_not_hide_the_one_that_leads() -> None:
     apps = Apps.__new__(Apps)
     old = {"app": 0, "state": "running", "term": 1, "time": 9.0}
     new = {"app": 1, "state": "running", "term": 2, "time": 8.9}
-    apps._said, apps._reports = {}, lambda: {0: old, 1: new}  # type: ignore[method-assign]
+    apps._last_status, apps._reports = {}, lambda: {0: old, 1: new}  # type: ignore[method-assign]
     assert apps.leader == 1
 
 
@@ -198,7 +162,7 @@ def test_a_stop_that_comes_while_another_leads_is_not_forgotten(tmp_path: Path) 
         place = Place(0, controls, f"file:{tmp_path}")
         planned, host = flow(out=str(tmp_path / "out")), ProcessHost()
         control = Control(planned, plan(planned), host, 2, 0, Options(), b"secret" * 6, place)
-        other = arbiter(place.arbiter_url, control._arbiter.flow, 1.0)
+        other = arbiter(place.arbiter_url, control.arbiter.arbiter.flow, 1.0)
         entry = other.lead(f"127.0.0.1:{controls[1][1]}")
         assert entry is not None
         run = Run(control, host)

@@ -22,9 +22,8 @@ from holdfast.net import wire
 from holdfast.protections import pairs
 from holdfast.sinks import discard
 from holdfast.sources import generator
-
-from .test_dialling import lonely_site
-from .test_pairs import PATIENCE_S, until
+from tests.support.lonely_site import lonely_site
+from tests.support.runs import PATIENCE_S, until
 
 ROWS, KEYS = 12_000, 40
 LEASE_S, LONG_S, HUNG_S = 1.0, 2.5, 8.0
@@ -164,14 +163,15 @@ def test_a_function_that_never_returns_stops_the_flow_and_is_named(kept) -> None
 def test_a_site_that_was_stopped_is_not_in_a_long_call_when_it_goes_on() -> None:
     """Its pulse may be said before its event loop gets to turn."""
     site = lonely_site()
-    site._turned, site.node.stages.call = 100.0, ("Slow by (k)", 7)
+    pulse, site.node.stages.call = site._pulse, ("Slow by (k)", 7)
+    pulse.turned(100.0)
     still = Standstill(0.2)
-    assert site._pulse(still, 100.2) == wire.Beat()
-    assert site._pulse(still, 100.4) == wire.Beat()
-    beat = site._pulse(still, 999.0)
+    assert pulse.message(still, 100.2) == wire.Beat()
+    assert pulse.message(still, 100.4) == wire.Beat()
+    beat = pulse.message(still, 999.0)
     assert (beat.busy, beat.stage, beat.epoch) == (True, "Slow by (k)", 7)
     assert beat.seconds < 1.0
-    said = [site._pulse(still, 999.0 + n * 0.2).seconds for n in range(1, 60)]
+    said = [pulse.message(still, 999.0 + n * 0.2).seconds for n in range(1, 60)]
     assert said == sorted(said) and said[-1] > 10.0
-    site._turned = 1010.9
-    assert site._pulse(still, 1011.0) == wire.Beat()
+    pulse.turned(1010.9)
+    assert pulse.message(still, 1011.0) == wire.Beat()

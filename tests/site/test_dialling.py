@@ -5,20 +5,10 @@ import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from holdfast import Flow
-from holdfast.api.options import Options
 from holdfast.core.ids import SiteId
-from holdfast.sinks import discard
-from holdfast.site.runtime import REDIAL_S, Site, SiteConfig
-from holdfast.sources import generator
-
-from .test_pairs import SCHEMA, numbers
-
-
-def lonely_site() -> Site:
-    flow = Flow("line")
-    flow.source("numbers", generator(numbers, SCHEMA)).sink("out", discard())
-    return Site(flow, SiteConfig(0, b"secret" * 4, (), "127.0.0.1", Options()))
+from holdfast.site.peers import REDIAL_S
+from holdfast.site.runtime import Site
+from tests.support.lonely_site import lonely_site
 
 
 async def count_callers(callers: list[int]) -> tuple[str, int]:
@@ -50,7 +40,7 @@ def dial_until(
     async def scene() -> None:
         site = lonely_site()
         await prepare(site)
-        task = asyncio.create_task(site._keep_dialling())
+        task = asyncio.create_task(site.peers.keep_dialling(site._on_open))
         for _ in range(20):
             await asyncio.sleep(REDIAL_S)
             if holds():
@@ -65,7 +55,7 @@ def test_a_slow_handshake_is_waited_for() -> None:
     callers: list[int] = []
 
     async def prepare(site: Site) -> None:
-        site._addresses = {SiteId(1): await count_callers(callers)}
+        site.peers.addresses = {SiteId(1): await count_callers(callers)}
 
     dial_until(lambda: len(callers) > 1, prepare)
     assert len(callers) == 1
@@ -77,7 +67,7 @@ def test_a_site_that_does_not_answer_does_not_keep_others_from_being_dialled() -
 
     async def prepare(site: Site) -> None:
         there = await count_callers(callers)
-        site._addresses = {SiteId(1): listening.getsockname(), SiteId(2): there}
+        site.peers.addresses = {SiteId(1): listening.getsockname(), SiteId(2): there}
 
     dial_until(lambda: bool(callers), prepare)
     for s in (listening, *waiting):

@@ -89,7 +89,7 @@ def test_an_epoch_without_rows_is_safe_though_it_is_not_durable(sink: Slow, egre
     egress.take(2, ROWS)
     egress.take(3, ROWS.slice(2))
     assert egress.safe == 1 and [e for e, _ in egress.held] == [2]
-    egress.let_go(2)
+    egress.drop_durable(2)
     assert (egress.durable, egress.safe, egress.held) == (2, 3, [])
 
 

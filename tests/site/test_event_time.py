@@ -13,6 +13,7 @@ from holdfast.api.options import Options
 from holdfast.core.sequencer import Budget
 from holdfast.sinks import discard, parquet
 from holdfast.sources import generator, rows
+from tests.support.tiers import nightly
 
 PER_SPLIT = 100_000
 
@@ -26,7 +27,7 @@ def in_order(split: int, offset: int, n: int) -> pa.RecordBatch:
 SCHEMA = in_order(0, 0, 0).schema
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3])
+@pytest.mark.parametrize("splits", [nightly(1), nightly(2), 3])
 def test_no_row_of_splits_that_are_each_in_order_is_late(kept, tmp_path, splits: int) -> None:
     flow = Flow("backfill")
     source = flow.source(

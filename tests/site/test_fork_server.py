@@ -12,7 +12,7 @@ import pytest
 
 from holdfast import HostError
 from holdfast.hosts.fork_server import ForkServer
-from tests.site.test_pairs import until
+from tests.support.runs import until
 
 
 @pytest.fixture

@@ -11,11 +11,10 @@ import pytest
 
 from holdfast import Flow, KeyedFunction, col
 from holdfast import functions as F
-from holdfast.api.options import Options
 from holdfast.api.streams import Stream
 from holdfast.connectors.sources import Position, Source, SplitReader
 from holdfast.core.effects import HandOver, IngestEpochs, ProcessBundles
-from holdfast.core.events import ReplicaInstalled
+from holdfast.core.events import CatchUpOrdered, ReplicaInstalled
 from holdfast.core.exchange import Kept
 from holdfast.core.ids import ExchangeId, GroupId, SiteId
 from holdfast.core.layout import PartitionGroup, View
@@ -23,22 +22,21 @@ from holdfast.core.protection import ProtectionSpec
 from holdfast.core.records import EpochRecord, Range
 from holdfast.core.upstream import Gap
 from holdfast.engine.batches import Track
-from holdfast.engine.state import STANDBY
 from holdfast.net import wire
 from holdfast.net.bundles import Frames, Router
-from holdfast.plan.planner import Plan, plan, shape
+from holdfast.plan.planner import Plan, plan
 from holdfast.protections import passive, upstream
 from holdfast.sinks import discard
 from holdfast.site import handover
-from holdfast.site.handover import Checkpoint, Incoming, Outgoing
-from holdfast.site.node import Node
+from holdfast.site.handover import Incoming, IncomingCheckpoint, Outgoing
+from holdfast.site.node import SiteNode
 from holdfast.site.stages import TaskRunner
 from holdfast.site.stages import together as split_by_time
 from holdfast.sources import rows
 from holdfast.storage.files import Folder
 from holdfast.storage.restore_point import RestorePoint, store_state, stored_state
+from tests.support.task_runner import OPTIONS, runner
 
-OPTIONS = Options(partitions=4)
 EPOCHS, ROWS = 60, 5
 
 
@@ -100,19 +98,6 @@ KINDS: dict[str, Callable[[Stream], Stream]] = {
     ),
     "custom": lambda s: s.key_by("k").apply(Changes()),
 }
-
-
-def runner(planned: Plan, stage: int, partitions: int) -> TaskRunner:
-    """A task whose consumers have one partition group each."""
-    routers = {
-        ExchangeId(e.id): Router(e, [PartitionGroup(0, OPTIONS.partitions, (0,))], digests=False)
-        for e in planned.exchanges
-    }
-    group = PartitionGroup(0, partitions, (0,))
-    made = TaskRunner(planned, planned.stages[stage], group, OPTIONS, routers)
-    guard = shape(planned, OPTIONS.partitions).stages[stage].guard
-    made.protect(guard, (STANDBY,) * guard.standbys)
-    return made
 
 
 def read(source: TaskRunner, start: int, end: int) -> Range:
@@ -202,7 +187,7 @@ def test_several_epochs_at_once_give_what_each_of_them_gives() -> None:
     expected = [one_by_one.run(IngestEpochs((0, 0), (r,)))[0] for r in records[:4]]
     found = together.run(IngestEpochs((0, 0), tuple(records[:4])))
     assert together.epoch == 3 and one_by_one.runner.dead_rows == together.runner.dead_rows > 0
-    assert together.figures()["rows_out"] == one_by_one.figures()["rows_out"] > 0
+    assert together.metrics()["rows_out"] == one_by_one.metrics()["rows_out"] > 0
     for one, other in zip(expected, found, strict=True):
         assert list(one) == list(other)
         for exchange, frames in one.items():
@@ -287,7 +272,7 @@ def handed(
         again = wire.decode(wire.encode(message)[wire.PREFIX.size :])
         data = memoryview(b"".join(bytes(memoryview(b)) for b in body or []))
         if isinstance(again, wire.HandOverBegin):
-            incoming = (Checkpoint if standby else Incoming)(again, 0, new)
+            incoming = (IncomingCheckpoint if standby else Incoming)(again, 0, new)
         elif isinstance(again, wire.HandOverEnd):
             assert incoming is not None
             assert outgoing.nbytes_left == 0
@@ -329,7 +314,7 @@ def test_an_operator_goes_on_as_if_nothing_had_happened(
     for epoch, (wanted, got) in enumerate(zip(ahead, found, strict=True), when):
         assert all(a.equals(b) for a, b in zip(wanted, got, strict=True)), f"epoch {epoch}"
     assert (new.rows_in, new.rows_out, new.calls) == (old.rows_in, old.rows_out, old.calls)
-    assert new.figures()["late_rows"] == old.figures()["late_rows"]
+    assert new.metrics()["late_rows"] == old.metrics()["late_rows"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -362,7 +347,7 @@ def test_a_standby_goes_on_from_its_last_checkpoint(kind: str, monkeypatch) -> N
     for epoch in range(given + 1, EPOCHS):
         got = processed(new, epoch, sent[epoch])
         assert all(a.equals(b) for a, b in zip(made[epoch], got, strict=True)), f"epoch {epoch}"
-    assert new.figures()["late_rows"] == old.figures()["late_rows"]
+    assert new.metrics()["late_rows"] == old.metrics()["late_rows"]
 
 
 @pytest.mark.parametrize("kind", ["time window", "tumbling", "timed spans", "join"])
@@ -480,7 +465,7 @@ def test_a_sink_gives_over_what_is_not_durable() -> None:
     assert old.egress is not None
     for epoch in range(4):
         processed(old, epoch, sent[epoch])
-    old.egress.let_go(1)
+    old.egress.drop_durable(1)
     new, _ = handed(planned, old, 3)
     assert new.egress is not None
     assert (new.egress.taken, new.egress.durable) == (3, old.egress.durable)
@@ -527,7 +512,7 @@ def test_what_stands_by_begins_with_the_flows_past_like_what_computes(tmp_path) 
     elsewhere = PartitionGroup(0, 1, (SiteId(0),))
     keyed = PartitionGroup(0, OPTIONS.partitions, (SiteId(0),), standbys=(SiteId(1),))
     view = View(0, 0, (SiteId(0), SiteId(1)), ((elsewhere,), (keyed,), (elsewhere,)))
-    node = Node(replace(planned, restore_point=restore_point), SiteId(1), OPTIONS, Silence())
+    node = SiteNode(replace(planned, restore_point=restore_point), SiteId(1), OPTIONS, Silence())
     node.on_view(view)
     by_key = [("__low", "ascending")]
     tables = (u.operator.extract()["groups"] for u in (node.stages.tasks[1, 0], old))
@@ -554,7 +539,8 @@ class Told:
 
     def tell(self, message: wire.Message) -> None:
         if isinstance(message, wire.ReplicaReport):
-            self.replicas.append((message.site, message.number, message.phase))
+            report = message.report
+            self.replicas.append((report.site, report.number, report.phase))
 
     def taken(self) -> list[tuple[int, int, str]]:
         found, self.replicas = self.replicas, []
@@ -570,21 +556,22 @@ def one_keyed_stage() -> Plan:
 def test_a_donor_reports_a_failed_replica_until_a_view_has_given_it_up() -> None:
     """The controller that heard of it may die before it has committed the next view."""
     told = Told()
-    node = Node(one_keyed_stage(), SiteId(0), OPTIONS, told)
+    node = SiteNode(one_keyed_stage(), SiteId(0), OPTIONS, told)
     node.on_view(joining(0, 2, since=2))
-    node.receive(SiteId(-1), wire.CatchUp(0, 1, 0, 1), memoryview(b""))  # without a connection
+    order = CatchUpOrdered((1, 0), 1)
+    node.receive(SiteId(-1), wire.CatchUp(0, order), memoryview(b""))  # without a connection
     assert told.taken() == [(1, 2, "failed")]
     node.on_view(joining(1, 3, since=2))
     node.report_again()
     assert told.taken() == [(1, 3, "failed")]
-    node.receive(SiteId(-1), wire.CatchUp(1, 1, 0, 1), memoryview(b""))
+    node.receive(SiteId(-1), wire.CatchUp(1, order), memoryview(b""))
     assert told.taken() == [(1, 3, "failed")]
     node.on_view(joining(1, 4, since=4))  # another attempt
     node.report_again()
     assert told.taken() == []
     node.on_connected(SiteId(1))
-    node.receive(SiteId(-1), wire.CatchUp(1, 1, 0, 1), memoryview(b""))
-    assert told.taken() == [] and ((1, 0), 1) in node.outgoing
+    node.receive(SiteId(-1), wire.CatchUp(1, order), memoryview(b""))
+    assert told.taken() == [] and ((1, 0), 1) in node.transfers.outgoing
     node.on_lost(SiteId(1))
     assert told.taken() == [(1, 4, "failed")]
     node.report_again()
@@ -593,15 +580,15 @@ def test_a_donor_reports_a_failed_replica_until_a_view_has_given_it_up() -> None
 
 def test_a_joiner_reports_a_failed_replica_until_it_is_handed_over_again() -> None:
     told = Told()
-    node = Node(one_keyed_stage(), SiteId(1), OPTIONS, told)
+    node = SiteNode(one_keyed_stage(), SiteId(1), OPTIONS, told)
     node.on_view(joining(0, 2, since=2))
     node.on_connected(SiteId(0))
-    begin = wire.HandOverBegin(1, 0, 5, 0, {}, None, [], joined_view=2)
-    earlier = wire.HandOverBegin(1, 0, 5, 0, {}, None, [], joined_view=1)
+    begin = wire.HandOverBegin((1, 0), 5, 0, {}, None, {}, joined_view=2)
+    earlier = wire.HandOverBegin((1, 0), 5, 0, {}, None, {}, joined_view=1)
     node.receive(SiteId(0), earlier, memoryview(b""))
-    assert not node.incoming, "for a replica that was here before"
+    assert not node.transfers.incoming, "for a replica that was here before"
     node.receive(SiteId(0), begin, memoryview(b""))
-    assert (1, 0) in node.incoming
+    assert (1, 0) in node.transfers.incoming
     node.on_lost(SiteId(0))
     assert told.taken() == [(1, 2, "failed")]
     node.report_again()

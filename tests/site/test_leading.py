@@ -9,7 +9,7 @@ from holdfast.arbiter import Arbiter, Entry
 from holdfast.arbiter.memory import MemoryArbiter
 from holdfast.control import events as ev
 from holdfast.control.hosting import Place
-from holdfast.control.leading import decode
+from holdfast.control.knowledge import decode
 from holdfast.control.server import Control
 from holdfast.core import events as core
 from holdfast.core.controller import first_id
@@ -28,9 +28,8 @@ from holdfast.net import wire
 from holdfast.plan.planner import plan
 from holdfast.protections import pairs
 from holdfast.sinks import discard
-from holdfast.site.runtime import OnExit, SiteConfig
-
-from .test_pairs import one_line
+from holdfast.site.config import OnExit, SiteConfig
+from tests.support.lines import one_line
 
 
 class NoHost:
@@ -68,7 +67,7 @@ class Leader:
         place = Place(0, (("127.0.0.1", 1), ("127.0.0.1", 2)), f"file:{folder}")
         options = Options(partitions=4, lease=60.0)
         self.control = Control(flow, plan(flow), NoHost(), 4, 0, options, b"secret" * 6, place)
-        self.control._arbiter = arbiter
+        self.control.arbiter.arbiter = arbiter
         self.control.node.leadership.holder = "here"
         self.node, self.now = self.control.node, 0.0
         self.effects: list[Any] = []
@@ -87,7 +86,7 @@ class Leader:
             if isinstance(effect, AskLead | AskRenew | AskRead | AskResign | AskCommit):
                 asks.append(effect)
         for ask in asks:
-            self.handle(self.control._answer(ask))
+            self.handle(self.control.arbiter.answer(ask, "here"))
 
     def says(self, site: int, message: wire.Message) -> None:
         self.handle(ev.SiteSaid(SiteId(site), message))

@@ -20,8 +20,7 @@ from holdfast.protections import pairs
 from holdfast.sinks import discard
 from holdfast.site import handover
 from holdfast.sources import generator
-
-from .test_dialling import lonely_site
+from tests.support.lonely_site import lonely_site
 
 MORE_BYTES = 96 << 20
 
@@ -127,9 +126,9 @@ def test_a_connection_that_broke_for_want_of_memory_stops_the_flow(
     site, said = lonely_site(), []
     monkeypatch.setattr(site, "tell", said.append)
     monkeypatch.setattr(site, "_kick", lambda: None)
-    site._peers[SiteId(1)] = peer = Peer()  # type: ignore[assignment]
+    site.peers._connections[SiteId(1)] = peer = Peer()  # type: ignore[assignment]
     peer.sent_bytes = 0  # type: ignore[attr-defined]
-    site._on_peer_lost(peer, MemoryError())  # type: ignore[arg-type]
+    site._on_close(peer, MemoryError())  # type: ignore[arg-type]
     assert [m.kind for m in said if isinstance(m, wire.Failed)] == ["OutOfMemoryError"]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pytest
 from hypothesis import settings
@@ -28,15 +29,8 @@ from holdfast.site.egress import Egress
 from holdfast.site.serving import Serving
 from holdfast.sources import generator, rows
 from holdfast.ui.cli import main
-from tests.site.test_pairs import (
-    SCHEMA,
-    kill,
-    numbers,
-    one_line,
-    replicas,
-    until,
-    until_protected,
-)
+from tests.support.lines import SCHEMA, numbers, one_line
+from tests.support.runs import kill, replicas, until, until_protected
 
 ROWS = 90_000
 WHOSE = Authority("flow", "out")
@@ -391,7 +385,9 @@ def reading(egress: Egress) -> Serving:
     view = SimpleNamespace(
         group=lambda _: SimpleNamespace(replicas=(SiteId(0), SiteId(1)), led_by=lambda s: s == 0)
     )
-    serving = Serving(lambda _: egress, lambda *said: SENT.append(said), lambda: egress.taken)
+    serving = Serving(
+        lambda _: egress, lambda *said: SENT.append(said), lambda: egress.taken, lambda: None
+    )
     serving.on_view(view, SiteId(0), [StageId(0)])  # type: ignore[arg-type]
     SENT.clear()
     return serving
@@ -422,7 +418,7 @@ def test_other_replicas_hear_of_readers_that_were_dropped() -> None:
     assert len(SENT) == 2 and notes.readers == {"a": (-1, "life", "behind")}
     other = egress_of(outlet(reader_bytes_max=1))
     other.take(0, batch(1))
-    other.note(wire.fields(notes))
+    other.note(msgspec.structs.asdict(notes))
     assert other.held == [] and other.durable == 0
 
 
@@ -435,7 +431,7 @@ def test_a_site_owes_an_answer_until_the_other_replicas_know() -> None:
     commit = {"do": "commit", "reader": "a", "epoch": 0}
     serving.ask(wire.Ask(0, commit), lambda *answer: answers.append(answer), None)
     assert egress.is_drained and serving.owes_answers and not answers
-    serving.on_kept(SiteId(1), wire.NotesKept(0, SENT[-1][1].number))
+    serving.on_notes_kept(SiteId(1), wire.NotesKept(0, SENT[-1][1].number))
     assert not serving.owes_answers and answers[0][0].values["over"] == 1
 
 

@@ -7,124 +7,32 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from holdfast import Flow, HostError, SiteLostError, col
-from holdfast import functions as F
+from holdfast import HostError, SiteLostError
 from holdfast.api.options import Options
-from holdfast.connectors.sinks import Sink
-from holdfast.control.run import Run
 from holdfast.control.server import Control
 from holdfast.core.controller import Controller
 from holdfast.core.ids import TaskId
 from holdfast.net import wire
 from holdfast.protections import pairs
 from holdfast.sinks import discard, parquet
-from holdfast.sources import generator
-
-PATIENCE_S = 60
-
-
-def numbers(split: int, offset: int, n: int) -> pa.RecordBatch:
-    at = np.arange(offset, offset + n)
-    return pa.record_batch({"k": pa.array(at * 7919 % 5000), "v": pa.array((at % 997) * 1.0)})
-
-
-SCHEMA = numbers(0, 0, 0).schema
-
-
-def two_lines(protect=None, *, left: int | None = None, right: int | None = None) -> Flow:
-    """Two sources of one split each, so that no result depends on how their rows interleave."""
-    flow = Flow("lines") if protect is None else Flow("lines", protect=protect)
-    for name, rows in (("left", left), ("right", right)):
-        rate = 40_000 if rows is None else None
-        source = flow.source(name, generator(numbers, SCHEMA, rows=rows, rate=rate))
-        totals = (
-            source.key_by("k").agg(t=F.sum("v"), n=F.count()).select(g=col("k") % 100, t=col("t"))
-        )
-        totals.key_by("g").agg(m=F.max("t"), c=F.count()).sink(f"{name} out", discard())
-    return flow
-
-
-def one_line(sink: Sink, protect=None, rows: int | None = None) -> Flow:
-    flow = Flow("line") if protect is None else Flow("line", protect=protect)
-    rate = 40_000 if rows is None else None
-    source = flow.source("numbers", generator(numbers, SCHEMA, rows=rows, rate=rate))
-    source.key_by("k").agg(t=F.sum("v"), n=F.count()).sink("out", sink)
-    return flow
-
-
-def until(condition: Callable[[], object], what: str, within: float = PATIENCE_S) -> None:
-    deadline = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within} s: {what}"
-        time.sleep(0.02)
-
-
-def until_protected(run: Run, sites: int) -> None:
-    """Every replica is there, and every site has said who it is."""
-
-    def ready() -> bool:
-        assert not run.ended(0), run.error
-        return run.protected and len(run.status()["sites"]) >= sites
-
-    until(ready, "protected")
-
-
-def until_rows(run: Run, more: int = 5_000) -> None:
-    """Some more rows have come in."""
-    before = run.status()["rows_in"]
-    until(lambda: run.status()["rows_in"] > before + more, "rows come in")
-
-
-def pids(run: Run) -> dict[int, int]:
-    return {s["site"]: s["pid"] for s in run.status()["sites"]}
-
-
-def replicas(run: Run) -> dict[tuple[str, int], list[int]]:
-    """Who has the replicas of each partition group, by stage and first partition."""
-    return {(p["stage"], p["partitions"][0]): p["replicas"] for p in run.status()["partitions"]}
-
-
-def kill(run: Run, *sites: int) -> None:
-    found = pids(run)
-    for site in sites:
-        os.kill(found[site], signal.SIGKILL)
-    until(lambda: set(sites) <= set(run.status()["dead"]), f"the death of {sites} is known")
-
-
-def taken(run: Run) -> dict[str, int]:
-    """How many rows of each source are in epochs."""
-    found = dict.fromkeys((s.name for s in run.plan.sources), 0)
-    for record in run.records():
-        for r in record.ranges:
-            found[run.plan.stages[r.source].name] += r.rows
-    return found
-
-
-def check_lines(run: Run, kept: list[Run]) -> None:
-    """Drain, and compare with an undisturbed run of the same rows."""
-    run.stop(timeout=PATIENCE_S)
-    assert run.state == "done"
-    rows = taken(run)
-    assert min(rows.values()) > 10_000
-    plain = two_lines(**rows).start(sites=1)
-    kept.append(plain)
-    assert plain.wait(PATIENCE_S)
-    for name in ("left out", "right out"):
-        assert run.sink_report(name)["rows"] == rows[name.split()[0]]
-        assert run.sink_report(name) == plain.sink_report(name)
-
-
-def exists(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
-
+from tests.support.lines import check_lines, one_line, two_lines
+from tests.support.runs import (
+    PATIENCE_S,
+    exists,
+    kill,
+    pids,
+    replicas,
+    taken,
+    until,
+    until_protected,
+    until_rows,
+)
 
 # --- kill -9 ------------------------------------------------------------------------------------
 
@@ -243,9 +151,10 @@ def test_every_row_is_in_the_parquet_files_once_though_its_writers_are_killed(
 ) -> None:
     run = one_line(parquet(tmp_path / "out", interval=0.2), pairs()).start(sites=3, partitions=6)
     kept.append(run)
-    for _ in range(2):
+    for files in (1, 2):
         until_protected(run, 3)
         until_rows(run)
+        until(lambda n=files: len([*(tmp_path / "out").glob("*.parquet")]) >= n, "a file is there")
         kill(run, replicas(run)["out", 0][0])
     until_rows(run)
     run.stop(timeout=PATIENCE_S)
@@ -294,7 +203,7 @@ def test_an_order_that_is_lost_with_its_connection_is_given_again(kept, monkeypa
     def lossy(self, site, message) -> None:
         if isinstance(message, lost) and not dropped:
             dropped.append(site)
-            self._connections[site].abort()
+            self._sites._sites[site].abort()
         else:
             send(self, site, message)
 

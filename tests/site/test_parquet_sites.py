@@ -19,14 +19,8 @@ from holdfast.errors import SinkRewoundError
 from holdfast.protections import pairs
 from holdfast.sinks import parquet
 from holdfast.storage.disk import Disk
-from tests.site.test_pairs import (
-    PATIENCE_S,
-    one_line,
-    taken,
-    until,
-    until_protected,
-    until_rows,
-)
+from tests.support.lines import one_line
+from tests.support.runs import PATIENCE_S, taken, until, until_protected, until_rows
 
 
 class Told(Disk):

@@ -22,7 +22,7 @@ from holdfast.hosts.processes import ProcessHost
 from holdfast.lab.workloads.dmz import DmzRows, dmz_flow, oracle
 from holdfast.protections import pairs
 from holdfast.sinks import discard, parquet
-from holdfast.site.runtime import SiteConfig
+from holdfast.site.config import SiteConfig
 from holdfast.sources import generator, rows
 
 
@@ -91,7 +91,7 @@ def test_draining_delivers_everything_that_was_taken(kept) -> None:
 def test_a_killed_site_stops_an_unprotected_flow_and_names_what_is_lost(kept) -> None:
     run = endless("doomed").start(sites=2, partitions=8)
     kept.append(run)
-    wait_for_figures(run, 2)
+    wait_for_metrics(run, 2)
     victim = next(s["pid"] for s in run.status()["sites"] if s["site"] == 1)
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(SiteLostError, match=r"site 1 died.*'running aggregate by \(k\)': 0-3"):
@@ -120,7 +120,7 @@ def test_a_site_killed_before_the_start_is_launched_again(kept) -> None:
     kept.append(run)
     assert run.wait(30)
     assert host.launches == 5 and set(run.status()["dead"]) == {1, 2, 3}
-    assert run._controller.replaced == {1: 2, 2: 3, 3: 4}
+    assert run._controller.roster.replaced == {1: 2, 2: 3, 3: 4}
 
 
 def test_a_site_may_get_its_view_long_after_its_peer(kept, monkeypatch) -> None:
@@ -254,7 +254,7 @@ def test_a_broken_connection_between_sites_is_mended(kept) -> None:
     kept.append(plain)
     run = flow.start(sites=2)
     kept.append(run)
-    wait_for_figures(run, 2)
+    wait_for_metrics(run, 2)
     pids = {s["pid"] for s in run.status()["sites"]}
     cut = 0
     while cut < 8 and not run.ended(0.15):
@@ -274,7 +274,7 @@ def endless(name: str) -> Flow:
     return flow
 
 
-def wait_for_figures(run, sites: int) -> None:
+def wait_for_metrics(run, sites: int) -> None:
     deadline = time.monotonic() + 20
     while len(run.status()["sites"]) < sites and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -342,7 +342,7 @@ def test_sites_that_never_come_up_are_a_host_error() -> None:
 
     flow = Flow("hopeless")
     flow.source("numbers", rows(numbers(0, 0, 5))).sink("out", discard())
-    with pytest.raises(HostError, match="never came up"):
+    with pytest.raises(HostError, match="never registered"):
         start(flow, options=Options(sites=1, start_timeout=30), host=Hopeless())
 
 

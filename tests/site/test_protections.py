@@ -1,109 +1,18 @@
 """Every protection on real processes, and neighbours with different ones: sites are killed."""
 
-import os
-import signal
-from collections.abc import Callable
-from pathlib import Path
-
-import numpy as np
-import pyarrow as pa
 import pytest
 
-from holdfast import Flow, FlowError, HostError, col
+from holdfast import Flow, FlowError, HostError
 from holdfast import functions as F
 from holdfast.api.nodes import KeyedNode
-from holdfast.api.protection import Protection, none
-from holdfast.connectors.sources import Source
-from holdfast.control.run import Run
-from holdfast.core.protection import ProtectionSpec
-from holdfast.lab.workloads.paced import Paced
+from holdfast.api.protection import none
 from holdfast.plan.planner import plan
 from holdfast.protections import active, pairs, passive, rollback, upstream
 from holdfast.sinks import discard
 from holdfast.sources import generator
-from tests.site.test_pairs import PATIENCE_S, pids, replicas, until, until_protected, until_rows
-
-RATE = 40_000
-
-
-def events(split: int, first: int, n: int) -> pa.RecordBatch:
-    at = np.arange(first, first + n)
-    return pa.record_batch(
-        {"k": at * 7919 % 700, "v": at % 997 * 1.0, "ts": at // 40 + at * 31 % 9}
-    )
-
-
-def paced(folder: Path, rows: int | None = None) -> Paced:
-    """Rows for as long as they are wanted, however long that is; or so many, at once."""
-    if rows is None:
-        return Paced(str(folder), events, events(0, 0, 0).schema, RATE, 1)
-    plain = folder / "plain"
-    plain.mkdir()
-    source = Paced(str(plain), events, events(0, 0, 0).schema, 1.0, 1, head=rows)
-    source.end(0.0)
-    return source
-
-
-def windows(
-    source: Source, flow: ProtectionSpec | None = None, stage: ProtectionSpec | None = None
-) -> Flow:
-    """Windows of about 20,000 rows each, and windows over them."""
-    made = Flow("windows", protect=flow)
-    keyed = made.source("events", source, event_time="ts").key_by("k", name="totals")
-    if stage is not None:
-        keyed.protect(stage)
-    totals = keyed.window(time=500, lateness=20).agg(t=F.sum("v"), n=F.count())
-    groups = totals.select("window_start", g=col("k") % 50, t=col("t"), n=col("n")).key_by("g")
-    groups.window(time=1_000).agg(m=F.max("t"), n=F.sum("n")).sink("out", discard())
-    return made
-
-
-def spans(source: Source, flow: Protection | None = None) -> Flow:
-    """Spans of which most end and some time out, and windows over both."""
-    made = Flow("spans", protect=flow)
-    ended = (
-        made.source("events", source, event_time="ts")
-        .key_by("k")
-        .spans(
-            start=col("v") < 300,
-            end=col("v") > 600,
-            emit={"g": col("k") % 50, "ts": F.at_start("ts"), "v": F.at_start("v")},
-            timeout=40,
-        )
-    )
-    expired = ended.expired.select("ts", g=col("k") % 50, v=-col("v")).select("g", "ts", "v")
-    groups = ended.union(expired).key_by("g").window(time=500)
-    groups.agg(t=F.sum("v"), n=F.count()).sink("out", discard())
-    return made
-
-
-def totals(source: Source, flow: ProtectionSpec | None = None) -> Flow:
-    """Windows, and what each of their keys has had from the beginning."""
-    made = Flow("totals", protect=flow)
-    keyed = made.source("events", source, event_time="ts").key_by("k")
-    sums = keyed.window(time=500, lateness=20).agg(t=F.sum("v"))
-    sums.select("t", g=col("k") % 50).key_by("g").agg(t=F.sum("t")).sink("out", discard())
-    return made
-
-
-def kill(run: Run, *victims: int) -> None:
-    found, dead = pids(run), len(run.status()["dead"])
-    for site in victims:
-        os.kill(found[site], signal.SIGKILL)
-    until(lambda: len(run.status()["dead"]) >= dead + len(victims), "the deaths are known")
-
-
-def check(
-    run: Run, kept: list[Run], folder: Path, make: Callable[[Source], Flow] = windows
-) -> None:
-    """It gives what one site gives that nobody disturbs."""
-    rows = paced(folder).end(0.5)
-    assert run.wait(PATIENCE_S)
-    plain = make(paced(folder, rows)).start(sites=1)
-    kept.append(plain)
-    assert plain.wait(PATIENCE_S)
-    assert run.sink_report("out") == plain.sink_report("out") and run.status()["dead"]
-
+from tests.support.runs import PATIENCE_S, pids, replicas, until, until_protected, until_rows
+from tests.support.tiers import nightly
+from tests.support.windows import check, events, kill, paced, spans, totals, windows
 
 ALL = {
     "pairs": pairs(failure_domain="process"),
@@ -150,7 +59,7 @@ def test_two_sites_are_killed_at_once_and_all_they_had_is_rebuilt(kept, tmp_path
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("pairs", "upstream"), ("upstream", "passive")],
+    [("pairs", "upstream"), nightly("upstream", "passive")],
 )
 def test_neighbours_are_protected_in_different_ways(
     kept, tmp_path, first: str, second: str
@@ -191,7 +100,12 @@ def test_a_summary_cuts_off_what_state_comes_from(kept, tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("pairs", "upstream"), ("upstream", "passive"), ("passive", "pairs"), ("pairs", "active")],
+    [
+        ("pairs", "upstream"),
+        nightly("upstream", "passive"),
+        nightly("passive", "pairs"),
+        nightly("pairs", "active"),
+    ],
 )
 def test_protection_is_changed_while_the_flow_runs(kept, tmp_path, before: str, after: str) -> None:
     """What is killed then has everything that the old protection would have needed."""

@@ -29,8 +29,9 @@ from holdfast.site.stages import TaskRunner
 from holdfast.sources import follow, lines, rows
 from holdfast.storage.files import Folder
 from holdfast.storage.restore_point import RestorePoint, store_state, stored_state
-from tests.site.test_handover import runner
-from tests.site.test_pairs import SCHEMA, kill, numbers, replicas, until, until_protected
+from tests.support.lines import SCHEMA, numbers
+from tests.support.runs import kill, replicas, until, until_protected
+from tests.support.task_runner import runner
 
 PER_FILE = 2_000
 

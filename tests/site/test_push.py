@@ -17,8 +17,9 @@ from holdfast.engine.batches import cut
 from holdfast.errors import FlowError
 from holdfast.net import wire
 from holdfast.net.bundles import rows_of
-from holdfast.site import push
-from holdfast.site.push import Lead, PushReader
+from holdfast.site import push, push_log
+from holdfast.site.push import PushReader
+from holdfast.site.push_log import Lead
 from holdfast.site.spill import Held, Overflow
 from holdfast.site.staging import GIVEN_UP, Push, Staged
 from holdfast.storage.files import Folder
@@ -87,8 +88,8 @@ def alone(through: bool = False, **more: Any) -> PushReader:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is large."""
     monkeypatch.setattr(wire, "PIECE_BYTES", 64)
-    monkeypatch.setattr(push, "PUSH_BATCH_BYTES", 160)
-    monkeypatch.setattr(push, "WINDOW_BYTES", 400)
+    monkeypatch.setattr(push_log, "PUSH_BATCH_BYTES", 160)
+    monkeypatch.setattr(push_log, "WINDOW_BYTES", 400)
     monkeypatch.setattr(push, "HELD_BYTES_MAX", 800)
     monkeypatch.setattr(push, "MEMORY_BYTES_MAX", 1_000)
 
@@ -860,7 +861,7 @@ class Story:
             self.leader.on_replicas(True, [], [OTHER], next(self.rank))
             self.other.restore(self.leader.save(), self.leader.query)
             for rows in self.leader.unread():  # which are handed over
-                self.other._ready.append((0, self.other.overflow.hold(rows)))
+                self.other._entered.add(0, self.other.overflow.hold(rows))
             self.followed = len(self.flow)
             self.heard.append((self.other, self.other.has, True))
 
@@ -912,8 +913,8 @@ def _chunks(rows: list[int], size: int) -> Iterable[list[int]]:
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(wire, "PIECE_BYTES", 48)
-    monkeypatch.setattr(push, "PUSH_BATCH_BYTES", 100)
-    monkeypatch.setattr(push, "WINDOW_BYTES", 250)
+    monkeypatch.setattr(push_log, "PUSH_BATCH_BYTES", 100)
+    monkeypatch.setattr(push_log, "WINDOW_BYTES", 250)
     monkeypatch.setattr(push, "HELD_BYTES_MAX", 300)
     monkeypatch.setattr(push, "MEMORY_BYTES_MAX", 350)
     yield

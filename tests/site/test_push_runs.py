@@ -17,15 +17,8 @@ from holdfast.protections import pairs
 from holdfast.sinks import discard
 from holdfast.site.push import MEMORY_BYTES_MAX
 from holdfast.sources import generator
-from tests.site.test_pairs import (
-    PATIENCE_S,
-    SCHEMA,
-    kill,
-    numbers,
-    replicas,
-    until,
-    until_protected,
-)
+from tests.support.lines import SCHEMA, numbers
+from tests.support.runs import PATIENCE_S, kill, replicas, until, until_protected
 
 SIZES = [10_000, 4_300_000, 10_000]
 PARTITIONS = 3

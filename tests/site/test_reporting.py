@@ -10,8 +10,7 @@ from holdfast.core.layout import PartitionGroup, View
 from holdfast.errors import OperatorError
 from holdfast.net import wire
 from holdfast.site.runtime import Site
-
-from .test_dialling import lonely_site
+from tests.support.lonely_site import lonely_site
 
 
 def view(term: int, number: int) -> View:
@@ -24,14 +23,14 @@ def test_a_failure_is_said_again_to_a_new_controller(monkeypatch: pytest.MonkeyP
     site, said = lonely_site(), []
     monkeypatch.setattr(site, "tell", said.append)
     monkeypatch.setattr(site, "_kick", lambda: None)
-    site._on_new_view(wire.NewView(view(0, 0), {}))
+    site.on_new_view(None, wire.NewView(view(0, 0), {}))
     error = OperatorError(flow="f", stage="s", operator="o", epoch=1, row="r", cause="c")
     site._fail(error)
     assert [type(m) for m in said if isinstance(m, wire.Failed)] == [wire.Failed]
     said.clear()
-    site._on_new_view(wire.NewView(view(0, 1), {}))
+    site.on_new_view(None, wire.NewView(view(0, 1), {}))
     assert not [m for m in said if isinstance(m, wire.Failed)]
-    site._on_new_view(wire.NewView(view(1, 2), {}))
+    site.on_new_view(None, wire.NewView(view(1, 2), {}))
     (again,) = [m for m in said if isinstance(m, wire.Failed)]
     assert again.detail["cause"] == "c"
 

@@ -15,8 +15,8 @@ from holdfast.engine.batches import Track
 from holdfast.net.bundles import Frames
 from holdfast.protections import upstream
 from holdfast.site.spill import Spill
-from tests.site.test_pairs import pids, replicas, until, until_protected, until_rows
-from tests.site.test_protections import check, paced, windows
+from tests.support.runs import pids, replicas, until, until_protected, until_rows
+from tests.support.windows import check, paced, windows
 
 
 def frames(first: int) -> Frames:

@@ -19,10 +19,10 @@ from holdfast.core.sequencer import Budget
 from holdfast.protections import pairs
 from holdfast.sinks import parquet
 from holdfast.sources import generator, rows
-from holdfast.spark.stateful import LAST_MS
-from tests.property.harness import Input, run
-from tests.site.test_pairs import PATIENCE_S, kill, replicas, taken, until_protected, until_rows
-from tests.spark.processors import VISITS, Visits
+from holdfast.spark.stateful.clock import LAST_MS
+from tests.support.harness import Input, run
+from tests.support.processors import VISITS, Visits
+from tests.support.runs import PATIENCE_S, kill, replicas, taken, until_protected, until_rows
 
 COMMANDS = ["wait", "add", "wait twice", "shorten", "clear", "forget timers", "quiet"]
 BEGIN_US = 1_700_000_000_000_000

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from holdfast import Flow, FlowError, col
+from holdfast import Flow, FlowError
 from holdfast import functions as F
 from holdfast.api.options import Checkpoint, Options
 from holdfast.connectors.sources import Source, generator
@@ -22,33 +22,14 @@ from holdfast.control.run import Run
 from holdfast.core.protection import ProtectionSpec
 from holdfast.errors import HostError
 from holdfast.protections import pairs, passive, upstream
-from holdfast.sinks import parquet, table
+from holdfast.sinks import parquet
 from holdfast.sources import follow
 from holdfast.storage.files import Folder
 from holdfast.storage.restore_point import Kind, RestorePoint
 from holdfast.ui.cli import main
-from tests.site.test_pairs import PATIENCE_S, kill, replicas, until, until_protected, until_rows
-from tests.site.test_protections import events
-
-ROWS = 120_000
-
-
-def mixed(source: Source, out: Path, protect: ProtectionSpec | None = None) -> Flow:
-    """State of several kinds, and two sinks."""
-    flow = Flow("mixed", protect=protect)
-    keyed = flow.source("events", source, event_time="ts").key_by("k")
-    totals = keyed.window(time=300, lateness=20).agg(t=F.sum("v"), n=F.count())
-    totals.select(g=col("k") % 50, t=col("t")).key_by("g").agg(m=F.max("t"), n=F.count()).sink(
-        "windows", parquet(out / "windows", with_order=True)
-    )
-    running = keyed.agg(t=F.sum("v"), n=F.count())
-    running.sink("running", parquet(out / "running", with_order=True))
-    running.sink("latest", table("k"))
-    return flow
-
-
-def made(rate: int | None) -> Source:
-    return generator(events, events(0, 0, 0).schema, rows=ROWS, rate=rate)
+from tests.support.runs import PATIENCE_S, kill, replicas, until, until_protected, until_rows
+from tests.support.stopped_flow import ROWS, made, mixed
+from tests.support.windows import events
 
 
 def results(out: Path) -> dict[str, pa.Table]:
@@ -181,7 +162,7 @@ def test_what_does_not_fit_is_refused(kept: list[Run], tmp_path: Path) -> None:
 
 FILE = """
 from pathlib import Path
-from tests.site.test_stopped import made, mixed
+from tests.support.stopped_flow import made, mixed
 
 flow = mixed(made(5_000), Path({out!r}))
 """
@@ -310,7 +291,7 @@ import time
 from pathlib import Path
 from holdfast import Flow
 from holdfast.sinks import callback
-from tests.site.test_stopped import made
+from tests.support.stopped_flow import made
 
 def stuck(epoch, batch):
     Path("begun").touch()
@@ -363,7 +344,7 @@ def test_state_that_cannot_be_written_when_it_is_stopped_is_an_error(
     kept.append(run)
     until_rows(run, 1_000)
     (store / "checkpoints").touch()  # no folder can be made there
-    with pytest.raises(FlowError, match="that is stopped cannot be written to"):
+    with pytest.raises(FlowError, match="of the stopped flow cannot be written to"):
         run.stop(timeout=PATIENCE_S)
     assert Folder(str(store)).list() == [], "there is nothing to go on from"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,12 @@ from holdfast.core.layout import PartitionGroup, View
 from holdfast.core.records import EpochRecord, Range
 from holdfast.errors import FlowError, StoreDamagedError, StoreTakenError
 from holdfast.net import wire
-from holdfast.site.checkpoints import TaskFiles
+from holdfast.site.checkpoints import OpenTaskFiles
 from holdfast.storage import files, generations, layout
 from holdfast.storage.files import Folder, LocalDisk, RemoteDisk, located
 from holdfast.storage.restore_point import Kind, RestorePoint
-from tests.site.lost_power import LossyDisk, PowerLost, Survives
+from tests.support.lost_power import LossyDisk, PowerLost, Survives
+from tests.support.races import raced
 
 ROWS = 10
 """Of every epoch."""
@@ -87,14 +88,14 @@ class Writer:
         }
         for task, what in ((KEYED, "groups"), (FED, "held")):
             file = layout.task_file(self.generation, epoch, task, 0, what, stop=stop)
-            out = TaskFiles()
+            out = OpenTaskFiles()
             out.add(folder, file, state(epoch) if task == KEYED else held(epoch))
             infos = out.close(folder)
             assert out.error is None
             extras = {**NO_EXTRAS, "ingress": ingress if task == FED else None}
             named = [(what, file, False)] if task == KEYED else []
             rows = file if task == FED else ""
-            said = wire.TaskFiles(*task, epoch, None, named, extras, [], rows, infos, stop)
+            said = wire.TaskFiles(task, epoch, None, named, extras, [], rows, infos, stop)
             stored[task] = said
         return stored
 
@@ -393,25 +394,6 @@ def test_a_manifest_that_names_what_is_no_file_of_a_store_is_refused(tmp_path: P
 
 
 # --- one owner -----------------------------------------------------------------------------------
-
-
-def raced(claimants: int, claim: Callable[[int], int]) -> list[int]:
-    """Which of them got something, when all try at once."""
-    start, won = threading.Barrier(claimants), []
-
-    def one(number: int) -> None:
-        start.wait()
-        try:
-            won.append(claim(number))
-        except StoreTakenError as error:
-            assert "another process owns the store" in str(error)
-
-    threads = [threading.Thread(target=one, args=(n,)) for n in range(claimants)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return won
 
 
 def test_of_those_who_resume_at_once_one_wins(stored: Path, tmp_path: Path) -> None:

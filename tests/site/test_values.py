@@ -15,8 +15,8 @@ from holdfast.control.run import Run
 from holdfast.protections import pairs
 from holdfast.sinks import discard, parquet
 from holdfast.sources import generator, rows
-from tests.property.arrays import array_of, exact
-from tests.site.test_pairs import PATIENCE_S, kill, replicas, until_protected, until_rows
+from tests.support.arrays import array_of, exact
+from tests.support.runs import PATIENCE_S, kill, replicas, until_protected, until_rows
 
 KEYS = 37
 KINDS = {

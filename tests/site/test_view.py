@@ -13,7 +13,8 @@ from holdfast.net.reader import SinkReader
 from holdfast.protections import pairs
 from holdfast.sinks import table
 from holdfast.sources import generator, rows
-from tests.site.test_pairs import SCHEMA, kill, numbers, replicas, until_protected, until_rows
+from tests.support.lines import SCHEMA, numbers
+from tests.support.runs import kill, replicas, until_protected, until_rows
 
 WHOSE = Authority("flow", "out")
 ROWS = pa.schema([("k", pa.int64()), ("s", pa.string()), ("v", pa.float64())])

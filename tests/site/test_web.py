@@ -14,7 +14,8 @@ from holdfast.protections import pairs
 from holdfast.sinks import table
 from holdfast.sources import generator
 from holdfast.ui.web import Web
-from tests.site.test_pairs import SCHEMA, numbers, until_protected, until_rows
+from tests.support.lines import SCHEMA, numbers
+from tests.support.runs import until_protected, until_rows
 
 
 def get(run: Run, path: str) -> tuple[int, str]:
@@ -26,7 +27,7 @@ def get(run: Run, path: str) -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def figures(run: Run) -> dict[str, list[tuple[dict[str, str], float]]]:
+def metrics(run: Run) -> dict[str, list[tuple[dict[str, str], float]]]:
     families = text_string_to_metric_families(get(run, "/metrics")[1])
     samples = [s for family in families for s in family.samples]
     return {s.name: [(o.labels, o.value) for o in samples if o.name == s.name] for s in samples}
@@ -44,7 +45,7 @@ def run(kept: list[Run]) -> Run:
 
 
 def test_metrics_say_what_the_status_says(run: Run) -> None:
-    said = figures(run)
+    said = metrics(run)
     flow = {"flow": "seen"}
     assert said["holdfast_sites"] == [(flow, 3.0)] and said["holdfast_protected"] == [(flow, 1.0)]
     assert 0 < said["holdfast_rows_in_total"][0][1] <= run.status()["rows_in"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from holdfast.spark.session import local_session
+from holdfast.spark.session import hosting_session
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +25,6 @@ def spark() -> Iterator[SparkSession]:
         "spark.sql.shuffle.partitions": "2",
         "spark.sql.session.timeZone": "UTC",
     }
-    session = local_session("holdfast tests", 6, **conf)
+    session = hosting_session("holdfast tests", 6, **conf)
     yield session
     session.stop()

@@ -14,6 +14,7 @@ from holdfast.sources import spark_stream
 pytestmark = pytest.mark.spark
 
 
+@pytest.mark.nightly
 def test_a_stream_is_measured_without_its_checkpoint(spark: Any, tmp_path: Path) -> None:
     df = spark.readStream.format("rate").option("rowsPerSecond", 2_000).load()
     checkpoint = tmp_path / "checkpoint"

@@ -18,27 +18,25 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.window import Window
 
-from holdfast import Flow, FlowError, KeyedFunction, col
+from holdfast import Flow, FlowError, col
 from holdfast import functions as hf
 from holdfast.core.records import EpochRecord, Range
-from holdfast.plan.planner import plan
 from holdfast.sinks import discard
 from holdfast.sources import rows, spark_batch
 from holdfast.spark import batch as batch_module
+from tests.support.spark_tables import (
+    EVENTS,
+    ORDERS,
+    Jump,
+    batch,
+    content,
+    events,
+    fragile,
+    source,
+    two_streams,
+)
 
 pytestmark = pytest.mark.spark
-
-EVENTS = pa.schema(
-    [
-        ("i", pa.int64()),
-        ("k", pa.string()),
-        ("g", pa.int32()),
-        ("ts", pa.int64()),
-        ("v", pa.float64()),
-        ("n", pa.int64()),
-        ("cmd", pa.int8()),
-    ]
-)
 
 
 def in_order(*keys: str) -> Any:
@@ -48,41 +46,6 @@ def in_order(*keys: str) -> Any:
 
 def so_far(*keys: str) -> Any:
     return in_order(*keys).rowsBetween(Window.unboundedPreceding, 0)
-
-
-def events(spark: SparkSession, count: int = 600, seed: int = 1) -> DataFrame:
-    """Rows with null keys, disorder in time, and floats that add up differently in every order;
-    in as many Spark partitions as there are cores."""
-    rng = np.random.default_rng(seed)
-    table = pa.Table.from_pydict(
-        {
-            "i": np.arange(count),
-            "k": [None if x == 0 else f"key {x}" for x in rng.integers(0, 9, count)],
-            "g": rng.integers(0, 5, count),
-            "ts": np.arange(count) * 4 + rng.integers(-90, 90, count),
-            "v": rng.normal(size=count) * 10.0 ** rng.integers(-8, 8, count),
-            "n": rng.integers(-1000, 1000, count),
-            "cmd": rng.integers(0, 3, count),
-        },
-        schema=EVENTS,
-    )
-    return spark.createDataFrame(table)
-
-
-def source(flow: Flow, name: str = "events", schema: pa.Schema = EVENTS, **options: Any) -> Any:
-    return flow.source(name, rows(pa.RecordBatch.from_pylist([], schema=schema)), **options)
-
-
-def batch(flow: Flow, spark: SparkSession, inputs: dict[str, DataFrame], **options: Any) -> Any:
-    """Few partitions: every task costs, and the machine is small. Of several sinks all."""
-    names = [sink.name for sink in plan(flow).sinks]
-    wanted = {"sink": names if len(names) > 1 else None, **options}
-    return flow.batch(spark, inputs, partitions=3, **wanted)
-
-
-def content(df: DataFrame) -> list[str]:
-    """The rows as a sorted list; repr() tells floats apart to the last bit."""
-    return sorted(repr(tuple(r)) for r in df.collect())
 
 
 def same(got: DataFrame, wanted: DataFrame) -> None:
@@ -294,17 +257,6 @@ def test_sliding_windows_over_timestamps(spark: SparkSession) -> None:
     same(batch(flow, spark, {"events": df}), wanted)
 
 
-ORDERS = pa.schema(
-    [("i", pa.int64()), ("k", pa.string()), ("at", pa.int64()), ("item", pa.int32())]
-)
-
-
-def two_streams(spark: SparkSession) -> dict[str, DataFrame]:
-    left = events(spark, 200)
-    right = events(spark, 150, seed=2)
-    return {"events": left, "orders": right.selectExpr("i", "k", "ts at", "g item")}
-
-
 def joined_flow() -> Flow:
     flow = Flow("join")
     left = source(flow, event_time="ts").select("i", "k", "ts", "v").key_by("k")
@@ -370,27 +322,6 @@ def test_join_in_a_recorded_order(spark: SparkSession) -> None:
         same(results[name], wanted[name])
 
 
-class Jump(KeyedFunction):
-    """Each value that differs from its key's previous one by more than 500."""
-
-    state = {"last": (pa.int64(), 0), "seen": (pa.bool_(), False)}  # noqa: RUF012
-    output = pa.schema([("i", pa.int64()), ("before", pa.int64())])
-
-    def process(self, rows: Any, state: Any) -> Any:
-        groups = rows.groups()
-        value = rows["n"][groups.rows]
-        before, seen = np.empty_like(value), np.ones(value.size, bool)
-        before[1:] = value[:-1]
-        before[groups.starts] = state["last"][groups.slots]
-        seen[groups.starts] = state["seen"][groups.slots]
-        state["last"][groups.slots] = value[groups.lasts]
-        state["seen"][groups.slots] = True
-        jumped = np.flatnonzero(seen & (np.abs(value - before) > 500))
-        jumped = jumped[np.argsort(groups.rows[jumped])]
-        row = groups.rows[jumped]
-        return row, {"i": rows["i"][row], "before": before[jumped]}
-
-
 def test_custom_operator(spark: SparkSession) -> None:
     flow = Flow("custom")
     source(flow).key_by("k").apply(Jump()).sink("out", discard())
@@ -452,12 +383,6 @@ def test_two_keyed_stages_with_fan_out_and_union(spark: SparkSession) -> None:
     pairs = F.avg("total").over(in_order("g").rowsBetween(-1, 0)).alias("m")
     wanted = first_stage.where("total > 0").withColumn("g", group).select("g", pairs)
     same(results["high"], wanted)
-
-
-def fragile(batch: pa.RecordBatch) -> pa.RecordBatch:
-    if np.any(batch.column("i").to_numpy() % 50 == 7):
-        raise ValueError("a bad row")
-    return batch.select(["k", "i", "n"])
 
 
 def test_dead_letters(spark: SparkSession) -> None:

@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from holdfast.lab.chaos.faults import APPS_KINDS, DISK, DRIVER, EXECUTOR, KINDS
 from holdfast.lab.chaos.zookeeper import unavailable
 
 
+@pytest.mark.nightly
 def test_a_few_faults_lose_and_repeat_nothing(tmp_path: Path) -> None:
     """In a process of its own: it has another Spark application than the other tests."""
     file = tmp_path / "chaos.json"

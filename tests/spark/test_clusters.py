@@ -21,8 +21,7 @@ import pytest
 
 from holdfast.lab.workloads.dmz import oracle, read_back
 from holdfast.spark.session import provide_java
-
-from . import cluster_flow
+from tests.support import cluster_flow
 
 ROOT = Path(__file__).parents[2]
 SPARK = Path(pyspark.__file__).parent / "bin"
@@ -213,6 +212,7 @@ def pack(folder: Path, wheel: Path | None = None) -> Path:
     return archive
 
 
+@pytest.mark.nightly  # the next test ships an archive, too, with Holdfast beside it
 def test_the_environment_is_shipped_as_an_archive(
     standalone: Standalone, wheel: Path, tmp_path: Path
 ) -> None:

@@ -21,8 +21,7 @@ from holdfast.protections import pairs
 from holdfast.sinks import outlet, parquet, table
 from holdfast.sources import follow, generator, rows
 from holdfast.spark import history
-
-from .test_pairs import kill_leader, until
+from tests.support.spark_runs import kill_leader, until
 
 ROWS, BEFORE = 60_000, 40_000
 

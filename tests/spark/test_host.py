@@ -207,7 +207,7 @@ def test_a_site_that_dies_in_spark_before_the_start_is_resubmitted(sites_spark) 
         deadline = time.monotonic() + 30
         while len(killed) < 2 and time.monotonic() < deadline:
             controller = runs[0]._controller if runs else None
-            for domain in list(controller.domains.values()) if controller else []:
+            for domain in list(controller.roster.domains.values()) if controller else []:
                 pid = int(domain.process.split("/")[1])
                 if pid not in killed:
                     os.kill(pid, signal.SIGKILL)

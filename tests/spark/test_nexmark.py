@@ -20,8 +20,8 @@ from holdfast.lab.workloads.nexmark import (
     nexmark_flow,
 )
 from holdfast.sinks import discard
-
-from ..nexmark.oracle import SQL, Rows, expected, rows_of
+from tests.support.nexmark_oracle import SQL, Rows, expected, rows_of
+from tests.support.tiers import nightly
 
 pytestmark = pytest.mark.spark
 
@@ -75,7 +75,7 @@ def test_a_batch_job_without_records(spark: SparkSession, query: str) -> None:
     assert collected(query, given) == model(query, events)
 
 
-@pytest.mark.parametrize("sources", [1, 3])
+@pytest.mark.parametrize("sources", [nightly(1), 3])
 @pytest.mark.parametrize("query", QUERIES)
 def test_a_batch_job_in_the_order_of_a_live_run(
     spark: SparkSession, query: str, sources: int

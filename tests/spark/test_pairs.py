@@ -1,15 +1,10 @@
 """Partition pairs on a real Spark: sites are killed, and the batch job agrees."""
 
-import os
-import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql import functions as F
+from pyspark.sql import SparkSession
 
 from holdfast import Flow, col
 from holdfast import functions as hf
@@ -19,6 +14,8 @@ from holdfast.errors import FlowError, HostError
 from holdfast.protections import pairs
 from holdfast.sinks import parquet
 from holdfast.spark.sources import spark_batch, spark_stream
+from tests.support.spark_runs import kill_leader, same, until
+from tests.support.tiers import nightly
 
 SELECT = ("id", "id * 7919 % 500 as k", "cast(id % 997 as double) as v")
 
@@ -31,30 +28,7 @@ def totals(source: Any, out: Path) -> Flow:
     return flow
 
 
-def until(run: Run, holds: Callable[[], bool], what: str, within: float = 60.0) -> None:
-    deadline = time.monotonic() + within
-    while not holds():
-        assert not run.ended(0.02), f"the flow ended before {what}: {run.error}"
-        assert time.monotonic() < deadline, f"not within {within} s: {what}: {run.status()['view']}"
-
-
-def kill_leader(run: Run, stage: str) -> None:
-    """The site that leads a stage's first partition group."""
-    until(run, lambda: run.protected, "everything is protected")
-    status = run.status()
-    leader = next(p["replicas"][0] for p in status["partitions"] if p["stage"] == stage)
-    os.kill(int(status["domains"][leader].process.rpartition("/")[2]), signal.SIGKILL)
-    until(run, lambda: leader in run.status()["dead"], "its death is noticed")
-
-
-def same(found: DataFrame, expected: DataFrame) -> bool:
-    """Whether both have the same rows, some at least, in whatever order."""
-    hashed = F.xxhash64(*found.columns).cast("decimal(38,0)")
-    ours, theirs = (df.agg(F.count("*"), F.sum(hashed)).collect()[0] for df in (found, expected))
-    return bool(ours[0]) and ours == theirs
-
-
-@pytest.mark.parametrize("stage", ["numbers", "out"])
+@pytest.mark.parametrize("stage", ["numbers", nightly("out")])
 def test_a_site_dies_while_spark_feeds_the_flow(
     spark: SparkSession, tmp_path: Path, stage: str
 ) -> None:

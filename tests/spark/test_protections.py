@@ -15,7 +15,8 @@ from holdfast.api.protection import Protection
 from holdfast.protections import active, passive, rollback, upstream
 from holdfast.sinks import parquet
 from holdfast.spark.sources import spark_batch
-from tests.spark.test_pairs import same, until
+from tests.support.spark_runs import same, until
+from tests.support.tiers import rest_nightly
 
 ROWS = 400_000
 SELECT = ("id", "id * 7919 % 500 as k", "id % 997 as v", "id div 40 + id * 31 % 9 as ts")
@@ -52,7 +53,7 @@ def expected(spark: SparkSession, numbers: DataFrame) -> Iterator[DataFrame]:
     found.unpersist()
 
 
-@pytest.mark.parametrize("name", PROTECTIONS)
+@pytest.mark.parametrize("name", rest_nightly(PROTECTIONS, ["upstream"]))
 def test_a_site_dies_while_rows_flow(
     spark: SparkSession, tmp_path: Path, numbers: DataFrame, expected: DataFrame, name: str
 ) -> None:

@@ -15,7 +15,8 @@ from holdfast.control.run import Run
 from holdfast.protections import pairs
 from holdfast.sinks import outlet, table
 from holdfast.sources import generator
-from tests.site.test_pairs import SCHEMA, kill, numbers, replicas, taken, until
+from tests.support.lines import SCHEMA, numbers
+from tests.support.runs import kill, replicas, taken, until
 
 ROWS = 60_000
 
@@ -134,6 +135,7 @@ def test_a_scheduled_query_reads_what_is_there_and_ends(
     assert "checkpoint is that of reader 'scheduled'" in str(renamed.exception())
 
 
+@pytest.mark.nightly
 def test_a_query_goes_on_with_the_flow_that_goes_on(
     spark: SparkSession, begun, tmp_path: Path
 ) -> None:

@@ -17,9 +17,9 @@ from pyspark.sql import DataFrame, SparkSession
 from holdfast import Flow, col
 from holdfast.sinks import discard
 from holdfast.sources import rows
-from holdfast.spark.stateful import LAST_MS
-from tests.property.harness import Input, Shape, run
-from tests.spark.processors import (
+from holdfast.spark.stateful.clock import LAST_MS
+from tests.support.harness import Input, Shape, run
+from tests.support.processors import (
     COUNTS,
     SESSION,
     SESSIONS,
@@ -28,7 +28,7 @@ from tests.spark.processors import (
     Visits,
     sessions,
 )
-from tests.spark.test_stream_equals_batch import unchecked
+from tests.support.spark_tables import unchecked
 
 __all__ = ["unchecked"]
 

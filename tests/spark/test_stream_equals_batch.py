@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from holdfast.sinks import discard
 from holdfast.sources import rows
 from holdfast.spark import shuffle_blocks as blocks
 from holdfast.spark import stream as stream_module
-from tests.spark.test_batch_equals_sql import (
+from tests.support.spark_tables import (
     EVENTS,
     ORDERS,
     Jump,
@@ -36,11 +36,13 @@ from tests.spark.test_batch_equals_sql import (
     fragile,
     source,
     two_streams,
+    unchecked,
 )
+from tests.support.tiers import nightly
+
+__all__ = ["unchecked"]
 
 pytestmark = pytest.mark.spark
-
-CHECK = "spark.sql.streaming.unsupportedOperationCheck"
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +70,6 @@ def copied(files: Path, folder: Path, numbers: range) -> Path:
         (folder / f"{n}.parquet").write_bytes((files / f"{n}.parquet").read_bytes())
         dated(folder / f"{n}.parquet", n)
     return folder
-
-
-@pytest.fixture
-def unchecked(spark: SparkSession) -> Iterator[None]:
-    """Let several `applyInPandasWithState` into one query."""
-    spark.conf.set(CHECK, "false")
-    yield
-    spark.conf.unset(CHECK)
 
 
 def reading(spark: SparkSession, files: Path, per_batch: int) -> DataFrame:
@@ -239,7 +233,7 @@ def timed_flow() -> Flow:
     return flow
 
 
-@pytest.mark.parametrize("flow", [windows_flow, timed_flow])
+@pytest.mark.parametrize("flow", [windows_flow, nightly(timed_flow)])
 def test_time_passes_in_buckets_without_rows_and_after_a_restart(
     spark: SparkSession,
     files: Path,
@@ -293,8 +287,8 @@ def test_what_does_not_watch_the_watermark_has_no_ingress(spark: SparkSession, f
     windows, running = planned.sinks
     assert stream_module._uses_watermark(planned, windows)
     assert not stream_module._uses_watermark(planned, running)
-    assert stream_module._TimedJob.stateful(planned, windows) == 2
-    assert stream_module._Job.stateful(planned, running) == 1
+    assert stream_module._TimedStreamJob.stateful(planned, windows) == 2
+    assert stream_module._StreamJob.stateful(planned, running) == 1
 
 
 def ingress(*names: str) -> Any:
@@ -307,7 +301,7 @@ def ingress(*names: str) -> Any:
     entries = []
     for s in planned.sources:
         rows = stream_module._SourceRows(s.name, EVENTS, EVENTS, [], 1)
-        entries.append(stream_module._Entry(rows, s, blocks.ToBlocks(s.outputs, 3)))
+        entries.append(stream_module._StreamEntry(rows, s, blocks.ToBlocks(s.outputs, 3)))
     return stream_module._IngressTask(planned, entries, 3)
 
 
@@ -403,7 +397,7 @@ def split_flow(splits: int) -> Flow:
     return flow
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("told", [True, nightly(False)])
 def test_no_row_of_splits_that_are_each_in_order_is_late(
     spark: SparkSession, split_files: Path, tmp_path: Path, told: bool
 ) -> None:

@@ -17,8 +17,7 @@ from holdfast.core.records import EpochRecord
 from holdfast.engine.batches import is_order_name
 from holdfast.lab.sim.world import World
 from holdfast.plan.planner import Plan, Stage
-
-from .harness import Input, Result, rows_of, run
+from tests.support.harness import Input, Result, rows_of, run
 
 
 class Ordered(type(discard())):  # type: ignore[misc]

@@ -24,14 +24,16 @@ from holdfast.engine.keys import key_words, partition_of
 from holdfast.engine.steps import conform
 from holdfast.plan.planner import Plan, Stage, plan
 from holdfast.plan.stage_runner import StageRunner
-
-from .arrays import exact
+from tests.support.arrays import exact
 
 CI = bool(os.environ.get("CI"))
+EXAMPLES = float(os.environ.get("HOLDFAST_EXAMPLES", "0.5"))
+"""How many examples are tried of those that a test names: `make test-nightly` tries more."""
 
 
 def examples(count: int) -> settings:
     """Moderate, without a deadline, and the same examples on every run of a CI machine."""
+    count = max(1, round(count * EXAMPLES))
     return settings(max_examples=count, deadline=None, derandomize=CI, database=None)
 
 

@@ -9,24 +9,25 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import psycopg
 
+from holdfast.errors import HostError
+from holdfast.lab.chaos.server_process import ServerProcess
+
 PROGRAMS = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), Path())
-START_S_MAX = 30.0
 
 
-class Server:
+class PostgresServer(ServerProcess):
     """Knows a superuser without a password, and the user ``app`` with one."""
 
     def __init__(self) -> None:
+        super().__init__()
         with socket.create_server(("127.0.0.1", 0)) as probe:
             self.port = probe.getsockname()[1]
         self._home = Path(tempfile.mkdtemp(prefix="holdfast-postgres-"))
-        self._process: subprocess.Popen[bytes] | None = None
         # The server refuses to run as root.
         self._as: dict[str, Any] = {}
         if os.geteuid() == 0:
@@ -55,8 +56,7 @@ class Server:
     def app_dsn(self, password: str) -> str:
         return f"host=127.0.0.1 port={self.port} user=app dbname=postgres password={password}"
 
-    def start(self) -> None:
-        """Start it, and wait until it answers."""
+    def _launch(self) -> subprocess.Popen[bytes]:
         settings = {
             "port": self.port,
             "listen_addresses": "127.0.0.1",
@@ -64,18 +64,16 @@ class Server:
             "fsync": "off",  # it survives no power cut, and waits for no busy disk
         }
         given = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
-        self._process = subprocess.Popen(
+        return subprocess.Popen(
             [PROGRAMS / "postgres", "-D", self._data, *given],
             cwd=self._home,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             **self._as,
         )
-        deadline = time.monotonic() + START_S_MAX
-        while not self._answers():
-            assert self._process.poll() is None, "the PostgreSQL server does not start"
-            assert time.monotonic() < deadline, "the PostgreSQL server does not answer"
-            time.sleep(0.05)
+
+    def _failure(self, what: str) -> HostError:
+        return HostError(f"the PostgreSQL server at port {self.port} {what}")
 
     def _answers(self) -> bool:
         try:

@@ -21,7 +21,7 @@ MakeParty = Callable[[], Arbiter]
 T = TypeVar("T")
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["tests.arbiter.contract", "holdfast.arbiter.file"])
+PROCESSES.set_forkserver_preload(["tests.support.arbiter_contract", "holdfast.arbiter.file"])
 
 
 def eventually(call: Callable[[], T], seconds: float = 10) -> T:

@@ -13,8 +13,7 @@ from typing import Any
 import pyarrow as pa
 
 from holdfast.engine.batches import Track
-
-from .harness import Input, rows_of
+from tests.support.harness import Input, rows_of
 
 Row = dict[str, Any]
 Rows = list[tuple[tuple[int, ...], Row]]

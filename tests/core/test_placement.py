@@ -1,0 +1,162 @@
+"""Which sites get which replicas: the first view, and replicas that are missing."""
+
+from dataclasses import replace
+
+import pytest
+
+from holdfast.core.ids import SiteId, TaskId
+from holdfast.core.layout import Domain, PartitionGroup, Shape, StageShape, View, spans
+from holdfast.core.placement import Assignment, Candidates, assign, missing, place, substituted
+from holdfast.core.protection import ProtectionSpec
+from holdfast.errors import HostError
+
+SHAPE = Shape(
+    (
+        StageShape(0, "packets", "source", 2, (), (0,)),
+        StageShape(1, "sessions", "keyed", 8, (0,), (1,)),
+        StageShape(2, "alerts", "sink", 1, (1,), ()),
+    ),
+    producer_of=(0, 1),
+    consumer_of=(1, 2),
+)
+
+
+def protected(replicas: int = 2, apart: str = "process") -> Shape:
+    guard = ProtectionSpec(replicas=replicas, failure_domain=apart)
+    return replace(SHAPE, stages=tuple(replace(s, guard=guard) for s in SHAPE.stages))
+
+
+def domain(site: int) -> Domain:
+    return Domain(f"p{site}", f"p{site}", "h", "a")
+
+
+# --- the first view -----------------------------------------------------------------------------
+
+
+def test_partitions_are_spread_evenly_and_single_ones_do_not_pile_up() -> None:
+    domains = {s: domain(s) for s in range(3)}
+    view = place(SHAPE, [0, 1, 2], domains)
+    assert [(c.first, c.end) for c in view.groups[1]] == [(0, 3), (3, 6), (6, 8)]
+    assert str(view) == "view 0.0 of 0 1 2: 0 1 | 2 0 1 | 2"
+    with pytest.raises(HostError):
+        place(SHAPE, [], {})
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_replicas_are_chained_so_that_a_loss_burdens_several(count: int) -> None:
+    domains = {s: domain(s) for s in range(5)}
+    view = place(protected(count), list(domains), domains)
+    for group in view.groups[1]:
+        first = group.replicas[0]
+        assert group.replicas == tuple((first + k) % 5 for k in range(count))
+    for position in range(count):
+        assert sorted(c.replicas[position] for c in view.groups[1]) == list(range(5)), "even"
+
+
+GRID = {s: Domain(f"p{s}", f"e{s // 2}", f"h{s // 4}", f"a{s // 8}") for s in range(16)}
+"""Two sites to an executor, two executors to a host, two hosts to an application."""
+
+
+@pytest.mark.parametrize("apart", ["process", "executor", "host", "application"])
+def test_replicas_are_as_far_apart_as_asked_and_as_can_be(apart: str) -> None:
+    view = place(protected(apart=apart), list(GRID), GRID)
+    for task in view.tasks():
+        one, other = (GRID[s] for s in view.group(task).replicas)
+        assert getattr(one, apart) != getattr(other, apart)
+        assert one.application != other.application, "there are two: why share one"
+
+
+def test_three_replicas_on_two_applications_share_no_host() -> None:
+    view = place(protected(3, "host"), list(GRID), GRID)
+    for task in view.tasks():
+        assert len({GRID[s].host for s in view.group(task).replicas}) == 3
+
+
+@pytest.mark.parametrize(
+    ("apart", "found"), [("executor", "only 1: e0"), ("application", "only 1: a0")]
+)
+def test_replicas_that_cannot_be_apart_are_refused_with_what_there_is(
+    apart: str, found: str
+) -> None:
+    with pytest.raises(HostError) as caught:
+        place(protected(apart=apart), [0, 1], GRID)
+    text = str(caught.value)
+    assert f"'packets' wants 2 replicas of each partition, no two in one {apart}" in text
+    assert found in text and "pairs(failure_domain=...)" in text
+
+
+# --- lost before the start ----------------------------------------------------------------------
+
+
+def test_a_site_that_is_lost_before_the_start_is_substituted_and_the_others_keep_theirs() -> None:
+    domains = {s: domain(s) for s in range(5)}
+    view = place(protected(), [0, 1, 2, 3], domains)
+    assert str(view) == "view 0.0 of 0 1 2 3: 0,1 1,2 | 2,3 3,0 0,1 1,2 | 2,3"
+    again = substituted(view, protected(), [0, 4, 2, 3], domains)
+    assert str(again) == "view 0.0 of 0 4 2 3: 0,4 4,2 | 2,3 3,0 0,4 4,2 | 2,3"
+
+
+def test_a_site_is_not_substituted_by_one_that_shares_a_failure_domain() -> None:
+    shape, domains = protected(apart="executor"), {0: GRID[0], 2: GRID[2]}
+    view = place(shape, [0, 2], domains)
+    assert substituted(view, shape, [0, 1], {0: GRID[0], 1: GRID[1]}) is None
+    assert substituted(view, shape, [0], {0: GRID[0]}) is None, "there are fewer sites"
+
+
+# --- replicas that are missing ------------------------------------------------------------------
+
+
+def candidates(*sites: int, launching: bool = False, await_launch: bool = False) -> Candidates:
+    domains = {SiteId(s): domain(s) for s in sites}
+    return Candidates(domains, 4, launching, await_launch)
+
+
+def lost_one() -> tuple[View, list[TaskId]]:
+    """Site 1 of four is gone."""
+    view = place(protected(), [0, 1, 2, 3], {s: domain(s) for s in range(4)}).without([1])
+    assert str(view) == "view 0.1 of 0 2 3: 0 2 | 2,3 3,0 0 2 | 2,3"
+    return view, missing(view, protected())
+
+
+def test_missing_replicas_join_one_of_a_stage_at_a_time_where_there_is_least_to_do() -> None:
+    view, tasks = lost_one()
+    assert tasks == [(0, 0), (0, 1), (1, 2), (1, 3)]
+    assigned = assign(view, protected(), tasks, candidates(0, 2, 3, 4))
+    assert assigned == Assignment({(0, 0): 4, (1, 2): 4}, (4, 4))
+    after = assigned.view(view)
+    assert str(after) == "view 0.2 of 0 2 3 4: 0+4 2 | 2,3 3,0 0+4 2 | 2,3"
+    assert after.group((0, 0)).joined_view_of(SiteId(4)) == 2
+    assert missing(after, protected()) == [(0, 1), (1, 3)], "joining ones are not missing"
+    more = assign(after, protected(), [(0, 1), (1, 3)], candidates(0, 2, 3, 4))
+    assert more.joiners == {}, "one of each stage joins already"
+
+
+def test_a_busy_site_gets_no_replica_while_another_site_is_about_to_come() -> None:
+    view, tasks = lost_one()
+    waiting = candidates(0, 2, 3, launching=True, await_launch=True)
+    assert assign(view, protected(), tasks, waiting) == Assignment({}, ())
+    over = candidates(0, 2, 3, launching=True)
+    assert assign(view, protected(), tasks, over).joiners == {(0, 0): 3, (1, 2): 2}
+
+
+def test_a_task_that_no_site_can_hold_is_named_unless_more_sites_come() -> None:
+    view = place(protected(), [0, 1], {s: domain(s) for s in range(2)}).without([1])
+    tasks = missing(view, protected())
+    assigned = assign(view, protected(), tasks, candidates(0))
+    assert assigned.joiners == {} and list(assigned.impossible) == tasks
+    assert set(assigned.impossible.values()) == {"no site is in another process than its replicas"}
+    assert assign(view, protected(), tasks, candidates(0, launching=True)).impossible == {}
+
+
+def test_tasks_without_a_replica_do_not_wait_for_each_other_but_each_joins_once() -> None:
+    lost = tuple(PartitionGroup(n, n + 1, ()) for n in range(2))
+    view = View(0, 3, (0,), ((PartitionGroup(0, 2, (0,)),), lost, (PartitionGroup(0, 1, (0,)),)))
+    shape, tasks = protected(), [(1, 0), (1, 1)]
+    assigned = assign(view, shape, tasks, candidates(0, 2))
+    assert assigned.joiners == {(1, 0): 2, (1, 1): 2}
+    assert assign(assigned.view(view), shape, tasks, candidates(0, 2)).joiners == {}
+
+
+def test_spans() -> None:
+    assert spans([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+    assert spans([]) == ""

@@ -1,3 +1,0 @@
-from ..site.conftest import kept
-
-__all__ = ["kept"]

@@ -1,0 +1,1 @@
+"""What several tests share: flows, servers, models, and what is done to runs."""

@@ -1,0 +1,15 @@
+"""A site that nobody has told anything yet."""
+
+from holdfast import Flow
+from holdfast.api.options import Options
+from holdfast.sinks import discard
+from holdfast.site.config import SiteConfig
+from holdfast.site.runtime import Site
+from holdfast.sources import generator
+from tests.support.lines import SCHEMA, numbers
+
+
+def lonely_site() -> Site:
+    flow = Flow("line")
+    flow.source("numbers", generator(numbers, SCHEMA)).sink("out", discard())
+    return Site(flow, SiteConfig(0, b"secret" * 4, (), "127.0.0.1", Options()))
