@@ -1,6 +1,8 @@
 """Call records: customers whose calls suddenly become much longer, with an operator of one's own.
 
-holdfast run examples/calls.py --host process --seconds 10
+holdfast run examples/calls.py --host process --quiet --seconds 5
+
+Prints a line for each outlier.
 """
 
 from typing import Any, ClassVar
@@ -50,4 +52,4 @@ class Outliers(KeyedFunction):
 
 flow = Flow("calls")
 calls = flow.source("calls", sources.generator(make_calls, CALLS, rate=20_000))
-calls.key_by("customer").apply(Outliers()).sink("outliers", sinks.discard())
+calls.key_by("customer").apply(Outliers()).sink("outliers", sinks.console())

@@ -1,6 +1,9 @@
 """Click streams: visits per page and minute, and which page visits end in a purchase.
 
-holdfast run examples/clicks.py --host process --seconds 10
+holdfast run examples/clicks.py --host process --quiet --seconds 15
+
+Prints large orders, and the visits of a page when its minute of event time is over. Revenue by
+page is a table: ask for it with ``--http 127.0.0.1:9090`` at ``/tables/revenue``.
 """
 
 import numpy as np
@@ -32,11 +35,11 @@ clicks = flow.source("clicks", sources.generator(make_clicks, CLICKS, rate=50_00
 orders = flow.source("orders", sources.generator(make_orders, ORDERS, rate=500), event_time="ts")
 
 per_minute = clicks.key_by("page").window(time=60_000, lateness=1_000).agg(visits=F.count())
-per_minute.sink("visits per minute", sinks.discard())
+per_minute.sink("visits per minute", sinks.console())
 
 bought = clicks.key_by("user").join(orders.key_by("user"), within=2_000)
 revenue = bought.select("page", "cents").key_by("page")
 revenue.agg(orders=F.count(), cents=F.sum("cents"), latest=F.last("cents")).sink(
-    "revenue", sinks.discard()
+    "revenue", sinks.table("page")
 )
-orders.filter(col("cents") > 9_000).sink("large orders", sinks.discard())
+orders.filter(col("cents") > 9_900).sink("large orders", sinks.console())
