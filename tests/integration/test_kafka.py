@@ -9,6 +9,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -33,9 +35,10 @@ from holdfast.sinks import discard
 from holdfast.sinks import kafka as kafka_sink
 from holdfast.sources import generator, rows, spark_stream
 from holdfast.sources import kafka as kafka_source
-
-from ..site.test_pairs import exists, kill, numbers, pids, replicas, until, until_protected
-from .topics import Kafka, Transactions
+from tests.support.lines import numbers
+from tests.support.pages import pages_that_need, run_page
+from tests.support.runs import exists, kill, pids, replicas, until, until_protected
+from tests.support.topics import Kafka, Transactions
 
 SCHEMA = numbers(0, 0, 0).schema
 PATIENCE_S = 60
@@ -456,16 +459,16 @@ class Writers:
 
     def __init__(self, topics: Kafka) -> None:
         self.topics, self.topic = topics, topics.create()
-        self._sink = kafka_sink(topics.servers, self.topic)
+        self.sink = kafka_sink(topics.servers, self.topic)
 
     def make(
         self, term: int, fresh: bool = False, confirmed: int | None = None, **more: Any
     ) -> Ledger:
-        assert isinstance(self._sink, sink.KafkaSink)
+        assert isinstance(self.sink, sink.KafkaSink)
         whose = Authority("writers", self.topic, **{"incarnation": "life", "term": term, **more})
         format = Json(pa.schema([("e", pa.int64())]))
         return Ledger(
-            self._sink,
+            self.sink,
             whose,
             format,
             new_incarnation=fresh,
@@ -521,6 +524,33 @@ def test_what_was_not_committed_is_not_there(topics: Kafka) -> None:
         assert new.begin() == -1
         assert new.append(group(0)) == 0
     assert writers.epochs == [0]
+
+
+def test_a_flow_is_known_to_the_broker_before_it_takes_rows(topics: Kafka) -> None:
+    """So a flow that is lost before its sink has written anything can continue. So can one that
+    places its sink elsewhere because a site died before the start."""
+    writers = Writers(topics)
+    schema = pa.schema([("e", pa.int64())])
+    for term in (0, 1):
+        whose = Authority("writers", writers.topic, incarnation="life", term=term)
+        writer = writers.sink.open(whose, schema)
+        with writers.make(2) as reader:
+            claim = reader._peek()
+        assert (claim.incarnation, claim.term, claim.epoch) == ("life", term, -1)
+        writer.abandon()
+    writer, durable = writers.sink.resume(replace(whose, lost=True, term=2), schema, -1)
+    assert durable == -1
+    writer.write(*group(0)[0])
+    until(lambda: writer.commit(0) == 0, "the epoch is durable")
+    writer.close()
+    assert writers.epochs == [0]
+
+
+def test_a_broker_that_does_not_answer_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sink, "CLAIM_S_MAX", 0.5)
+    made = kafka_sink("127.0.0.1:1", "t")
+    with pytest.raises(HostError, match=r"sink 'out'.*127\.0\.0\.1:1.*did not answer"):
+        made.open(Authority("away", "out"), pa.schema([("e", pa.int64())]))
 
 
 # --- a broker that has less than before ---------------------------------------------------------
@@ -741,3 +771,8 @@ def test_a_flow_that_is_lost_goes_on_between_two_topics(
     got = found(topics, out)
     assert len(got) == rows
     assert sorted(got) == sorted(expected(made["k"].to_numpy(), made["v"].to_numpy()))
+
+
+def test_the_page_shows_what_its_programs_print(broker: Broker, tmp_path: Path) -> None:
+    (page,) = pages_that_need("kafka")
+    run_page(page, tmp_path, replaced={"localhost:9092": broker.servers})

@@ -190,13 +190,9 @@ class Ledger:
     def _is_replaced(self, claim: KafkaClaim) -> bool:
         authority = self._authority
         if claim.incarnation == authority.incarnation:
-            before = claim.epoch > authority.after or claim.term < authority.term
-            if (
-                self._new_incarnation
-                and not self._claimed
-                and before
-                and claim.term <= authority.term
-            ):
+            # A site that died before the start may have claimed, but has not written.
+            written = claim.epoch > authority.after and claim.term <= authority.term
+            if self._new_incarnation and not self._claimed and written:
                 raise FlowError(
                     f"{self._where}: flow {authority.flow!r} was already started with the same "
                     f"secret, and has written {claim.epoch + 1} epochs",

@@ -13,7 +13,9 @@ before it writes. A writer that the broker refuses reads the claim to decide wha
 - Its own claim: an earlier leader woke up and does not know yet that it was replaced. The writer
   continues.
 
-The writer talks to the broker only in its own thread; the site never waits for the broker.
+The writer talks to the broker only in its own thread. A site waits for the broker once, when the
+flow starts: the broker has the claim before the first row is read. So a flow that was lost later
+can rely on it, whatever had been written.
 """
 
 from __future__ import annotations
@@ -41,6 +43,8 @@ WAITING_BYTES_MAX = 64 << 20
 RENEW_S = 600.0
 """Interval at which a sink without rows commits its offset again: the broker drops offsets that are
 older than ``offsets.retention.minutes``."""
+CLAIM_S_MAX = 60.0
+"""How long the start of a flow waits for the first claim."""
 QUIET_S = 30.0
 """How long a replaced writer stays quiet. Normally its site is fenced in that time. If the site
 still leads afterwards, the flow was started twice with the same secret, which is an error."""
@@ -81,7 +85,9 @@ class KafkaSink(Sink):
         return writing(self.format, pa.schema([schema.field(n) for n in names]), where)
 
     def open(self, whose: Authority, schema: pa.Schema) -> SinkWriter:
-        return KafkaWriter(self, whose, schema, whose.after, new_incarnation=True)
+        writer = KafkaWriter(self, whose, schema, whose.after, new_incarnation=True)
+        writer.wait_for_claim()
+        return writer
 
     def resume(self, whose: Authority, schema: pa.Schema, durable: int) -> tuple[SinkWriter, int]:
         # The writer reads the durable epoch from the broker later, and skips epochs up to it.
@@ -116,7 +122,7 @@ class KafkaWriter(SinkWriter):
         self._waiting: deque[tuple[int, pa.RecordBatch]] = deque()
         self._waiting_bytes = 0
         self._committed = self._written = durable
-        self._closing = self._abandoned = False
+        self._claimed = self._closing = self._abandoned = False
         self._quiet_since: float | None = None
         self._error: Exception | None = None
         self._rows = self._transactions = 0
@@ -124,6 +130,18 @@ class KafkaWriter(SinkWriter):
         self._thread.start()
 
     # --- called by the site ---------------------------------------------------------------------
+
+    def wait_for_claim(self) -> None:
+        with self._changed:
+            done = self._changed.wait_for(lambda: self._claimed or self._ended, CLAIM_S_MAX)
+        if not done:
+            self.abandon()
+            raise HostError(
+                f"sink {self._authority.sink!r}: the broker at {self._sink.servers} did not answer "
+                f"within {CLAIM_S_MAX:g} s",
+                hint="check the address, and that the broker allows transactions",
+            )
+        self._check()
 
     def room(self) -> bool:
         return self._waiting_bytes < WAITING_BYTES_MAX or self._ended
@@ -228,6 +246,7 @@ class KafkaWriter(SinkWriter):
     def _drop_written(self, reached: int) -> None:
         """Drop the rows up to this epoch, which are durable."""
         with self._changed:
+            self._claimed = True
             self._transactions += 1
             self._written = max(self._written, reached)
             while self._waiting and self._waiting[0][0] <= reached:
