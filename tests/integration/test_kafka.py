@@ -421,12 +421,9 @@ def test_started_twice_with_one_secret(topics: Kafka, kept) -> None:
     run = start(ten(topics, "secret", topic), options=Options(sites=1), secret=b"0123456789abcdef")
     kept.append(run)
     assert run.wait(PATIENCE_S)
-    again = start(
-        ten(topics, "secret", topic), options=Options(sites=1), secret=b"0123456789abcdef"
-    )
-    kept.append(again)
+    again = ten(topics, "secret", topic)
     with pytest.raises(FlowError, match="was already started with the same secret"):
-        again.wait(PATIENCE_S)
+        kept.append(start(again, options=Options(sites=1), secret=b"0123456789abcdef"))
     assert len(topics.rows(topic)) == 10
 
 
@@ -448,10 +445,8 @@ def test_two_flows_of_one_name(topics: Kafka, kept) -> None:
 
 
 def test_a_topic_that_is_not_there(topics: Kafka, kept) -> None:
-    run = ten(topics, "nowhere", "nowhere").start(sites=1)
-    kept.append(run)
     with pytest.raises(FlowError, match=r"topic 'nowhere' at .*: the topic does not exist"):
-        run.wait(PATIENCE_S)
+        kept.append(ten(topics, "nowhere", "nowhere").start(sites=1))
 
 
 class Writers:
