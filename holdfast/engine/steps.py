@@ -32,6 +32,10 @@ class Step:
     label = "step"
     port: Port
 
+    def parameters(self) -> dict[str, object]:
+        """Return what the step was given, as `KeyedOperator.parameters` does."""
+        return {}
+
     def needs(self, wanted: set[str]) -> set[str]:
         """Return the input columns that the step reads to compute the output columns `wanted`."""
         raise NotImplementedError
@@ -61,6 +65,9 @@ class Select(Step):
             if isinstance(expr, Col) and expr.name == source.event_time:
                 return name, source.delay
         return None, source.delay
+
+    def parameters(self) -> dict[str, object]:
+        return dict(self.exprs)
 
     def needs(self, wanted: set[str]) -> set[str]:
         return {c for name in wanted for c in self.exprs[name].columns()}
@@ -94,6 +101,9 @@ class Filter(Step):
             raise FlowError(f"{where}: the condition {condition} has the type {kind}, not bool")
         self.condition, self.port = condition, source
 
+    def parameters(self) -> dict[str, object]:
+        return {"condition": self.condition}
+
     def needs(self, wanted: set[str]) -> set[str]:
         return wanted | set(self.condition.columns())
 
@@ -113,6 +123,9 @@ class UserMap(Step):
         self.label = getattr(function, "__name__", form)
         self.source = source
         self.port = Port(schema, source.width, _time_of(source, schema), source.delay)
+
+    def parameters(self) -> dict[str, object]:
+        return {"schema": self.port.schema}
 
     def needs(self, wanted: set[str]) -> set[str]:
         return set(self.source.schema.names)
@@ -150,6 +163,9 @@ class FlatMap(Step):
         self.source = source
         self.port = Port(schema, source.width + 1, _time_of(source, schema), source.delay)
 
+    def parameters(self) -> dict[str, object]:
+        return {"schema": self.port.schema}
+
     def needs(self, wanted: set[str]) -> set[str]:
         return set(self.source.schema.names)
 
@@ -183,6 +199,9 @@ class Branch(Step):
     def __init__(self, source: Port, width: int, branch: int | None) -> None:
         self.source, self.branch = source, branch
         self.port = Port(source.schema, width, source.event_time, source.delay)
+
+    def parameters(self) -> dict[str, object]:
+        return {"branch": self.branch}
 
     def needs(self, wanted: set[str]) -> set[str]:
         return wanted

@@ -83,6 +83,16 @@ class KeyedOperator:
                 return set(port.schema.names)  # this output emits rows of the input unchanged
         return self.needs[position]
 
+    def parameters(self) -> dict[str, object]:
+        """Return what the operator was given besides its keys, under names that stay the same from
+        version to version: stores compare them."""
+        raise NotImplementedError
+
+    @property
+    def called(self) -> object | None:
+        """The user's function or object that it calls, if any."""
+        return None
+
     def _allocate(self) -> None:
         raise NotImplementedError
 

@@ -94,6 +94,13 @@ class CustomOperator(KeyedOperator):
         schema = pa.schema([*fields, *plain_schema(function.output, here)])
         self.outputs["out"] = Port(schema, source.width, delay=source.delay)
 
+    def parameters(self) -> dict[str, object]:
+        return {"state": {n: f.kind for n, f in self._fields.items()}}
+
+    @property
+    def called(self) -> object:
+        return self.function
+
     def _allocate(self) -> None:
         self.function = copy.deepcopy(self.function)
         self.table = StateTable(self._fields, self.partitions)

@@ -83,6 +83,9 @@ class WindowJoin(KeyedOperator):
         self.outputs["late_right"] = Port(right.schema, right.width)
         self.needs = [set(left.schema.names), set(right.schema.names)]
 
+    def parameters(self) -> dict[str, object]:
+        return {"on": self.on, "within": self.within, "hold": self.hold}
+
     def _allocate(self) -> None:
         self.sides = [
             _Side(self.keys, port.full_schema, on, self.partitions)

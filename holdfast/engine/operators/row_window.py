@@ -59,6 +59,9 @@ class RowWindow(KeyedOperator):
         fields += [pa.field(a.name, a.result_type) for a in self.aggs]
         self.outputs["out"] = Port(pa.schema(fields), source.width, delay=source.delay)
 
+    def parameters(self) -> dict[str, object]:
+        return {"rows": self.rows, "every": self.every, **{a.name: a for a in self.aggs}}
+
     def _allocate(self) -> None:
         fields = {n: Field(aggs[0].operand_type, width=self.rows) for n, aggs in self.rings.items()}
         self.table = StateTable({"__n": Field(pa.int64()), **fields}, self.partitions)

@@ -31,6 +31,9 @@ class RunningAggregate(KeyedOperator):
         fields += [pa.field(a.name, a.result_type) for a in self.aggs]
         self.outputs["out"] = Port(pa.schema(fields), source.width, delay=source.delay)
 
+    def parameters(self) -> dict[str, object]:
+        return {a.name: a for a in self.aggs}
+
     def _allocate(self) -> None:
         fields = {a.name: a.field for a in self.aggs if a.kind not in ("count", "last")}
         self.table = StateTable({"__n": Field(pa.int64()), **fields}, self.partitions)

@@ -72,6 +72,9 @@ class Spans(KeyedOperator):
         self.outputs["out"] = Port(pa.schema(fields), source.width, delay=source.delay)
         self._kinds = {n: source.schema.field(n).type for n in self.kept}
 
+    def parameters(self) -> dict[str, object]:
+        return {"start": self.start, "end": self.end, "emit": self.emit}
+
     def _allocate(self) -> None:
         fields = {n: Field(kind) for n, kind in self._kinds.items()}
         self.table = StateTable({"__open": Field(pa.bool_(), False), **fields}, self.partitions)
@@ -197,6 +200,9 @@ class TimedSpans(Spans):
             if isinstance(expr, AtStart) and expr.name == self.on:
                 return replace(port, event_time=name, delay=self.wait)
         return port
+
+    def parameters(self) -> dict[str, object]:
+        return super().parameters() | {"on": self.on, "wait": self.wait}
 
     def _allocate(self) -> None:
         fields = {n: Field(kind) for n, kind in self._kinds.items()}

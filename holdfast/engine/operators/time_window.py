@@ -73,6 +73,10 @@ class TimeWindow(KeyedOperator):
         self.needs[0] |= columns_of(list(aggregates.values())) | {on}
         self._key_kinds = [source.schema.field(k).type for k in keys]
 
+    def parameters(self) -> dict[str, object]:
+        given = {"on": self.on, "time": self.size, "every": self.every, "hold": self.hold}
+        return given | {a.name: a for a in self.aggs}
+
     def _allocate(self) -> None:
         fields = {f"__key.{k}": Field(t) for k, t in zip(self.keys, self._key_kinds, strict=True)}
         fields |= {a.name: a.field for a in self.aggs}

@@ -43,6 +43,10 @@ class ApplyInPandasWithState(StatefulOperator):
         state = Variable("state", "value", struct_of(state_schema, here))
         super().__init__(keys, source, arrow_of(schema, here), [state], clock, here)
 
+    @property
+    def called(self) -> object:
+        return self.function
+
     def _begin(self) -> None:
         self._codec = RowCodec(self.variables[0].schema, self.where)
         self._adapter = FrameAdapter(self._names, self.label)

@@ -107,6 +107,15 @@ class StatefulOperator(KeyedOperator):
 
     # --- state ------------------------------------------------------------------------------------
 
+    def parameters(self) -> dict[str, object]:
+        state = {
+            v.name: f"{v.kind} {v.schema.simpleString()}"
+            + (f" by {v.keys.simpleString()}" if v.keys is not None else "")
+            for v in self.variables
+        }
+        timed = {} if self.clock is None else {"on": self.clock.on, "hold": self.clock.hold}
+        return {"state": state, **timed}
+
     def _allocate(self) -> None:
         fields = {f"__key.{k}": Field(t) for k, t in zip(self.keys, self._key_kinds, strict=True)}
         fields |= {"__hash": Field(pa.int64()), "__next": Field(pa.int64(), NO_TIMER)}

@@ -48,6 +48,10 @@ class TransformWithState(StatefulOperator):
             keys, source, arrow_of(schema, here), _declared(processor, clock, here), clock, here
         )
 
+    @property
+    def called(self) -> object:
+        return self.processor
+
     def _begin(self) -> None:
         self.processor = copy.deepcopy(self.processor)
         self._named = Row(*self.keys)
