@@ -183,7 +183,6 @@ class Controller:
         except HostError as error:
             return self._fail(error)
         self.lifecycle.advance(PhaseEvent.PLACED)
-        self._mirrors.on_placed(placed)
         number = 0 if before is None else before.number + 1
         return self._commit(replace(placed, term=self.term, number=number))
 
@@ -192,7 +191,7 @@ class Controller:
         self.view, self.shape = view, self.shape.under(view)
         self._reports = ViewReports()
         addresses = {s: self.roster.addresses[s] for s in view.members}
-        effects: list[ControllerEffect] = [CommitView(view, addresses)]
+        effects: list[ControllerEffect] = [CommitView(view, addresses), *self._mirrors.pause(view)]
         if self.state is FlowPhase.DRAINING:
             effects.append(DrainFlow(view.sequencers[0]))
         return effects
@@ -218,19 +217,19 @@ class Controller:
         if not self.running:
             return self._remove_early(gone, event.reason)
         before, view = self._latest, self._without(gone)
+        useless = self._mirrors.lost_with(before, gone)
         if lost := unrecoverable(view, self.shape):
             return self._on_tasks_lost(event, gone, view, lost)
         effects = self._remove(gone, event.reason)
         for task in before.tasks():
             for site in before.group(task).joining:
-                if site in gone:
-                    effects += self._join_failed(task, f"site {site} died: {event.reason}")
-        self.joins.on_sites_lost(gone)
+                if site in useless:
+                    effects += self._join_failed(task, f"site {gone[0]} died: {event.reason}")
+        self.joins.on_sites_lost(useless)
         if any(s in before.members for s in gone):
             if view.sequencers != before.sequencers:
                 self.joins.on_chain_changed(view.number)
             effects += self._commit(view)
-            effects += self._mirrors.pause(False, view.sequencers)
         return effects + self._recover()
 
     def _on_tasks_lost(
@@ -246,7 +245,8 @@ class Controller:
 
     def _without(self, gone: Collection[SiteId]) -> View:
         """The next view, without these sites. A mirror is lost with any of its sites."""
-        return self._mirrors.without(self._latest.without(gone), gone)
+        view = self._latest.without(self._mirrors.lost_with(self._latest, gone))
+        return replace(view, members=tuple(s for s in self._latest.members if s not in gone))
 
     def _can_lose(self, site: SiteId) -> bool:
         """Whether the flow can continue without a site."""
@@ -257,7 +257,6 @@ class Controller:
         effects = self.roster.remove(gone, reason)
         for site in gone:
             self.lifecycle.note(f"site {site} failed: {reason}")
-            self._mirrors.on_replaced(site, self.roster.replaced[site])
         return [*effects]
 
     def _remove_early(self, gone: list[SiteId], reason: str) -> list[ControllerEffect]:
@@ -329,11 +328,11 @@ class Controller:
 
     def _recover_mirror(self, tasks: list[TaskId]) -> list[ControllerEffect]:
         """Begin to rebuild a whole mirror, with the flow standing still."""
-        assigned = self._mirrors.assign(self._latest, tasks, self.addresses)
+        view = self._latest
+        assigned = self._mirrors.assign(view, self.shape, tasks, self.roster.domains)
         if assigned is None or not all(self.joins.may_begin(u) for u in tasks):
             return []
-        effects = self._commit(assigned.view(self._latest))
-        return [*effects, *self._mirrors.pause(True, self._latest.sequencers)]
+        return self._commit(assigned.view(view))
 
     def _fail_unrecovered(self, task: TaskId) -> list[ControllerEffect]:
         """End the flow: a task has no replica, and all attempts to rebuild it have failed."""
@@ -362,8 +361,6 @@ class Controller:
         self.joins.on_installed(task, site, computes=site in group.replicas)
         self.view = self._latest.changed({task: group})
         effects = [e for loss in self._doubtful.take() for e in self._on_sites_failed(loss)]
-        if not any(self.view.group(u).joining for u in self.view.tasks()):
-            effects += self._mirrors.pause(False, self.view.sequencers)
         if self.running:
             effects += self._recover()
         # Whatever else has changed since, the last view is the one to act on.
@@ -376,11 +373,19 @@ class Controller:
         group = self._latest.group(event.task)
         if event.task in self.joins.unrecovered and not group.replicas:
             return self._fail_unrecovered(event.task)
-        view = self._latest.changed({event.task: group.without([event.site])})
         if self._mirrors.used:
-            self.joins.clear_orders()
-            view = self._mirrors.without(view, [event.site])
-        return [*effects, *self._commit(view), *self._mirrors.pause(False, view.sequencers)]
+            return effects + self._break_off_mirror(event.site)
+        view = self._latest.changed({event.task: group.without([event.site])})
+        return effects + self._commit(view)
+
+    def _break_off_mirror(self, site: SiteId) -> list[ControllerEffect]:
+        """A replica of a mirror failed to join at this site: no other one of it remains. Its sites
+        remain members."""
+        useless = self._mirrors.lost_with(self._latest, [site])
+        self.joins.clear_orders()
+        self.joins.on_sites_lost(useless)
+        view = self._latest.without(useless)
+        return self._commit(replace(view, members=self._latest.members))
 
     def _join_failed(self, task: TaskId, reason: str) -> list[ControllerEffect]:
         self.lifecycle.note(f"a replica of {task} failed to join: {reason}")
@@ -491,8 +496,8 @@ class Controller:
         orders: list[ControllerEffect] = [*self.joins.orders_of(site)]
         if self.state is FlowPhase.DRAINING:
             orders += [DrainFlow(s) for s in self._latest.sequencers[:1] if s == site]
-        if self._mirrors.flow_paused:
-            orders.append(PauseFlow(site, True))
+        if self._mirrors.used and site == self._latest.sequencers[0]:
+            orders.append(PauseFlow(site, self._mirrors.paused(self._latest)))
         if self.seen_by_all:
             orders += [o for o in self._change.retention_orders() if o.site == site]
         return orders

@@ -48,11 +48,28 @@ def place(shape: Shape, sites: Sequence[SiteId], domains: Mapping[SiteId, Domain
     return View(0, 0, tuple(sites), tuple(placed))
 
 
-def mirrors(shape: Shape, ring: Sequence[SiteId]) -> tuple[list[SiteId], list[SiteId]]:
+def mirror_domain(shape: Shape) -> str:
+    """The failure domain that no two mirrors may share: the widest that a stage names."""
+    return max((s.guard.failure_domain for s in shape.stages), key=DOMAINS.index)
+
+
+def mirrors(
+    shape: Shape, ring: Sequence[SiteId], domains: Mapping[SiteId, Domain]
+) -> tuple[list[SiteId], list[SiteId]]:
     """The two sets of sites that each hold one replica of everything: one site each for dataflow
-    pairs, half of the sites each for cluster pairs."""
-    count = 1 if shape.granularity == "dataflow" else len(ring) // 2
-    return list(ring[0 : 2 * count : 2]), list(ring[1 : 2 * count : 2])
+    pairs, up to half of the sites each for cluster pairs.
+
+    A mirror is lost with any of its sites. So no failure domain has sites of both, or its loss
+    would end the flow; the largest domains are dealt first, each to the smaller mirror.
+    """
+    decks: dict[str, list[SiteId]] = {}
+    for site in ring:
+        decks.setdefault(getattr(domains[site], mirror_domain(shape)), []).append(site)
+    both: tuple[list[SiteId], list[SiteId]] = ([], [])
+    for deck in sorted(decks.values(), key=len, reverse=True):
+        min(both, key=len).extend(deck)
+    count = min(1 if shape.granularity == "dataflow" else len(ring), *map(len, both))
+    return both[0][:count], both[1][:count]
 
 
 def _bounds(partitions: int, groups: int) -> list[int]:
@@ -61,11 +78,12 @@ def _bounds(partitions: int, groups: int) -> list[int]:
 
 
 def _place_mirrors(shape: Shape, ring: Sequence[SiteId], domains: Mapping[SiteId, Domain]) -> View:
-    first, second = mirrors(shape, ring)
+    first, second = mirrors(shape, ring, domains)
+    if not second:
+        widest = max(shape.stages, key=lambda s: DOMAINS.index(s.guard.failure_domain))
+        _next_replica(widest, ring[:1], ring[1:], domains)  # raises with the reason
     placed = []
     for stage in shape.stages:
-        if not first or not second or not may_join(stage, first[:1], second[0], domains):
-            _next_replica(stage, ring[:1], ring[1:], domains)  # raises with the reason
         count = min(stage.partitions, len(first))
         bounds = _bounds(stage.partitions, count)
         placed.append(

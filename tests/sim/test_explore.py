@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.lab.sim import exhaust
 from holdfast.lab.sim.bugs import BUGS, Bug
-from holdfast.lab.sim.explore import PROTOCOLS, Case, run, shrink
+from holdfast.lab.sim.explore import MIRRORED, PROTOCOLS, Case, run, shrink
 from holdfast.lab.sim.faults import KINDS, PAIRS, PHASES, Fault, schedule
 from holdfast.lab.sim.flows import FLOWS
 from holdfast.ui import cli
@@ -29,6 +29,7 @@ FLOWS_AND_PROTOCOLS = [
     ("joins", "upstream"),
     ("windows", "active"),
     ("dmz", "upstream"),
+    *((flow, protocol) for flow in ("dmz", "windows") for protocol in MIRRORED),
 ]
 FAST = {("dmz", "pairs"): 20}
 """How many runs of a flow every change must pass, if not 5: in these are one that ends while it
@@ -56,7 +57,7 @@ def test_whatever_goes_wrong_the_result_is_right(
     assert any(outcome.done for outcome in outcomes)
 
 
-TWO_PROTOCOLS = list(itertools.permutations(sorted(PROTOCOLS.keys() - {"triples"}), 2))
+TWO_PROTOCOLS = list(itertools.permutations(sorted(PROTOCOLS.keys() - {"triples", *MIRRORED}), 2))
 
 
 @pytest.mark.parametrize("runs", [2, nightly(10)])

@@ -51,7 +51,12 @@ PROTOCOLS: dict[str, Protection] = {
     "rollback": rollback(summary_interval=0.02, failure_domain="process"),
     "upstream": upstream(summary_interval=0.02, failure_domain="process"),
     "passive": passive(interval=0.008, failure_domain="process"),
+    "dataflow": pairs(granularity="dataflow", failure_domain="process"),
+    "cluster": pairs(granularity="cluster", failure_domain="process"),
 }
+MIRRORED = ("dataflow", "cluster")
+"""Protocols that lose a whole mirror with a site. They are not mixed with others, and run in one
+application."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +106,8 @@ class Case:
     @property
     def applications(self) -> int:
         """The number of applications."""
-        if self.apps or self.protocol == "triples" or self.seed % 8 != 6:
+        alone = self.protocol in ("triples", *MIRRORED)
+        if self.apps or alone or self.seed % 8 != 6:
             return self.apps or 1
         return 2 + self.seed // 8 % 2
 

@@ -29,6 +29,7 @@ from holdfast.core.controller import Controller
 from holdfast.core.effects import ArbiterAsk
 from holdfast.core.ids import SiteId
 from holdfast.core.layout import Domain, View
+from holdfast.core.mirrors import is_whole
 from holdfast.core.records import EpochRecord
 from holdfast.errors import InvariantError
 from holdfast.lab.sim.arbiter import ArbiterLedger
@@ -284,11 +285,13 @@ class World:
 
     def survives(self, *victims: SiteId) -> bool:
         """Whether every task that cannot be rebuilt has a live replica or standby without these
-        sites. A joining replica does not count."""
+        sites; of mirrors, whether one is whole. A joining replica does not count."""
         view = self.controller.view
         if view is None:
             return False
         living = set(self.nodes) - set(victims)
+        if self.shape.granularity != "partition":
+            return is_whole(view, living)
         stages = self.controller.shape.stages
         kept = [u for u in view.tasks() if not stages[u[0]].guard.rebuild_level]
         groups = [view.group(u) for u in kept]

@@ -26,7 +26,8 @@ def add_to(commands: Any) -> None:
         default="dmz",
     )
     protocols = ("pairs", "triples", "active", "passive", "upstream", "rollback")
-    sim.add_argument("--protocol", choices=protocols, default="pairs")
+    whole = ("dataflow", "cluster")
+    sim.add_argument("--protocol", choices=(*protocols, *whole), default="pairs")
     sim.add_argument(
         "--then",
         choices=protocols,
