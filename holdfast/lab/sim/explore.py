@@ -49,7 +49,9 @@ PROTOCOLS: dict[str, Protection] = {
     "triples": pairs(replicas=3, failure_domain="process"),
     "active": active(failure_domain="process"),
     "rollback": rollback(summary_interval=0.02, failure_domain="process"),
+    "rollback-2": rollback(h=2, summary_interval=0.02, failure_domain="process"),
     "upstream": upstream(summary_interval=0.02, failure_domain="process"),
+    "upstream-1": upstream(k=1, summary_interval=0.02, failure_domain="process"),
     "passive": passive(interval=0.008, failure_domain="process"),
 }
 
