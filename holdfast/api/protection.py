@@ -89,8 +89,8 @@ def upstream(
 
     Of stages in a row with this protection `k` may be lost at once: by default all of them, so that
     it does not matter how many of their partitions a site has. With a smaller `k` producers keep
-    less; but then the loss of a site with partitions of more than `k` stages in a row ends the
-    flow.
+    less, and no site gets partitions of more than `k` stages in a row, as far as there are enough
+    sites; ``run.status()["exposed"]`` has those whose loss would end the flow.
     """
     if k is not None and k < 1:
         raise FlowError(f"upstream(): k must be at least 1, not {k}", hint="none() bears no loss")

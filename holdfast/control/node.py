@@ -86,6 +86,8 @@ class ControlNode:
         self._taking_over: tuple[int, Entry, Knowledge] | None = None
         """The number of the probe whose result the take-over waits for, and what it begins with."""
         self._error: Exception | None = None
+        self._exposed: tuple[str, ...] = ()
+        """The exposures that the log has."""
         self._now = 0.0
         self._out: list[ev.ControlEffect] = []
         self._handlers = protocol.handlers({Receiver.CONTROL_NODE: self})
@@ -303,6 +305,15 @@ class ControlNode:
         more = self.leadership.role is not Role.LEADING
         self._execute(self.leading.on_committed(more))
 
+    def _warn_if_exposed(self, controller: Controller) -> None:
+        """Write once to the log whose loss would end the flow, unless replicas are being made."""
+        if not controller.protected:
+            return
+        found = tuple(str(exposure) for exposure in controller.exposures)
+        if found != self._exposed:
+            self._do(*(ev.Note(text, warns=True) for text in found))
+            self._exposed = found
+
     # --- other applications ---------------------------------------------------------------------
 
     def _follow(self, entry: Entry) -> None:
@@ -433,6 +444,7 @@ class ControlNode:
             return
         if leading.agents:
             self._do(ev.TellAgents())
+        self._warn_if_exposed(leading.controller)
         self._control(self.watch.silent(leading.controller.addresses, now))
         if not leading.frozen:
             self._control(self.watch.partitioned(now))

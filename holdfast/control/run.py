@@ -59,6 +59,7 @@ UNKNOWN: dict[str, Any] = {
     "term": -1,
     "protected": False,
     "partitions": [],
+    "exposed": [],
     "dead": {},
 }
 """The status of a flow as long as no application is known to lead."""
@@ -370,6 +371,7 @@ class Run:
             "term": view.term if view else -1,
             "protected": controller.protected,
             "partitions": self._recovery(controller),
+            "exposed": [str(exposure) for exposure in controller.exposures],
             "dead": {int(s): reason for s, reason in controller.dead.items()},
         }
 

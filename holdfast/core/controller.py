@@ -70,6 +70,7 @@ from holdfast.core.placement import (
 )
 from holdfast.core.protection_change import ProtectionChange
 from holdfast.core.roster import FAILED_STARTS_MAX, SiteRoster
+from holdfast.core.separation import Exposure, exposures, lost_stretch
 from holdfast.core.task_phase import SAFE, task_phase
 from holdfast.core.timers import DoubtTimer, PatienceTimer, RejoinTimer
 from holdfast.core.view_reports import ViewReports
@@ -216,6 +217,8 @@ class Controller:
             return []
         if not self.running:
             return self._remove_early(gone, event.reason)
+        if not event.certain and not self._can_lose(*gone):
+            return []  # they may live
         before, view = self._latest, self._without(gone)
         useless = self._mirrors.lost_with(before, gone)
         if lost := unrecoverable(view, self.shape):
@@ -235,9 +238,9 @@ class Controller:
     def _on_tasks_lost(
         self, event: SitesFailed, gone: list[SiteId], view: View, lost: list[TaskId]
     ) -> list[ControllerEffect]:
-        """No replica of these tasks would be left: end the flow, unless the sites may live, have
-        finished, or joining replicas may be in place."""
-        if not event.certain or self._reports.have_finished(gone):
+        """No replica of these tasks would be left: end the flow, unless the sites have finished, or
+        joining replicas may be in place."""
+        if self._reports.have_finished(gone):
             return []
         if all(view.group(u).joining for u in lost):
             return [self._doubtful.add(event)]
@@ -248,9 +251,12 @@ class Controller:
         view = self._latest.without(self._mirrors.lost_with(self._latest, gone))
         return replace(view, members=tuple(s for s in self._latest.members if s not in gone))
 
-    def _can_lose(self, site: SiteId) -> bool:
-        """Whether the flow can continue without a site."""
-        return not unrecoverable(self._without([site]), self.shape)
+    def _can_lose(self, *sites: SiteId) -> bool:
+        """Whether the flow can continue without these sites. A task that was rebuilt just now may
+        not keep enough yet for another to be rebuilt from."""
+        view = self._without(sites)
+        weak = [u for u, _ in self.joins.replaying if self.shape.stages[u[0]].guard.rebuild_level]
+        return not unrecoverable(view, self.shape) and not lost_stretch(view, self.shape, weak)
 
     def _remove(self, gone: Collection[SiteId], reason: str) -> list[ControllerEffect]:
         """Never deal with these sites again; launch others in their place."""
@@ -322,9 +328,10 @@ class Controller:
         assigned = assign(view, self.shape, wanted, self.roster.candidates())
         for task, reason in assigned.impossible.items():
             self.joins.give_up(task, reason)
-        if assigned.joiners:
-            return self._commit(assigned.view(view))
-        return [*self.roster.wait_for_launched()] if tasks else []
+        effects = self._commit(assigned.view(view)) if assigned.joiners else []
+        if assigned.waits or (tasks and not assigned.joiners):
+            effects += self.roster.wait_for_launched()
+        return effects
 
     def _recover_mirror(self, tasks: list[TaskId]) -> list[ControllerEffect]:
         """Begin to rebuild a whole mirror, with the flow standing still."""
@@ -505,6 +512,14 @@ class Controller:
     def phase(self, task: TaskId) -> str:
         """How protected a task is: see the glossary."""
         return task_phase(task, self._latest, self.shape, self.joins)
+
+    @property
+    def exposures(self) -> list[Exposure]:
+        """The failure domains whose loss would end the flow, because stages that must not be lost
+        together share them."""
+        if self.view is None:
+            return []
+        return exposures(self.view, self.shape, self.roster.domains)
 
     @property
     def seen_by_all(self) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from holdfast.core.ids import SiteId, TaskId
 from holdfast.core.layout import Domain, PartitionGroup, Shape, StageShape, View
 from holdfast.core.protection import DOMAINS
+from holdfast.core.separation import Neighbours, exposures, separated
 from holdfast.errors import HostError
 
 
@@ -22,6 +23,8 @@ def place(shape: Shape, sites: Sequence[SiteId], domains: Mapping[SiteId, Domain
     Replicas follow one another around the ring of sites (chained declustering). The ring is ordered
     so that neighbours share as few failure domains as possible. A stage with fewer partitions than
     sites begins where the one before ended, so that such stages do not all share the first site.
+    Stages that must not be lost together have sites of their own, as far as there are enough: see
+    `holdfast.core.separation`.
     """
     if not sites:
         raise HostError("a flow needs at least one site")
@@ -29,23 +32,32 @@ def place(shape: Shape, sites: Sequence[SiteId], domains: Mapping[SiteId, Domain
     if shape.granularity != "partition":
         return _place_mirrors(shape, ring, domains)
     placed, turn = [], 0
+    own = separated(shape, ring, domains)
     for stage in shape.stages:
-        count = min(stage.partitions, len(ring))
-        bounds = _bounds(stage.partitions, count)
-        groups = []
-        for c in range(count):
-            at = (turn + c) % len(ring)
-            replicas = [ring[at]]
-            guard = stage.guard
-            while len(replicas) < guard.wanted:
-                after = [ring[(at + k) % len(ring)] for k in range(1, len(ring))]
-                replicas.append(_next_replica(stage, replicas, after, domains))
-            both = (tuple(replicas[: guard.replicas]), tuple(replicas[guard.replicas :]))
-            groups.append(PartitionGroup(bounds[c], bounds[c + 1], both[0], standbys=both[1]))
-        if count < len(ring):
+        usable = own.get(stage.id, ring)
+        count = min(stage.partitions, len(usable))
+        placed.append(_place_stage(stage, usable, turn, domains))
+        if count < len(usable):
             turn += count
-        placed.append(tuple(groups))
     return View(0, 0, tuple(sites), tuple(placed))
+
+
+def _place_stage(
+    stage: StageShape, ring: Sequence[SiteId], turn: int, domains: Mapping[SiteId, Domain]
+) -> tuple[PartitionGroup, ...]:
+    """The partition groups of a stage, from the site at `turn` on."""
+    guard, count = stage.guard, min(stage.partitions, len(ring))
+    bounds = _bounds(stage.partitions, count)
+    groups = []
+    for c in range(count):
+        at = (turn + c) % len(ring)
+        replicas = [ring[at]]
+        while len(replicas) < guard.wanted:
+            after = [ring[(at + k) % len(ring)] for k in range(1, len(ring))]
+            replicas.append(_next_replica(stage, replicas, after, domains))
+        both = (tuple(replicas[: guard.replicas]), tuple(replicas[guard.replicas :]))
+        groups.append(PartitionGroup(bounds[c], bounds[c + 1], both[0], standbys=both[1]))
+    return tuple(groups)
 
 
 def mirror_domain(shape: Shape) -> str:
@@ -155,7 +167,7 @@ def substituted(
     view: View, shape: Shape, sites: Sequence[SiteId], domains: Mapping[SiteId, Domain]
 ) -> View | None:
     """`view`, with each of its members replaced by the site at the same position of `sites`; None
-    if two replicas would share a failure domain.
+    if two replicas would share a failure domain, or stages that must not be lost together.
 
     Before the flow starts, members have already opened the sinks and sequencers that an earlier
     view gave them. No view takes these from a site that lives, so only what lost sites had moves.
@@ -177,7 +189,7 @@ def substituted(
         for u in view.tasks()
         for n, site in enumerate(view.group(u).all)
     )
-    return view if fits else None
+    return view if fits and not exposures(view, shape, domains) else None
 
 
 # --- replicas that are missing ------------------------------------------------------------------
@@ -192,6 +204,8 @@ class Assignment:
     """The sites that must be members for it."""
     impossible: dict[TaskId, str] = field(default_factory=dict)
     """The tasks that no site can hold another replica of unless more sites come, and why."""
+    waits: bool = False
+    """Whether a task waits for a site that is being launched."""
 
     def view(self, before: View) -> View:
         """The view after `before`, in which these replicas join."""
@@ -234,15 +248,17 @@ def assign(view: View, shape: Shape, tasks: Sequence[TaskId], candidates: Candid
     """Choose sites for another replica of each of these tasks, of a stage only one at a time.
 
     A task without a replica is rebuilt. It does not wait for others of its stage, but at first it
-    is rebuilt at one site only: further replicas are copied from that one.
+    is rebuilt at one site only: further replicas are copied from that one. It waits for a site that
+    is being launched only if all others have tasks that must not be lost together with it.
     """
     busy = {u[0] for u in view.tasks() if view.group(u).joining}
-    load = load_of(view, candidates.domains)
+    load, near = load_of(view, candidates.domains), Neighbours(view, shape, candidates.domains)
     fair = sum(shape.stages[u[0]].guard.wanted for u in view.tasks()) // max(
         1, candidates.sites_planned
     )
     joiners: dict[TaskId, SiteId] = {}
     impossible: dict[TaskId, str] = {}
+    waits = False
     for task in tasks:
         group = view.group(task)
         begun = task[0] in busy if group.replicas else bool(group.joining)
@@ -255,10 +271,15 @@ def assign(view: View, shape: Shape, tasks: Sequence[TaskId], candidates: Candid
                 domain = stage.guard.failure_domain
                 impossible[task] = f"no site is in another {domain} than its replicas"
             continue
-        best = min(fit, key=lambda s: (load[s], closeness(group.all, s, candidates.domains), s))
-        if group.all and load[best] >= fair and candidates.await_launch:
+        harm = {s: near.harm(task, s) for s in fit}
+        far = {s: closeness(group.all, s, candidates.domains) for s in fit}
+        best = min(fit, key=lambda s: (*harm[s], load[s], far[s], s))
+        exposed = harm[best][0] > 0 or (group.all and load[best] >= fair)
+        if exposed and candidates.await_launch:
+            waits = True
             continue  # a site without tasks is about to register
         joiners[task] = best
         load[best] += 1
+        near.add(task, best)
         busy.add(task[0])
-    return Assignment(joiners, tuple(joiners.values()), impossible)
+    return Assignment(joiners, tuple(joiners.values()), impossible, waits)

@@ -41,6 +41,7 @@ class Dashboard:
         parts: list[Text | Table] = [Text(self._headline(status)), table]
         if any(p["phase"] != "not protected" for p in status["partitions"]):
             parts.append(_recovery(status["partitions"]))
+        parts += [Text(text, style="yellow") for text in status["exposed"]]
         return Group(*parts)
 
     def _row(

@@ -8,6 +8,7 @@ from holdfast.core.ids import SiteId, TaskId
 from holdfast.core.layout import Domain, PartitionGroup, Shape, StageShape, View, spans
 from holdfast.core.placement import Assignment, Candidates, assign, missing, place, substituted
 from holdfast.core.protection import ProtectionSpec
+from holdfast.core.separation import exposures, lost_stretch
 from holdfast.errors import HostError
 
 SHAPE = Shape(
@@ -134,7 +135,7 @@ def test_missing_replicas_join_one_of_a_stage_at_a_time_where_there_is_least_to_
 def test_a_busy_site_gets_no_replica_while_another_site_is_about_to_come() -> None:
     view, tasks = lost_one()
     waiting = candidates(0, 2, 3, launching=True, await_launch=True)
-    assert assign(view, protected(), tasks, waiting) == Assignment({}, ())
+    assert assign(view, protected(), tasks, waiting) == Assignment({}, (), waits=True)
     over = candidates(0, 2, 3, launching=True)
     assert assign(view, protected(), tasks, over).joiners == {(0, 0): 3, (1, 2): 2}
 
@@ -155,6 +156,105 @@ def test_tasks_without_a_replica_do_not_wait_for_each_other_but_each_joins_once(
     assigned = assign(view, shape, tasks, candidates(0, 2))
     assert assigned.joiners == {(1, 0): 2, (1, 1): 2}
     assert assign(assigned.view(view), shape, tasks, candidates(0, 2)).joiners == {}
+
+
+# --- stages that must not be lost together ------------------------------------------------------
+
+
+def rebuilt(k: int, *edges: tuple[int, int], stages: int = 4, partitions: int = 8) -> Shape:
+    """A source (0), keyed stages that are rebuilt at level k, and a sink (the last stage)."""
+    guard = ProtectionSpec("upstream", 1, "process", level=k, rebuild_level=k)
+    ends = ProtectionSpec("pairs", 2, "process", followers=True)
+
+    def stage(n: int) -> StageShape:
+        inputs = tuple(x for x, (_, to) in enumerate(edges) if to == n)
+        outputs = tuple(x for x, (of, _) in enumerate(edges) if of == n)
+        keyed = 0 < n < stages - 1
+        kind = "keyed" if keyed else "source" if n == 0 else "sink"
+        count = partitions if keyed else 1
+        return StageShape(n, f"s{n}", kind, count, inputs, outputs, guard=guard if keyed else ends)
+
+    made = tuple(stage(n) for n in range(stages))
+    return Shape(made, tuple(of for of, _ in edges), tuple(to for _, to in edges))
+
+
+CHAIN = ((0, 1), (1, 2), (2, 3))
+SKIPPING = ((0, 1), (1, 2), (2, 3), (1, 3), (3, 4))
+"""A diamond of which one side is longer: each of the three keyed stages is next to the others."""
+
+
+@pytest.mark.parametrize("sites", [2, 3, 4, 5])
+def test_stages_that_must_not_be_lost_together_share_no_site(sites: int) -> None:
+    domains = {s: domain(s) for s in range(sites)}
+    view = place(rebuilt(1, *CHAIN), list(domains), domains)
+    first, second = ({s for c in stage for s in c.replicas} for stage in view.groups[1:3])
+    assert not first & second and first | second == set(domains)
+    assert abs(len(first) - len(second)) <= 1
+    assert exposures(view, rebuilt(1, *CHAIN), domains) == []
+
+
+def test_stages_that_may_be_lost_together_use_all_sites() -> None:
+    domains = {s: domain(s) for s in range(3)}
+    view = place(rebuilt(2, *CHAIN), list(domains), domains)
+    assert all(len(stage) == 3 for stage in view.groups[1:3])
+
+
+def test_with_enough_sites_any_k_of_them_leave_a_stage_of_each_stretch() -> None:
+    shape = rebuilt(2, *((n, n + 1) for n in range(5)), stages=6)
+    domains = {s: domain(s) for s in range(6)}
+    view = place(shape, list(domains), domains)
+    for one in domains:
+        for other in domains:
+            assert lost_stretch(view.without([one, other]), shape) is None, str(view)
+
+
+def test_stages_share_no_failure_domain_that_is_asked_for() -> None:
+    shape = rebuilt(1, *CHAIN)
+    stages = (replace(s, guard=replace(s.guard, failure_domain="host")) for s in shape.stages)
+    shape = replace(shape, stages=tuple(stages))
+    view = place(shape, list(range(8)), GRID)
+    hosts = [{GRID[s].host for c in stage for s in c.replicas} for stage in view.groups[1:3]]
+    assert not hosts[0] & hosts[1]
+
+
+def test_too_few_sites_are_said_with_how_many_it_takes() -> None:
+    shape, domains = rebuilt(1, *SKIPPING, stages=5), {s: domain(s) for s in range(2)}
+    found = exposures(place(shape, [0, 1], domains), shape, domains)
+    assert len(found) == 1, "only one of the two has neighbours"
+    assert "would end the flow: it has partitions of 's" in str(found[0])
+    assert str(found[0]).endswith("takes sites in 3 different processes")
+    domains = {s: domain(s) for s in range(3)}
+    assert exposures(place(shape, [0, 1, 2], domains), shape, domains) == []
+
+
+def test_a_lost_task_is_rebuilt_where_its_neighbours_are_not() -> None:
+    shape, domains = rebuilt(1, *CHAIN), {s: domain(s) for s in range(4)}
+    view = place(shape, list(domains), domains)
+    lost = view.groups[1][0].replicas[0]
+    left = view.without([lost])
+    assigned = assign(left, shape, left.bare(), candidates(*left.members))
+    assert assigned.joiners and exposures(assigned.view(left), shape, domains) == []
+
+
+def test_a_lost_task_waits_for_a_launch_rather_than_join_its_neighbours() -> None:
+    shape, domains = rebuilt(1, *CHAIN), {s: domain(s) for s in range(2)}
+    view = place(shape, list(domains), domains)
+    lost = view.groups[1][0].replicas[0]
+    left = view.without([lost])
+    (rest,) = left.members
+    waiting = assign(left, shape, left.bare(), candidates(rest, launching=True, await_launch=True))
+    assert waiting == Assignment({}, (), waits=True)
+    over = assign(left, shape, left.bare(), candidates(rest, launching=True))
+    assert set(over.joiners.values()) == {rest}, "late is worse than exposed"
+    assert exposures(over.view(left), shape, {rest: domain(rest)})
+
+
+def test_a_substitute_that_shares_a_domain_with_a_neighbour_is_refused() -> None:
+    shape, domains = rebuilt(1, *CHAIN), {s: domain(s) for s in range(5)}
+    view = place(shape, [0, 1, 2, 3], domains)
+    assert substituted(view, shape, [0, 4, 2, 3], domains) is not None
+    near = domains | {4: replace(domain(4), process=domain(0).process)}
+    assert substituted(view, shape, [0, 4, 2, 3], near) is None
 
 
 def test_spans() -> None:

@@ -49,6 +49,17 @@ def test_two_stages_in_a_row_are_lost_and_the_second_takes_no_half_known_window(
         assert done.problem is None, f"{n}: {done.problem}"
 
 
+@pytest.mark.parametrize("protocol", ["upstream-1", "rollback-2"])
+@pytest.mark.parametrize("who", range(4))
+def test_one_site_is_lost_and_the_stages_in_a_row_that_it_has_are_not_too_many(
+    protocol: str, who: int
+) -> None:
+    """The papers' own settings, with two keyed stages in a row."""
+    crash = (Fault("crash", 0.03, who=who),)
+    done = run(Case(0, "times", protocol, sites=4, faults=crash))
+    assert done.problem is None and not done.stopped
+
+
 def long(rows_in: int) -> Flow:
     """Windows that are long compared with what may be kept for a replica that is behind."""
     flow = Flow("long")

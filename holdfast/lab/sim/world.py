@@ -27,10 +27,11 @@ from holdfast.control.node import ControlNode
 from holdfast.core import events as core
 from holdfast.core.controller import Controller
 from holdfast.core.effects import ArbiterAsk
-from holdfast.core.ids import SiteId
+from holdfast.core.ids import SiteId, TaskId
 from holdfast.core.layout import Domain, View
 from holdfast.core.mirrors import is_whole
 from holdfast.core.records import EpochRecord
+from holdfast.core.separation import lost_stretch
 from holdfast.errors import InvariantError
 from holdfast.lab.sim.arbiter import ArbiterLedger
 from holdfast.lab.sim.control_plane import NO_LEASE_S, ControlPlane
@@ -295,7 +296,22 @@ class World:
         stages = self.controller.shape.stages
         kept = [u for u in view.tasks() if not stages[u[0]].guard.rebuild_level]
         groups = [view.group(u) for u in kept]
-        return all(living.intersection(c.replicas + c.standbys) for c in groups)
+        if not all(living.intersection(c.replicas + c.standbys) for c in groups):
+            return False
+        left = view.without([s for s in view.members if s not in living])
+        return lost_stretch(left, self.controller.shape, self._weak(view)) is None
+
+    def _weak(self, view: View) -> list[TaskId]:
+        """The tasks that are being rebuilt, or were rebuilt so lately that what they keep is not
+        enough for all of their consumers to be rebuilt from."""
+        weak = [u for u in view.tasks() if view.group(u).joining]
+        for node in self.nodes.values():
+            for task, replica in node.dataflow.tasks.items():
+                lanes = [lane for p in replica.outputs.values() for lane in p.lanes.values()]
+                if any(lane.known_stable < lane.rebuilt_from for lane in lanes):
+                    weak.append(task)
+        stages = self.controller.shape.stages
+        return [u for u in weak if stages[u[0]].guard.rebuild_level]
 
     def crash(self, *sites: SiteId) -> None:
         """Kill these processes at once. The other ones notice later."""
