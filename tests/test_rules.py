@@ -25,6 +25,7 @@ ROOT = Path(holdfast.__file__).parent
 TESTS = Path(__file__).parent
 LAYERS = [
     "errors",
+    "log_limit",
     "core",
     "arbiter",
     "engine",

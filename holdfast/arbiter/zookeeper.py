@@ -23,6 +23,7 @@ from urllib.parse import quote
 from holdfast.arbiter import Arbiter, following, pack, unpack
 from holdfast.core.ids import Entry
 from holdfast.errors import ArbiterAway, HostError
+from holdfast.log_limit import RepeatsFilter
 
 try:
     from kazoo import exceptions as kazoo_errors
@@ -38,6 +39,7 @@ ANSWER_S_MAX = 0.8
 
 LOG = logging.getLogger("holdfast.arbiter")
 LOG.addHandler(logging.NullHandler())  # callers get ArbiterAway when the connection is lost
+LOG.addFilter(RepeatsFilter())  # kazoo logs every attempt to connect to a server that is away
 
 
 class ZooKeeperArbiter(Arbiter):
