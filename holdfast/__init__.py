@@ -6,7 +6,7 @@ and `protections`.
 
 from holdfast import functions, protections, sinks, sources
 from holdfast.api.graph import Flow
-from holdfast.api.options import Checkpoint, Options
+from holdfast.api.options import Checkpoint, Http, Options
 from holdfast.api.protection import Protection
 from holdfast.api.streams import ExpiringStream, JoinedStream, KeyedStream, Stream, TimedStream
 from holdfast.connectors.sinks import Sink
@@ -43,6 +43,7 @@ __all__ = [
     "FlowError",
     "HoldfastError",
     "HostError",
+    "Http",
     "HungError",
     "InputError",
     "JoinedStream",

@@ -282,3 +282,26 @@ def test_sites_refuse_orders_of_an_older_term() -> None:
     assert node.obeys(wire.Start(2)) and node.obeys(wire.Dismiss(3)) and node.term == 3
     assert not node.obeys(wire.Pause(2, True))
     assert node.obeys(wire.Beat()), "no order"
+
+
+def test_an_arbiter_that_is_away_is_noted_when_it_goes_seldom_meanwhile_and_when_it_is_back() -> (
+    None
+):
+    """It was noted at every ask, five times a lease."""
+    desk = Desk()
+    desk.runs()
+    notes = []
+    for _ in range(3_000):
+        desk.now += 0.2
+        away = core.ArbiterUnreachable(AskRenew(9, Entry(3, 1, "me")), "the arbiter is away")
+        notes += [e for e in desk.on(away) if isinstance(e, ev.Note) and "arbiter" in e.text]
+        desk.node.leadership.lease_until = desk.now + LEASE
+    assert notes[0] == ev.Note("the arbiter is away", warns=True)
+    assert 5 < len(notes) < 12
+    counted = [int(n.text.split("(")[1].split()[0].replace(",", "")) + 1 for n in notes[1:]]
+    assert counted == sorted(counted) and sum(counted) + 1 <= 3_000
+    back = core.Renewed(AskRenew(9, Entry(3, 1, "me")), LEASE)
+    assert [e for e in desk.on(back) if isinstance(e, ev.Note)] == [
+        ev.Note("the arbiter answers again, after 599.8 s", warns=True)
+    ]
+    assert not [e for e in desk.on(back) if isinstance(e, ev.Note)]

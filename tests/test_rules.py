@@ -25,6 +25,7 @@ ROOT = Path(holdfast.__file__).parent
 TESTS = Path(__file__).parent
 LAYERS = [
     "errors",
+    "log_limit",
     "core",
     "arbiter",
     "engine",
@@ -160,9 +161,9 @@ def test_pyspark_and_clients_are_not_loaded_until_they_are_needed() -> None:
 PUBLIC = {
     "holdfast": """
         Aggregate Budget Checkpoint DivergenceError ExpiringStream Expr Flow FlowError HoldfastError
-        HostError HungError InputError JoinedStream KeyedFunction KeyedStream OperatorError Options
-        OutOfMemoryError Protection Rows Run Sink SinkError SinkRewoundError SiteLostError Source
-        Stream TimedStream col functions lit protections sinks sources
+        HostError Http HungError InputError JoinedStream KeyedFunction KeyedStream OperatorError
+        Options OutOfMemoryError Protection Rows Run Sink SinkError SinkRewoundError SiteLostError
+        Source Stream TimedStream col functions lit protections sinks sources
     """,
     "holdfast.functions": "at_start count first last max mean min sum",
     "holdfast.protections": "active none pairs passive rollback upstream",

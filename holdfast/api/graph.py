@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from holdfast.api.columns import declared, require_time
 from holdfast.api.nodes import NAMED, DeadLetterNode, FlowNode, SinkNode, SourceNode
-from holdfast.api.options import Checkpoint, Options
+from holdfast.api.options import Checkpoint, Http, Options
 from holdfast.api.protection import Protection, none
 from holdfast.api.streams import Stream
 from holdfast.connectors.sources import Source
@@ -110,7 +110,7 @@ class Flow:
         partitions: int | None = None,
         checkpoint: Checkpoint | None = None,
         restore_from: str | os.PathLike[str] | None = None,
-        http: str | None = None,
+        http: str | Http | None = None,
         history: DataFrame | Mapping[str, DataFrame] | None = None,
         options: Options | None = None,
     ) -> Run:

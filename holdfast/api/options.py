@@ -40,6 +40,37 @@ class Checkpoint:
         return 0 if self.interval is None else milliseconds(self.interval, "interval")
 
 
+TOKEN_LENGTH_MIN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Http:
+    """Where a flow's metrics, status and tables are served over HTTP, and to whom.
+
+    `address` is ``"host:port"``; ``":port"`` is a port of this machine only. At a loopback address
+    no token is needed unless one is given. At any other address a client must send `token`, or the
+    one in `token_file`, as ``Authorization: Bearer TOKEN``; without either a new token is made, and
+    stored in `token_file` if that is given and does not exist. With `cert` and `key`, files in PEM
+    format, the pages are served over TLS; with `client_ca` clients must have a certificate of that
+    authority, and then need a token only if one is given.
+    """
+
+    address: str
+    token: str | None = field(default=None, repr=False)
+    token_file: str | os.PathLike[str] | None = None
+    cert: str | os.PathLike[str] | None = None
+    key: str | os.PathLike[str] | None = None
+    client_ca: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.token is not None and self.token_file is not None:
+            raise FlowError("Http(token=, token_file=): give one of them")
+        if self.token is not None and len(self.token) < TOKEN_LENGTH_MIN:
+            raise FlowError(f"Http(token=): it must have at least {TOKEN_LENGTH_MIN} characters")
+        if self.cert is None and (self.key is not None or self.client_ca is not None):
+            raise FlowError("Http(key=, client_ca=) need cert=, the server's own certificate")
+
+
 class _Default(int):
     """A default, told apart from the same number that somebody has given."""
 
@@ -59,8 +90,9 @@ class Options:
     restore_from: str | os.PathLike[str] | None = None
     """The folder, or URL, of a flow with the same stages. The flow continues from its last
     checkpoint."""
-    http: str | None = None
-    """Where the flow's metrics, status and tables are served: ``"host:port"``."""
+    http: str | Http | None = None
+    """Where the flow's metrics, status and tables are served: ``"host:port"``, or an `Http` with a
+    token or TLS."""
 
     lease: Seconds = 1.0
     """A site that has been silent for this long is declared dead."""
@@ -135,7 +167,7 @@ class Options:
         partitions: int | None,
         checkpoint: Checkpoint | None,
         restore_from: str | os.PathLike[str] | None,
-        http: str | None,
+        http: str | Http | None,
     ) -> Options:
         """These options with the arguments that ``flow.start`` was given beside them (None: it was
         not). Refused if both places say something, and not the same."""

@@ -98,7 +98,8 @@ def arbiter(url: str | None, flow: str, lease_s: float) -> Arbiter:
     """Return the arbiter at `url` for `flow`.
 
     None suits a flow in one application, ``file:/path`` (or the plain path) several applications
-    on one host, ``zk://host:port,host:port`` several hosts.
+    on one host, ``zk://host:port,host:port`` several hosts; behind a question mark it may say how
+    to authenticate (see `holdfast.arbiter.zookeeper_access`).
     """
     where = f"flow {flow!r}, arbiter {url!r}"
     if flow in ("", ".", ".."):
@@ -109,10 +110,13 @@ def arbiter(url: str | None, flow: str, lease_s: float) -> Arbiter:
         from holdfast.arbiter.memory import MemoryArbiter
 
         return MemoryArbiter(flow, lease_s)
-    if re.fullmatch(rf"zk://{_HOST}(,{_HOST})*", url):
+    hosts, _, query = url.partition("?")
+    if re.fullmatch(rf"zk://{_HOST}(,{_HOST})*", hosts):
         from holdfast.arbiter.zookeeper import ZooKeeperArbiter
+        from holdfast.arbiter.zookeeper_access import ZooKeeperAccess
 
-        return ZooKeeperArbiter(url.removeprefix("zk://"), flow, lease_s)
+        access = ZooKeeperAccess.parse(query)
+        return ZooKeeperArbiter(hosts.removeprefix("zk://"), flow, lease_s, access)
     # A relative path depends on the working directory: two applications would use two arbiters,
     # and both could lead.
     path = re.fullmatch(r"(?:file:(?://)?)?(/[^/].*)", url)

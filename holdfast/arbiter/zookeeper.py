@@ -8,6 +8,9 @@ longer than the session timeout. The server bounds this timeout, by default to a
 `lead` creates the leader znode and the new term in one transaction, and `commit` succeeds only
 while neither has changed. A leader znode therefore always belongs to the term in the entry. None
 of our code runs in kazoo's threads.
+
+`holdfast.arbiter.zookeeper_access` says how the client authenticates and who else may change the
+znodes. Znodes of which others may, although this client is to be alone, are refused.
 """
 
 from __future__ import annotations
@@ -17,12 +20,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
 from holdfast.arbiter import Arbiter, following, pack, unpack
+from holdfast.arbiter.zookeeper_access import ZooKeeperAccess
 from holdfast.core.ids import Entry
 from holdfast.errors import ArbiterAway, HostError
+from holdfast.log_limit import RepeatsFilter
 
 try:
     from kazoo import exceptions as kazoo_errors
@@ -36,23 +42,32 @@ except ImportError as error:
 ANSWER_S_MAX = 0.8
 """Maximum time to wait for a connection and an answer, in seconds."""
 
+ROOT = "/holdfast"
 LOG = logging.getLogger("holdfast.arbiter")
 LOG.addHandler(logging.NullHandler())  # callers get ArbiterAway when the connection is lost
+LOG.addFilter(RepeatsFilter())  # kazoo logs every attempt to connect to a server that is away
 
 
 class ZooKeeperArbiter(Arbiter):
     """An arbiter at ``host:port,host:port``. The session starts in the background."""
 
-    def __init__(self, hosts: str, flow: str, lease_s: float) -> None:
+    def __init__(
+        self, hosts: str, flow: str, lease_s: float, access: ZooKeeperAccess | None = None
+    ) -> None:
         super().__init__(flow, lease_s)
         self.hosts = hosts
-        root = f"/holdfast/{quote(flow, safe='')}"
+        self._access = access or ZooKeeperAccess()
+        self._acls = self._access.acls()
+        self._checked = False
+        """Whether the permissions of an entry that was there are known to be right."""
+        root = self._root = f"{ROOT}/{quote(flow, safe='')}"
         self._entry, self._leader = f"{root}/entry", f"{root}/leader"
         self._client = KazooClient(
             hosts,
             timeout=lease_s,
             connection_retry={"max_tries": -1, "delay": 0.05, "backoff": 2, "max_delay": 0.5},
             logger=LOG,
+            **self._access.client_settings(),
         )
         self._session_s: float | None = None
         self._note_sessions()
@@ -84,6 +99,7 @@ class ZooKeeperArbiter(Arbiter):
             data, stat = self._ask(sync_and_get)
         except kazoo_errors.NoNodeError:
             return Entry()
+        self._check_acls()
         if not data:
             return Entry()
         header, value = unpack(data)
@@ -114,14 +130,13 @@ class ZooKeeperArbiter(Arbiter):
             self._term = last.term
             return last
         if last.version == 0:
-            with contextlib.suppress(kazoo_errors.NodeExistsError):
-                self._ask(lambda: self._client.create_async(self._entry, b"", makepath=True))
+            self._create_entry()
         entry = Entry(last.version + 1, last.term + 1, holder, last.value)
 
         def change(transaction: TransactionRequest) -> None:
             if deposed:
                 transaction.delete(self._leader)
-            transaction.create(self._leader, holder.encode(), ephemeral=True)
+            transaction.create(self._leader, holder.encode(), self._acls, ephemeral=True)
             transaction.set_data(self._entry, _encode(entry), last.version)
 
         if not self._transact(change):
@@ -157,6 +172,36 @@ class ZooKeeperArbiter(Arbiter):
         stopper.start()
         stopper.join(ANSWER_S_MAX)
 
+    def _create_entry(self) -> None:
+        """Create the entry, and the znodes above it. Another client may do so at the same time."""
+        for path, acls in (
+            (ROOT, self._access.root_acls()),
+            (self._root, self._acls),
+            (self._entry, self._acls),
+        ):
+            with contextlib.suppress(kazoo_errors.NodeExistsError):
+                self._ask(partial(self._client.create_async, path, b"", acls))
+        self._check_acls()
+
+    def _check_acls(self) -> None:
+        """Refuse znodes that were made with other permissions. Not only those of the entry count:
+        who may delete children of the znode above it can put another entry in its place."""
+        if self._checked:
+            return
+        for path in (self._root, self._entry):
+            found, _ = self._ask(partial(self._client.get_acls_async, path))
+            if not self._access.fits(found):
+                shown = ", ".join(f"{a.id.scheme}:{a.id.id}" for a in found)
+                raise self._not_permitted(f"{path} is open to {shown}")
+        self._checked = True
+
+    def _not_permitted(self, cause: str) -> HostError:
+        return HostError(
+            f"the arbiter at zk://{self.hosts}: {cause}",
+            hint="use the credentials that the entry was made with, or delete it: "
+            f"deleteall {self._root} in zkCli.sh",
+        )
+
     def _leads(self, term: int) -> bool:
         return term == self._term != 0 and self._owner() == self._session()
 
@@ -184,6 +229,8 @@ class ZooKeeperArbiter(Arbiter):
 
         failures = [r for r in self._ask(send) if isinstance(r, Exception)]
         for failure in failures:
+            if isinstance(failure, kazoo_errors.NoAuthError):
+                raise self._not_permitted(f"this client may not change {self._root}")
             if not isinstance(failure, REFUSALS):
                 raise self._away(failure)
         return not failures
@@ -205,6 +252,10 @@ class ZooKeeperArbiter(Arbiter):
                 return send().get(timeout=max(0.0, deadline - time.monotonic()))
             except (kazoo_errors.NoNodeError, kazoo_errors.NodeExistsError):
                 raise
+            except kazoo_errors.NoAuthError as error:
+                raise self._not_permitted(f"this client may not use {self._root}") from error
+            except kazoo_errors.AuthFailedError as error:
+                raise self._not_permitted("it does not accept the credentials") from error
             except kazoo_errors.SessionExpiredError as error:
                 if time.monotonic() > deadline:
                     raise self._away(error) from error

@@ -30,15 +30,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from holdfast.api.options import Options
+from holdfast.api.options import Http, Options
 from holdfast.control.hosting import Place
 from holdfast.errors import FlowError, HoldfastError, HostError
+from holdfast.log_limit import LimitedLog
 
 if TYPE_CHECKING:
     from holdfast.control.run import Run
     from holdfast.ui.web import Web
 
 log = logging.getLogger("holdfast.apps")
+limited = LimitedLog(log)
 
 STATUS_S = 0.25
 """How often an application writes its status."""
@@ -64,7 +66,7 @@ class AppConfig:
     spares: int
     options: Options
     status: str
-    http: str | None = None
+    http: str | Http | None = None
 
 
 class Apps:
@@ -85,7 +87,7 @@ class Apps:
         master: str | None = None,
         arbiter: str | None = None,
         options: Options | None = None,
-        http: str | None = None,
+        http: str | Http | None = None,
     ) -> None:
         if apps < 2 or sites < apps:
             raise FlowError(f"{apps} applications need at least as many sites, not {sites}")
@@ -281,31 +283,33 @@ def _attend(config: AppConfig, run: Run) -> None:
     _write_status(config, run.status())
 
 
-def http_of(address: str | None, app: int) -> str | None:
-    """The HTTP address of an application, if the first one has `address`.
+def http_of(http: str | Http | None, app: int) -> str | Http | None:
+    """Where an application is served over HTTP, if the first one is at `http`.
 
     >>> http_of("127.0.0.1:9090", 1)
     '127.0.0.1:9091'
     """
-    if address is None:
+    if http is None:
         return None
+    address = http.address if isinstance(http, Http) else http
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or port == "0":
         raise FlowError(
             f"http={address!r} is no address that others can be counted from",
             hint="write http='127.0.0.1:9090': the second application is at port 9091",
         )
-    return f"{host}:{int(port) + app}"
+    own = f"{host}:{int(port) + app}"
+    return replace(http, address=own) if isinstance(http, Http) else own
 
 
-def _web(address: str, run: Run) -> Web | None:
+def _web(http: str | Http, run: Run) -> Web | None:
     """Serve the flow's status. If that fails, the flow runs on without it."""
     from holdfast.ui.web import Web
 
     try:
-        return Web(run, address)
+        return Web(run, http)
     except FlowError as error:
-        log.warning("%s; this is tried again", error)
+        limited.warning("http", "%s; this is tried again", error)
         return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from holdfast.api.graph import Flow
 from holdfast.api.options import Options
@@ -43,7 +44,7 @@ class SiteLauncher:
             self._secret,
             self._place.controls or (control,),
             self._host.listen_host,
-            self._options,
+            replace(self._options, http=None),  # sites serve no pages and need no token
             f"application {self._place.app}" if several else self._host.application,
             generation=self._generation,
         )

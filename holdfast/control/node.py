@@ -29,6 +29,7 @@ from typing import assert_never
 from holdfast import errors
 from holdfast.api.options import Options
 from holdfast.control import events as ev
+from holdfast.control.arbiter_watch import ArbiterWatch
 from holdfast.control.knowledge import Knowledge, continue_flow, decode
 from holdfast.control.leading import Leading, LeadingEffect
 from holdfast.control.site_watch import GATHER_S, SiteWatch
@@ -88,6 +89,7 @@ class ControlNode:
         self._error: Exception | None = None
         self._exposed: tuple[str, ...] = ()
         """The exposures that the log has."""
+        self._arbiter = ArbiterWatch()
         self._now = 0.0
         self._out: list[ev.ControlEffect] = []
         self._handlers = protocol.handlers({Receiver.CONTROL_NODE: self})
@@ -190,8 +192,8 @@ class ControlNode:
 
     def _lead(self, event: core.LeadershipEvent) -> None:
         """Pass an event to the leadership, and act on its effects."""
-        if isinstance(event, core.ArbiterUnreachable):
-            self._do(ev.Note(event.reason, warns=True))
+        if isinstance(event, ev.ArbiterAnswer):
+            self._do(*self._arbiter.on_answer(event, self._now))
         for effect in self.leadership.handle(event, self._now):
             match effect:
                 case AskLead() | AskRenew() | AskRead() | AskResign() | AskCommit():

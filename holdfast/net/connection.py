@@ -17,9 +17,12 @@ from typing import Any
 import numpy as np
 
 from holdfast.errors import ProtocolError
+from holdfast.log_limit import LimitedLog
 from holdfast.net import protocol, wire
+from holdfast.net.admission import Listener, open_listener
 
 log = logging.getLogger("holdfast.wire")
+limited = LimitedLog(log)
 
 HANDSHAKE_S_MAX = 5.0
 CHUNK_BYTES = 1 << 17
@@ -66,6 +69,8 @@ class Connection(asyncio.BufferedProtocol):
         self._waiting: list[bytes | memoryview] = []
         self._waiting_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
+        self.settled: Callable[[], None] = _nothing
+        """Called when the connection has authenticated, and when it is closed."""
 
     # --- asyncio's side -------------------------------------------------------------------------
 
@@ -101,6 +106,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._timer is not None:
             self._timer.cancel()
         self.open = False
+        self.settled()
         self._on_close(self, error)
 
     # --- framing --------------------------------------------------------------------------------
@@ -170,11 +176,12 @@ class Connection(asyncio.BufferedProtocol):
         self.role, self.id, self.open = role, id_, True
         if self._timer is not None:
             self._timer.cancel()
+        self.settled()
         self._on_open(self)
 
     def _refuse(self, reason: str) -> None:
         peer = self._transport.get_extra_info("peername") if self._transport else None
-        log.warning("refused a connection from %s: %s", peer, reason)
+        limited.warning(reason, "refused a connection from %s: %s", peer, reason)
         self.abort()
 
     # --- our side -------------------------------------------------------------------------------
@@ -291,6 +298,10 @@ def _empty(nbytes: int) -> memoryview:
     return np.empty(nbytes, np.uint8).data  # not zeroed, unlike a bytearray
 
 
+def _nothing() -> None:
+    pass
+
+
 def is_wildcard(host: str) -> bool:
     """Whether a listening address stands for all addresses of the machine."""
     return host in ("", "0.0.0.0", "::")
@@ -299,9 +310,9 @@ def is_wildcard(host: str) -> bool:
 ConnectionMaker = Callable[[], Connection]
 
 
-async def listen(make: ConnectionMaker, host: str, port: int = 0) -> tuple[asyncio.Server, int]:
-    server = await asyncio.get_running_loop().create_server(make, host, port, backlog=512)
-    return server, server.sockets[0].getsockname()[1]
+async def listen(make: ConnectionMaker, host: str, port: int = 0) -> tuple[Listener, int]:
+    listener = await open_listener(make, host, port, patience_s=HANDSHAKE_S_MAX)
+    return listener, listener.port
 
 
 async def dial(make: ConnectionMaker, address: tuple[str, int]) -> Connection:

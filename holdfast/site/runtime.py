@@ -33,6 +33,7 @@ from holdfast.core.layout import Domain
 from holdfast.engine.memory import NO_STATE, is_out_of_memory, limit_bytes, out_of_memory
 from holdfast.errors import HoldfastError, OutOfMemoryError, ProtocolError
 from holdfast.net import protocol, wire
+from holdfast.net.admission import Listener
 from holdfast.net.connection import Connection, dial, is_wildcard, listen
 from holdfast.net.protocol import Receiver
 from holdfast.plan.planner import plan
@@ -88,7 +89,7 @@ class Site:
             checkpoint_writer=self._checkpoint_writer,
         )
         self._controllers: dict[tuple[str, int], Connection] = {}
-        self._server: asyncio.Server | None = None
+        self._server: Listener | None = None
         self._over: asyncio.Future[None] | None = None
         self.peers = Peers(
             self.id,

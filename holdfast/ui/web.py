@@ -1,24 +1,27 @@
 """A running flow over HTTP: ``/metrics`` for Prometheus, ``/status``, and ``/tables/NAME``.
 
-There is no authentication: serve it only on an address that trusted users can reach.
+`holdfast.ui.http_access` says who may read them, and `holdfast.ui.http_server` how many at once.
 """
 
 from __future__ import annotations
 
+import html
 import itertools
 import json
 import threading
 from collections.abc import Iterable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import pyarrow as pa
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from holdfast.api.options import Http
 from holdfast.errors import FlowError, HoldfastError
+from holdfast.ui.http_access import Access
+from holdfast.ui.http_server import GuardedHandler, GuardedServer
 
 
 class ServedFlow(Protocol):
@@ -122,80 +125,121 @@ def _by_stage(flow: list[str], sites: list[dict[str, Any]]) -> Iterator[Metric]:
 
 
 class Web:
-    """Serves one flow until it is closed. `address` is ``host:port``; port 0 is any free one."""
+    """Serves one flow until it is closed; port 0 is any free one."""
 
-    def __init__(self, run: ServedFlow, address: str) -> None:
-        host, colon, port = address.rpartition(":")
-        if not colon or not port.isdigit():
-            raise FlowError(
-                f"http={address!r} is not an address", hint="for example http='127.0.0.1:9090'"
-            )
+    def __init__(self, run: ServedFlow, http: str | Http) -> None:
+        access = Access(http)
         registry = CollectorRegistry()
         registry.register(MetricsCollector(run))
-        handler = type("Handler", (_Handler,), {"run": run, "registry": registry})
+        given = {"run": run, "registry": registry, "access": access}
+        handler = type("Handler", (_Handler,), given)
         try:
-            self._server = ThreadingHTTPServer((host, int(port)), handler)
+            self._server = GuardedServer((access.host, access.port), handler, access.tls)
         except OSError as error:
-            raise FlowError(f"cannot serve http://{address}: {error}") from error
-        self.address = f"{host}:{self._server.server_address[1]}"
+            where = f"{access.scheme}://{_shown(access.host)}:{access.port}"
+            raise FlowError(f"cannot serve {where}: {error}") from error
+        self.address = f"{_shown(access.host)}:{self._server.server_address[1]}"
+        self.token = access.token
+        """What clients must send as ``Authorization: Bearer TOKEN``; None if nothing."""
+        self.url = f"{access.scheme}://{self.address}/"
         thread = threading.Thread(
             target=self._server.serve_forever, daemon=True, name="holdfast-web"
         )
         thread.start()
+
+    @property
+    def login_url(self) -> str:
+        """The page for a browser. If there is a token, it is in the link: whoever has the link may
+        read everything that is served."""
+        return self.url if self.token is None else f"{self.url}login?token={quote(self.token)}"
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(GuardedHandler):
     run: ServedFlow
     registry: CollectorRegistry
+    access: Access
 
-    def do_GET(self) -> None:
+    def answer(self) -> None:
         where = urlsplit(self.path)
         head, _, rest = where.path.strip("/").partition("/")
+        if head == "login" and self.access.token is not None:
+            self._login(parse_qs(where.query).get("token", [""])[0])
+        elif not self.access.admits(self.headers, self._cookie):
+            self._turn_away()
+        else:
+            self._page(head, rest, parse_qs(where.query))
+
+    def _page(self, head: str, rest: str, query: dict[str, list[str]]) -> None:
         try:
-            if head == "metrics" and not rest:
-                self._respond(200, "text/plain; version=0.0.4", generate_latest(self.registry))
+            if not head:
+                self.respond(200, "text/html; charset=utf-8", _index(self.run.status()))
+            elif head == "metrics" and not rest:
+                self.respond(200, "text/plain; version=0.0.4", generate_latest(self.registry))
             elif head == "status" and not rest:
                 text = json.dumps(self.run.status(), default=_plain)
-                self._respond(200, "application/json", text.encode())
+                self.respond(200, "application/json", text.encode())
             elif head == "tables" and rest:
-                self._table(unquote(rest), parse_qs(where.query).get("key", []))
+                self._table(unquote(rest), query.get("key", []))
             else:
-                self._respond(
+                self.respond(
                     404, "text/plain", b"the paths are /metrics, /status and /tables/NAME\n"
                 )
         except HoldfastError as error:
-            self._respond(404, "text/plain", f"{error}\n".encode())
+            self.respond(404, "text/plain", f"{error}\n".encode())
+
+    @property
+    def _cookie(self) -> str:
+        """The name of the cookie. Flows at several ports of a host share a browser's cookies."""
+        return f"holdfast-{self.server.server_port}"
+
+    def _login(self, token: str) -> None:
+        """Exchange the token for a cookie. Its link does not stay in the browser's history."""
+        if not self.access.knows(token):
+            self._turn_away()
+            return
+        secure = "; Secure" if self.access.tls is not None else ""
+        cookie = f"{self._cookie}={self.access.cookie_value}; Path=/; HttpOnly; SameSite=Lax"
+        self.respond(303, "text/plain", b"", Location="/", Set_Cookie=cookie + secure)
+
+    def _turn_away(self) -> None:
+        if self.access.token is None:
+            self.respond(403, "text/plain", b"the Host header names another machine\n")
+            return
+        text = b"send the token: Authorization: Bearer TOKEN, or open /login?token=TOKEN\n"
+        self.respond(401, "text/plain", text, WWW_Authenticate="Bearer")
 
     def _table(self, sink: str, key: list[str]) -> None:
         with self.run.table(sink) as table:
             if key:
                 row = table.get(*map(_value, key))
                 code = 200 if row is not None else 404
-                self._respond(
+                self.respond(
                     code, "application/json", json.dumps(row, default=str).encode() + b"\n"
                 )
                 return
             batches = table.scan()
             first = next(batches, None)  # raises here, before the response, if it cannot be scanned
-            self.send_response(200)
-            self.send_header("Content-Type", "application/x-ndjson")
-            self.end_headers()
+            self.begin_response(200, "application/x-ndjson")
             for batch in itertools.chain([first] if first else [], batches):
                 self.wfile.write(_lines(batch))
 
-    def _respond(self, code: int, kind: str, body: bytes) -> None:
-        self.send_response(code)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Do not log requests to the user's terminal."""
+def _index(status: dict[str, Any]) -> bytes:
+    """The page that a browser begins with."""
+    flow, state = html.escape(str(status["flow"])), html.escape(str(status["state"]))
+    return (
+        f"<!doctype html><title>{flow}</title><h1>{flow}</h1>"
+        f"<p>{state}, {len(status['sites'])} sites, {status['rows_in']:,} rows</p>"
+        '<ul><li><a href="/status">status</a><li><a href="/metrics">metrics</a></ul>'
+    ).encode()
+
+
+def _shown(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _lines(batch: pa.RecordBatch) -> bytes:

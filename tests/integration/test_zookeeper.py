@@ -4,13 +4,17 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from kazoo.client import KazooClient
+from kazoo.exceptions import NoAuthError
+from kazoo.security import OPEN_ACL_UNSAFE, make_digest_acl_credential
 
 from holdfast.arbiter import Arbiter, Entry, arbiter
 from holdfast.arbiter.zookeeper import ZooKeeperArbiter
-from holdfast.errors import ArbiterAway, Superseded
+from holdfast.errors import ArbiterAway, FlowError, HostError, Superseded
 from holdfast.lab.chaos.zookeeper import ZooKeeperServer
 from tests.support.arbiter_contract import (
     Contract,
@@ -19,6 +23,8 @@ from tests.support.arbiter_contract import (
     eventually,
     led,
 )
+from tests.support.certificates import Authority, Certificate
+from tests.support.secure_zookeeper import SecureZooKeeper
 
 
 @pytest.fixture
@@ -209,3 +215,159 @@ def test_a_server_that_was_never_there(server: ZooKeeperServer) -> None:
     begin = time.monotonic()
     away.close()
     assert time.monotonic() - begin < 2
+
+
+# --- who may --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stranger(server: ZooKeeperServer) -> Iterator[KazooClient]:
+    client = KazooClient(f"127.0.0.1:{server.port}")
+    client.start()
+    yield client
+    client.stop()
+    client.close()
+
+
+@pytest.fixture
+def auth_file(tmp_path: Path) -> Path:
+    file = tmp_path / "auth"
+    file.write_text("flow:its password\n")
+    return file
+
+
+@pytest.fixture
+def owned(server: ZooKeeperServer, auth_file: Path) -> Iterator[MakeParty]:
+    """Parties that have credentials. What they leave only they can remove."""
+    flow, made = f"flow/{uuid.uuid4()}", []
+
+    def make() -> Arbiter:
+        made.append(arbiter(f"{server.url}?auth_file={auth_file}", flow, 2.0))
+        return made[-1]
+
+    yield make
+    client = KazooClient(
+        f"127.0.0.1:{server.port}", auth_data=[("digest", auth_file.read_text().strip())]
+    )
+    client.start()
+    client.delete(made[0]._root, recursive=True)
+    client.stop()
+    client.close()
+    for one in made:
+        one.close()
+
+
+def test_only_who_has_the_credentials_reads_or_changes_the_entry(
+    owned: MakeParty, stranger: KazooClient
+) -> None:
+    a, b = owned(), owned()
+    assert isinstance(a, ZooKeeperArbiter)
+    entry = a.commit(led(a, "a"), b"a view")
+    assert b.read() == entry
+    acts = [
+        lambda: stranger.get(a._entry),
+        lambda: stranger.set(a._entry, b"mine"),
+        lambda: stranger.delete(a._entry),
+        lambda: stranger.delete(a._leader),
+        lambda: stranger.create(f"{a._root}/other", b""),
+        lambda: stranger.set_acls(a._entry, OPEN_ACL_UNSAFE),
+        lambda: stranger.get(a._leader),
+    ]
+    for act in acts:
+        with pytest.raises(NoAuthError):
+            act()
+    assert b.read() == entry and a.renew(entry)
+    a.resign(entry)
+    assert led(b, "b").term == entry.term + 1
+
+
+@pytest.mark.parametrize("credentials", [None, "flow:another password"])
+def test_an_entry_of_another_user_is_named_in_the_error(
+    owned: MakeParty, server: ZooKeeperServer, tmp_path: Path, credentials: str | None
+) -> None:
+    a = owned()
+    a.commit(led(a, "a"), b"a view")
+    query = ""
+    if credentials is not None:
+        (tmp_path / "wrong").write_text(credentials)
+        query = f"?auth_file={tmp_path / 'wrong'}"
+    b = arbiter(server.url + query, a.flow, 2.0)
+    for call in (b.read, lambda: b.lead("b")):
+        with pytest.raises(HostError, match=r"may not use /holdfast/flow%2F.*"):
+            eventually(call)
+    b.close()
+
+
+def test_an_entry_that_anybody_could_have_changed_is_refused(
+    url: str, auth_file: Path, stranger: KazooClient
+) -> None:
+    flow = f"flow/{uuid.uuid4()}"
+    plain = arbiter(url, flow, 2.0)
+    plain.commit(led(plain, "a"), b"a view")
+    careful = arbiter(f"{url}?auth_file={auth_file}", flow, 2.0)
+    for call in (careful.read, lambda: careful.lead("b")):
+        with pytest.raises(HostError, match="is open to world:anyone"):
+            eventually(call)
+    for one in (plain, careful):
+        one.close()
+
+
+def test_permissions_that_are_given_are_used(
+    url: str, monkeypatch: pytest.MonkeyPatch, stranger: KazooClient
+) -> None:
+    monkeypatch.setenv("HOLDFAST_ZOOKEEPER_AUTH", "flow:its password")
+    own = quote(make_digest_acl_credential("flow", "its password"))
+    a = arbiter(f"{url}?acl=digest:{own}:cdrwa,world:anyone:r", f"flow/{uuid.uuid4()}", 2.0)
+    assert isinstance(a, ZooKeeperArbiter)
+    a.commit(led(a, "a"), b"a view")
+    assert stranger.get(a._entry)[0].endswith(b"a view")
+    with pytest.raises(NoAuthError):
+        stranger.set(a._entry, b"mine")
+    for path in (a._leader, a._entry, a._root):
+        a._client.delete(path)
+    a.close()
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("?auth_file=/nowhere/auth", "/nowhere/auth, which cannot be read"),
+        ("?cert=/etc/hostname", "no ca"),
+        ("?password=x", "unknown settings: password"),
+        ("?acl=everybody", "is no permission"),
+    ],
+)
+def test_settings_that_are_wrong_are_named(query: str, said: str) -> None:
+    with pytest.raises(FlowError, match=said):
+        arbiter(f"zk://127.0.0.1:1{query}", "flow", 1)
+
+
+def test_tls_with_certificates_of_both_sides(tmp_path: Path) -> None:
+    authority = Authority(tmp_path / "ca")
+    client, server = authority.sign("client"), SecureZooKeeper(tmp_path, authority)
+    stranger = Authority(tmp_path / "other").sign("client")
+    server.start()
+    made: list[Arbiter] = []
+
+    def party(cert: Certificate | None, ca: Path = authority.cert) -> Arbiter:
+        own = f"&cert={cert.cert}&key={cert.key}" if cert is not None else ""
+        made.append(arbiter(f"zk://localhost:{server.secure_port}?ca={ca}{own}", "flow", 2.0))
+        return made[-1]
+
+    try:
+        a = party(client)
+        entry = eventually(lambda: a.commit(led(a, "a"), b"a view"))
+        assert party(client).read() == entry
+        untrusted = party(client, ca=tmp_path / "other" / "ca.pem")
+        for unknown in (party(stranger), party(None), untrusted):
+            with pytest.raises(ArbiterAway):
+                unknown.read()
+        # The entry is the certificate's: another client on the same server may not read it.
+        plain = arbiter(server.url, "flow", 2.0)
+        made.append(plain)
+        with pytest.raises(HostError, match="may not use"):
+            eventually(plain.read)
+    finally:
+        for one in made:
+            one.close()
+        server.kill()

@@ -70,7 +70,7 @@ def test_views_and_the_status_are_there_for_all(run: Run) -> None:
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("/", "the paths are /metrics"),
+        ("/other", "the paths are /metrics"),
         ("/tables/other", "has no sink 'other'"),
         ("/tables/latest?key=-1", "null"),
         ("/tables/latest?key=x", "must have the columns k: int64"),

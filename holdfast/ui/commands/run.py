@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
-from holdfast.api.options import Checkpoint, Options
+from holdfast.api.options import Checkpoint, Http, Options
 from holdfast.control.hosting import Place
 from holdfast.errors import FlowError
 from holdfast.ui.flow_file import load_flow, session_of
@@ -65,8 +66,22 @@ def add_to(commands: Any) -> None:
     run.add_argument(
         "--http",
         metavar="HOST:PORT",
-        help="serve metrics, status and tables at this address; with --apps each application has "
-        "its own port, from PORT on",
+        help="serve metrics, status and tables at this address, :PORT for this machine only; "
+        "other addresses than loopback ask for a token, HOLDFAST_HTTP_TOKEN, that of "
+        "--http-token-file, or a new one that is printed; with --apps each application has its "
+        "own port, from PORT on",
+    )
+    run.add_argument(
+        "--http-token-file",
+        metavar="FILE",
+        help="the token for --http; it is made if there is no such file",
+    )
+    run.add_argument("--http-cert", metavar="FILE", help="serve --http over TLS (PEM)")
+    run.add_argument("--http-key", metavar="FILE", help="the key of --http-cert (PEM)")
+    run.add_argument(
+        "--http-client-ca",
+        metavar="FILE",
+        help="ask the clients of --http for a certificate of this authority (PEM)",
     )
     run.add_argument(
         "--checkpoint",
@@ -114,7 +129,7 @@ def _run_here(options: argparse.Namespace, console: Console, spark: Any) -> None
         partitions=options.partitions,
         checkpoint=_checkpoint(options),
         restore_from=options.restore_from,
-        http=options.http,
+        http=_http(options),
         listen=options.listen,
     )
     run = start(
@@ -124,6 +139,8 @@ def _run_here(options: argparse.Namespace, console: Console, spark: Any) -> None
         place=_place(options),
         secret=_secret(options),
     )
+    if run.web is not None and run.web.token is not None:
+        _print_login(options, console, run.web.login_url)
     if options.restore_from and run.options.store is not None:
         every_s = run.options.store_every_ms / 1e3
         often = f"every {every_s:g} s, and " if every_s else ""
@@ -155,8 +172,13 @@ def _run_apps(options: argparse.Namespace, console: Console) -> int:
     if options.checkpoint or options.restore_from:
         raise FlowError("--checkpoint and --restore-from need a flow in one application")
     from holdfast.control.applications import Apps
+    from holdfast.ui.http_access import Access
     from holdfast.ui.live_table import watch
 
+    http = _http(options)
+    if http is not None and (token := Access(http).token) is not None:
+        http = replace(http, token=token, token_file=None)  # the same for all applications
+        _print_login(options, console, f"{http.address}, Authorization: Bearer {token}")
     apps = Apps(
         options.file,
         apps=options.apps,
@@ -166,7 +188,7 @@ def _run_apps(options: argparse.Namespace, console: Console) -> int:
         master=options.master,
         arbiter=options.arbiter,
         options=Options(partitions=options.partitions),
-        http=options.http,
+        http=http,
     )
     with stoppable(), apps:
         until = time.monotonic() + (options.seconds or float("inf"))
@@ -185,6 +207,28 @@ def _run_apps(options: argparse.Namespace, console: Console) -> int:
         if options.json:
             write_json(options.json, apps.status())
     return 0
+
+
+def _http(options: argparse.Namespace) -> Http | None:
+    files = (options.http_token_file, options.http_cert, options.http_key, options.http_client_ca)
+    if options.http is None:
+        if any(file is not None for file in files):
+            raise FlowError(
+                "--http-token-file, --http-cert, --http-key and --http-client-ca need "
+                "--http, an address"
+            )
+        return None
+    token = None if options.http_token_file else os.environ.get("HOLDFAST_HTTP_TOKEN")
+    return Http(options.http, token or None, *files)
+
+
+def _print_login(options: argparse.Namespace, console: Console, login: str) -> None:
+    """Print how to get in, if nobody can know that yet."""
+    if options.http_token_file is not None:
+        login = f"the token is in {options.http_token_file}"
+    elif os.environ.get("HOLDFAST_HTTP_TOKEN"):
+        login = "the token is HOLDFAST_HTTP_TOKEN"
+    console.print(f"pages: {login}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _checkpoint(options: argparse.Namespace) -> Checkpoint | None:
