@@ -123,7 +123,7 @@ def test_a_death_is_found_out_at_the_port_and_committed_before_the_fence() -> No
     probe = ev.Probe(1, {OTHER: ("host", 1)})
     assert desk.on(ev.TimerFired(ev.InquireTimer())) == [probe]
     wait, ask = desk.on(ev.Probed(1, (OTHER,)))
-    assert wait == ev.SetTimer(ev.WaitTimer(1, PatienceTimer(1)), 10.0)
+    assert wait == ev.SetTimer(ev.WaitTimer(1, PatienceTimer(1)), 2.0)
     assert isinstance(ask, AskCommit)
     known = decode(ask.value)
     assert known.dead == {1: "its process is gone"} and known.launched == [2]

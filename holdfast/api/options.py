@@ -103,6 +103,10 @@ class Options:
     """A split that has had no rows for this long does not hold the watermark back until it has some
     again. None: every split holds it back. Set it longer than the pauses of a source that comes in
     bursts."""
+    relaunch_wait: Seconds = 2.0
+    """How long a missing replica waits for the site that is launched in place of a dead one. After
+    that it is made on a site that has others already. Nothing that has no replica left waits for
+    that, unless it may not be on the same sites as its neighbours (``upstream(k=1)``)."""
     start_timeout: Seconds = 60.0
     """Maximum time that the sites may take to start."""
     status_interval: Seconds = 0.5
@@ -144,7 +148,7 @@ class Options:
                 f"checkpoint={self.checkpoint!r} is not a Checkpoint",
                 hint=f"write checkpoint=Checkpoint({self.checkpoint!r})",
             )
-        for name in ("lease", "call_timeout", "start_timeout", "status_interval"):
+        for name in ("lease", "call_timeout", "relaunch_wait", "start_timeout", "status_interval"):
             positive_seconds(getattr(self, name), name)
         if self.idle is not None:
             seconds(self.idle, "idle")
@@ -216,6 +220,10 @@ class Options:
     @property
     def idle_ms(self) -> float | None:
         return None if self.idle is None else 1e3 * seconds(self.idle, "idle")
+
+    @property
+    def relaunch_wait_ms(self) -> int:
+        return milliseconds(self.relaunch_wait, "relaunch_wait")
 
     @property
     def status_ms(self) -> float:

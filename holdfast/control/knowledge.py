@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -65,7 +65,7 @@ def continue_flow(
     term: int,
     registered: Mapping[SiteId, wire.Register],
     shape: Shape,
-    machine: type[Controller],
+    machine: Callable[..., Controller],
 ) -> Continued:
     """Continue from what the last leader committed, and from the sites that have registered."""
     assert known.view is not None

@@ -24,6 +24,7 @@ that does not know yet that it has been replaced.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import assert_never
 
 from holdfast import errors
@@ -72,7 +73,8 @@ class ControlNode:
     ) -> None:
         self.shape, self.options = shape, options
         self.app, self.apps = app, apps
-        self._sites, self._spares, self._machine = sites, spares, machine
+        self._sites, self._spares = sites, spares
+        self._machine = partial(machine, relaunch_ms=options.relaunch_wait_ms)
         self.leadership = Leadership(holder)
         self.watch = SiteWatch(options.lease_s, options.call_s_max)
         self.leading: Leading | None = None

@@ -69,7 +69,7 @@ from holdfast.core.placement import (
     substituted,
 )
 from holdfast.core.protection_change import ProtectionChange
-from holdfast.core.roster import FAILED_STARTS_MAX, SiteRoster
+from holdfast.core.roster import FAILED_STARTS_MAX, RELAUNCH_MS, SiteRoster
 from holdfast.core.separation import Exposure, exposures, lost_stretch
 from holdfast.core.task_phase import SAFE, task_phase
 from holdfast.core.timers import DoubtTimer, PatienceTimer, RejoinTimer
@@ -91,11 +91,12 @@ class Controller:
         sites: Sequence[SiteId],
         spares: Sequence[SiteId] = (),
         term: int = 0,
+        relaunch_ms: int = RELAUNCH_MS,
     ) -> None:
         self.shape, self.term = shape, term
         self.view: View | None = None
         self.lifecycle = Lifecycle()
-        self.roster = SiteRoster(sites, spares)
+        self.roster = SiteRoster(sites, spares, relaunch_ms)
         self.joins = ReplicaJoins()
         self._reports = ViewReports()
         self._mirrors = Mirrors(used=shape.granularity != "partition")

@@ -16,8 +16,9 @@ BACKOFF_MS = (0, 100, 500, 1_000, 2_000, 5_000)
 FAILED_STARTS_MAX = 5
 """How many launches in a row may end before the site registers. More are a fault of the set-up."""
 
-RELAUNCH_MS = 10_000
-"""How long a missing replica waits for a site that is being launched before it joins another."""
+RELAUNCH_MS = 2_000
+"""How long a missing replica waits for a site that is being launched before it joins another, if
+the user does not say otherwise."""
 
 
 def backoff_ms(failures: int) -> int:
@@ -28,10 +29,14 @@ def backoff_ms(failures: int) -> int:
 class SiteRoster:
     """The sites. A site that dies is replaced by a new one with a number of its own.
 
-    The flow begins on `sites`; `spares` register and wait.
+    The flow begins on `sites`; `spares` register and wait. A missing replica waits for a
+    replacement for `relaunch_ms` at most.
     """
 
-    def __init__(self, sites: Sequence[SiteId], spares: Sequence[SiteId]) -> None:
+    def __init__(
+        self, sites: Sequence[SiteId], spares: Sequence[SiteId], relaunch_ms: int = RELAUNCH_MS
+    ) -> None:
+        self._relaunch_ms = relaunch_ms
         self.sites, self.spares = list(sites), list(spares)
         self.launched: set[SiteId] = {*sites, *spares}
         """Sites whose processes are started and that have not registered."""
@@ -134,7 +139,7 @@ class SiteRoster:
         if not self.launched or self._waiting_for == self._replacements:
             return []
         self._waiting_for = self._replacements
-        return [Wait(PatienceTimer(self._waiting_for), RELAUNCH_MS)]
+        return [Wait(PatienceTimer(self._waiting_for), self._relaunch_ms)]
 
     def on_wait_over(self, timer: PatienceTimer) -> None:
         """A wait is over. It counts unless another site was launched since."""

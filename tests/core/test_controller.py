@@ -99,9 +99,11 @@ def seen(controller: Controller, *but: int) -> list[ControllerEffect]:
     return [e for s in sites for e in controller.handle(ViewSeen(s, view.term, view.number))]
 
 
-def running(shape: Shape = SHAPE, sites: int = 2, spares: int = 1) -> Controller:
+def running(
+    shape: Shape = SHAPE, sites: int = 2, spares: int = 1, relaunch_ms: int = RELAUNCH_MS
+) -> Controller:
     ids = list(range(sites + spares))
-    controller = Controller(shape, ids[:sites], ids[sites:])
+    controller = Controller(shape, ids[:sites], ids[sites:], relaunch_ms=relaunch_ms)
     for site in ids:
         controller.handle(registered(site))
     assert StartFlow() in seen(controller)
@@ -250,6 +252,13 @@ def test_a_death_is_a_view_without_the_site_and_another_one_is_launched() -> Non
     assert not controller.protected
     phases = [controller.phase((1, c)) for c in range(4)]
     assert phases == ["protected", "protected", "taken over", "taken over"]
+
+
+def test_a_missing_replica_waits_for_a_launch_as_long_as_it_was_told() -> None:
+    controller = running(PAIRS, 4, 0, relaunch_ms=300)
+    assert Wait(PatienceTimer(1), 300) in controller.handle(SitesFailed((1,), "killed"))
+    (view,) = views(controller.handle(WaitOver(PatienceTimer(1))))
+    assert "+" in view, "replicas join the sites that are left"
 
 
 def test_a_successor_does_not_wait_for_sites_that_were_launched_and_never_came() -> None:
