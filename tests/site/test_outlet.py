@@ -508,7 +508,7 @@ def begin(flow: Flow, kept: list[Run], **options: object) -> Run:
 
 
 def test_readers_get_every_row_once_whoever_dies(kept: list[Run]) -> None:
-    run = begin(paced(outlet()), kept)
+    run = begin(paced(outlet(readers=2)), kept)
     until_protected(run, 3)
     readers = [Reading(run.url, "one"), Reading(run.url, "other")]
     until(lambda: all(r.epoch >= 0 for r in readers), "both have begun")
