@@ -18,7 +18,7 @@ from holdfast.engine.batches import DECODE_ERROR
 from holdfast.plan.planner import plan
 from holdfast.sinks import discard, parquet
 
-SECRET = b"0123456789abcdef"
+INCARNATION = "0123456789ab"
 LEASE_S = 0.3
 
 
@@ -49,8 +49,8 @@ def asking(source: Source) -> Flow:
 
 def test_it_is_asked_once_for_each_start() -> None:
     flow = asking(Asked())
-    first = resolved(flow, Place(), SECRET, 1.0)
-    second = resolved(flow, Place(), SECRET, 1.0)
+    first = resolved(flow, Place(), INCARNATION, 1.0)
+    second = resolved(flow, Place(), INCARNATION, 1.0)
     assert [len(plan(f).splits) for f in (flow, first, second)] == [1, 2, 3]
 
 
@@ -61,7 +61,7 @@ def test_all_applications_go_by_what_the_first_has_found(tmp_path: Path, pause_s
     place = Place(arbiter_url=f"file:{tmp_path}")
 
     def start() -> None:
-        found.append(resolved(asking(source), place, SECRET, LEASE_S).resolved)
+        found.append(resolved(asking(source), place, INCARNATION, LEASE_S).resolved)
 
     threads = [threading.Thread(target=start) for _ in range(4)]
     for thread in threads:
@@ -71,7 +71,7 @@ def test_all_applications_go_by_what_the_first_has_found(tmp_path: Path, pause_s
     assert found == [{"in": {"splits": 2}}] * 4
     start()
     assert found[-1] == found[0], "also one that comes back later"
-    other = resolved(asking(source), place, b"another secret...", 1.0)
+    other = resolved(asking(source), place, "ba9876543210", 1.0)
     assert other.resolved == {"in": {"splits": source.times + 1}}
 
 

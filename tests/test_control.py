@@ -32,6 +32,7 @@ from holdfast.plan.planner import plan, shape
 from holdfast.protections import pairs, passive
 from holdfast.sinks import discard
 from holdfast.sources import generator
+from tests.support.parties import party
 
 SCHEMA = pa.schema([("k", pa.int64())])
 INF = float("inf")
@@ -135,7 +136,7 @@ def test_a_process_that_is_ending_does_not_count_as_listening(control: Control) 
             writer.transport.abort()
 
         dying = await asyncio.start_server(accept_and_break, "127.0.0.1", 0)
-        make = lambda: Connection(b"s" * 16, _ignore, _ignore, _ignore)  # noqa: E731
+        make = lambda: Connection(party(), _ignore, _ignore, _ignore)  # noqa: E731
         alive, port = await listen(make, "127.0.0.1")
         addresses = {
             SiteId(0): ("127.0.0.1", dying.sockets[0].getsockname()[1]),

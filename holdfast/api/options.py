@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 
+from holdfast.api.security import Security, level_of
 from holdfast.core.sequencer import Budget
 from holdfast.engine.durations import Seconds, milliseconds, positive_seconds, seconds
 from holdfast.errors import FlowError
@@ -133,6 +134,9 @@ class Options:
     listen: str | None = None
     """The address that controller and sites listen on: loopback by default on a local master, all
     interfaces on a cluster."""
+    security: Security | None = None
+    """How connections are protected: ``"tls"``, ``"mac"`` or ``"auth"``, or `Tls` with
+    certificates. By default ``"auth"`` if all addresses are loopback, else ``"tls"``."""
     history_folder: str | None = None
     """A folder that driver and executors reach, for the state and results of a history."""
 
@@ -155,6 +159,7 @@ class Options:
         for name in ("catch_up_mb_s", "kept_bytes_max", "window", "block_rows"):
             if getattr(self, name) <= 0:
                 raise FlowError(f"{name} must be positive, not {getattr(self, name)}")
+        level_of(self.security)
         if self.log_bytes_max < 0:
             raise FlowError(f"log_bytes_max must not be negative, as {self.log_bytes_max} is")
         if self.read_ahead_rows < self.block_rows:

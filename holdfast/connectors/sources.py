@@ -84,9 +84,10 @@ class Pusher(Protocol):
 
     failed: Callable[[Exception], None]
 
-    def start(self, locate: Locate, secret: bytes, source: int, name: str, flow: str) -> None:
-        """Start pushing. `locate` returns the current addresses of the ingress's replicas; `name`
-        and `flow` are the names of the source and the flow, for messages."""
+    def start(self, locate: Locate, access: Any, source: int, name: str, flow: str) -> None:
+        """Start pushing. `locate` returns the current addresses of the ingress's replicas;
+        `access` is the pusher's `holdfast.net.handshake.Party`. `name` and `flow` are the names of
+        the source and the flow, for messages."""
 
     def stop(self) -> None: ...
 

@@ -24,7 +24,6 @@ from holdfast.arbiter import Arbiter, arbiter
 from holdfast.control.hosting import Place
 from holdfast.core.ids import Entry
 from holdfast.errors import ArbiterAway, Superseded
-from holdfast.net import wire
 from holdfast.storage.restore_point import RestorePoint
 
 log = logging.getLogger("holdfast.bootstrap")
@@ -50,7 +49,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 def resolved(
-    flow: Flow, place: Place, secret: bytes, lease_s: float, history: Before | None = None
+    flow: Flow, place: Place, incarnation: str, lease_s: float, history: Before | None = None
 ) -> Flow:
     """The flow with `resolved` and `restore_point` filled in; the same flow if there is nothing to
     look up."""
@@ -61,7 +60,7 @@ def resolved(
     if place.arbiter_url is None:
         found = look_up()
     else:
-        key = f"{flow.name}-{wire.incarnation(secret)}-resolved"
+        key = f"{flow.name}-{incarnation}-resolved"
         party = arbiter(place.arbiter_url, key, lease_s)
         try:
             agreed = _agreed(party, look_up, lease_s, f"application {place.app}")

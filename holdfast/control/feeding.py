@@ -7,6 +7,7 @@ from functools import partial
 
 from holdfast.connectors.sources import Pusher
 from holdfast.control.hosting import Address
+from holdfast.net.handshake import Party
 from holdfast.plan.planner import Plan
 
 
@@ -17,11 +18,11 @@ class SourceFeeder:
         self,
         plan: Plan,
         flow: str,
-        secret: bytes,
+        access: Party,
         locate: Callable[[int], list[Address]],
         failed: Callable[[Exception], None],
     ) -> None:
-        self._plan, self._flow, self._secret = plan, flow, secret
+        self._plan, self._flow, self._access = plan, flow, access
         self._locate, self._failed = locate, failed
         self._pushers: list[Pusher] = []
 
@@ -33,7 +34,7 @@ class SourceFeeder:
                 pusher = stage.source.pusher()
                 pusher.failed = self._failed
                 where = partial(self._locate, stage.id)
-                pusher.start(where, self._secret, stage.id, stage.name, self._flow)
+                pusher.start(where, self._access, stage.id, stage.name, self._flow)
                 self._pushers.append(pusher)
 
     def stop(self) -> None:

@@ -36,8 +36,8 @@ from holdfast.core.protection import ProtectionSpec
 from holdfast.core.records import EpochRecord
 from holdfast.engine.durations import Seconds, seconds
 from holdfast.hosts.processes import ProcessHost
-from holdfast.net import wire
-from holdfast.net.connection import is_wildcard
+from holdfast.net.addresses import is_wildcard
+from holdfast.net.keys import Keys
 from holdfast.net.reader import TableReader, forget_reader, readers_of, url_of
 from holdfast.plan.planner import Plan, plan, protected_otherwise
 from holdfast.storage.files import Folder, located
@@ -85,11 +85,12 @@ def start(
     """
     options, place = (options or Options()).resolved(), place or Place()
     secret = secret or secrets.token_bytes(32)
+    incarnation = Keys.of(secret).incarnation
     if history is not None and options.restore_from is not None:
         raise errors.FlowError(
             "a flow begins with history= or continues with restore_from=, not both"
         )
-    flow = _resolved(flow, place, secret, options, history)
+    flow = _resolved(flow, place, incarnation, options, history)
     options = _located(options)
     origin = _origin(flow, options, place)
     options = replace(options, checkpoint=origin.checkpoint)
@@ -139,17 +140,17 @@ def _prepared(host: Host | None, spark: Any, planned: Plan, options: Options, pl
     return host
 
 
-def _resolved(flow: Flow, place: Place, secret: bytes, options: Options, history: Any) -> Flow:
+def _resolved(flow: Flow, place: Place, incarnation: str, options: Options, history: Any) -> Flow:
     """The flow with everything that must be known before it starts."""
     if history is None:
-        return resolved(flow, place, secret, options.lease_s)
+        return resolved(flow, place, incarnation, options.lease_s)
     from holdfast.spark.history import History
     from holdfast.ui.live_table import progress_bar
 
     with progress_bar(f"history of {flow.name}") as progress:
         folder = options.history_folder
         before = History(flow, history, options.partitions, folder, progress)
-        return resolved(flow, place, secret, options.lease_s, before)
+        return resolved(flow, place, incarnation, options.lease_s, before)
 
 
 def _located(options: Options) -> Options:
@@ -273,10 +274,10 @@ class Run:
 
     @property
     def url(self) -> str:
-        """The address at which the flow's sinks can be read while it runs. It has the flow's
-        secret."""
+        """The address at which the flow's sinks can be read while it runs. It has the key of
+        readers, which allows nothing else."""
         controls = self._control.place.controls or (self._control.address,)
-        return url_of(self.flow.name, self._control.secret, controls)
+        return url_of(self.flow.name, self._control.access.keys, controls)
 
     def table(self, sink: str) -> TableReader:
         """Read a sink that is a table, while the flow runs."""
@@ -503,7 +504,7 @@ class Run:
             self.flow,
             self.plan,
             self.options,
-            wire.incarnation(self._control.secret),
+            self._control.access.keys.incarnation,
             self._control.generation,
         )
 

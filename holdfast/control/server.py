@@ -22,6 +22,7 @@ from holdfast import errors
 from holdfast.api.graph import Flow
 from holdfast.api.options import Options
 from holdfast.control import events as ev
+from holdfast.control.access import Access
 from holdfast.control.arbitration import ArbiterClient
 from holdfast.control.checkpoint_coordinator import CheckpointCoordinator, common_restore_point
 from holdfast.control.checkpoint_store import CheckpointStore
@@ -51,6 +52,7 @@ from holdfast.errors import ProtocolError
 from holdfast.net import protocol, wire
 from holdfast.net.connection import Connection, dial, listen
 from holdfast.net.protocol import Receiver
+from holdfast.plan.fingerprint import stage_marks
 from holdfast.plan.planner import Plan, shape
 
 log = logging.getLogger("holdfast.control")
@@ -92,7 +94,9 @@ class Control:
         """The status that the leading application sent last, while this one follows."""
         self.route: Route = direct
         self.loop = asyncio.new_event_loop()
-        self._host, self.secret = host, secret
+        self._host = host
+        hosts = [host.listen_host, *(name for name, _ in place.controls)]
+        self.access = Access(secret, options.security, hosts, place.app, stage_marks(plan))
         self.node = ControlNode(
             self.shape,
             options,
@@ -102,10 +106,12 @@ class Control:
             spares=spares,
         )
         # A flow that is started again must not find the entry of its last start.
-        key = f"{flow.name}-{wire.incarnation(secret)}"
+        key = f"{flow.name}-{self.access.keys.incarnation}"
         self.arbiter = ArbiterClient(place.arbiter_url, key, options.lease_s)
-        self.launcher = SiteLauncher(flow, host, place, options, secret, generation, self.post)
-        self._feeder = SourceFeeder(plan, flow.name, secret, self._locate, self._on_push_failed)
+        self.launcher = SiteLauncher(flow, host, place, options, self.access, generation, self.post)
+        self._feeder = SourceFeeder(
+            plan, flow.name, self.access.pusher, self._locate, self._on_push_failed
+        )
         self._sites = SiteConnections()
         self._agents: dict[int, Connection] = {}
         self._leader: Connection | None = None
@@ -126,7 +132,8 @@ class Control:
         if options.store is not None and place.apps == 1:
             self.store = CheckpointStore(options.store, generation)
         if self.store is not None and options.store_every_ms:
-            common = common_restore_point(flow, plan, options, wire.incarnation(secret), generation)
+            incarnation = self.access.keys.incarnation
+            common = common_restore_point(flow, plan, options, incarnation, generation)
             self.checkpoints = CheckpointCoordinator(
                 self.store,
                 common,
@@ -320,7 +327,7 @@ class Control:
 
     def _dialled_leader(self, holder: str) -> Connection:
         return Connection(
-            self.secret,
+            self.access.party,
             partial(self._on_leader_open, holder),
             self._on_message,
             self._on_leader_lost,
@@ -348,7 +355,7 @@ class Control:
     # --- connections from sites and other applications ------------------------------------------
 
     def _accept(self) -> Connection:
-        return Connection(self.secret, self._on_open, self._on_message, self._on_close)
+        return Connection(self.access.party, self._on_open, self._on_message, self._on_close)
 
     def _on_open(self, connection: Connection) -> None:
         if connection.role == wire.AGENT:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import socket
+import ssl
 import time
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import pyarrow as pa
 
+from holdfast.api.security import Level
 from holdfast.engine.batches import cut, to_ipc
 from holdfast.errors import HostError, ProtocolError
 from holdfast.net import wire
+from holdfast.net.handshake import Handshake, Identity, Party, Phase
+from holdfast.net.sealing import SEAL_BYTES, Sealer
 
 M = TypeVar("M", bound=wire.Message)
 UNANSWERED_MAX = 16
@@ -20,10 +23,11 @@ UNANSWERED_MAX = 16
 
 
 LEADER_S_MAX = 2.0
+RECEIVE_BYTES = 1 << 16
 
 
 def to_leader(
-    addresses: Sequence[tuple[str, int]], secret: bytes, message: wire.Message
+    addresses: Sequence[tuple[str, int]], party: Party, message: wire.Message
 ) -> tuple[Client, str]:
     """Send a message to the leader of an ingress. Return a connection to it, and its answer.
 
@@ -36,7 +40,7 @@ def to_leader(
         for address in [leader, *addresses] if leader else addresses:
             client = None
             try:
-                client = Client(address, secret)
+                client = Client(address, party)
                 return client, client.ask(message)
             except (HostError, OSError) as error:
                 failure = error
@@ -62,68 +66,122 @@ class Client:
     """One authenticated connection, to the ingress of a push source or to the controller."""
 
     def __init__(
-        self, address: tuple[str, int], secret: bytes, identity: tuple[str, int] = ("pusher", 0)
+        self,
+        address: tuple[str, int],
+        party: Party,
+        identity: Identity | None = None,
+        peer: Identity = (wire.SITE, -1),
     ) -> None:
+        """`identity` is the party's own unless another is given; `peer` is the dialled one."""
+        self._sealer: Sealer | None = None
+        self._checker: Sealer | None = None
+        self._read = bytearray()  # bytes that have come and are not used yet
+        self._unanswered = 0
         try:
             self._socket = socket.create_connection(address, timeout=10)
         except OSError as error:
             raise HostError(f"cannot reach {address[0]}:{address[1]}: {error}") from error
-        self._unanswered = 0
-        self._shake_hands(secret, identity)
+        try:
+            self._shake_hands(party, Handshake(party, identity or party.own, peer))
+        except BaseException:
+            self._socket.close()
+            raise
         # The ingress answers when it has room, which may take any time.
         self._socket.settimeout(None)
 
-    def _shake_hands(self, secret: bytes, identity: tuple[str, int]) -> None:
-        challenge = self._receive(wire.Challenge)
-        nonce = os.urandom(16)
-        self._socket.sendall(wire.encode(wire.hello(secret, challenge, nonce, *identity)))
-        wire.check_welcome(secret, challenge, nonce, self._receive(wire.Welcome))
+    def _shake_hands(self, party: Party, handshake: Handshake) -> None:
+        handshake.handle(self._greeting())
+        channel = None
+        if handshake.level is Level.TLS:
+            try:
+                channel = party.context(server=False).wrap_socket(self._socket)
+            except OSError as error:
+                raise HostError(f"TLS: {error}") from error
+            self._socket = channel
+        hello = handshake.secured(channel)
+        assert hello is not None
+        self._socket.sendall(wire.encode(hello))
+        try:
+            handshake.handle(self._greeting())
+        except (HostError, OSError) as error:
+            raise HostError(
+                f"the peer refused this {handshake.identity[0]}'s key: {error}",
+                hint="it is of another flow or start, or the flow's secret was rotated",
+            ) from error
+        if handshake.phase is not Phase.OPEN:
+            raise ProtocolError(f"the handshake {handshake.phase.value}")
+        self._sealer, self._checker = handshake.sealers() or (None, None)
+
+    def _greeting(self) -> wire.Message:
+        return self._next(greeting=True)[0]
 
     def _receive(self, kind: type[Any]) -> Any:
         return self._receive_all(kind)[0]
 
     def _receive_all(self, kind: type[Any]) -> tuple[Any, bytes]:
         """Return a message and its body."""
-        greeting = kind in (wire.Challenge, wire.Welcome)
-        body, header = wire.PREFIX.unpack(self._exactly(wire.PREFIX.size))
-        wire.check_lengths(body, header, greeting)
-        data = self._exactly(header + body)
-        message = wire.decode(data[:header], greeting)
+        message, body = self._next()
         if not isinstance(message, kind):
             raise ProtocolError(f"expected {kind.__name__}, got {type(message).__name__}")
-        return message, data[header:]
+        return message, body
+
+    def _next(self, greeting: bool = False) -> tuple[wire.Message, bytes]:
+        prefix = self._exactly(wire.PREFIX.size)
+        body, header = wire.PREFIX.unpack(prefix)
+        wire.check_lengths(body, header, greeting)
+        data = self._exactly(header + body)
+        if self._checker is not None:
+            self._checker.check((prefix, data), self._exactly(SEAL_BYTES))
+        return wire.decode(data[:header], greeting), data[header:]
+
+    def _send(self, message: wire.Message, body: Any = b"") -> None:
+        """`body` is a buffer."""
+        view = memoryview(body).cast("B")
+        head = wire.encode(message, view.nbytes)
+        self._socket.sendall(head)
+        if view.nbytes:
+            self._socket.sendall(view)
+        if self._sealer is not None:
+            self._socket.sendall(self._sealer.seal((head, view)))
 
     def exchange(self, message: wire.Message, kind: type[Any]) -> tuple[Any, bytes]:
         """Send a message and wait for its answer: a message of this kind, and its body."""
-        self._socket.sendall(wire.encode(message))
+        self._send(message)
         return self._receive_all(kind)
 
     def _exactly(self, nbytes: int) -> bytes:
-        data = bytearray()
-        while len(data) < nbytes:
-            part = self._socket.recv(nbytes - len(data))
+        while len(self._read) < nbytes:
+            part = self._socket.recv(max(nbytes - len(self._read), RECEIVE_BYTES))
             if not part:
                 raise HostError("the peer closed the connection: has the flow ended?")
-            data += part
-        return bytes(data)
+            self._read += part
+        data = bytes(self._read[:nbytes])
+        del self._read[:nbytes]
+        return data
 
     def tell(self, message: wire.Message) -> None:
         """Send a message that has no answer."""
-        self._socket.sendall(wire.encode(message))
+        self._send(message)
 
     def heard(self, kind: type[M]) -> M | None:
         """Return the message of this kind that has arrived, if any, from a peer that sends no other
         kind."""
+        self._socket.settimeout(0)
         try:
-            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
+            part = self._socket.recv(RECEIVE_BYTES)
+        except (BlockingIOError, ssl.SSLWantReadError):
             return None
+        finally:
+            self._socket.settimeout(None)
+        if not part:
+            raise HostError("the peer closed the connection")
+        self._read += part
         message: M = self._receive(kind)
         return message
 
     def ask(self, message: wire.Message) -> str:
         """Send a message, wait until the ingress has taken it, and return its answer."""
-        self._socket.sendall(wire.encode(message))
+        self._send(message)
         self._unanswered += 1
         while self._unanswered > 1:
             self._answer()
@@ -142,8 +200,7 @@ class Client:
         """Send rows. Waits only while `UNANSWERED_MAX` pieces are not answered."""
         for piece in cut(batch, wire.PIECE_BYTES):
             body = to_ipc(piece)
-            self._socket.sendall(wire.encode(wire.PushRows(), body.size))
-            self._socket.sendall(body)
+            self._send(wire.PushRows(), body)
             self._unanswered += 1
             if self._unanswered >= UNANSWERED_MAX:
                 self._answer()

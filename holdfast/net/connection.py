@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from holdfast.errors import ProtocolError
+from holdfast.api.security import Level
+from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.log_limit import LimitedLog
 from holdfast.net import protocol, wire
 from holdfast.net.admission import Listener, open_listener
+from holdfast.net.handshake import Handshake, Party, Phase
+from holdfast.net.sealing import SEAL_BYTES, Sealer
 
 log = logging.getLogger("holdfast.wire")
 limited = LimitedLog(log)
@@ -44,25 +45,26 @@ class Connection(asyncio.BufferedProtocol):
 
     def __init__(
         self,
-        secret: bytes,
+        party: Party,
         on_open: Callable[[Connection], None],
         on_message: Handler,
         on_close: Callable[[Connection, Exception | None], None],
         identity: tuple[str, int] | None = None,
         peer: tuple[str, int] = (wire.SERVER, -1),
     ) -> None:
-        self._secret = secret
+        self._party, self._dials = party, identity is not None
+        self._handshake = Handshake(party, identity, peer)
         self._on_open, self._on_message, self._on_close = on_open, on_message, on_close
-        self._identity = identity  # our identity if we dial; None on the accepting side
-        self._peer = peer  # the identity of the side that we dial
         self.role, self.id = "", -1
         self.open = False
         self.sent_bytes = 0
         self.heard = self.spoke = True
         """Whether bytes were received or sent since the owner last cleared these flags."""
         self._transport: asyncio.Transport | None = None
-        self._nonce = os.urandom(16)
-        self._challenge: wire.Challenge | None = None
+        self._securing: asyncio.Task[None] | None = None
+        self._sealer: Sealer | None = None
+        self._checker: Sealer | None = None
+        self._seal_bytes = 0
         self._chunk = _empty(CHUNK_BYTES)
         self._begin = self._end = 0  # the unparsed part of the chunk
         self._large: _Large | None = None  # a message that does not fit into a chunk
@@ -76,12 +78,17 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(high=1 << 30)
+        self._use(transport)
         loop = asyncio.get_running_loop()
         self._timer = loop.call_later(HANDSHAKE_S_MAX, self._refuse, "no handshake in time")
-        if self._identity is None:
-            self._write(wire.encode(wire.Challenge(self._nonce)))
+        if not self._dials:
+            self._write(wire.encode(self._handshake.challenge))
+            self._flush()
+            self._secure()
+
+    def _use(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        transport.set_write_buffer_limits(high=1 << 30)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._large is not None:
@@ -103,27 +110,86 @@ class Connection(asyncio.BufferedProtocol):
         return False
 
     def connection_lost(self, error: Exception | None) -> None:
+        if self._transport is None:
+            return  # asyncio and a failed TLS handshake may both say so
+        self._transport = None
         if self._timer is not None:
             self._timer.cancel()
         self.open = False
         self.settled()
         self._on_close(self, error)
 
+    # --- the handshake --------------------------------------------------------------------------
+
+    def _secure(self) -> None:
+        """Begin TLS, if it is wanted. Its first bytes must not be read as messages."""
+        if self._handshake.level is not Level.TLS:
+            self._secured(None)
+            return
+        assert self._transport is not None
+        self._transport.pause_reading()
+        self._securing = asyncio.get_running_loop().create_task(self._start_tls(self._transport))
+
+    async def _start_tls(self, transport: asyncio.Transport) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            secure = await loop.start_tls(
+                transport,
+                self,
+                self._party.context(server=not self._dials),
+                server_side=not self._dials,
+                ssl_handshake_timeout=HANDSHAKE_S_MAX,
+            )
+            if secure is None:  # the connection was lost meanwhile
+                raise ConnectionResetError("closed during the TLS handshake")
+            self._use(secure)
+            self._secured(secure.get_extra_info("ssl_object"))
+            loop.call_soon(self.buffer_updated, 0)  # a message may have come with TLS's last one
+        except (OSError, HoldfastError) as error:
+            self._refuse(f"TLS: {error}")
+            self.connection_lost(error)
+
+    def _secured(self, channel: Any) -> None:
+        hello = self._handshake.secured(channel)
+        if hello is not None:
+            self._write(wire.encode(hello))
+
+    def _greet(self, message: wire.Message) -> None:
+        """Take a message of the handshake."""
+        answer = self._handshake.handle(message)
+        if answer is not None:
+            self._write(wire.encode(answer))
+        match self._handshake.phase:
+            case Phase.SECURING:
+                self._secure()
+            case Phase.OPEN:
+                self._opened()
+            case Phase.REFUSED:
+                assert isinstance(answer, wire.Refusal)
+                limited.warning("refused", "refused a connection: %s", answer.reason)
+                self.close()
+
     # --- framing --------------------------------------------------------------------------------
 
     def _take_messages(self) -> None:
         """Dispatch all complete messages; the chunk keeps the rest."""
         while self._end - self._begin >= wire.PREFIX.size and not self._closing:
+            if self._handshake.phase is Phase.SECURING:
+                break
             body, header = wire.PREFIX.unpack_from(self._chunk, self._begin)
             wire.check_lengths(body, header, greeting=not self.open)
             begin = self._begin + wire.PREFIX.size
             end = begin + header + body
-            if end > self._end:
-                if wire.PREFIX.size + header + body > CHUNK_BYTES:
-                    self._large = _Large(header, body, self._chunk[begin : self._end])
+            if end + self._seal_bytes > self._end:
+                if wire.PREFIX.size + header + body + self._seal_bytes > CHUNK_BYTES:
+                    sealed = body + self._seal_bytes
+                    self._large = _Large(header, sealed, self._chunk[begin : self._end])
                     self._begin = self._end
                 break
-            self._begin = end
+            if self._checker is not None:
+                seal = self._chunk[end : end + SEAL_BYTES]
+                self._checker.check((self._chunk[self._begin : end],), seal)
+            self._begin = end + self._seal_bytes
             message = wire.decode(self._chunk[begin : begin + header], greeting=not self.open)
             content = _empty(body)  # a copy, because the chunk is reused
             content[:] = self._chunk[begin + header : end]
@@ -137,43 +203,25 @@ class Connection(asyncio.BufferedProtocol):
         assert self._large is not None
         if self._large.fill(nbytes):
             large, self._large = self._large, None
-            self._dispatch(wire.decode(large.header), large.body)
+            body = large.body
+            if self._checker is not None:
+                body, seal = body[:-SEAL_BYTES], body[-SEAL_BYTES:]
+                prefix = wire.PREFIX.pack(body.nbytes, large.header.nbytes)
+                self._checker.check((prefix, large.header, body), seal)
+            self._dispatch(wire.decode(large.header), body)
 
     def _dispatch(self, message: wire.Message, body: memoryview) -> None:
         if self.open:
             protocol.check_sender(self.role, message)
             self._on_message(self, message, body)
             return
-        match message:
-            case wire.Challenge() if self._identity is not None and self._challenge is None:
-                self._challenge = message
-                self._write(
-                    wire.encode(wire.hello(self._secret, message, self._nonce, *self._identity))
-                )
-            case wire.Hello() if self._identity is None:
-                expected = wire.proof(
-                    self._secret, "client", self._nonce, message.nonce, message.role, message.id
-                )
-                if not hmac.compare_digest(expected, message.proof):
-                    raise ProtocolError("the peer does not know the flow's secret")
-                if message.role == wire.SERVER:
-                    raise ProtocolError("the dialling side claims to be a server")
-                self._write(
-                    wire.encode(
-                        wire.Welcome(wire.proof(self._secret, "server", message.nonce, self._nonce))
-                    )
-                )
-                self._opened(message.role, message.id)
-            case wire.Welcome() if self._identity is not None:
-                if self._challenge is None:
-                    raise ProtocolError("Welcome without a Challenge")
-                wire.check_welcome(self._secret, self._challenge, self._nonce, message)
-                self._opened(*self._peer)
-            case _:
-                raise ProtocolError(f"{type(message).__name__} before the handshake")
+        self._greet(message)
 
-    def _opened(self, role: str, id_: int) -> None:
-        self.role, self.id, self.open = role, id_, True
+    def _opened(self) -> None:
+        self.role, self.id, self.open = self._handshake.role, self._handshake.id, True
+        sealers = self._handshake.sealers()
+        if sealers is not None:
+            (self._sealer, self._checker), self._seal_bytes = sealers, SEAL_BYTES
         if self._timer is not None:
             self._timer.cancel()
         self.settled()
@@ -191,6 +239,11 @@ class Connection(asyncio.BufferedProtocol):
         """The local address of this connection."""
         assert self._transport is not None
         return str(self._transport.get_extra_info("sockname")[0])
+
+    @property
+    def keys(self) -> str:
+        """The id of the keys that the connection was opened with."""
+        return self._handshake.keys
 
     @property
     def _closing(self) -> bool:
@@ -228,9 +281,12 @@ class Connection(asyncio.BufferedProtocol):
     def send(self, message: wire.Message, body: list[Any] | None = None) -> None:
         """Queue a message. `body` is a list of buffers, which must not change afterwards."""
         views = [memoryview(b).cast("B") for b in body or ()]
-        self._write(wire.encode(message, sum(v.nbytes for v in views)))
+        head = wire.encode(message, sum(v.nbytes for v in views))
+        self._write(head)
         for view in views:
             self._write(view)
+        if self._sealer is not None:
+            self._write(self._sealer.seal((head, *views)))
 
     @property
     def queued(self) -> int:
@@ -300,11 +356,6 @@ def _empty(nbytes: int) -> memoryview:
 
 def _nothing() -> None:
     pass
-
-
-def is_wildcard(host: str) -> bool:
-    """Whether a listening address stands for all addresses of the machine."""
-    return host in ("", "0.0.0.0", "::")
 
 
 ConnectionMaker = Callable[[], Connection]

@@ -1,9 +1,9 @@
 """Readers of a sink that is read from the egress, for processes outside the flow. The leader of the
 egress answers.
 
-The address of a flow names the controllers of its applications and contains its secret:
-``holdfast://SECRET@host:port,host:port/flow``. A process that has the address can read the flow's
-sinks, and could push rows.
+The address of a flow names the controllers of its applications, and contains the flow's
+incarnation and the key of readers: ``holdfast://INCARNATION:KEYS-KEY@host:port,host:port/flow``. A
+process that has the address can read the flow's sinks, and nothing else.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from holdfast.errors import FlowError, HoldfastError, HostError
 from holdfast.net import wire
 from holdfast.net.bundles import rows_of
 from holdfast.net.client import Client
+from holdfast.net.handshake import Party
+from holdfast.net.keys import Keys
 
 PATIENCE_S = 30.0
 """How long a reader waits for an answer, for example while a lost site or driver is replaced."""
@@ -29,35 +31,42 @@ PAUSE_S = 0.05
 Address = tuple[str, int]
 
 
-def url_of(flow: str, secret: bytes, controls: Sequence[Address]) -> str:
+def url_of(flow: str, keys: Keys, controls: Sequence[Address]) -> str:
     """Return the address of a flow.
 
-    >>> url_of("alerts", b"abc", [("localhost", 7000), ("localhost", 7001)])
-    'holdfast://616263@localhost:7000,localhost:7001/alerts'
+    >>> keys = Keys("0123456789ab", "c0ffee012345", {"reader": b"abc"})
+    >>> url_of("alerts", keys, [("localhost", 7000), ("localhost", 7001)])
+    'holdfast://c0ffee012345:0123456789ab-616263@localhost:7000,localhost:7001/alerts'
     """
     listed = ",".join(f"{host}:{port}" for host, port in controls)
-    return f"holdfast://{secret.hex()}@{listed}/{quote(flow, safe='')}"
+    key = f"{keys.id}-{keys.held[wire.READER].hex()}"
+    return f"holdfast://{keys.incarnation}:{key}@{listed}/{quote(flow, safe='')}"
 
 
-def parse(url: str) -> tuple[str, bytes, list[Address]]:
+_URL = re.compile(r"holdfast://(\w+):(\w+)-((?:[0-9a-f]{2})+)@([^/]+)/([^/]+)")
+
+
+def parse(url: str) -> tuple[str, Keys, list[Address]]:
     """The inverse of `url_of`."""
-    found = re.fullmatch(r"holdfast://((?:[0-9a-f]{2})+)@([^/]+)/([^/]+)", url)
-    listed = [a.rpartition(":") for a in found[2].split(",")] if found else []
+    found = _URL.fullmatch(url)
+    listed = [a.rpartition(":") for a in found[4].split(",")] if found else []
     if found is None or not all(host and port.isdigit() for host, _, port in listed):
         raise FlowError(
             "this is not the address of a flow", hint="use the value of run.url of the running flow"
         )
     controls = [(host, int(port)) for host, _, port in listed]
-    return unquote(found[3]), bytes.fromhex(found[1]), controls
+    keys = Keys(found[2], found[1], {wire.READER: bytes.fromhex(found[3])})
+    return unquote(found[5]), keys, controls
 
 
 class SinkReader:
     """Sends requests to one sink. Not thread-safe."""
 
     def __init__(self, url: str, sink: str) -> None:
-        self.flow, self._secret, self._controls = parse(url)
+        self.flow, keys, self._controls = parse(url)
+        self._party = Party.client(keys, wire.READER)
         self.sink = sink
-        self.incarnation = wire.incarnation(self._secret)
+        self.incarnation = keys.incarnation
         self._there: wire.There | None = None
         self._last: wire.There | None = None
         self._client: Client | None = None
@@ -90,7 +99,7 @@ class SinkReader:
             if self._client is None:
                 if not untried:
                     raise HostError("no site leads the sink")
-                self._client = Client(untried.pop(0), self._secret, (wire.READER, 0))
+                self._client = Client(untried.pop(0), self._party)
             answer, body = self._client.exchange(message, wire.Answer)
             if answer.ok:
                 return answer.values, _rows(body, answer.sizes)
@@ -118,7 +127,7 @@ class SinkReader:
         reason = "no controller answers"
         for address in self._controls:
             try:
-                client = Client(address, self._secret, (wire.READER, 0))
+                client = Client(address, self._party, peer=(wire.SERVER, -1))
                 there, _ = client.exchange(wire.Where(self.sink), wire.There)
                 client.close()
             except (HoldfastError, OSError) as error:

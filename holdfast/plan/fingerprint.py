@@ -64,6 +64,22 @@ def fingerprint(plan: Plan) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+STAGES_MARKED_MAX = 64
+
+
+def stage_marks(plan: Plan) -> dict[str, str]:
+    """A short digest of each stage by its name, for handshakes, which have to be short. A plan of
+    very many stages has one for all."""
+    described = describe(plan)
+    if len(described) > STAGES_MARKED_MAX:
+        return {plan.flow: fingerprint(plan)[:8]}
+    return {d.name: _short(json.dumps(d.aspects(), sort_keys=True)) for d in described}
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
 def differences(
     here: Sequence[StageDescription],
     there: Sequence[StageDescription],

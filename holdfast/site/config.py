@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from holdfast.api.options import Options
+from holdfast.net.handshake import Party
 
 HOST = "HOLDFAST_HOST"
 """The environment variable with the name of the site's machine, if its host name is another."""
@@ -19,7 +20,8 @@ class SiteConfig:
     """It travels with the code, not over the wire."""
 
     site: int
-    secret: bytes
+    party: Party
+    """Who the site is towards others: its keys and its certificate."""
     controllers: tuple[tuple[str, int], ...]
     """Where the flow's applications listen; one of them leads."""
     listen_host: str

@@ -20,6 +20,7 @@ from holdfast.core.layout import View
 from holdfast.core.peer_monitor import PeerMonitor
 from holdfast.net import wire
 from holdfast.net.connection import Connection, Handler, dial
+from holdfast.net.handshake import Party
 
 log = logging.getLogger("holdfast.site")
 
@@ -34,13 +35,13 @@ class Peers:
     def __init__(
         self,
         site: SiteId,
-        secret: bytes,
+        party: Party,
         on_message: Handler,
         on_close: Callable[[Connection, Exception | None], None],
         connected: Callable[[SiteId], None],
         lost: Callable[[SiteId], None],
     ) -> None:
-        self._site, self._secret = site, secret
+        self._site, self._party = site, party
         self._on_message, self._on_close = on_message, on_close
         self._connected, self._lost = connected, lost
         self._connections: dict[SiteId, Connection] = {}
@@ -172,7 +173,7 @@ class Peers:
             self._on_close(connection, error)
 
         return Connection(
-            self._secret,
+            self._party,
             opened,
             self._on_message,
             closed,

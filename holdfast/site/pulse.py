@@ -19,6 +19,7 @@ from holdfast.core.peer_monitor import Standstill
 from holdfast.errors import HoldfastError
 from holdfast.net import wire
 from holdfast.net.client import Client
+from holdfast.net.handshake import Party
 from holdfast.site.peers import REDIAL_S
 
 log = logging.getLogger("holdfast.site")
@@ -36,12 +37,12 @@ class Pulse:
     def __init__(
         self,
         site: SiteId,
-        secret: bytes,
+        party: Party,
         lease_s: float,
         call: Callable[[], tuple[str, int] | None],
         term: Callable[[], int],
     ) -> None:
-        self._site, self._secret, self._lease_s = site, secret, lease_s
+        self._site, self._party, self._lease_s = site, party, lease_s
         self._call, self._term = call, term
         self._turned = time.monotonic()
         self._left = threading.Event()
@@ -65,7 +66,8 @@ class Pulse:
         still = Standstill(pause)
         while not self._left.is_set():
             try:
-                client = Client(address, self._secret, (wire.PULSE, self._site))
+                identity = (wire.PULSE, self._site)
+                client = Client(address, self._party, identity, (wire.SERVER, -1))
                 while not self._left.is_set():
                     client.tell(self.message(still, time.monotonic()))
                     fenced = client.heard(wire.Fenced)

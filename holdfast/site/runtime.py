@@ -19,6 +19,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ import msgspec
 import pyarrow as pa
 
 from holdfast.api.graph import Flow
+from holdfast.api.security import Tls
 from holdfast.core.effects import IngestEpochs
 from holdfast.core.events import ReplicaBehind
 from holdfast.core.ids import NO_EPOCH, Epoch, SiteId
@@ -33,9 +35,12 @@ from holdfast.core.layout import Domain
 from holdfast.engine.memory import NO_STATE, is_out_of_memory, limit_bytes, out_of_memory
 from holdfast.errors import HoldfastError, OutOfMemoryError, ProtocolError
 from holdfast.net import protocol, wire
+from holdfast.net.addresses import is_wildcard
 from holdfast.net.admission import Listener
-from holdfast.net.connection import Connection, dial, is_wildcard, listen
+from holdfast.net.connection import Connection, dial, listen
+from holdfast.net.handshake import Party
 from holdfast.net.protocol import Receiver
+from holdfast.net.tls import Certificate
 from holdfast.plan.planner import plan
 from holdfast.site.checkpoints import CheckpointWriter
 from holdfast.site.config import HOST, SiteConfig
@@ -65,13 +70,22 @@ ORPHAN_S = 10.0
 """How long a site goes on without a connection to any control."""
 
 
+def _certified(config: SiteConfig) -> Party:
+    """Who the site is. Certificates of the user's own are on the site's machine."""
+    files = config.options.security
+    if isinstance(files, Tls):
+        return replace(config.party, certificate=Certificate.read(files))
+    return config.party
+
+
 class Site:
     """The site's life: register, act on views, leave."""
 
     def __init__(self, flow: Flow, config: SiteConfig) -> None:
         self.config = config
         self.id = SiteId(config.site)
-        named = wire.incarnation(config.secret)
+        party = _certified(config)
+        self.party = party
         spill = Spill(config.options.spill, config.options.log_bytes_max)
         planned = plan(flow)
         self._checkpoint_writer: CheckpointWriter | None = None
@@ -84,7 +98,7 @@ class Site:
             config.options,
             self,
             now=partial(_wall_clock, time.time() - time.monotonic()),
-            incarnation=named,
+            incarnation=party.ring.current.incarnation,
             spill=spill,
             checkpoint_writer=self._checkpoint_writer,
         )
@@ -93,7 +107,7 @@ class Site:
         self._over: asyncio.Future[None] | None = None
         self.peers = Peers(
             self.id,
-            config.secret,
+            party,
             self._on_message,
             self._on_close,
             lambda site: self._guarded(partial(self.node.on_connected, site)),
@@ -101,7 +115,7 @@ class Site:
         )
         self._pulse = Pulse(
             self.id,
-            config.secret,
+            party,
             config.options.lease_s,
             lambda: self.node.stages.call,
             lambda: self.node.term,
@@ -155,7 +169,7 @@ class Site:
             await asyncio.sleep(0)
 
     def _accept(self) -> Connection:
-        return Connection(self.config.secret, self._on_open, self._on_message, self._on_close)
+        return Connection(self.party, self._on_open, self._on_message, self._on_close)
 
     async def _keep_reporting(self) -> None:
         """Have a connection to every application's control. While there is none, data flows on and
@@ -176,7 +190,7 @@ class Site:
 
     def _dialled_controller(self, address: tuple[str, int]) -> Connection:
         connection = Connection(
-            self.config.secret,
+            self.party,
             self._register,
             self._on_message,
             partial(self._on_controller_lost, address),

@@ -21,6 +21,7 @@ from holdfast.connectors.sources import Locate, Source
 from holdfast.errors import FlowError
 from holdfast.net import wire
 from holdfast.net.client import Refused, to_leader
+from holdfast.net.handshake import Party
 from holdfast.spark.session import cause, use_this_python
 
 
@@ -125,7 +126,7 @@ def spark_stream(
 
 
 def _push_task(
-    addresses: list[tuple[str, int]], secret: bytes, source: int, push: str
+    addresses: list[tuple[str, int]], access: Party, source: int, push: str
 ) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     """Return the function of a pushing task.
 
@@ -138,7 +139,7 @@ def _push_task(
         assert context is not None
         partition, attempt = context.partitionId(), context.taskAttemptId()
         opening = wire.PushOpen(source, push, partition, attempt)
-        client, remark = to_leader(addresses, secret, opening)
+        client, remark = to_leader(addresses, access, opening)
         with closing(client):
             if remark != wire.TAKEN:
                 for rows in batches:
@@ -170,15 +171,15 @@ class _SparkPusher(Generic[SourceT]):
         """Send a message to the leading ingress and return its answer. A refusal is kept, because
         the ingress would refuse the message again."""
         try:
-            client, remark = to_leader(self._locate(), self._secret, message)
+            client, remark = to_leader(self._locate(), self._access, message)
         except Refused as error:
             self._refused = error
             raise
         client.close()
         return remark
 
-    def start(self, locate: Locate, secret: bytes, source: int, name: str, flow: str) -> None:
-        self._locate, self._secret, self._source, self._name = locate, secret, source, name
+    def start(self, locate: Locate, access: Party, source: int, name: str, flow: str) -> None:
+        self._locate, self._access, self._source, self._name = locate, access, source, name
         self._described = f"Holdfast flow {flow!r}: feed source {name!r}"
         self._thread = threading.Thread(target=self._guarded, daemon=True, name="holdfast-feed")
         self._thread.start()
@@ -234,7 +235,7 @@ class _BatchPusher(_SparkPusher[SparkBatch]):
         def push(addresses: list[tuple[str, int]]) -> None:
             name = uuid.uuid4().hex
             if self._send(wire.PushBegin(self._source, "", 0, name)) != wire.TAKEN:
-                task = _push_task(addresses, self._secret, self._source, name)
+                task = _push_task(addresses, self._access, self._source, name)
                 ordered.mapInArrow(task, _PUSHED_DDL).collect()
 
         self._retry_if_moved(push)
@@ -294,7 +295,7 @@ class _StreamPusher(_SparkPusher[SparkStream]):
             name = uuid.uuid4().hex
             if self._send(wire.PushBegin(self._source, self._id, batch, name)) == wire.TAKEN:
                 return
-            task = _push_task(addresses, self._secret, self._source, name)
+            task = _push_task(addresses, self._access, self._source, name)
             pushed = df.mapInArrow(task, _PUSHED_DDL).collect()
             partitions = tuple(sorted((row["partition"], row["attempt"]) for row in pushed))
             self._send(wire.PushCommit(self._source, name, partitions))

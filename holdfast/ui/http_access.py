@@ -13,7 +13,6 @@ import hmac
 import ipaddress
 import os
 import secrets
-import socket
 import ssl
 from email.message import Message
 from http.cookies import CookieError, SimpleCookie
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from holdfast.api.options import TOKEN_LENGTH_MIN, Http
 from holdfast.errors import FlowError
+from holdfast.net.addresses import is_loopback
 
 LOOPBACK = "127.0.0.1"
 
@@ -76,15 +76,6 @@ def parse_address(address: str) -> tuple[str, int]:
             f"http={address!r} is not an address", hint="for example http='127.0.0.1:9090'"
         )
     return host.removeprefix("[").removesuffix("]") or LOOPBACK, int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return False  # to listen there fails, too
-    return all(ipaddress.ip_address(str(a[0]).partition("%")[0]).is_loopback for *_, a in found)
 
 
 def _names_this_machine(header: str) -> bool:

@@ -18,6 +18,7 @@ from pyspark.sql import SparkSession
 
 from holdfast.control.applications import Apps
 from holdfast.lab.bench.processes import tree
+from holdfast.net.keys import Keys
 from holdfast.net.reader import TableReader, url_of
 from tests.support import ends_flow
 from tests.support.apps_runs import until
@@ -139,7 +140,7 @@ def test_nothing_is_lost_or_repeated_whoever_is_killed(
     with Apps(FILE, apps=2, sites=4) as apps:
         until(apps, lambda: apps.protected, "everything is protected", within=180)
         place = apps.configs[0].place
-        url = url_of("ends", apps.configs[0].secret, place.controls)
+        url = url_of("ends", Keys.of(apps.configs[0].secret), place.controls)
         feed.start()
         reader = Reader(spark, url, tmp_path)
         for fault in faults:

@@ -53,15 +53,17 @@ from holdfast.net import bundles, protocol, wire
 from holdfast.net.checks import Checks
 from holdfast.net.client import Client
 from holdfast.net.connection import CHUNK_BYTES, LARGE_BYTES, Connection
+from holdfast.net.handshake import Party
+from holdfast.net.keys import Keyring, Keys
 from holdfast.plan.planner import plan, shape
 from holdfast.protections import pairs
 from holdfast.sinks import discard, parquet
 from holdfast.site.push import PushReader
 from holdfast.sources import generator, rows
 from holdfast.storage.files import FileInfo
+from tests.support.parties import party
 from tests.support.sim_flows import Ordered, events, result
 
-SECRET = b"a secret of thirty-two bytes....."
 FUZZ = settings(
     max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
@@ -113,7 +115,8 @@ MESSAGES: list[tuple[wire.Message, bytes]] = [
         (message, b"")
         for message in (
             wire.Challenge(b"n" * 16),
-            wire.Hello("site", 1, b"n" * 16, b"p" * 32),
+            wire.Hello("site", 1, "site", 0, "keys", "", b"n" * 16, b"p" * 32),
+            wire.Refusal("no", b"p" * 32),
             wire.Welcome(b"p" * 32),
             wire.Register(1, "host", 99, 5, Domain("p", "e", "h", "a")),
             wire.NewView(VIEW, {0: ("h", 1), 3: ("h", 2)}),
@@ -272,9 +275,9 @@ class End:
     def __init__(self, identity: tuple[str, int] | None = None) -> None:
         self.opened, self.messages = 0, []
         self.transport = FakeTransport()
-        self.connection = Connection(
-            SECRET, self._on_open, self._on_message, lambda *_: None, identity
-        )
+        own = party(identity or (wire.SITE, 0))
+        called = (self._on_open, self._on_message, lambda *_: None)
+        self.connection = Connection(own, *called, identity, (wire.SITE, 0))
         self.connection.connection_made(self.transport)
 
     def _on_open(self, _: Connection) -> None:
@@ -321,7 +324,7 @@ def both(main: Any) -> None:
 @FUZZ
 @given(st.one_of(st.binary(max_size=600), mutated()), cuts, st.booleans())
 @example(encoded(wire.Start(1)), [1], False)
-@example(encoded(wire.Hello("site", 1, b"", b"")), [300], True)
+@example(encoded(wire.Hello("site", 1, "site", 0, "", "", b"", b"")), [300], True)
 @example(wire.PREFIX.pack(0, 1000) + b"\x91" * 1000, [300], False)  # nested beyond all bounds
 def test_strangers_get_nowhere(data: bytes, sizes: list[int], dials: bool) -> None:
     async def main() -> None:
@@ -430,7 +433,7 @@ def test_a_client_refuses_a_server_that_talks_nonsense() -> None:
         wire.PREFIX.pack(0xFFFFFFFF, 0xFFFFFFFF),
         wire.PREFIX.pack(0, 1000) + b"\x91" * 1000,
         encoded(wire.Beat()),
-        encoded(wire.Challenge(b"x")) + encoded(wire.Welcome(b"y")),
+        encoded(wire.Challenge(b"x", wire.VERSION, "auth")) + encoded(wire.Welcome(b"y")),
     ]
     listening = socket.create_server(("127.0.0.1", 0))
 
@@ -446,7 +449,7 @@ def test_a_client_refuses_a_server_that_talks_nonsense() -> None:
     thread.start()
     for _ in answers:
         with pytest.raises((ProtocolError, HostError)):
-            Client(listening.getsockname(), SECRET)
+            Client(listening.getsockname(), party((wire.PUSHER, 0)))
     thread.join(5)
     listening.close()
 
@@ -938,9 +941,9 @@ def numbers(split: int, offset: int, n: int) -> pa.RecordBatch:
 class Nuisance(threading.Thread):
     """Sends garbage to ports, from several sockets at once, some of which know the secret."""
 
-    def __init__(self, addresses: list[tuple[str, int]], secret: bytes, seed: int) -> None:
+    def __init__(self, addresses: list[tuple[str, int]], keys: Keys, seed: int) -> None:
         super().__init__(daemon=True)
-        self.addresses, self.secret, self.rng = addresses, secret, random.Random(seed)
+        self.addresses, self.keys, self.rng = addresses, keys, random.Random(seed)
         self.over = threading.Event()
         self.rounds = 0
 
@@ -958,7 +961,7 @@ class Nuisance(threading.Thread):
             ]
             if self.rng.random() < 0.6:
                 role = self.rng.choice([("site", 77), ("pusher", 0), ("nobody", 3), ("server", 0)])
-                client = Client(address, self.secret, role)
+                client = Client(address, Party(role, Keyring(self.keys), None))
                 stack.callback(client.close)
                 sockets.append(client._socket)
             for one in sockets:
@@ -983,7 +986,7 @@ def test_real_sites_work_on_while_their_ports_get_garbage(tmp_path, capfd) -> No
     options = Options(budget=Budget(epoch_rows_max=2_000), block_rows=1_000, read_ahead_rows=2_000)
     with flow.start(sites=2, options=options) as run:
         addresses = list(run._controller.addresses.values())
-        pests = [Nuisance(addresses, run._control.secret, seed) for seed in range(4)]
+        pests = [Nuisance(addresses, run._control.access.keys, seed) for seed in range(4)]
         for pest in pests:
             pest.start()
         assert run.wait(60)

@@ -21,15 +21,16 @@ from holdfast.net import wire
 from holdfast.net.admission import ACCEPTS_PER_TURN, AdmissionLimits, Listener, open_listener
 from holdfast.net.client import Client
 from holdfast.net.connection import Connection, is_listening
+from holdfast.net.handshake import Party
 from holdfast.protections import pairs
 from holdfast.sinks import parquet
 from holdfast.site.config import SiteConfig
 from tests.support.lines import one_line
+from tests.support.parties import party
 from tests.support.runs import until, until_protected, until_rows
 
 DESCRIPTORS = 256
 STRANGERS = 300
-SECRET = b"a secret of thirty-two bytes....."
 
 
 def frugal(work: Work) -> None:
@@ -76,7 +77,7 @@ def test_strangers_leave_a_site_its_descriptors_and_its_log(
         until(lambda: len(list(out.glob("*.parquet"))) > written, "the sink writes files")
         for site, pid in sites.items():
             assert descriptors(pid) < DESCRIPTORS - ACCEPTS_PER_TURN
-            client = Client(doors[site], run._control.secret, (wire.READER, 0))
+            client = Client(doors[site], Party.client(run._control.access.keys, wire.READER))
             client.close()
         assert not run.ended(0) and run.status()["dead"] == {}
     said = capfd.readouterr().err.splitlines()
@@ -109,7 +110,7 @@ class Door:
         self.opened: list[Connection] = []
 
     def make(self) -> Connection:
-        return Connection(SECRET, self.opened.append, _ignore, _ignore)
+        return Connection(party(), self.opened.append, _ignore, _ignore)
 
     async def listen(self, limits: AdmissionLimits) -> Listener:
         return await open_listener(self.make, "127.0.0.1", patience_s=5, limits=limits)
@@ -124,7 +125,7 @@ async def knock(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
 
 
 async def authenticate(port: int) -> None:
-    client = await asyncio.to_thread(Client, ("127.0.0.1", port), SECRET)
+    client = await asyncio.to_thread(Client, ("127.0.0.1", port), party((wire.PUSHER, 0)))
     client.close()
 
 

@@ -24,6 +24,7 @@ from holdfast.protections import pairs
 from holdfast.sinks import discard, parquet
 from holdfast.site.config import SiteConfig
 from holdfast.sources import generator, rows
+from tests.support.parties import party
 
 
 def numbers(split: int, offset: int, n: int) -> pa.RecordBatch:
@@ -366,6 +367,6 @@ def test_a_host_that_is_closed_launches_nothing_more() -> None:
     host.close()
     flow = Flow("sums")
     flow.source("numbers", generator(numbers, NUMBERS, rows=10)).sink("out", discard())
-    config = SiteConfig(0, b"secret", (("127.0.0.1", 1),), "127.0.0.1", Options())
+    config = SiteConfig(0, party(), (("127.0.0.1", 1),), "127.0.0.1", Options())
     host.launch(flow, config, lambda site, reason: exits.append(reason))
     assert not host._processes and not exits

@@ -4,6 +4,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from contextlib import closing
+from typing import Any
 
 from holdfast import Flow
 from holdfast import functions as F
@@ -32,12 +33,12 @@ class Query:
         self._before_commit = before_commit
         self.pushes = 0
 
-    def start(self, locate: Locate, secret: bytes, source: int, name: str, flow: str) -> None:
-        self._locate, self._secret, self._source = locate, secret, source
+    def start(self, locate: Locate, access: Any, source: int, name: str, flow: str) -> None:
+        self._locate, self._access, self._source = locate, access, source
         threading.Thread(target=self._feed, daemon=True).start()
 
     def _say(self, message: wire.Message) -> str:
-        client, remark = to_leader(self._locate(), self._secret, message)
+        client, remark = to_leader(self._locate(), self._access, message)
         client.close()
         return remark
 
@@ -59,7 +60,7 @@ class Query:
             ends = [size * (p + 1) // PARTITIONS - self.pushes for p in range(PARTITIONS - 1)]
             for partition, (at, end) in enumerate(zip([0, *ends], [*ends, size], strict=True)):
                 opening = wire.PushOpen(self._source, push, partition, self.pushes)
-                client, _ = to_leader(self._locate(), self._secret, opening)
+                client, _ = to_leader(self._locate(), self._access, opening)
                 with closing(client):
                     client.send_rows(numbers(0, first + at, end - at))
                     client.ask(wire.PushDone())

@@ -9,25 +9,32 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from holdfast.api.security import Level
 from holdfast.core.events import BlocksAvailable, ReplicaReported
 from holdfast.core.layout import Domain, PartitionGroup, View
 from holdfast.core.messages import Ack, BundleKey, SequencerState
 from holdfast.core.records import Block, EpochRecord, Range, pack_step
 from holdfast.net import wire
+from holdfast.net.admission import Listener
 from holdfast.net.connection import Connection, dial, listen
-
-SECRET = b"a secret of thirty-two bytes....."
+from tests.support.parties import SECRET, party
 
 
 class End:
     """One end of a connection, with everything that happened to it."""
 
-    def __init__(self, secret: bytes = SECRET, identity: tuple[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        secret: bytes = SECRET,
+        identity: tuple[str, int] | None = None,
+        level: Level = Level.AUTH,
+    ) -> None:
         self.opened: list[Connection] = []
         self.messages: list[tuple[wire.Message, bytes]] = []
         self.closed = asyncio.Event()
         self.changed = asyncio.Event()
-        self._secret, self._identity = secret, identity
+        self._party = party(identity or (wire.SITE, 0), secret, level)
+        self._identity = identity
 
     def make(self) -> Connection:
         def on_open(connection: Connection) -> None:
@@ -42,7 +49,8 @@ class End:
             self.closed.set()
             self.changed.set()
 
-        return Connection(self._secret, on_open, on_message, on_close, self._identity)
+        called = (on_open, on_message, on_close)
+        return Connection(self._party, *called, self._identity, (wire.SITE, 0))
 
     async def until(self, condition) -> None:
         while not condition():
@@ -50,16 +58,17 @@ class End:
             await asyncio.wait_for(self.changed.wait(), 5)
 
 
-async def server() -> tuple[End, asyncio.Server, tuple[str, int]]:
-    end = End()
+async def server(level: Level = Level.AUTH) -> tuple[End, Listener, tuple[str, int]]:
+    end = End(level=level)
     listening, port = await listen(end.make, "127.0.0.1")
     return end, listening, ("127.0.0.1", port)
 
 
-def test_messages_and_bodies_arrive_in_order() -> None:
+@pytest.mark.parametrize("level", Level)
+def test_messages_and_bodies_arrive_in_order(level: Level) -> None:
     async def main() -> None:
-        end, listening, address = await server()
-        client = End(identity=("site", 3))
+        end, listening, address = await server(level)
+        client = End(identity=("site", 3), level=level)
         await dial(client.make, address)
         await client.until(lambda: client.opened)
         big = os.urandom(3_000_000)
@@ -101,7 +110,7 @@ def test_a_server_with_another_secret_is_refused() -> None:
 
     async def main() -> None:
         async def impostor(reader, writer) -> None:
-            writer.write(wire.encode(wire.Challenge(b"x" * 16)))
+            writer.write(wire.encode(wire.Challenge(b"x" * 16, wire.VERSION, "auth")))
             await reader.read(100)
             writer.write(wire.encode(wire.Welcome(b"y" * 32)))
             await writer.drain()
@@ -174,7 +183,7 @@ def test_headers_come_back_as_they_were(message: wire.Message) -> None:
         struct.pack("<II", 0xFFFFFFFF, 10),
         struct.pack("<II", 0, 4) + b"\xc1\xc1\xc1\xc1",
         wire.encode(wire.Delivered(0, 0, 0, 0)),
-        wire.encode(wire.Hello("site", 0, b"n" * 16, b"p" * 32)),
+        wire.encode(wire.Hello("site", 0, "site", 0, "", "", b"n" * 16, b"p" * 32)),
     ],
 )
 def test_a_stranger_is_refused_and_others_are_served(data: bytes) -> None:

@@ -7,9 +7,10 @@ from holdfast.site.config import SiteConfig
 from holdfast.site.runtime import Site
 from holdfast.sources import generator
 from tests.support.lines import SCHEMA, numbers
+from tests.support.parties import party
 
 
 def lonely_site() -> Site:
     flow = Flow("line")
     flow.source("numbers", generator(numbers, SCHEMA)).sink("out", discard())
-    return Site(flow, SiteConfig(0, b"secret" * 4, (), "127.0.0.1", Options()))
+    return Site(flow, SiteConfig(0, party(), (), "127.0.0.1", Options()))

@@ -85,15 +85,7 @@ from holdfast.net.wire.handover import (
     HandOverKept,
     HandOverState,
 )
-from holdfast.net.wire.handshake import (
-    Challenge,
-    Hello,
-    Welcome,
-    check_welcome,
-    hello,
-    incarnation,
-    proof,
-)
+from holdfast.net.wire.handshake import VERSION, Challenge, Hello, Refusal, Welcome
 from holdfast.net.wire.push import (
     NOT_HERE,
     TAKEN,
@@ -127,6 +119,7 @@ __all__ = [
     "SERVER",
     "SITE",
     "TAKEN",
+    "VERSION",
     "Acks",
     "Answer",
     "Ask",
@@ -182,6 +175,7 @@ __all__ = [
     "Record",
     "Recorded",
     "RecordsAfter",
+    "Refusal",
     "Register",
     "ReplicaReport",
     "Retain",
@@ -197,10 +191,6 @@ __all__ = [
     "Welcome",
     "Where",
     "check_lengths",
-    "check_welcome",
     "decode",
     "encode",
-    "hello",
-    "incarnation",
-    "proof",
 ]

@@ -15,7 +15,7 @@ import msgspec
 from holdfast.errors import FlowError, ProtocolError
 from holdfast.net.wire import control, data, handover, push, read
 from holdfast.net.wire.base import Message
-from holdfast.net.wire.handshake import Challenge, Hello, Welcome
+from holdfast.net.wire.handshake import Challenge, Hello, Refusal, Welcome
 
 PREFIX = struct.Struct("<II")
 """Lengths of the body and of the header, before every message."""
@@ -26,14 +26,14 @@ BODY_BYTES_MAX = 1 << 30
 PIECE_BYTES = 1 << 20
 """Approximate size of the pieces in which rows are handed over and written to disk."""
 
-GREETINGS = (Challenge, Hello, Welcome)
+GREETINGS = (Challenge, Hello, Welcome, Refusal)
 PROTOCOLS = (control, data, handover, push, read)
 """Importing these modules defines their messages."""
 MESSAGES = tuple(m for m in Message.__subclasses__() if m not in GREETINGS)
 """All messages but the handshake's."""
 
 _decoder = msgspec.msgpack.Decoder(type=Union[MESSAGES])  # noqa: UP007
-_greetings = msgspec.msgpack.Decoder(type=Challenge | Hello | Welcome)
+_greetings = msgspec.msgpack.Decoder(type=Challenge | Hello | Welcome | Refusal)
 _encoder = msgspec.msgpack.Encoder()
 
 

@@ -1,29 +1,39 @@
-"""The handshake: both ends of a connection prove that they know the flow's secret.
+"""The messages that open a connection. `holdfast.net.handshake` has the rules.
 
-    server -> client   Challenge(nonce)
-    client -> server   Hello(role, id, nonce, proof)    proof = HMAC(secret, both nonces, role, id)
-    server -> client   Welcome(proof)                   the same, with the parts swapped
+    server -> client   Challenge(version, level, nonce)
+    client -> server   Hello(role, id, whom it dials, plan, ..., proof)
+    server -> client   Welcome(proof), or Refusal(reason, proof)
 
-Until `Welcome` no message may be longer than a kilobyte, and only these three are decoded. The role
-in `Hello` decides which messages the client may send afterwards (`holdfast.net.protocol`).
+`Challenge` is sent in the clear; at the level `tls` what follows it is encrypted. Until `Welcome`
+no message may be longer than a kilobyte, and only these four are decoded. The role in `Hello`
+decides which messages the client may send afterwards (`holdfast.net.protocol`).
+
+A later version may add fields at the end of `Challenge`: decoding ignores them.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
+from holdfast.net.wire.base import Message, Number, NumberOrNone
 
-from holdfast.errors import ProtocolError
-from holdfast.net.wire.base import Message, Number
+VERSION = 1
+"""The version of the wire protocol, one higher with every change of a message."""
 
 
 class Challenge(Message, frozen=True):
     nonce: bytes
+    version: Number = 0
+    level: str = ""
 
 
 class Hello(Message, frozen=True):
     role: str
     id: Number
+    peer_role: str
+    peer_id: NumberOrNone
+    keys: str
+    """The id of the keys that the proof was made with."""
+    plan: str
+    """The fingerprint of the flow's plan; empty for a client that has none."""
     nonce: bytes
     proof: bytes
 
@@ -32,27 +42,8 @@ class Welcome(Message, frozen=True):
     proof: bytes
 
 
-def proof(secret: bytes, *parts: bytes | str | int) -> bytes:
-    """Return what only a holder of the secret can compute from these parts."""
-    mac = hmac.new(secret, digestmod=hashlib.sha256)
-    for part in parts:
-        data = part if isinstance(part, bytes) else str(part).encode()
-        mac.update(len(data).to_bytes(4, "little") + data)
-    return mac.digest()
+class Refusal(Message, frozen=True):
+    """The server knows who the client is, and why it does not let it in."""
 
-
-def hello(secret: bytes, challenge: Challenge, nonce: bytes, role: str, id_: int) -> Hello:
-    """Return a client's answer to a challenge."""
-    return Hello(role, id_, nonce, proof(secret, "client", challenge.nonce, nonce, role, id_))
-
-
-def check_welcome(secret: bytes, challenge: Challenge, nonce: bytes, welcome: Welcome) -> None:
-    """Check the server's own proof."""
-    expected = proof(secret, "server", nonce, challenge.nonce)
-    if not hmac.compare_digest(expected, welcome.proof):
-        raise ProtocolError("the server does not know the flow's secret")
-
-
-def incarnation(secret: bytes) -> str:
-    """The name of one incarnation of a flow: a flow that is started again has a new secret."""
-    return hashlib.sha256(secret).hexdigest()[:12]
+    reason: str
+    proof: bytes
