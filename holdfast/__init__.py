@@ -8,6 +8,7 @@ from holdfast import functions, protections, sinks, sources
 from holdfast.api.graph import Flow
 from holdfast.api.options import Checkpoint, Http, Options
 from holdfast.api.protection import Protection
+from holdfast.api.security import Tls
 from holdfast.api.streams import ExpiringStream, JoinedStream, KeyedStream, Stream, TimedStream
 from holdfast.connectors.sinks import Sink
 from holdfast.connectors.sources import Source
@@ -62,6 +63,7 @@ __all__ = [
     "Source",
     "Stream",
     "TimedStream",
+    "Tls",
     "col",
     "functions",
     "lit",

@@ -5,6 +5,7 @@ import inspect
 import pytest
 
 from holdfast.control.node import ControlNode
+from holdfast.control.rotating import KeyRotator
 from holdfast.control.server import Control
 from holdfast.errors import ProtocolError
 from holdfast.net import protocol, wire
@@ -28,6 +29,7 @@ CLASSES: dict[Receiver, type] = {
     Receiver.PUSHES: PushReaders,
     Receiver.CONTROL: Control,
     Receiver.CONTROL_NODE: ControlNode,
+    Receiver.ROTATOR: KeyRotator,
     Receiver.CLIENT: Client,
 }
 ROLES = {wire.SITE, wire.SERVER, wire.AGENT, wire.PULSE, wire.PUSHER, wire.READER}

@@ -163,7 +163,7 @@ PUBLIC = {
         Aggregate Budget Checkpoint DivergenceError ExpiringStream Expr Flow FlowError HoldfastError
         HostError Http HungError InputError JoinedStream KeyedFunction KeyedStream OperatorError
         Options OutOfMemoryError Protection Rows Run Sink SinkError SinkRewoundError SiteLostError
-        Source Stream TimedStream col functions lit protections sinks sources
+        Source Stream TimedStream Tls col functions lit protections sinks sources
     """,
     "holdfast.functions": "at_start count first last max mean min sum",
     "holdfast.protections": "active none pairs passive rollback upstream",

@@ -44,6 +44,8 @@ limited = LimitedLog(log)
 
 STATUS_S = 0.25
 """How often an application writes its status."""
+SECRET = "secret"
+"""The file with the flow's secret, once it was replaced. Only the user can read it."""
 START_S_MAX = 180.0
 SHORT_LIFE_S = 10.0
 """An application that ends sooner than this has a short life."""
@@ -142,7 +144,7 @@ class Apps:
             self.processes[config.place.app] = process
             self.lives[config.place.app] += 1
             assert process.stdin is not None
-            process.stdin.write(pickle.dumps(config))
+            process.stdin.write(pickle.dumps(replace(config, secret=self._secret(config))))
             process.stdin.close()
             code = process.wait()
             if code == 0 or (self._over.is_set() and code != FAILED):
@@ -155,6 +157,13 @@ class Apps:
                 self._over.set()
                 return
             self._over.wait(BACKOFF_S[min(short, len(BACKOFF_S) - 1)])
+
+    def _secret(self, config: AppConfig) -> bytes:
+        """The flow's secret, which may have been replaced since this application was started."""
+        try:
+            return (self._directory / SECRET).read_bytes()
+        except FileNotFoundError:
+            return config.secret
 
     def _log(self, app: int) -> Path:
         return self._directory / f"application-{app}.log"
@@ -215,6 +224,16 @@ class Apps:
         command = self._directory / ("drain" if drain else "stop")
         command.touch()
         self._over.wait(timeout)
+
+    def rotate_secret(self, timeout: float = 60.0) -> None:
+        """Replace the secret that the applications share: see `Run.rotate_secret`."""
+        command = self._directory / "rotate"
+        command.touch()
+        deadline = time.monotonic() + timeout
+        while command.exists():
+            if self._over.is_set() or time.monotonic() > deadline:
+                raise HostError("no application has replaced the secret", hint="try it again")
+            time.sleep(STATUS_S / 5)
 
     def close(self) -> None:
         """End applications that still run, and remove files."""
@@ -280,7 +299,23 @@ def _attend(config: AppConfig, run: Run) -> None:
         elif (commands / "drain").exists() and not draining and run.state == "running":
             draining = True
             threading.Thread(target=run.stop, daemon=True).start()
+        elif (commands / "rotate").exists() and run.state == "running":
+            _rotate(run, commands)
     _write_status(config, run.status())
+
+
+def _rotate(run: Run, commands: Path) -> None:
+    """Replace the secret, and leave the new one for applications that are started later."""
+    try:
+        secret = run.rotate_secret()
+    except HoldfastError as error:
+        log.warning("%s; this is tried again", error)
+        return
+    hidden = commands / f"{SECRET}.tmp"
+    hidden.touch(mode=0o600)
+    hidden.write_text(secret)
+    hidden.rename(commands / SECRET)
+    (commands / "rotate").unlink()
 
 
 def http_of(http: str | Http | None, app: int) -> str | Http | None:

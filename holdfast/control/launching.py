@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from holdfast.api.graph import Flow
 from holdfast.api.options import Options
-from holdfast.control.access import Access
+from holdfast.control.credentials import Credentials
 from holdfast.control.events import ControlEvent, Probe, Probed, ProcessExited
 from holdfast.control.hosting import Address, Host, Place
 from holdfast.core.events import FlowFailed
@@ -29,12 +29,12 @@ class SiteLauncher:
         host: Host,
         place: Place,
         options: Options,
-        access: Access,
+        credentials: Credentials,
         generation: int,
         post: Post,
     ) -> None:
         self._flow, self._host, self._place = flow, host, place
-        self._options, self._access, self._generation = options, access, generation
+        self._options, self._credentials, self._generation = options, credentials, generation
         self._post = post
 
     def launch(self, site: SiteId, control: Address) -> None:
@@ -42,7 +42,7 @@ class SiteLauncher:
         several = self._place.apps > 1
         config = SiteConfig(
             site,
-            self._access.for_site(site),
+            self._credentials.for_site(site),
             self._place.controls or (control,),
             self._host.listen_host,
             replace(self._options, http=None),  # sites serve no pages and need no token

@@ -277,7 +277,7 @@ class Run:
         """The address at which the flow's sinks can be read while it runs. It has the key of
         readers, which allows nothing else."""
         controls = self._control.place.controls or (self._control.address,)
-        return url_of(self.flow.name, self._control.access.keys, controls)
+        return url_of(self.flow.name, self._control.credentials.keys, controls)
 
     def table(self, sink: str) -> TableReader:
         """Read a sink that is a table, while the flow runs."""
@@ -303,6 +303,29 @@ class Run:
         node, guards = protected_otherwise(self.flow, stage, protection, self.options.partitions)
         self._look(partial(self._control.protect, guards))
         node.protection = protection
+
+    def rotate_secret(self, secret: str | None = None, timeout: Seconds = 60.0) -> str:
+        """Replace the flow's secret, while it runs, by `secret` or a random one, and return the new
+        one: what `HOLDFAST_SECRET` must be for applications that join later. Afterwards no process
+        accepts the old one, and `url` has a new key. Addresses given to readers before are refused.
+
+        Raises `HostError` if this application does not lead, if connections are not encrypted and
+        others could read the new keys, or if a site has not confirmed within `timeout`; then both
+        secrets are good, and it can be called again with the same one.
+        """
+        done = self._look(partial(self._control.rotate_secret, secret))
+        deadline = time.monotonic() + seconds(timeout, "timeout")
+        while time.monotonic() < deadline and not self._served.is_set():
+            with contextlib.suppress(TimeoutError):
+                return done.result(LOOK_S)
+        waits = self._look(lambda: self._control.rotator.waits_for)
+        missing = ", ".join(f"{role} {number}" for role, number in waits)
+        raise errors.HostError(
+            f"the secret is not replaced everywhere yet: no answer from {missing}",
+            hint="the flow has ended"
+            if self._served.is_set()
+            else "both secrets are good; it goes on as soon as they answer, or are replaced",
+        )
 
     @property
     def protected(self) -> bool:
@@ -504,7 +527,7 @@ class Run:
             self.flow,
             self.plan,
             self.options,
-            self._control.access.keys.incarnation,
+            self._control.credentials.keys.incarnation,
             self._control.generation,
         )
 

@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, assert_never
 
@@ -22,10 +23,10 @@ from holdfast import errors
 from holdfast.api.graph import Flow
 from holdfast.api.options import Options
 from holdfast.control import events as ev
-from holdfast.control.access import Access
 from holdfast.control.arbitration import ArbiterClient
 from holdfast.control.checkpoint_coordinator import CheckpointCoordinator, common_restore_point
 from holdfast.control.checkpoint_store import CheckpointStore
+from holdfast.control.credentials import Credentials
 from holdfast.control.feeding import SourceFeeder
 from holdfast.control.hosting import (
     Address,
@@ -39,6 +40,8 @@ from holdfast.control.hosting import (
 from holdfast.control.launching import SiteLauncher
 from holdfast.control.locating import locate_sink, locate_stage
 from holdfast.control.node import ControlNode
+from holdfast.control.rotating import KeyRotator
+from holdfast.control.rotation import Member, members_of
 from holdfast.control.site_connections import SiteConnections
 from holdfast.core import events as core
 from holdfast.core.controller import Controller
@@ -96,7 +99,9 @@ class Control:
         self.loop = asyncio.new_event_loop()
         self._host = host
         hosts = [host.listen_host, *(name for name, _ in place.controls)]
-        self.access = Access(secret, options.security, hosts, place.app, stage_marks(plan))
+        self.credentials = Credentials(
+            secret, options.security, hosts, place.app, stage_marks(plan)
+        )
         self.node = ControlNode(
             self.shape,
             options,
@@ -106,16 +111,21 @@ class Control:
             spares=spares,
         )
         # A flow that is started again must not find the entry of its last start.
-        key = f"{flow.name}-{self.access.keys.incarnation}"
+        key = f"{flow.name}-{self.credentials.keys.incarnation}"
         self.arbiter = ArbiterClient(place.arbiter_url, key, options.lease_s)
-        self.launcher = SiteLauncher(flow, host, place, options, self.access, generation, self.post)
+        self.launcher = SiteLauncher(
+            flow, host, place, options, self.credentials, generation, self.post
+        )
         self._feeder = SourceFeeder(
-            plan, flow.name, self.access.pusher, self._locate, self._on_push_failed
+            plan, flow.name, self.credentials.pusher, self._locate, self._on_push_failed
         )
         self._sites = SiteConnections()
         self._agents: dict[int, Connection] = {}
         self._leader: Connection | None = None
-        self._handlers = protocol.handlers({Receiver.CONTROL: self})
+        self.rotator = KeyRotator(
+            self.credentials, self._sites, self._agents, lambda: self.node.term, self._members
+        )
+        self._handlers = protocol.handlers({Receiver.CONTROL: self, Receiver.ROTATOR: self.rotator})
         self._port = 0
         self._events: deque[ev.ControlEvent] = deque()
         self._handling = False
@@ -132,7 +142,7 @@ class Control:
         if options.store is not None and place.apps == 1:
             self.store = CheckpointStore(options.store, generation)
         if self.store is not None and options.store_every_ms:
-            incarnation = self.access.keys.incarnation
+            incarnation = self.credentials.keys.incarnation
             common = common_restore_point(flow, plan, options, incarnation, generation)
             self.checkpoints = CheckpointCoordinator(
                 self.store,
@@ -221,6 +231,23 @@ class Control:
         )  # raises if there are too few sites
         self.handle(core.ProtectionWanted(wanted.guards))
 
+    def rotate_secret(self, secret: str | None) -> Future[str]:
+        """Replace the flow's secret. Called in the controller's thread; the future gets the new
+        secret when no process accepts the old one."""
+        if self.controller is None or self.controller.state is not FlowPhase.RUNNING:
+            raise errors.HostError(
+                "only the application that leads a running flow can replace its secret"
+            )
+        return self.rotator.ask(secret)
+
+    def _members(self) -> tuple[Member, ...]:
+        """Who must hold new keys before they are used: also members that are just not connected,
+        and sites that were launched with the old ones."""
+        controller, sites = self.controller, list(self._sites)
+        if controller is not None and controller.view is not None:
+            sites += [*controller.view.members, *sorted(controller.roster.launched)]
+        return members_of(dict.fromkeys(sites), self._agents)
+
     # --- events and effects ---------------------------------------------------------------------
 
     def handle(self, event: ev.ControlEvent) -> None:
@@ -235,6 +262,7 @@ class Control:
                     self._apply(effect)
         finally:
             self._handling = False
+        self.rotator.follow_members()
 
     def _apply(self, effect: ev.ControlEffect) -> None:
         match effect:
@@ -327,7 +355,7 @@ class Control:
 
     def _dialled_leader(self, holder: str) -> Connection:
         return Connection(
-            self.access.party,
+            self.credentials.party,
             partial(self._on_leader_open, holder),
             self._on_message,
             self._on_leader_lost,
@@ -355,11 +383,12 @@ class Control:
     # --- connections from sites and other applications ------------------------------------------
 
     def _accept(self) -> Connection:
-        return Connection(self.access.party, self._on_open, self._on_message, self._on_close)
+        return Connection(self.credentials.party, self._on_open, self._on_message, self._on_close)
 
     def _on_open(self, connection: Connection) -> None:
         if connection.role == wire.AGENT:
             self._agents[connection.id] = connection
+            self.rotator.on_joined((wire.AGENT, connection.id))
             self.handle(ev.AgentOpened(connection.id))
 
     def _on_message(self, connection: Connection, message: wire.Message, body: memoryview) -> None:
@@ -387,6 +416,7 @@ class Control:
         if message.site != connection.id:
             raise ProtocolError(f"it registers as site {message.site}")
         self._sites.add(connection)
+        self.rotator.on_joined((wire.SITE, message.site))
 
     def on_beat(self, connection: Connection, message: wire.Beat) -> None:
         if connection.role == wire.PULSE:

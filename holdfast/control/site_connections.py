@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from holdfast.control import events as ev
 from holdfast.core.ids import SiteId
 from holdfast.net import wire
@@ -17,6 +19,9 @@ class SiteConnections:
 
     def __contains__(self, site: SiteId) -> bool:
         return site in self._sites
+
+    def __iter__(self) -> Iterator[SiteId]:
+        return iter(list(self._sites))
 
     def add(self, connection: Connection) -> None:
         self._sites[SiteId(connection.id)] = connection

@@ -14,7 +14,7 @@ from holdfast.api.security import Level
 from holdfast.engine.batches import cut, to_ipc
 from holdfast.errors import HostError, ProtocolError
 from holdfast.net import wire
-from holdfast.net.handshake import Handshake, Identity, Party, Phase
+from holdfast.net.handshake import Handshake, HandshakePhase, Identity, Party
 from holdfast.net.sealing import SEAL_BYTES, Sealer
 
 M = TypeVar("M", bound=wire.Message)
@@ -82,19 +82,19 @@ class Client:
         except OSError as error:
             raise HostError(f"cannot reach {address[0]}:{address[1]}: {error}") from error
         try:
-            self._shake_hands(party, Handshake(party, identity or party.own, peer))
+            self._shake_hands(Handshake(party, identity or party.own, peer))
         except BaseException:
             self._socket.close()
             raise
         # The ingress answers when it has room, which may take any time.
         self._socket.settimeout(None)
 
-    def _shake_hands(self, party: Party, handshake: Handshake) -> None:
+    def _shake_hands(self, handshake: Handshake) -> None:
         handshake.handle(self._greeting())
         channel = None
         if handshake.level is Level.TLS:
             try:
-                channel = party.context(server=False).wrap_socket(self._socket)
+                channel = handshake.context.wrap_socket(self._socket)
             except OSError as error:
                 raise HostError(f"TLS: {error}") from error
             self._socket = channel
@@ -108,7 +108,7 @@ class Client:
                 f"the peer refused this {handshake.identity[0]}'s key: {error}",
                 hint="it is of another flow or start, or the flow's secret was rotated",
             ) from error
-        if handshake.phase is not Phase.OPEN:
+        if handshake.phase is not HandshakePhase.OPEN:
             raise ProtocolError(f"the handshake {handshake.phase.value}")
         self._sealer, self._checker = handshake.sealers() or (None, None)
 

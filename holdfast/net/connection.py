@@ -19,13 +19,15 @@ from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.log_limit import LimitedLog
 from holdfast.net import protocol, wire
 from holdfast.net.admission import Listener, open_listener
-from holdfast.net.handshake import Handshake, Party, Phase
+from holdfast.net.handshake import Handshake, HandshakePhase, Party
 from holdfast.net.sealing import SEAL_BYTES, Sealer
 
 log = logging.getLogger("holdfast.wire")
 limited = LimitedLog(log)
 
 HANDSHAKE_S_MAX = 5.0
+SHUTDOWN_S_MAX = 1.0
+"""How long the end of TLS may wait for the peer's. Nothing that matters is sent then."""
 CHUNK_BYTES = 1 << 17
 """Size of the receive buffer. A message that does not fit gets a buffer of its own."""
 LARGE_BYTES = 1 << 22
@@ -136,15 +138,20 @@ class Connection(asyncio.BufferedProtocol):
             secure = await loop.start_tls(
                 transport,
                 self,
-                self._party.context(server=not self._dials),
+                self._handshake.context,
                 server_side=not self._dials,
                 ssl_handshake_timeout=HANDSHAKE_S_MAX,
+                ssl_shutdown_timeout=SHUTDOWN_S_MAX,
             )
             if secure is None:  # the connection was lost meanwhile
                 raise ConnectionResetError("closed during the TLS handshake")
             self._use(secure)
             self._secured(secure.get_extra_info("ssl_object"))
             loop.call_soon(self.buffer_updated, 0)  # a message may have come with TLS's last one
+        except ConnectionError as error:  # a probe, or a peer that has gone
+            log.info("a connection was closed during its TLS handshake: %s", error)
+            self.abort()
+            self.connection_lost(error)
         except (OSError, HoldfastError) as error:
             self._refuse(f"TLS: {error}")
             self.connection_lost(error)
@@ -160,11 +167,11 @@ class Connection(asyncio.BufferedProtocol):
         if answer is not None:
             self._write(wire.encode(answer))
         match self._handshake.phase:
-            case Phase.SECURING:
+            case HandshakePhase.SECURING:
                 self._secure()
-            case Phase.OPEN:
+            case HandshakePhase.OPEN:
                 self._opened()
-            case Phase.REFUSED:
+            case HandshakePhase.REFUSED:
                 assert isinstance(answer, wire.Refusal)
                 limited.warning("refused", "refused a connection: %s", answer.reason)
                 self.close()
@@ -174,7 +181,7 @@ class Connection(asyncio.BufferedProtocol):
     def _take_messages(self) -> None:
         """Dispatch all complete messages; the chunk keeps the rest."""
         while self._end - self._begin >= wire.PREFIX.size and not self._closing:
-            if self._handshake.phase is Phase.SECURING:
+            if self._handshake.phase is HandshakePhase.SECURING:
                 break
             body, header = wire.PREFIX.unpack_from(self._chunk, self._begin)
             wire.check_lengths(body, header, greeting=not self.open)
@@ -224,6 +231,7 @@ class Connection(asyncio.BufferedProtocol):
             (self._sealer, self._checker), self._seal_bytes = sealers, SEAL_BYTES
         if self._timer is not None:
             self._timer.cancel()
+        self._party.connections.add(self)
         self.settled()
         self._on_open(self)
 

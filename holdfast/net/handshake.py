@@ -24,10 +24,11 @@ import hashlib
 import hmac
 import os
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+from weakref import WeakSet
 
 import msgspec
 
@@ -55,19 +56,34 @@ class Party:
     certificate: tls.Certificate | None = None
     plan: Mapping[str, str] = field(default_factory=dict)
     """Digests of the plan's stages by their names; empty for clients."""
+    connections: WeakSet[Any] = field(default_factory=WeakSet, repr=False)
+    """The open connections of this process."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "connections": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, connections=WeakSet())
+
+    def hold(self, keys: Sequence[Keys], certificate: tls.Certificate | None) -> None:
+        """Accept these keys and no others, and dial with the first."""
+        self.ring.hold(keys)
+        self.certificate = certificate or self.certificate
+
+    def close_retired(self) -> None:
+        """Close connections that were opened with keys that are not accepted any more. What belongs
+        to the flow dials again."""
+        for connection in list(self.connections):
+            if self.ring.find(connection.keys) is None:
+                connection.close()
 
     @classmethod
     def client(cls, keys: Keys, role: str) -> Party:
         """A pusher or a reader."""
         return cls((role, 0), Keyring(keys.for_client(role)), None)
 
-    def context(self, server: bool) -> ssl.SSLContext:
-        if server and self.certificate is None:
-            raise ProtocolError("a process that is dialled needs a certificate")
-        return tls.context(self.certificate, server)
 
-
-class Phase(Enum):
+class HandshakePhase(Enum):
     CHALLENGE = "waits for Challenge"
     SECURING = "begins TLS"
     HELLO = "waits for Hello"
@@ -76,7 +92,7 @@ class Phase(Enum):
     REFUSED = "was refused"
 
 
-class Event(Enum):
+class HandshakeEvent(Enum):
     """What moves a handshake from one phase to the next."""
 
     CHALLENGED = "Challenge"
@@ -87,13 +103,13 @@ class Event(Enum):
     WELCOMED = "Welcome"
 
 
-EDGES: dict[tuple[Phase, Event], Phase] = {
-    (Phase.CHALLENGE, Event.CHALLENGED): Phase.SECURING,
-    (Phase.SECURING, Event.DIALLER_SECURED): Phase.WELCOME,
-    (Phase.SECURING, Event.ACCEPTOR_SECURED): Phase.HELLO,
-    (Phase.HELLO, Event.GREETED): Phase.OPEN,
-    (Phase.HELLO, Event.TURNED_AWAY): Phase.REFUSED,
-    (Phase.WELCOME, Event.WELCOMED): Phase.OPEN,
+EDGES: dict[tuple[HandshakePhase, HandshakeEvent], HandshakePhase] = {
+    (HandshakePhase.CHALLENGE, HandshakeEvent.CHALLENGED): HandshakePhase.SECURING,
+    (HandshakePhase.SECURING, HandshakeEvent.DIALLER_SECURED): HandshakePhase.WELCOME,
+    (HandshakePhase.SECURING, HandshakeEvent.ACCEPTOR_SECURED): HandshakePhase.HELLO,
+    (HandshakePhase.HELLO, HandshakeEvent.GREETED): HandshakePhase.OPEN,
+    (HandshakePhase.HELLO, HandshakeEvent.TURNED_AWAY): HandshakePhase.REFUSED,
+    (HandshakePhase.WELCOME, HandshakeEvent.WELCOMED): HandshakePhase.OPEN,
 }
 
 
@@ -106,7 +122,8 @@ class Handshake:
 
     def __init__(self, party: Party, identity: Identity | None, peer: Identity) -> None:
         self._party, self._identity, self._dialled = party, identity, peer
-        self.phase = Phase.SECURING if identity is None else Phase.CHALLENGE
+        self._certificate = party.certificate  # the party may get another one meanwhile
+        self.phase = HandshakePhase.SECURING if identity is None else HandshakePhase.CHALLENGE
         self.role, self.id = "", -1
         """Who the peer is."""
         self.keys = ""
@@ -121,13 +138,13 @@ class Handshake:
             level = party.level or Level.AUTH
             self._challenge = wire.Challenge(self._nonce, wire.VERSION, level.value)
 
-    def _move(self, event: Event) -> None:
+    def _move(self, event: HandshakeEvent) -> None:
         following = EDGES.get((self.phase, event))
         if following is None:
             raise ProtocolError(f"{event.value} while the handshake {self.phase.value}")
         self.phase = following
 
-    def _expect(self, phase: Phase, message: wire.Message) -> None:
+    def _expect(self, phase: HandshakePhase, message: wire.Message) -> None:
         if self.phase is not phase:
             raise ProtocolError(f"{type(message).__name__} while the handshake {self.phase.value}")
 
@@ -140,6 +157,14 @@ class Handshake:
     def level(self) -> Level:
         assert self._challenge is not None
         return Level(self._challenge.level)
+
+    @property
+    def context(self) -> ssl.SSLContext:
+        """For TLS, in the phase `SECURING`."""
+        server = self._identity is None
+        if server and self._certificate is None:
+            raise ProtocolError("a process that is dialled needs a certificate")
+        return tls.context(self._certificate, server)
 
     @property
     def challenge(self) -> wire.Challenge:
@@ -165,7 +190,7 @@ class Handshake:
     # --- the dialler ------------------------------------------------------------------------------
 
     def _on_challenge(self, message: wire.Challenge) -> None:
-        self._move(Event.CHALLENGED)
+        self._move(HandshakeEvent.CHALLENGED)
         if message.version != wire.VERSION:
             raise ProtocolError(
                 f"the peer speaks version {message.version} of the wire protocol, this process "
@@ -183,7 +208,7 @@ class Handshake:
     def secured(self, channel: ssl.SSLObject | ssl.SSLSocket | None) -> wire.Hello | None:
         """TLS is up, or not needed. Returns the dialler's Hello."""
         dials = self._identity is not None
-        self._move(Event.DIALLER_SECURED if dials else Event.ACCEPTOR_SECURED)
+        self._move(HandshakeEvent.DIALLER_SECURED if dials else HandshakeEvent.ACCEPTOR_SECURED)
         self._channel = channel
         if channel is not None:
             self._bind(channel, dials)
@@ -196,8 +221,8 @@ class Handshake:
             self._binding = tls.digest_of(shown)
             self._check_holder(*self._dialled)
         else:
-            assert self._party.certificate is not None
-            self._binding = self._party.certificate.digest
+            assert self._certificate is not None
+            self._binding = self._certificate.digest
 
     def _greet(self) -> wire.Hello:
         assert self._identity is not None
@@ -211,14 +236,14 @@ class Handshake:
         return replace_proof(hello, self._proof("client"))
 
     def _on_welcome(self, message: wire.Welcome) -> None:
-        self._expect(Phase.WELCOME, message)
+        self._expect(HandshakePhase.WELCOME, message)
         if not hmac.compare_digest(self._proof("server"), message.proof):
             raise ProtocolError("the server does not know the flow's secret")
-        self._move(Event.WELCOMED)
+        self._move(HandshakeEvent.WELCOMED)
         self.role, self.id = self._dialled
 
     def _on_refusal(self, message: wire.Refusal) -> None:
-        self._expect(Phase.WELCOME, message)
+        self._expect(HandshakePhase.WELCOME, message)
         if hmac.compare_digest(self._proof("refusal", message.reason.encode()), message.proof):
             raise ProtocolError(f"the peer refused the connection: {message.reason}")
         raise ProtocolError("a server that does not know the flow's secret refused the connection")
@@ -226,7 +251,7 @@ class Handshake:
     # --- the acceptor -----------------------------------------------------------------------------
 
     def _on_hello(self, message: wire.Hello) -> wire.Message:
-        self._expect(Phase.HELLO, message)
+        self._expect(HandshakePhase.HELLO, message)
         self._hello, self.keys = replace_proof(message, b""), message.keys
         keys = self._party.ring.find(message.keys)
         if keys is None:
@@ -242,10 +267,10 @@ class Handshake:
             raise ProtocolError("the peer does not know the flow's secret")
         reason = self._why_not(message)
         if reason:
-            self._move(Event.TURNED_AWAY)
+            self._move(HandshakeEvent.TURNED_AWAY)
             return wire.Refusal(reason, self._proof("refusal", reason.encode()))
         self._check_holder(message.role, message.id)
-        self._move(Event.GREETED)
+        self._move(HandshakeEvent.GREETED)
         self.role, self.id = message.role, message.id
         return wire.Welcome(self._proof("server"))
 
@@ -264,7 +289,7 @@ class Handshake:
 
     def _check_holder(self, role: str, id_: int) -> None:
         """The certificate of a site or control is of the flow's authority, and names it."""
-        certificate = self._party.certificate
+        certificate = self._certificate
         if self._channel is None or certificate is None or not tls.needs_certificate(role):
             return
         shown: dict[str, Any] = self._channel.getpeercert() or {}

@@ -21,7 +21,7 @@ import hashlib
 import hmac
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -89,25 +89,19 @@ class Keyring:
 
     >>> old, new = Keys("1", "run", {}), Keys("2", "run", {})
     >>> ring = Keyring(old)
-    >>> ring.add(new); ring.use("2"); ring.current.id, ring.find("1") is old
+    >>> ring.hold([new, old]); ring.current.id, ring.find("1") is old
     ('2', True)
-    >>> ring.retire(); ring.find("1")
+    >>> ring.hold([new]); ring.find("1")
     """
 
     def __init__(self, keys: Keys) -> None:
         self.current = keys
         self._held = {keys.id: keys}
 
-    def add(self, keys: Keys) -> None:
-        self._held[keys.id] = keys
-
-    def use(self, id_: str) -> None:
-        """Dial with these keys from now on."""
-        self.current = self._held[id_]
-
-    def retire(self) -> None:
-        """Accept none but the current ones."""
-        self._held = {self.current.id: self.current}
+    def hold(self, keys: Sequence[Keys]) -> None:
+        """Accept these keys and no others, and dial with the first."""
+        self.current = keys[0]
+        self._held = {k.id: k for k in keys}
 
     def find(self, id_: str) -> Keys | None:
         return self._held.get(id_)

@@ -32,6 +32,7 @@ class Receiver(Enum):
     PUSHES = "PushReaders"  # a site
     CONTROL = "Control"  # an application's driver
     CONTROL_NODE = "ControlNode"  # in a control, and the simulator
+    ROTATOR = "KeyRotator"  # in a control
     CLIENT = "Client"  # a pusher or a reader, which waits for this answer
 
 
@@ -58,6 +59,7 @@ _TRANSFERS = (Receiver.TRANSFERS,)
 _PUSHES = (Receiver.PUSHES,)
 _CONTROL = (Receiver.CONTROL,)
 _CONTROL_NODE = (Receiver.CONTROL_NODE,)
+_ROTATOR = (Receiver.ROTATOR,)
 _BOTH = (Receiver.CONTROL, Receiver.CONTROL_NODE)
 _CLIENT = (Receiver.CLIENT,)
 
@@ -85,10 +87,13 @@ RULES: tuple[Rule, ...] = (
     Rule(wire.Store, (SERVER,), _NODE, Checks.store),
     Rule(wire.Recorded, (SERVER,), _NODE),
     Rule(wire.Fenced, (SERVER, SITE), _SITE),
+    Rule(wire.NewKeys, (SERVER,), _SITE),
     # From the leader to sites and agents, and back.
     Rule(wire.Dismiss, (SERVER,), (Receiver.SITE, *_CONTROL_NODE)),
     Rule(wire.Launch, (SERVER,), _CONTROL_NODE),
     Rule(wire.Exited, (AGENT,), _CONTROL_NODE),
+    Rule(wire.NewSecrets, (SERVER,), _ROTATOR),
+    Rule(wire.KeysHeld, (SITE, AGENT), _ROTATOR),
     # Between sites: the order of the input.
     Rule(wire.Record, (SITE,), _NODE, Checks.carried_record),
     Rule(wire.RecordsAfter, (SITE,), _NODE),

@@ -15,7 +15,7 @@ import datetime
 import hashlib
 import os
 import ssl
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -105,7 +105,7 @@ def needs_certificate(role: str) -> bool:
     return role in _NAMES
 
 
-class Authority:
+class CertificateAuthority:
     """The authority of a flow, from a key of 32 bytes."""
 
     def __init__(self, key: bytes) -> None:
@@ -115,10 +115,19 @@ class Authority:
 
     @cached_property
     def _pem(self) -> bytes:
-        return self._signed("authority", self._key.public_key(), ca=True)
+        return self._signed(self._name, self._key.public_key(), ca=True)
 
-    def certify(self, name: str, number: int) -> Certificate:
-        """A certificate for "site" or "control" of this number, with a new key."""
+    @cached_property
+    def _name(self) -> str:
+        """While a secret is rotated two authorities are trusted, which are found by their names."""
+        public = self._key.public_key().public_bytes_raw()
+        return f"authority {digest_of(public).hex()[:16]}"
+
+    def certify(
+        self, name: str, number: int, trusted: Sequence[CertificateAuthority] = ()
+    ) -> Certificate:
+        """A certificate for "site" or "control" of this number, with a new key. Its holder trusts
+        the other authorities as well."""
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -129,20 +138,21 @@ class Authority:
             serialization.NoEncryption(),
         )
         cert = self._signed(f"{name}:{number}", own.public_key(), ca=False)
-        return Certificate(self._pem, cert, pem, of_flow=True)
+        ca = b"".join(authority._pem for authority in trusted or (self,))
+        return Certificate(ca, cert, pem, of_flow=True)
 
     def _signed(self, name: str, public: Any, ca: bool) -> bytes:
         from cryptography import x509
         from cryptography.hazmat.primitives import serialization
 
         def named(text: str) -> x509.Name:
-            return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
+            return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"holdfast {text}")])
 
         uri = x509.UniformResourceIdentifier(f"holdfast:{name}")
         builder = (
             x509.CertificateBuilder()
-            .subject_name(named(f"holdfast {name}"))
-            .issuer_name(named("holdfast authority"))
+            .subject_name(named(name))
+            .issuer_name(named(self._name))
             .public_key(public)
             .serial_number(x509.random_serial_number())
             .not_valid_before(_BEGIN)

@@ -39,6 +39,7 @@ from holdfast.net.addresses import is_wildcard
 from holdfast.net.admission import Listener
 from holdfast.net.connection import Connection, dial, listen
 from holdfast.net.handshake import Party
+from holdfast.net.keys import Keys
 from holdfast.net.protocol import Receiver
 from holdfast.net.tls import Certificate
 from holdfast.plan.planner import plan
@@ -356,6 +357,13 @@ class Site:
 
     def on_fenced(self, connection: Connection, message: wire.Fenced) -> None:
         self._leave()
+
+    def on_new_keys(self, connection: Connection, message: wire.NewKeys) -> None:
+        certificate = Certificate(*message.certificate, True) if message.certificate else None
+        keys = [Keys(k.id, k.incarnation, k.held) for k in message.keys]
+        self.party.hold(keys, certificate)
+        self.tell(wire.KeysHeld(tuple(k.id for k in keys)))
+        self.party.close_retired()
 
     def on_ask(self, connection: Connection, message: wire.Ask) -> None:
         self.node.ask(message, connection.send, self._leader_of(message.sink))

@@ -117,6 +117,9 @@ MESSAGES: list[tuple[wire.Message, bytes]] = [
             wire.Challenge(b"n" * 16),
             wire.Hello("site", 1, "site", 0, "keys", "", b"n" * 16, b"p" * 32),
             wire.Refusal("no", b"p" * 32),
+            wire.NewKeys(1, (wire.KeySet("id", "run", {"site": b"k"}),), (b"a", b"c", b"k")),
+            wire.NewSecrets(1, (b"one", b"two")),
+            wire.KeysHeld(("id",)),
             wire.Welcome(b"p" * 32),
             wire.Register(1, "host", 99, 5, Domain("p", "e", "h", "a")),
             wire.NewView(VIEW, {0: ("h", 1), 3: ("h", 2)}),
@@ -986,7 +989,7 @@ def test_real_sites_work_on_while_their_ports_get_garbage(tmp_path, capfd) -> No
     options = Options(budget=Budget(epoch_rows_max=2_000), block_rows=1_000, read_ahead_rows=2_000)
     with flow.start(sites=2, options=options) as run:
         addresses = list(run._controller.addresses.values())
-        pests = [Nuisance(addresses, run._control.access.keys, seed) for seed in range(4)]
+        pests = [Nuisance(addresses, run._control.credentials.keys, seed) for seed in range(4)]
         for pest in pests:
             pest.start()
         assert run.wait(60)

@@ -77,7 +77,7 @@ def test_strangers_leave_a_site_its_descriptors_and_its_log(
         until(lambda: len(list(out.glob("*.parquet"))) > written, "the sink writes files")
         for site, pid in sites.items():
             assert descriptors(pid) < DESCRIPTORS - ACCEPTS_PER_TURN
-            client = Client(doors[site], Party.client(run._control.access.keys, wire.READER))
+            client = Client(doors[site], Party.client(run._control.credentials.keys, wire.READER))
             client.close()
         assert not run.ended(0) and run.status()["dead"] == {}
     said = capfd.readouterr().err.splitlines()

@@ -6,7 +6,7 @@ from holdfast.api.security import Level
 from holdfast.net import wire
 from holdfast.net.handshake import Identity, Party
 from holdfast.net.keys import AUTHORITY, Keyring, Keys
-from holdfast.net.tls import Authority
+from holdfast.net.tls import CertificateAuthority
 
 SECRET = b"a secret of thirty-two bytes....."
 
@@ -21,6 +21,6 @@ def party(
     named = "site" if role in (wire.SITE, wire.PULSE) else "control"
     certificate = None
     if level is Level.TLS:
-        certificate = Authority(keys.held[AUTHORITY]).certify(named, number)
+        certificate = CertificateAuthority(keys.held[AUTHORITY]).certify(named, number)
     held = keys.for_site(number) if named == "site" else keys
     return Party(own, Keyring(held), level, certificate)

@@ -5,11 +5,11 @@ answers. A connection carries messages in order; when it breaks, the site dials 
 again, and repeats what a new leader must know (`Node.report_again`).
 
     site -> control    Register, then at any time Seen, ReplicaReport, Behind, Unheard, Status,
-                       Cut, TaskFiles, NotStored, Failed, Finished, Beat
+                       Cut, TaskFiles, NotStored, Failed, Finished, Beat, KeysHeld
     leader -> site     NewView, Start, CatchUp, Retain, Drain, Pause, Store, Recorded, Dismiss,
-                       Fenced
-    leader -> agent    Launch, Dismiss, Status
-    agent -> leader    Exited
+                       Fenced, NewKeys
+    leader -> agent    Launch, Dismiss, Status, NewSecrets
+    agent -> leader    Exited, KeysHeld
 
 Every order carries the term of the leader that gives it. A site ignores orders of earlier terms
 than it has seen; a leader sends an order only after the arbiter has committed what it rests on.
@@ -20,6 +20,8 @@ what shall change.
 from __future__ import annotations
 
 from typing import Any, NotRequired, TypedDict
+
+import msgspec
 
 from holdfast.core.events import (
     CatchUpOrdered,
@@ -248,6 +250,30 @@ class Fenced(Message, frozen=True):
     term: Number
 
 
+class KeySet(msgspec.Struct, frozen=True, array_like=True):
+    """The keys that a site has of one secret: see `holdfast.net.keys`."""
+
+    id: str
+    incarnation: str
+    held: dict[str, bytes]
+
+
+class NewKeys(Message, frozen=True):
+    """Accept these keys and no others, and dial with the first; with TLS show this certificate.
+    Answer with `KeysHeld`."""
+
+    term: Number
+    keys: tuple[KeySet, ...]
+    certificate: tuple[bytes, bytes, bytes] | None = None
+    """The authorities to trust, the site's own certificate, and its key; None: as before."""
+
+
+class KeysHeld(Message, frozen=True):
+    """The sender accepts keys of these ids, and dials with the first."""
+
+    ids: tuple[str, ...]
+
+
 # --- between applications -----------------------------------------------------------------------
 
 
@@ -256,6 +282,14 @@ class Launch(Message, frozen=True):
 
     term: Number
     site: Number
+
+
+class NewSecrets(Message, frozen=True):
+    """The leader to an agent: accept the keys of these secrets and no others, and dial with those
+    of the first. Answer with `KeysHeld`."""
+
+    term: Number
+    secrets: tuple[bytes, ...]
 
 
 class Exited(Message, frozen=True):

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import signal
+import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from holdfast.api.options import Checkpoint, Http, Options
+from holdfast.api.security import Level, Security, Tls
 from holdfast.control.hosting import Place
-from holdfast.errors import FlowError
+from holdfast.control.run import Run
+from holdfast.errors import FlowError, HoldfastError
+from holdfast.net.keys import SECRET_LENGTH_MIN
 from holdfast.ui.flow_file import load_flow, session_of
 from holdfast.ui.report import write_json
 from holdfast.ui.signals import stoppable
+
+log = logging.getLogger("holdfast.run")
 
 STOPPING = "stopping; repeat Ctrl-C or SIGTERM to give up rows that are not delivered yet"
 
@@ -63,6 +72,25 @@ def add_to(commands: Any) -> None:
     )
     run.add_argument("--seconds", type=float, help="stop after this time (when the sources end)")
     run.add_argument("--listen", help="address on which controller and sites listen")
+    run.add_argument(
+        "--security",
+        choices=[level.value for level in Level],
+        help="protection of connections: auth if all addresses are loopback, else tls",
+    )
+    run.add_argument(
+        "--tls-ca",
+        metavar="FILE",
+        help="the authority of your own certificates for connections (PEM), at the same path on "
+        "all machines, with --tls-cert and --tls-key",
+    )
+    run.add_argument("--tls-cert", metavar="FILE", help="the certificate of sites and controllers")
+    run.add_argument("--tls-key", metavar="FILE", help="the key of --tls-cert")
+    run.add_argument(
+        "--secret-file",
+        metavar="FILE",
+        help="the secret that applications share, instead of HOLDFAST_SECRET; on SIGHUP it is "
+        "read again, and replaces the flow's secret while it runs",
+    )
     run.add_argument(
         "--http",
         metavar="HOST:PORT",
@@ -131,6 +159,7 @@ def _run_here(options: argparse.Namespace, console: Console, spark: Any) -> None
         restore_from=options.restore_from,
         http=_http(options),
         listen=options.listen,
+        security=_security(options),
     )
     run = start(
         load_flow(options.file, spark),
@@ -139,6 +168,8 @@ def _run_here(options: argparse.Namespace, console: Console, spark: Any) -> None
         place=_place(options),
         secret=_secret(options),
     )
+    if options.secret_file is not None:
+        _rotate_on_hangup(options.secret_file, run)
     if run.web is not None and run.web.token is not None:
         _print_login(options, console, run.web.login_url)
     if options.restore_from and run.options.store is not None:
@@ -187,7 +218,7 @@ def _run_apps(options: argparse.Namespace, console: Console) -> int:
         host=options.host,
         master=options.master,
         arbiter=options.arbiter,
-        options=Options(partitions=options.partitions),
+        options=Options(partitions=options.partitions, security=_security(options)),
         http=http,
     )
     with stoppable(), apps:
@@ -257,11 +288,49 @@ def _place(options: argparse.Namespace) -> Place | None:
     return Place(options.app, controls, options.arbiter)
 
 
+def _security(options: argparse.Namespace) -> Security | None:
+    files = (options.tls_ca, options.tls_cert, options.tls_key)
+    if not any(files):
+        return str(options.security) if options.security is not None else None
+    if not all(files) or options.security not in (None, Level.TLS.value):
+        raise FlowError("--tls-ca, --tls-cert and --tls-key are used together, for --security tls")
+    return Tls(*(os.path.abspath(path) for path in files))
+
+
 def _secret(options: argparse.Namespace) -> bytes | None:
-    """Return the secret that the applications of a flow share; None with one application."""
-    text = os.environ.get("HOLDFAST_SECRET", "")
-    if options.app is not None and len(text) < 16:
+    """Return the secret that the applications of a flow share; None with one application that was
+    not given any."""
+    if options.secret_file is not None:
+        text = _secret_in(options.secret_file)
+    elif options.app is not None:
+        text = os.environ.get("HOLDFAST_SECRET", "")
+    else:
+        return None
+    if len(text) < SECRET_LENGTH_MIN:
         raise FlowError(
-            "HOLDFAST_SECRET must have at least 16 characters, the same for all applications"
+            f"the secret (HOLDFAST_SECRET or --secret-file) must have at least {SECRET_LENGTH_MIN} "
+            "characters, the same for all applications"
         )
-    return text.encode() if options.app is not None else None
+    return text.encode()
+
+
+def _secret_in(file: str) -> str:
+    try:
+        return Path(file).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FlowError(f"--secret-file {file}: {error}") from error
+
+
+def _rotate_on_hangup(file: str, run: Run) -> None:
+    """On SIGHUP replace the flow's secret by the one in the file. The file gets the new secret in
+    the form that names the start of the flow, for applications that join later."""
+
+    def rotate() -> None:
+        try:
+            secret = run.rotate_secret(_secret_in(file))
+            Path(file).write_text(secret + "\n")
+            log.warning("the flow's secret is now that of %s", file)
+        except HoldfastError as error:
+            log.error("the secret was not replaced: %s", error)
+
+    signal.signal(signal.SIGHUP, lambda *_: threading.Thread(target=rotate, daemon=True).start())
