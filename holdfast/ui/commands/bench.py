@@ -11,7 +11,7 @@ from rich.console import Console
 from holdfast.errors import FlowError
 from holdfast.ui.report import write_json
 
-BENCHES = ("throughput", "scaling", "failover", "protections", "sim", "ends")
+BENCHES = ("throughput", "scaling", "failover", "protections", "sim", "ends", "security")
 
 
 def add_to(commands: Any) -> None:
@@ -24,7 +24,8 @@ def add_to(commands: Any) -> None:
         "failover: the effect of kill -9 of sites and of a Spark driver on the output, with pairs. "
         "protections: the cost of each protection, and the delay that a kill -9 causes. "
         "sim: simulated recoveries per second, and their coverage. "
-        "ends: rows from Spark and Kafka into a flow and back, against Spark copying them.",
+        "ends: rows from Spark and Kafka into a flow and back, against Spark copying them. "
+        "security: the cost of each level of security.",
     )
     bench.add_argument("name", choices=BENCHES, help="the benchmark")
     bench.add_argument("--quick", action="store_true", help="fewer rows and repeats")
