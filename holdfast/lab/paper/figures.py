@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.console import Console
+
 from holdfast.ui.drawing import COLOURS, RIGHT, TOP, WIDTH, Axis, Point, framed, text
+from holdfast.ui.report import number, show
 
 THIN = ("rollback", "pairs")
-DASHES = {"paper": "2 4", "model": "", "Holdfast": "8 4"}
+DASHES = {"paper": "2 4", "model": "", "Monte Carlo": "", "Holdfast": "8 4"}
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The values of `paper`, `model` or `Holdfast` for one approach, at each place of a table; None
-    where there is no value."""
+    """The values of one origin (`paper`, `model`, `Holdfast`) for one approach, at each place of a
+    table; None where there is no value. A picture leaves out origins that `DASHES` has not."""
 
     approach: str
     who: str
@@ -39,6 +42,12 @@ class Table:
     notes: tuple[str, ...]
     log: bool = False
     """Whether the picture's y axis is logarithmic."""
+    log_x: bool = False
+    significant: bool = False
+    """Whether values differ so widely that each is printed with its significant digits."""
+
+    def cell(self, value: float) -> str:
+        return number(value) if self.significant else f"{value:.1f}"
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -64,8 +73,22 @@ Line = tuple[str, str, Sequence[Point | None]]
 
 def picture(table: Table) -> str:
     """Draw a table's values over its places as SVG."""
-    lines = [(s.approach, s.who, known(table.places, s.values)) for s in table.series]
-    return drawn(table.title, table.x_name, table.y_name, lines, table.log)
+    series = [s for s in table.series if s.who in DASHES]
+    lines = [(s.approach, s.who, known(table.places, s.values)) for s in series]
+    ticks = table.places if table.log_x else None
+    return drawn(table.title, table.x_name, table.y_name, lines, table.log, ticks)
+
+
+def show_table(table: Table, console: Console) -> None:
+    """Print a table, and under it the reasons why its values differ."""
+    rows = []
+    for series in table.series:
+        cells = ["" if v is None else table.cell(v) for v in series.values]
+        rows.append((series.name, *cells))
+    show(table.title, (table.x_name, *(f"{x:g}" for x in table.places)), rows, console)
+    for note in table.notes:
+        console.print(f"  {note}", highlight=False, markup=False)
+    console.print()
 
 
 def known(xs: Sequence[float | None], ys: Sequence[float | None]) -> list[Point | None]:
@@ -74,11 +97,20 @@ def known(xs: Sequence[float | None], ys: Sequence[float | None]) -> list[Point 
     return [None if x is None or y is None else (x, y) for x, y in pairs]
 
 
-def drawn(title: str, x_name: str, y_name: str, lines: Sequence[Line], log: bool = False) -> str:
-    """Draw lines in a frame with both axes and a legend as SVG."""
+def drawn(
+    title: str,
+    x_name: str,
+    y_name: str,
+    lines: Sequence[Line],
+    log: bool = False,
+    log_ticks: Sequence[float] | None = None,
+) -> str:
+    """Draw lines in a frame with both axes and a legend as SVG. With `log_ticks` the x axis is
+    logarithmic and has these ticks."""
     lines = [line for line in lines if any(line[2])]
     points = [point for _, _, line in lines for point in line if point is not None]
-    across = Axis.across([x for x, _ in points])
+    across = Axis.across([x for x, _ in points], log_ticks is not None)
+    across.ticks = [*(log_ticks or across.ticks)]
     upward = Axis.upward([y for _, y in points], log)
     parts: list[str] = []
     for row, (approach, who, line) in enumerate(lines):

@@ -17,11 +17,10 @@ from typing import Any
 from rich.console import Console
 
 from holdfast.lab.paper import measure, real
-from holdfast.lab.paper.figures import Series, Table, drawn, known, picture
+from holdfast.lab.paper.figures import Series, Table, drawn, known, picture, show_table
 from holdfast.lab.paper.layouts import Layout, Parameters, grid, two_nodes
 from holdfast.lab.paper.measure import Recovery, mean
 from holdfast.lab.paper.model import APPROACHES, Approach
-from holdfast.ui.report import show
 
 INTERVALS_MS = (10, 20, 40, 60, 80, 100)
 BOXES = (1, 4, 9, 16, 25)
@@ -346,7 +345,7 @@ def run(out: Path | None, quick: bool, console: Console) -> dict[str, Any]:
     with console.status("simulating") as status:
         computed = tables(effort, lambda text: status.update(f"simulating {text}"))
     for table in computed:
-        _show(table, console)
+        show_table(table, console)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         pictures = {table.key: picture(table) for table in computed}
@@ -355,14 +354,3 @@ def run(out: Path | None, quick: bool, console: Console) -> dict[str, Any]:
             (out / f"hwang05-{name}.svg").write_text(svg)
         console.print(f"{len(pictures)} figures are in {out}", highlight=False)
     return {"paper": "hwang05", "tables": {t.key: t.to_dict() for t in computed}}
-
-
-def _show(table: Table, console: Console) -> None:
-    rows = []
-    for series in table.series:
-        cells = ["" if v is None else f"{v:.1f}" for v in series.values]
-        rows.append((series.name, *cells))
-    show(table.title, (table.x_name, *(f"{x:g}" for x in table.places)), rows, console)
-    for note in table.notes:
-        console.print(f"  {note}", highlight=False, markup=False)
-    console.print()
