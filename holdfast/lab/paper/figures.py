@@ -1,14 +1,27 @@
-"""Tables of figures, and their pictures: lines over an axis."""
+"""Tables of figures, and their pictures: lines over an axis, or bars."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 
-from holdfast.ui.drawing import COLOURS, RIGHT, TOP, WIDTH, Axis, Point, framed, text
+from holdfast.ui.drawing import (
+    BOTTOM,
+    COLOURS,
+    HEIGHT,
+    INK,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Axis,
+    Point,
+    framed,
+    text,
+)
 from holdfast.ui.report import number, show
 
 THIN = ("rollback", "pairs")
@@ -104,6 +117,7 @@ def drawn(
     lines: Sequence[Line],
     log: bool = False,
     log_ticks: Sequence[float] | None = None,
+    marks: bool = True,
 ) -> str:
     """Draw lines in a frame with both axes and a legend as SVG. With `log_ticks` the x axis is
     logarithmic and has these ticks."""
@@ -115,22 +129,25 @@ def drawn(
     parts: list[str] = []
     for row, (approach, who, line) in enumerate(lines):
         placed = [None if p is None else (across.at(p[0]), upward.at(p[1])) for p in line]
-        parts += _line(approach, who, placed)
-        parts += _legend(row, approach, who)
+        parts += _line(approach, who, placed, marks)
+        parts += _legend(row, approach, who, marks)
     return framed(title, x_name, y_name, across, upward, parts)
 
 
-def _line(approach: str, who: str, points: Sequence[Point | None]) -> list[str]:
-    """Draw a line through consecutive points; thinly if it may coincide with another line."""
+def _line(approach: str, who: str, points: Sequence[Point | None], marks: bool = True) -> list[str]:
+    """Draw a line through consecutive points; thinly if it may coincide with another line. Without
+    marks only the paper's line is dashed."""
     path, pen = "", "M"
     for point in points:
         path += f"{pen}{point[0]:.1f} {point[1]:.1f}" if point else ""
         pen = "L" if point else "M"
-    dash = f' stroke-dasharray="{DASHES[who]}"' if DASHES[who] else ""
+    dashed = DASHES[who] and (marks or who == "paper")
+    dash = f' stroke-dasharray="{DASHES[who]}"' if dashed else ""
     colour, width = COLOURS[approach], 1.0 if approach in THIN else 1.8
+    shown = [point for point in points if point is not None] if marks else []
     return [
         f'<path d="{path}" fill="none" stroke="{colour}" stroke-width="{width}"{dash}/>',
-        *(_mark(approach, who, *point) for point in points if point is not None),
+        *(_mark(approach, who, *point) for point in shown),
     ]
 
 
@@ -146,11 +163,55 @@ def _mark(approach: str, who: str, x: float, y: float) -> str:
     return f'<circle {where} fill="{fill}" stroke="{colour}" stroke-width="1.6"/>'
 
 
-def _legend(row: int, approach: str, who: str) -> list[str]:
+def _legend(row: int, approach: str, who: str, marks: bool) -> list[str]:
     x, y = WIDTH - RIGHT + 26, TOP + 10 + 20 * row
-    line = _line(approach, who, [(x, y), (x + 36, y)])
+    line = _line(approach, who, [(x, y), (x + 36, y)], marks)
     return [
         line[0],
-        _mark(approach, who, x + 18, y),
+        *([_mark(approach, who, x + 18, y)] if marks else []),
         text(x + 46, y + 4, f"{approach}, {who}"),
     ]
+
+
+# --- bars -----------------------------------------------------------------------------------------
+
+FILLS = ("#fff", "#66788a", "#b8860b")
+"""Of the bars of a group, in their order."""
+
+
+def bars(
+    title: str,
+    y_name: str,
+    names: Sequence[str],
+    groups: Mapping[str, Sequence[Sequence[float]]],
+) -> str:
+    """Draw a group of bars for each key, as SVG. A bar is the median of its values, with a line
+    from the lowest to the highest."""
+    highest = max(v for group in groups.values() for values in group for v in values)
+    upward = Axis.upward([0.0, highest])
+    across = Axis.across([0.0, float(len(groups))])
+    across.ticks = []
+    width = 0.8 / len(names)
+    parts: list[str] = []
+    for place, (name, group) in enumerate(groups.items()):
+        for n, values in enumerate(group):
+            left, right = (across.at(place + 0.1 + width * (n + k)) for k in (0.06, 0.94))
+            parts += _bar(left, right, upward, values, FILLS[n])
+        parts.append(text(across.at(place + 0.5), HEIGHT - BOTTOM + 18, name, "pale", "middle"))
+    for row, name in enumerate(names):
+        x, y = WIDTH - RIGHT + 26, TOP + 10 + 20 * row
+        box = f'x="{x}" y="{y - 6}" width="14" height="12"'
+        parts += [f'<rect {box} fill="{FILLS[row]}" stroke="{INK}"/>', text(x + 22, y + 4, name)]
+    return framed(title, "", y_name, across, upward, parts)
+
+
+def _bar(left: float, right: float, upward: Axis, values: Sequence[float], fill: str) -> list[str]:
+    middle = statistics.median(values)
+    top, bottom, x = upward.at(middle), upward.at(0.0), (left + right) / 2
+    box = f'x="{left:.1f}" y="{top:.1f}" width="{right - left:.1f}" height="{bottom - top:.1f}"'
+    parts = [f'<rect {box} fill="{fill}" stroke="{INK}"/>']
+    if len(values) > 1:
+        spread = f"M{x:.1f} {upward.at(min(values)):.1f}V{upward.at(max(values)):.1f}"
+        parts.append(f'<path d="{spread}" stroke="{INK}" stroke-width="1.6"/>')
+    label = text(x, upward.at(max(values)) - 6, f"{middle:.2f}", "", "middle")
+    return [*parts, label]

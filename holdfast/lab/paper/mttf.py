@@ -179,8 +179,10 @@ def by_sites(results: _Results, standbys: int) -> Table:
             "Holdfast: the controller rebuilds one replica of a stage at a time, so that one of "
             "the two neighbours is safe after half of the catch-up. Two sites that fail one after "
             "the other are also rebuilt one after the other.",
-            "Holdfast: a standby that is in use when it is needed is rare, and few of the "
-            "simulated events are such; with --quick hardly any.",
+            "Holdfast, partition pairs: in the long run the chain dissolves. A missing replica "
+            "joins the site with the least load, whatever that site shares with others, so after "
+            "many failures a site has more than two dangerous neighbours. The short runs of "
+            "--quick hardly show it, nor a standby that is in use when it is needed.",
         )
     else:
         more = (
@@ -213,10 +215,9 @@ def by_standbys(results: _Results) -> Table:
         (
             "Monte Carlo: with two standbys one is nearly always there. More of them change "
             "nothing.",
-            "Holdfast, partition pairs: the controller gives each missing replica to the site "
-            "with the least load. With several standbys these are different sites, so what one "
-            "site had is on several, each of which shares partitions with others: more sites are "
-            "dangerous to each other than in the chain.",
+            "Holdfast, partition pairs: standbys hardly matter, because sites that are left or "
+            "that have come back do as well. It stays below the chain, which dissolves over time: "
+            "with several standbys the replicas of one site go to different ones at once.",
             results.error_note(),
         ),
         log=True,

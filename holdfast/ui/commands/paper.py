@@ -26,6 +26,14 @@ def add_to(commands: Any) -> None:
         "A Comparison of Stream-Oriented High-Availability Algorithms, 2005: the paper, a model of "
         "it, and Holdfast.",
     )
+    _add(
+        papers,
+        "flux04",
+        _flux04,
+        "output around a kill, and the cost of cluster pairs and partition pairs",
+        "The experiments of Highly-Available, Fault-Tolerant, Parallel Dataflows, 2004, on sites "
+        "that are plain processes: figure 8 and the overhead comparison.",
+    )
     mttf = _add(
         papers,
         "mttf",
@@ -64,6 +72,12 @@ def _hwang05(options: argparse.Namespace, console: Console) -> int:
     from holdfast.lab.paper import hwang05
 
     return _written(options, hwang05.run(_folder(options), options.quick, console))
+
+
+def _flux04(options: argparse.Namespace, console: Console) -> int:
+    from holdfast.lab.paper import flux04
+
+    return _written(options, flux04.run(_folder(options), options.quick, console))
 
 
 def _mttf(options: argparse.Namespace, console: Console) -> int:
