@@ -14,6 +14,7 @@ from holdfast.ui.drawing import (
     COLOURS,
     HEIGHT,
     INK,
+    PALE,
     RIGHT,
     TOP,
     WIDTH,
@@ -118,15 +119,22 @@ def drawn(
     log: bool = False,
     log_ticks: Sequence[float] | None = None,
     marks: bool = True,
+    event: tuple[float, str] | None = None,
 ) -> str:
     """Draw lines in a frame with both axes and a legend as SVG. With `log_ticks` the x axis is
-    logarithmic and has these ticks."""
+    logarithmic and has these ticks. `event` is where something happened, and what."""
     lines = [line for line in lines if any(line[2])]
     points = [point for _, _, line in lines for point in line if point is not None]
     across = Axis.across([x for x, _ in points], log_ticks is not None)
     across.ticks = [*(log_ticks or across.ticks)]
     upward = Axis.upward([y for _, y in points], log)
     parts: list[str] = []
+    if event is not None:
+        x = across.at(event[0])
+        parts += [
+            f'<path d="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}" stroke="{PALE}"/>',
+            text(x + 5, TOP + 12, event[1], "pale"),
+        ]
     for row, (approach, who, line) in enumerate(lines):
         placed = [None if p is None else (across.at(p[0]), upward.at(p[1])) for p in line]
         parts += _line(approach, who, placed, marks)

@@ -31,7 +31,7 @@ from holdfast.api.graph import Flow
 from holdfast.api.protection import Protection, none, pairs
 from holdfast.control.run import Run
 from holdfast.errors import InvariantError
-from holdfast.lab.bench.kills import until
+from holdfast.lab.bench.kills import TOO_BUSY_MS, settle, until
 from holdfast.lab.bench.processes import cpu_s, tree
 from holdfast.lab.workloads import dmz
 from holdfast.lab.workloads.paced import Delivery, EpochLog, Paced, read_log
@@ -133,6 +133,11 @@ class Trace:
         return max(0.0, self.largest_ms - self.usual_ms)
 
     @property
+    def too_busy(self) -> bool:
+        """Whether rows were late before the kill: then the machine does not sustain the rate."""
+        return self.usual_ms > TOO_BUSY_MS
+
+    @property
     def lowest(self) -> float:
         return min(self._rate_after())
 
@@ -205,7 +210,9 @@ def killed_run(work: str, approach: str, effort: FluxEffort) -> Trace:
     flow = _flow(folder, approach, effort.rate, HEAD)
     with flow.start(sites=SITES, spares=STANDBYS, partitions=PARTITIONS) as run:
         until(lambda: run.protected and _is_reported(run), "everything is protected", run)
-        time.sleep(effort.warm_s + BEFORE_S + AVERAGED_S)
+        time.sleep(effort.warm_s)
+        settle(f"{folder}/epochs")
+        time.sleep(BEFORE_S + AVERAGED_S)
         killed = _kill(run)
         until(lambda: run.protected, "everything is protected", run)
         protected = time.time()

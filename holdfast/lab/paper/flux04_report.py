@@ -77,6 +77,13 @@ def show_kills(traces: Mapping[str, Sequence[Trace]], console: Console) -> None:
         "drops",
     )
     show("Figure 8: output around a kill; rates in percent of the usual", columns, rows, console)
+    late = [t.usual_ms for some in traces.values() for t in some if t.too_busy]
+    if late:
+        console.print(
+            f"  The machine was too busy: before {len(late)} of the kills rows were up to "
+            f"{max(late):,.0f} ms late. Their figures say little.",
+            highlight=False,
+        )
     _notes(KILL_NOTES, console)
 
 
@@ -138,6 +145,7 @@ def pictures(traces: Mapping[str, Sequence[Trace]], found: Mapping[str, Speeds])
         "output rate (%)",
         [*_paper_rate(), *(_line(a, t, t.rate) for a, t in shown.items())],
         marks=False,
+        event=(0.0, "kill"),
     )
     latency = drawn(
         "Figure 8b: mean latency of the output around a kill",
@@ -145,6 +153,7 @@ def pictures(traces: Mapping[str, Sequence[Trace]], found: Mapping[str, Speeds])
         "latency (ms)",
         [_line(a, t, t.latency_ms) for a, t in shown.items()],
         marks=False,
+        event=(0.0, "kill"),
     )
     return {"rate": rate, "latency": latency, "overhead": _overhead(found)}
 

@@ -35,6 +35,8 @@ STAGES = 3
 """Keyed stages in a row in Holdfast's flow for it."""
 SHOWN_MS = 160.0
 """Time after a failure that figure 9 shows."""
+QUIET_MS = 30.0
+"""If nothing arrives for longer, its line has a gap."""
 
 # The values in the paper's text and tables. The text does not have the values of its figures.
 FULL_RECOVERY_MS = {
@@ -449,13 +451,21 @@ def dynamics(names: Sequence[str]) -> dict[str, str]:
             "delay (ms)",
             lines,
             marks=False,
+            event=(0.0, "failure"),
         )
         for who, lines in (("model", modelled), ("Holdfast", measured))
     }
 
 
 def _shown(delays: Sequence[Point]) -> list[Point | None]:
-    return [point for point in delays if point[0] <= SHOWN_MS]
+    """Return the points to draw, with a gap where nothing arrived."""
+    points: list[Point | None] = []
+    before = delays[0][0]
+    for point in delays:
+        points += [None] if point[0] - before > QUIET_MS else []
+        points += [point] if point[0] <= SHOWN_MS else []
+        before = point[0]
+    return points
 
 
 def tradeoff(computed: Sequence[Table]) -> str:
