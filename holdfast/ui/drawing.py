@@ -18,6 +18,10 @@ COLOURS = {
     "upstream": "#1b8a5a",
     "rollback": "#7b4fb5",
     "pairs": "#b8860b",
+    "partition pairs": "#b8860b",
+    "cluster pairs": "#8c2f39",
+    "disjoint pairs": "#4a7c93",
+    "none": "#66788a",
 }
 """Colours of the protections, the same in every chart."""
 STYLE = (

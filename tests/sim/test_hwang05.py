@@ -9,7 +9,7 @@ import pytest
 from holdfast.lab.paper import hwang05, real
 from holdfast.lab.paper.figures import Series, Table, picture
 from holdfast.lab.paper.hwang05 import every, formula
-from holdfast.lab.paper.layouts import Layout, Parameters, grid, two_nodes
+from holdfast.lab.paper.layouts import Layout, Parameters, grid, in_a_row, two_nodes
 from holdfast.lab.paper.measure import bandwidth, mean, overhead, recovery
 from holdfast.lab.paper.model import APPROACHES, Approach, System
 from holdfast.lab.paper.wires import Clock, Machine, Wires
@@ -100,9 +100,74 @@ def test_no_tuple_is_lost_or_repeated_when_a_node_is(approach: Approach, layout:
 def test_a_model_that_releases_what_it_does_not_have_loses_tuples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("holdfast.lab.paper.lanes.ModelLane.cause", lambda lane: lane.received + 20)
+    wrong = "holdfast.lab.paper.lanes.ModelLane.cause"
+    monkeypatch.setattr(wrong, lambda lane, level=0: lane.received + 20)
     with pytest.raises(AssertionError):
         test_no_tuple_is_lost_or_repeated_when_a_node_is("upstream", two_nodes(9))
+
+
+@pytest.mark.parametrize("k,survives", [(1, False), (2, True)])
+def test_two_nodes_in_a_row_are_lost_at_once(k: int, survives: bool) -> None:
+    """Upstream backup with K = 2 has what both need, and with K = 1 it has not."""
+    # The second of them is so slow that tuples it has acknowledged still wait in its queues.
+    layout = Layout(((0, 1, 2, 3),), ((1, 1, 12, 1),))
+    parameters = Parameters(k=k, box_s=0.155e-3)
+    whole = []
+    for seed in range(6):
+        system, undisturbed = (System(layout, "upstream", parameters, seed) for _ in range(2))
+        watched, expected = system.watch(2), undisturbed.watch(2)
+        system.clock.run(0.5 + seed / 300)
+        system.crash(1)
+        system.crash(2)
+        for clock in (system.clock, undisturbed.clock):
+            clock.run(1.2)
+        got, due = ([born for born, _ in some[0]] for some in (watched, expected))
+        assert got[-1] > 0.6, "it went on"
+        whole.append(got == due[: len(got)])
+    assert all(whole) if survives else not all(whole)
+
+
+@pytest.mark.parametrize("approach", ["active", "passive"])
+def test_a_node_is_lost_twice(approach: Approach) -> None:
+    """With K = 2 there is another standby."""
+    system, whole = (System(two_nodes(), approach, Parameters(k=2), 3) for _ in range(2))
+    watched, expected = system.watch(1), whole.watch(1)
+    for moment in (0.3, 0.6):
+        system.clock.run(moment)
+        system.crash(1)
+    for clock in (system.clock, whole.clock):
+        clock.run(1.2)
+    due = [born for born, _ in expected[0] if born < 1.0]
+    assert [born for born, _ in watched[0] if born < 1.0] == due
+
+
+@pytest.mark.parametrize("approach", APPROACHES)
+def test_overhead_grows_linearly_with_k(approach: Approach) -> None:
+    costs = [overhead(in_a_row(5), approach, Parameters(k=k), 1, 3.0) for k in (1, 2, 3)]
+    if approach == "upstream":
+        assert costs[0] < costs[1] < costs[2] < 2 * costs[0]
+    else:
+        assert costs[1] - costs[0] == pytest.approx(costs[2] - costs[1], rel=0.01)
+        assert costs[2] == pytest.approx(3 * costs[0], rel=0.03)
+
+
+def test_holdfasts_overhead_grows_with_k() -> None:
+    def cost(name: str, k: int) -> float:
+        return real.overhead(real.PaperRun(name, Parameters(k=k), seconds=0.3, stages=2))
+
+    assert cost("pairs", 1) < cost("pairs", 2) - 100.0
+    assert 0.0 < cost("upstream", 1) < cost("upstream", 2) < 5.0
+
+
+def test_partial_recovery_is_the_formulas() -> None:
+    """At any interval: the links, and the duplicates that are sent before. The model's active
+    standby has more of these, by half an interval: 1.25 ms at 100."""
+    for approach in ("active", "upstream"):
+        for ms in (10, 100):
+            found = [recovery(two_nodes(), approach, every(ms), seed, 1) for seed in range(20)]
+            said = hwang05.partial_formula(approach, every(ms))
+            assert mean(r.partial_ms for r in found) == pytest.approx(said, abs=1.5)
+    assert hwang05.partial_formula("passive", every(10)) is None
 
 
 def test_the_bandwidth_of_a_query_network_that_is_spread_is_the_papers() -> None:
@@ -167,6 +232,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hwang05, "QUICK", TINY)
     monkeypatch.setattr(hwang05, "INTERVALS_MS", (40, 100))
     monkeypatch.setattr(hwang05, "NODES", (4, 16))
+    monkeypatch.setattr(hwang05, "LOSSES", (1, 2))
+    monkeypatch.setattr(hwang05, "STAGES", 2)
     monkeypatch.setattr(hwang05, "FULL_RECOVERY_MS", dict.fromkeys(APPROACHES, (12.5, None)))
     monkeypatch.setattr(hwang05, "BANDWIDTH", dict.fromkeys(APPROACHES, (100.0, None)))
     monkeypatch.setattr(hwang05, "DISTRIBUTED_MS", dict.fromkeys(APPROACHES, (36.0, 15.0)))
@@ -175,9 +242,11 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tables = json.loads(found.read_text())["tables"]
     assert set(tables) == {
         "overhead",
+        "partial",
         "recovery",
         "boxes",
         "selectivity",
+        "k",
         "distribution-bandwidth",
         "distribution-recovery",
     }
@@ -186,4 +255,5 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert {s["who"] for s in table["series"]} >= {"paper", "model"}
         assert table["notes"]
         ET.parse(out / f"hwang05-{name}.svg")
-    ET.parse(out / "hwang05-tradeoff.svg")
+    for name in ("tradeoff", "dynamics-model", "dynamics-holdfast"):
+        ET.parse(out / f"hwang05-{name}.svg")

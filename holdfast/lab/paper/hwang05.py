@@ -9,7 +9,7 @@ nodes, under the same conditions (`holdfast.lab.paper.real`). All are determinis
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,26 @@ from typing import Any
 from rich.console import Console
 
 from holdfast.lab.paper import measure, real
-from holdfast.lab.paper.figures import Series, Table, drawn, known, picture
-from holdfast.lab.paper.layouts import Layout, Parameters, grid, two_nodes
+from holdfast.lab.paper.figures import Line, Series, Table, drawn, known, picture, show_table
+from holdfast.lab.paper.layouts import Layout, Parameters, grid, in_a_row, two_nodes
 from holdfast.lab.paper.measure import Recovery, mean
 from holdfast.lab.paper.model import APPROACHES, Approach
-from holdfast.ui.report import show
+from holdfast.ui.drawing import Point
 
 INTERVALS_MS = (10, 20, 40, 60, 80, 100)
 BOXES = (1, 4, 9, 16, 25)
 SELECTIVITIES = (1.0, 0.8, 0.6, 0.4, 0.2)
 NODES = (4, 16, 36, 64, 100)
+LOSSES = (1, 2, 3)
+"""Values of K: how many nodes may be lost at once."""
+IN_A_ROW = 5
+"""Nodes in a row in the model of K-safety: more than the largest K."""
+STAGES = 3
+"""Keyed stages in a row in Holdfast's flow for it."""
+SHOWN_MS = 160.0
+"""Time after a failure that figure 9 shows."""
+QUIET_MS = 30.0
+"""If nothing arrives for longer, its line has a gap."""
 
 # The values in the paper's text and tables. The text does not have the values of its figures.
 FULL_RECOVERY_MS = {
@@ -63,6 +73,18 @@ def formula(approach: str, parameters: Parameters) -> float:
     twice = 0.0 if approach == "upstream" else 1.0
     identifiers = 3 if approach == "active" else 2
     return 100.0 * (twice + identifiers * parameters.id_bytes / tuples)
+
+
+def partial_formula(approach: str, parameters: Parameters) -> float | None:
+    """Return the partial recovery in milliseconds by the paper's formulas: the links until the
+    first tuple comes, and the time of the duplicates on a link. With passive standby the paper
+    leaves open which links."""
+    if approach == "passive":
+        return None
+    links = 1 if approach == "active" else 2
+    delay = links * parameters.delay_s + (links - 1) * parameters.box_s
+    duplicates = parameters.rate * (parameters.interval_s / 2 + 2 * parameters.delay_s)
+    return 1e3 * (delay + duplicates * parameters.tuple_bytes / parameters.bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +153,43 @@ def overhead_by_interval(effort: Effort) -> Table:
     )
 
 
+def partial_by_interval(effort: Effort) -> Table:
+    def model(approach: Approach, ms: float) -> float:
+        return mean(r.partial_ms for r in _modelled(approach, ms, effort.recoveries))
+
+    def ours(name: str, ms: float) -> float:
+        return mean(r.partial_ms for r in _recoveries(name, ms, effort.real_recoveries))
+
+    by_formula: dict[str, Any] = {
+        a: tuple(_rounded(partial_formula(a, every(ms))) for ms in INTERVALS_MS) for a in APPROACHES
+    }
+    return Table(
+        "partial",
+        "Figure 9: partial recovery (ms) against the communication interval (ms)",
+        "communication interval (ms)",
+        "partial recovery (ms)",
+        INTERVALS_MS,
+        _series(by_formula, INTERVALS_MS, model, ours, effort.protections),
+        (
+            "paper: its formulas. Figure 9 is one run at 10 ms, and the text has about 4 ms for "
+            "active, 9 for upstream, and in that run the same as active for passive.",
+            "model: the duplicates are sent before the first new tuple. Those that came while the "
+            "failure was detected are sent as well, but behind it.",
+            "model, active: the second node drops results when the first one tells it to, which "
+            "it does every interval, and it learns of them every interval: on average half of one "
+            "more than in the formula.",
+            "model, passive: the standby has the results up to its last checkpoint, and most are "
+            "duplicates. The first new tuple comes from upstream: two links.",
+            "Holdfast: a replica that recovers asks for what it lacks, so there are hardly any "
+            "duplicates; but it needs more links, as said below for the full recovery. An epoch is "
+            "sent as a whole, so the first row comes with the others of its epoch.",
+        ),
+    )
+
+
 def recovery_by_interval(effort: Effort) -> Table:
     def model(approach: Approach, ms: float) -> float:
-        seeds = range(effort.recoveries)
-        runs = [measure.recovery(two_nodes(), approach, every(ms), s, 1) for s in seeds]
-        return mean(r.full_ms for r in runs)
+        return mean(r.full_ms for r in _modelled(approach, ms, effort.recoveries))
 
     def ours(name: str, ms: float) -> float:
         return mean(r.full_ms for r in _recoveries(name, ms, effort.real_recoveries))
@@ -187,6 +241,46 @@ def overhead_by_boxes(effort: Effort) -> Table:
             "Holdfast: operators between two changes of key are one stage without queues, so their "
             "number costs nothing. There is one stream.",
         ),
+    )
+
+
+def overhead_by_losses(effort: Effort) -> Table:
+    def model(approach: Approach, k: float) -> float:
+        parameters = replace(every(10), k=int(k))
+        return measure.overhead(in_a_row(IN_A_ROW), approach, parameters, 1, effort.boxes_s)
+
+    def ours(name: str, k: float) -> float | None:
+        if k > 1 and name not in ("pairs", "upstream"):
+            return None
+        parameters, seconds = replace(every(10), k=int(k)), effort.real_s
+        return real.overhead(real.PaperRun(name, parameters, seconds=seconds, stages=STAGES))
+
+    linear: dict[str, Any] = {
+        a: tuple(round(k * formula(a, every(10)), 2) for k in LOSSES) for a in APPROACHES
+    }
+    names = tuple(dict.fromkeys((*APPROACHES, "pairs")))
+    return Table(
+        "k",
+        "Section 4.4: overhead (%) against K, the number of nodes that may be lost at once",
+        "K",
+        "overhead (%)",
+        LOSSES,
+        _series(linear, LOSSES, model, ours, names),
+        (
+            "paper: it says that the overhead is linear in K and has no figures; these are K times "
+            "those of one.",
+            "model, passive and active: K standbys or further nodes. The acknowledgement of the "
+            "input is sent once for all standbys, so it is a little less than K times as much.",
+            f"model, upstream: K + 1 levels of acknowledgements, on {IN_A_ROW} nodes in a row. One "
+            "of a high level implies those below it, and close to the client there are fewer "
+            "levels, because the client is not lost. K = 3 costs less than twice as much as K = 1.",
+            f"Holdfast: {STAGES} stages in a row, each protected. Its passive and active standby "
+            "have K = 1 only; pairs(replicas=K + 1) and upstream(k=K) have any.",
+            "Holdfast, pairs: rows are K times as many, but every replica acknowledges to every "
+            "replica of its producers: these grow with the square of K + 1.",
+            "Holdfast, upstream: an ack has another number for each level.",
+        ),
+        log=True,
     )
 
 
@@ -280,6 +374,15 @@ def _victim(layout: Layout, seed: int) -> int:
 
 
 @cache
+def _modelled(approach: Approach, ms: float, count: int) -> list[Recovery]:
+    return [measure.recovery(two_nodes(), approach, every(ms), s, 1) for s in range(count)]
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 2)
+
+
+@cache
 def _recoveries(name: str, ms: float, count: int) -> list[Recovery]:
     return [real.recovery(real.PaperRun(name, every(ms), seed=seed)) for seed in range(count)]
 
@@ -318,14 +421,51 @@ def tables(effort: Effort, tell: Callable[[str], None] = lambda text: None) -> l
     computed: list[Table] = []
     for make in (
         overhead_by_interval,
+        partial_by_interval,
         recovery_by_interval,
         overhead_by_boxes,
         overhead_by_selectivity,
+        overhead_by_losses,
     ):
         tell(make.__name__.replace("_", " "))
         computed.append(make(effort))
     tell("distribution")
     return computed + distribution(effort)
+
+
+def dynamics(names: Sequence[str]) -> dict[str, str]:
+    """Draw figure 9: when tuples arrive after a failure, and how long each took; one run each of
+    the model and of Holdfast."""
+    modelled: list[Line] = []
+    for approach in APPROACHES:
+        (arrivals,), fails_at = measure.crashed(two_nodes(), approach, every(10), 1, 1)
+        modelled.append((approach, "model", _shown(measure.delays(arrivals, fails_at))))
+    measured: list[Line] = []
+    for name in names:
+        rows, fails_at = real.crashed(real.PaperRun(name, every(10), seed=1))
+        measured.append((name, "Holdfast", _shown(measure.delays(rows, fails_at))))
+    return {
+        f"dynamics-{who.lower()}": drawn(
+            f"Figure 9: delay of tuples after a failure at 0 ms, detected at 100 ms ({who})",
+            "arrival (ms)",
+            "delay (ms)",
+            lines,
+            marks=False,
+            event=(0.0, "failure"),
+        )
+        for who, lines in (("model", modelled), ("Holdfast", measured))
+    }
+
+
+def _shown(delays: Sequence[Point]) -> list[Point | None]:
+    """Return the points to draw, with a gap where nothing arrived."""
+    points: list[Point | None] = []
+    before = delays[0][0]
+    for point in delays:
+        points += [None] if point[0] - before > QUIET_MS else []
+        points += [point] if point[0] <= SHOWN_MS else []
+        before = point[0]
+    return points
 
 
 def tradeoff(computed: Sequence[Table]) -> str:
@@ -346,23 +486,13 @@ def run(out: Path | None, quick: bool, console: Console) -> dict[str, Any]:
     with console.status("simulating") as status:
         computed = tables(effort, lambda text: status.update(f"simulating {text}"))
     for table in computed:
-        _show(table, console)
+        show_table(table, console)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         pictures = {table.key: picture(table) for table in computed}
         pictures["tradeoff"] = tradeoff(computed)
+        pictures |= dynamics(effort.protections)
         for name, svg in pictures.items():
             (out / f"hwang05-{name}.svg").write_text(svg)
         console.print(f"{len(pictures)} figures are in {out}", highlight=False)
     return {"paper": "hwang05", "tables": {t.key: t.to_dict() for t in computed}}
-
-
-def _show(table: Table, console: Console) -> None:
-    rows = []
-    for series in table.series:
-        cells = ["" if v is None else f"{v:.1f}" for v in series.values]
-        rows.append((series.name, *cells))
-    show(table.title, (table.x_name, *(f"{x:g}" for x in table.places)), rows, console)
-    for note in table.notes:
-        console.print(f"  {note}", highlight=False, markup=False)
-    console.print()

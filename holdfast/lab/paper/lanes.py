@@ -24,7 +24,8 @@ class Output:
         self.system, self.machine, self.stream, self.hop = system, machine, stream, hop
         self.kept: deque[Tuple] = deque()
         self.silent = False
-        self.confirmed = NONE
+        self.confirmed = [NONE] * system.parameters.k
+        """By level: the last tuple that all receivers have acknowledged."""
         self.lane: ModelLane | None = None
         """The lane that emits the tuples; None at a source."""
         self._acked: dict[tuple[int, int], int] = {}
@@ -44,16 +45,19 @@ class Output:
     def on_ack(self, who: int, level: int, number: int) -> None:
         if self.lane is not None and not self.lane.alive:
             return
+        k, upstream = self.system.parameters.k, self.system.approach == "upstream"
         self._acked[level, who] = number
         living = self.system.receivers(self.stream, self.hop)
         low = min(self._acked.get((level, lane.who), NONE) for lane in living)
         last = self.hop == len(self.system.layout.paths[self.stream])
-        if level == 1 or self.system.approach != "upstream" or last:
+        if level == k or not upstream or last:
             self.trim(low)
-        if level == 0 and low > self.confirmed:
-            self.confirmed = low
-            if self.lane is not None and self.system.approach == "upstream":
-                self.lane.release(self.lane.cause())
+        # The client is not lost, so its acknowledgement is one of every level. Elsewhere one of a
+        # level implies those below it.
+        for known in range(k if last else min(level + 1, k)):
+            self.confirmed[known] = max(low, self.confirmed[known])
+        if upstream and self.lane is not None:
+            self.lane.release()
 
     def trim(self, number: int) -> None:
         """Drop all tuples up to this one."""
@@ -83,7 +87,9 @@ class ModelLane:
         self.queues: list[deque[Tuple]] = [deque() for _ in range(depth)]
         self.heads = [NONE] * depth
         """The last tuple that each box has processed."""
-        self.received = self.released = self._acked = NONE
+        self.received = self._acked = NONE
+        self.released = [NONE] * (1 + system.parameters.k)
+        """By level: the last tuple that was acknowledged to the producer."""
         self.out = Output(system, machine, stream, hop + 1)
         self.out.lane = self
         self.emitted: list[Tuple] = []
@@ -124,11 +130,11 @@ class ModelLane:
         mixed = (mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9 % (1 << 64)
         return (mixed >> 32) < self.passes * (1 << 32)
 
-    def cause(self) -> int:
-        """Return the last input tuple all of whose results have been confirmed. A tuple that was
-        filtered out counts as confirmed, like the paper's flow tuples."""
+    def cause(self, level: int = 0) -> int:
+        """Return the last input tuple all of whose results have been confirmed at a level. A tuple
+        that was filtered out counts as confirmed, like the paper's flow tuples."""
         waiting = [q[0][0] for q in self.queues if q]
-        waiting += [item[0] for item in self.out.kept if item[0] > self.out.confirmed][:1]
+        waiting += [item[0] for item in self.out.kept if item[0] > self.out.confirmed[level]][:1]
         return min(waiting) - 1 if waiting else self.received
 
     def confirm(self, number: int) -> None:
@@ -137,7 +143,13 @@ class ModelLane:
             self._acked = number
             self.system.send_ack(self, 0, number)
 
-    def release(self, number: int) -> None:
-        if number > self.released:
-            self.released = number
-            self.system.send_ack(self, 1, number)
+    def release(self) -> None:
+        """Acknowledge the input whose results have been acknowledged one level below, the highest
+        level first: it implies the others."""
+        implied = NONE
+        for level in range(self.system.parameters.k, 0, -1):
+            number = self.cause(level - 1)
+            if number > max(implied, self.released[level]):
+                self.released[level] = number
+                self.system.send_ack(self, level, number)
+            implied = max(implied, self.released[level])

@@ -17,6 +17,8 @@ class Parameters:
     bytes_per_s: float = 1e6
     detection_s: float = 0.1
     interval_s: float = 0.01
+    k: int = 1
+    """How many nodes may be lost at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,11 @@ def two_nodes(boxes: int = 1, selectivity: float = 1.0) -> Layout:
     if side * side != boxes:
         raise ValueError(f"the number of boxes must be a square, not {boxes}")
     return Layout(((0, 1),) * side, ((1, side),) * side, {1: selectivity})
+
+
+def in_a_row(nodes: int) -> Layout:
+    """Return a layout of one stream through nodes of one box each."""
+    return Layout((tuple(range(nodes)),), ((1,) * nodes,))
 
 
 def grid(nodes: int, boxes: int = 100) -> Layout:

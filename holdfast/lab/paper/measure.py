@@ -49,15 +49,39 @@ def recovery(
     layout: Layout, approach: Approach, parameters: Parameters, seed: int, node: int
 ) -> Recovery:
     """Crash a node at a moment determined by the seed, and measure its recovery."""
+    arrivals, fails_at = crashed(layout, approach, parameters, seed, node)
+    detected = fails_at + parameters.detection_s
+    streams = [recovery_of(arrived, fails_at, detected) for arrived in arrivals]
+    return Recovery(min(r.partial_ms for r in streams), max(r.full_ms for r in streams))
+
+
+def crashed(
+    layout: Layout, approach: Approach, parameters: Parameters, seed: int, node: int
+) -> tuple[list[list[tuple[float, float]]], float]:
+    """Crash a node at a moment determined by the seed. Return the creation and arrival times of
+    each stream's tuples, and that moment."""
     system = System(layout, approach, parameters, seed)
     arrivals = system.watch(node)
     fails_at = WARM_S + 2 * parameters.interval_s + 0.1 * system.random.random()
     system.clock.run(fails_at)
     system.crash(node)
-    detected = fails_at + parameters.detection_s
-    system.clock.run(detected + AFTER_S)
-    streams = [recovery_of(arrived, fails_at, detected) for arrived in arrivals]
-    return Recovery(min(r.partial_ms for r in streams), max(r.full_ms for r in streams))
+    system.clock.run(fails_at + parameters.detection_s + AFTER_S)
+    return arrivals, fails_at
+
+
+def delays(
+    arrivals: Sequence[tuple[float, float]], fails_at: float, before_s: float = 0.03
+) -> list[tuple[float, float]]:
+    """Return when tuples arrived, in milliseconds since a failure, and how long each took.
+
+    >>> delays([(0.9, 0.91), (1.0, 1.01), (1.01, 1.12)], 1.015)
+    [(-5.0, 10.0), (105.0, 110.0)]
+    """
+    return [
+        (round(1e3 * (arrived - fails_at), 2), round(1e3 * (arrived - created), 2))
+        for created, arrived in arrivals
+        if arrived >= fails_at - before_s
+    ]
 
 
 def recovery_of(

@@ -12,6 +12,8 @@ When they confirm depends on the approach:
 - *upstream*: a node confirms input (level 0), and releases it (level 1) once its results have been
   confirmed. A node that replaces a lost one starts with the input that was not released.
 
+With `Parameters.k` above 1 there are that many standbys or further nodes, or levels of release.
+
 Every message has a size and a transmission time on its link; `Traffic` counts it when it is sent. A
 tuple keeps the number that its source gave it, and receivers ignore tuples they already have.
 """
@@ -92,8 +94,8 @@ class ModelNode:
     def _checkpoint(self) -> None:
         """Send a checkpoint: the tuples emitted since the last one, the tuples between boxes, and
         the heads of the queues."""
-        standby = self.system.standby_of(self)
-        if standby is None:
+        standbys = self.system.standbys_of(self)
+        if not standbys:
             return
         nbytes, saved = 0, {}
         for stream, lane in self.lanes.items():
@@ -104,11 +106,11 @@ class ModelNode:
             }
             nbytes += (len(lane.emitted) + len(keys)) * self.system.parameters.tuple_bytes
             lane.emitted.clear()
-            nbytes += self._id_bytes(lane, 0, lane.out.confirmed)
+            nbytes += self._id_bytes(lane, 0, lane.out.confirmed[0])
             nbytes += sum(self._id_bytes(lane, b, h) for b, h in enumerate(lane.heads) if b)
             queues = [list(q) for q in lane.queues[1:]]
             saved[stream] = Saved(queues, list(lane.heads), list(lane.out.kept))
-        if nbytes:
+        for standby in standbys if nbytes else []:
             self.system.send_extra(self, standby, nbytes, self.saved.update, saved)
         for lane in self.lanes.values():
             lane.confirm(lane.heads[0])
@@ -152,9 +154,10 @@ class System:
         self.names = iter(range(1 << 30))
         numbers = sorted({n for path in layout.paths for n in path})
         self.nodes = {n: [ModelNode(self, n, self._machine(f"node {n}"))] for n in numbers}
-        self._standbys: dict[int, Machine] = {}
+        self._standbys: dict[int, list[Machine]] = {}
         for n in numbers:
-            self._stand_by(n)
+            for copy in range(parameters.k):
+                self._stand_by(n, copy)
         client = self._machine("client")
         self._ends = [
             ModelLane(self, client, s, len(path), NONE) for s, path in enumerate(layout.paths)
@@ -172,10 +175,10 @@ class System:
     def _machine(self, name: str) -> Machine:
         return Machine(self.clock, name)
 
-    def _stand_by(self, number: int) -> None:
-        machine = self._machine(f"standby {number}")
+    def _stand_by(self, number: int, copy: int) -> None:
+        machine = self._machine(f"standby {number}.{copy}")
         if self.approach == "passive":
-            self._standbys[number] = machine
+            self._standbys.setdefault(number, []).append(machine)
         elif self.approach == "active":
             second = ModelNode(self, number, machine)
             for lane in second.lanes.values():
@@ -221,8 +224,8 @@ class System:
         before = self.layout.paths[lane.stream][lane.hop - 1]
         return self.nodes[before][0].lanes[lane.stream].out
 
-    def standby_of(self, node: ModelNode) -> Machine | None:
-        return self._standbys.get(node.number)
+    def standbys_of(self, node: ModelNode) -> list[Machine]:
+        return self._standbys.get(node.number, [])
 
     # --- messages -------------------------------------------------------------------------------
 
@@ -268,12 +271,12 @@ class System:
     def _recover(self, number: int) -> None:
         lost = self.nodes[number].pop(0)
         if self.approach == "active":
-            (node,) = self.nodes[number]
+            node = self.nodes[number][0]
         else:
             node = ModelNode(self, number, self._new_machine(number))
             self.nodes[number] = [node]
             node.restore(lost.saved)
-            self._standbys.pop(number, None)
+            self._standbys[number] = self._standbys.get(number, [])[1:]
             node.begin()
         for lane in node.lanes.values():
             lane.out.silent = False
@@ -283,7 +286,7 @@ class System:
 
     def _new_machine(self, number: int) -> Machine:
         if self.approach == "passive":
-            return self._standbys[number]
+            return self._standbys[number][0]
         if self.layout.spares:
             return self._machine("spare")
         living = [n for n in self.nodes if n != number]

@@ -26,6 +26,7 @@ from holdfast.api.graph import Flow
 from holdfast.api.nodes import KeyedNode
 from holdfast.api.options import Options
 from holdfast.api.protection import Protection, active, none, pairs, passive, rollback, upstream
+from holdfast.api.streams import Stream
 from holdfast.connectors.sinks import Authority, Sink, SinkWriter, discard
 from holdfast.connectors.sources import Position, Source, SplitReader
 from holdfast.control import events as ev
@@ -47,7 +48,6 @@ from holdfast.net import wire
 from holdfast.site.node import SiteNode
 
 PROTECTIONS = ("passive", "active", "upstream", "rollback", "pairs")
-SITES = 6
 WARM_S = 0.3
 AFTER_S = 0.1
 """Duration of the simulation after a failure was detected, in addition to some intervals."""
@@ -61,16 +61,18 @@ SCHEMA = pa.schema(
 """Fifty bytes per row."""
 
 
-def protection(name: str, interval_s: float) -> Protection:
+def protection(name: str, interval_s: float, k: int = 1) -> Protection:
+    """Return a protection under which `k` sites may be lost at once. Active and passive standby
+    have one further site in any case."""
     # A millisecond less than the interval of the clock that polls it, so that every poll is due.
     every_ms = max(1, round(interval_s * 1e3) - 1)
     protections = {
         "none": none(),
         "passive": passive(interval=every_ms / 1e3, failure_domain="process"),
         "active": active(failure_domain="process"),
-        "upstream": upstream(failure_domain="process"),
+        "upstream": upstream(k=k, failure_domain="process"),
         "rollback": rollback(failure_domain="process"),
-        "pairs": pairs(failure_domain="process"),
+        "pairs": pairs(replicas=1 + k, failure_domain="process"),
     }
     return protections[name]
 
@@ -156,20 +158,32 @@ class _Spread(Controller):
 class WiredWorld(TimedWorld):
     """A world whose messages have their real encoding, and take a time that depends on its size."""
 
-    def __init__(self, flow: Flow, source: _PoissonSource, options: Options, pace: Pace, seed: int):
+    def __init__(
+        self,
+        flow: Flow,
+        source: _PoissonSource,
+        options: Options,
+        pace: Pace,
+        seed: int,
+        sites: int,
+    ):
+        self.site_count = sites
         self.sent_bytes = self.input_bytes = self.ack_bytes = 0
-        """Bytes between sites; among them the input of the stage, and its acks of that input.
+        """Bytes between sites; among them the input of the keyed stages, and their acks of it.
         Messages from and to the controller do not count."""
         self.arrivals: list[tuple[float, float]] = []
         self.rows: list[int] = []
-        super().__init__(flow, sites=SITES, seed=seed, options=options, pace=pace)
+        super().__init__(flow, sites=sites, seed=seed, options=options, pace=pace)
         source.world = self
-        self.stage = next(s for s in self.plan.stages if s.source is None and s.sink is None)
+        self.keyed = [s for s in self.plan.stages if s.source is None and s.sink is None]
+        self._inputs = {exchange.id for stage in self.keyed for exchange in stage.inputs}
         for stage in self.plan.sinks:
             stage.sink = _ArrivalSink(self)
 
     def make_control(self, app: int) -> ControlNode:
-        return ControlNode(self.shape, self.options, holder="0", sites=SITES, machine=_Spread)
+        return ControlNode(
+            self.shape, self.options, holder="0", sites=self.site_count, machine=_Spread
+        )
 
     def make_node(self, site: SiteId) -> SiteNode:
         return SiteNode(self.plan, site, self.options, SitePort(self, site), now=self.now)
@@ -188,10 +202,9 @@ class WiredWorld(TimedWorld):
 
     def _count(self, message: wire.Message, nbytes: int) -> None:
         self.sent_bytes += nbytes
-        exchange = self.stage.inputs[0].id
-        if isinstance(message, wire.Bundle) and message.key.exchange == exchange:
+        if isinstance(message, wire.Bundle) and message.key.exchange in self._inputs:
             self.input_bytes += nbytes
-        elif isinstance(message, wire.Acks) and message.acks[0].exchange == exchange:
+        elif isinstance(message, wire.Acks) and message.acks[0].exchange in self._inputs:
             self.ack_bytes += nbytes
 
     def fall_silent(self, site: SiteId, detected_after: float) -> None:
@@ -224,6 +237,15 @@ class PaperRun:
     boxes: int = 1
     selectivity: float = 1.0
     seconds: float = 2.0
+    stages: int = 1
+    """How many keyed stages there are in a row, each with the same protection."""
+
+    @property
+    def sites(self) -> int:
+        """A site for each replica and standby; at least two for a stage, of which the second is
+        for a task that is rebuilt."""
+        guard = protection(self.protection, self.parameters.interval_s, self.parameters.k)
+        return 4 + self.stages * max(2, guard.wanted)
 
     def world(self) -> WiredWorld:
         parameters, interval = self.parameters, self.parameters.interval_s
@@ -249,7 +271,8 @@ class PaperRun:
             read_ahead_rows=10_000,
             lease=NEVER_S,
         )
-        return WiredWorld(self._flow(source), source, options, pace, self.seed)
+        flow = self._flow(source)
+        return WiredWorld(flow, source, options, pace, self.seed, self.sites)
 
     def acks(self) -> float:
         """Return the bytes of the stage's acks relative to its input, in percent."""
@@ -270,16 +293,20 @@ class PaperRun:
 
     def _flow(self, source: _PoissonSource) -> Flow:
         flow = Flow("paper", protect=pairs(failure_domain="process"))
-        stream = flow.source("sensor", source, event_time="n").key_by("k").window(time=1)
+        results: Stream = flow.source("sensor", source, event_time="n")
         others = {name: F.max(name) for name in (*FIELDS, "due_us", "flag")}
-        results = stream.agg(**others).select("k", *others, n=col("window_start"))
+        for _ in range(self.stages):
+            windows = results.key_by("k").window(time=1).agg(**others)
+            results = windows.select("k", *others, n=col("window_start"))
         if self.selectivity < 1.0:
             results = results.filter(col("n") * 7919 % 1_000 < round(1_000 * self.selectivity))
         for _ in range(round(self.boxes**0.5) - 1):
             results = results.with_columns(a=col("a") + 0)
         results.sink("client", discard())
-        (keyed,) = (node for node in flow.nodes if isinstance(node, KeyedNode))
-        keyed.protection = protection(self.protection, self.parameters.interval_s)
+        interval, k = self.parameters.interval_s, self.parameters.k
+        for node in flow.nodes:
+            if isinstance(node, KeyedNode):
+                node.protection = protection(self.protection, interval, k)
         return flow
 
 
@@ -303,18 +330,25 @@ def _traffic(run: PaperRun) -> tuple[int, int]:
 
 def recovery(run: PaperRun) -> Recovery:
     """Crash the site that computes the keyed stage, and measure the recovery."""
+    arrivals, fails_at = crashed(run)
+    return recovery_of(arrivals, fails_at, fails_at + run.parameters.detection_s)
+
+
+def crashed(run: PaperRun) -> tuple[list[tuple[float, float]], float]:
+    """Crash the site that computes the first keyed stage, at a moment determined by the seed.
+    Return the creation and arrival times of the rows, and that moment."""
     world = run.world()
     interval = run.parameters.interval_s
     _go(world, WARM_S + 3 * interval + 0.1 * random.Random(run.seed).random())
     assert world.controller.view is not None
-    task = (StageId(world.stage.id), GroupId(0))
+    task = (StageId(world.keyed[0].id), GroupId(0))
     victim = world.controller.view.group(task).replicas[0]
-    fails_at, detected = world.time, world.time + run.parameters.detection_s
+    fails_at = world.time
     world.fall_silent(victim, run.parameters.detection_s)
-    _go(world, detected + AFTER_S + 4 * interval)
+    _go(world, fails_at + run.parameters.detection_s + AFTER_S + 4 * interval)
     if len(set(world.rows)) != len(world.rows) or world.rows != sorted(world.rows):
         raise InvariantError("rows arrived twice, or in the wrong order")
-    return recovery_of(world.arrivals, fails_at, detected)
+    return world.arrivals, fails_at
 
 
 def _go(world: WiredWorld, until: float) -> None:
