@@ -14,12 +14,18 @@ from holdfast.lab.sim.bugs import Bug
 
 
 def explore(
-    bounds: ModelBounds, console: Console, bug: Bug | None = None, seconds_max: float = 1e9
+    bounds: ModelBounds,
+    console: Console,
+    bug: Bug | None = None,
+    seconds_max: float = 1e9,
+    reduced: bool = False,
 ) -> int:
     """Search a world. Return exit status 1 if a state is wrong, 2 if time ran out before all states
     were visited."""
     with bug.planted() if bug is not None else nullcontext(), console.status("searching") as bar:
-        search = ModelSearch(bounds, seconds_max=seconds_max, progress=lambda f: _show(bar, f))
+        search = ModelSearch(
+            bounds, seconds_max=seconds_max, progress=lambda f: _show(bar, f), reduced=reduced
+        )
         found = search.run()
         trace = in_words(search.world, found.trace) if found.problem is not None else []
     console.print(summary(found), highlight=False)

@@ -35,6 +35,8 @@ OMITTED: dict[str, frozenset[str]] = {
         "Lifecycle": "history",
         "ReplicaJoins": "replaying _chain_changed",
         "SiteRoster": "_relaunch_ms spares dead replaced addresses",
+        "ViewReports": "_retained",
+        "EarlyEvents": "queries",
         "DoubtfulLosses": "",
     }.items()
 }
@@ -50,7 +52,12 @@ def view_number(view: View) -> int:
 
 def digest(value: Any) -> bytes:
     """The fingerprint of an object's canonical form."""
-    return blake2b(marshal.dumps(freeze(value), 2), digest_size=16).digest()
+    return digest_of(freeze(value))
+
+
+def digest_of(form: Any) -> bytes:
+    """The fingerprint of a canonical form."""
+    return blake2b(marshal.dumps(form, 2), digest_size=16).digest()
 
 
 def freeze(value: Any) -> Any:

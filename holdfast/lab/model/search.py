@@ -13,7 +13,9 @@ from hashlib import blake2b
 
 from holdfast.lab.model.checks import StateChecks
 from holdfast.lab.model.parts import Broken
+from holdfast.lab.model.reduction import Reduction
 from holdfast.lab.model.state import ModelState, Move
+from holdfast.lab.model.symmetry import SiteNames
 from holdfast.lab.model.world import ModelBounds, ModelWorld
 from holdfast.lab.sim.checks import Violation
 
@@ -54,12 +56,18 @@ class ModelSearch:
         states_max: int = 1 << 62,
         seconds_max: float = 1e9,
         progress: Callable[[SearchResult], None] | None = None,
+        symmetry: bool = True,
+        reduced: bool = False,
     ) -> None:
+        """`symmetry`: states that differ only in the numbers of sites count as one. `reduced`:
+        orders that make no difference are left out, see `holdfast.lab.model.reduction`."""
         self.world = ModelWorld(bounds)
         self.found = SearchResult(bounds)
         self._checks = StateChecks(self.world.sites)
         self._states_max, self._seconds_max = states_max, seconds_max
         self._progress = progress
+        self._names = SiteNames(self.world) if symmetry else None
+        self._reduction = Reduction(self.world) if reduced else None
         self._numbers: dict[bytes, int] = {}
         self._parents = array("I")
         self._depths = array("H")
@@ -69,7 +77,7 @@ class ModelSearch:
         found = self.found
         first = self.world.begin()
         self._add(first, 0, 0)
-        waiting = deque([first])
+        waiting = deque([(first, 0)])
         while waiting:
             if len(self._parents) > self._states_max:
                 break
@@ -80,8 +88,8 @@ class ModelSearch:
                     break
                 if self._progress:
                     self._progress(found)
-            state = waiting.popleft()
-            if not self._visit(state, waiting):
+            state, number = waiting.popleft()
+            if not self._visit(state, number, waiting):
                 break
         found.complete = not waiting and found.problem is None
         found.seconds = time.perf_counter() - begun
@@ -105,44 +113,56 @@ class ModelSearch:
         return True
 
     def _key(self, state: ModelState) -> bytes:
-        return blake2b(marshal.dumps(tuple(state), 2), digest_size=12).digest()
+        key = tuple(state) if self._names is None else self._names.key(state)
+        return blake2b(marshal.dumps(key, 2), digest_size=12).digest()
 
-    def _visit(self, state: ModelState, waiting: deque[ModelState]) -> bool:
-        found, world = self.found, self.world
-        number = self._numbers[self._key(state)]
-        depth = self._depths[number]
+    def _visit(
+        self, state: ModelState, number: int, waiting: deque[tuple[ModelState, int]]
+    ) -> bool:
+        """Add all states that follow a state; False if one of them is wrong."""
+        found, depth = self.found, self._depths[number]
         found.depth = max(found.depth, depth)
-        moved = False
-        for move in world.moves(state):
-            moved = True
+        moves = list(self.world.moves(state))
+        if not moves:
+            return self._visit_end(state, number)
+        if self._reduction is not None:
+            moves = self._reduction.enough(state, moves)
+        for move in moves:
             found.transitions += 1
             try:
-                after = world.after(state, move)
-                if after.ended is None:
-                    view = world.view(after.control)
-                    self._checks.check(view, after.sites, after.exceeded)
+                after = self._after(state, move)
             except (Broken, Violation) as error:
-                self._fail(str(error), number, move)
+                self._fail(str(error), number)
                 return False
             if self._add(after, number, depth + 1):
-                waiting.append(after)
-        if moved:
-            return True
-        if state.ended is None:
-            self._fail("nothing can happen any more, and the flow has not ended", number, None)
-            return False
-        name = state.ended or "all delivered"
-        found.ends[name] = found.ends.get(name, 0) + 1
-        found.terminal.add(state)
+                waiting.append((after, len(self._parents) - 1))
         return True
 
-    def _fail(self, problem: str, number: int, move: Move | None) -> None:
+    def _after(self, state: ModelState, move: Move) -> ModelState:
+        """The state after an event, with all checks."""
+        after = self.world.after(state, move)
+        if after.ended is None:
+            view = self.world.view(after.control)
+            self._checks.check(view, after.sites, after.exceeded)
+        return after
+
+    def _visit_end(self, state: ModelState, number: int) -> bool:
+        if state.ended is None:
+            self._fail("nothing can happen any more, and the flow has not ended", number)
+            return False
+        name = state.ended or "all delivered"
+        self.found.ends[name] = self.found.ends.get(name, 0) + 1
+        self.found.terminal.add(state)
+        return True
+
+    def _fail(self, problem: str, number: int) -> None:
         self.found.problem = problem
-        self.found.trace = [*self._way_to(number), *([move] if move else [])]
+        self.found.trace = self._way_to(number)
 
     def _way_to(self, number: int) -> list[Move]:
-        """The events that lead to a state. Only the numbers of states are kept, so take the way
-        once more and look which event leads to the next."""
+        """The events that lead to a state, and the one that goes wrong there. Only the numbers of
+        states are kept, so take the way once more and look which event leads to the next. Sites may
+        have other numbers on this way than they had in the search."""
         numbers = [number]
         while numbers[-1]:
             numbers.append(self._parents[numbers[-1]])
@@ -154,4 +174,9 @@ class ModelSearch:
                     state = after
                     way.append(move)
                     break
+        for move in self.world.moves(state):
+            try:
+                self._after(state, move)
+            except (Broken, Violation):
+                return [*way, move]
         return way

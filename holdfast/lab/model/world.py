@@ -138,7 +138,7 @@ class ModelWorld:
         for link, queue in state.links:
             if queue:
                 yield Move("deliver", link)
-                if link[0] not in alive and link[0] != CONTROL and len(queue) > 1:
+                if link[0] not in alive and CONTROL not in link and len(queue) > 1:
                     yield Move("lose", link)
         yield from (Move("start", (site,)) for site in state.starting)
         yield from (Move("timer", (), (timer,)) for timer in state.timers)

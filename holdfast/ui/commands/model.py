@@ -26,6 +26,9 @@ def add_to(commands: Any) -> None:
     model.add_argument(
         "--suspicions", type=int, default=0, help="the most live sites declared dead (0)"
     )
+    model.add_argument(
+        "--reduced", action="store_true", help="leave orders out that make no difference"
+    )
     model.add_argument("--seconds", type=float, default=1e9, help="when to stop (never)")
     model.add_argument("--bug", help="plant a bug of `holdfast sim` and expect to catch it")
     model.set_defaults(command=execute)
@@ -43,4 +46,6 @@ def execute(options: argparse.Namespace, console: Console) -> int:
         crashes=options.crashes,
         suspicions=options.suspicions,
     )
-    return command.explore(bounds, console, bug_named(options.bug), options.seconds)
+    return command.explore(
+        bounds, console, bug_named(options.bug), options.seconds, options.reduced
+    )
