@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from holdfast.errors import HoldfastError
-from holdfast.ui.commands import advise, bench, chaos, check, demo, paper, readers, run, sim
+from holdfast.ui.commands import advise, bench, chaos, check, demo, model, paper, readers, run, sim
 from holdfast.ui.signals import Terminated
 
 WIDTH = 132
-COMMANDS = (run, check, readers, advise, demo, bench, sim, paper, chaos)
+COMMANDS = (run, check, readers, advise, demo, bench, sim, model, paper, chaos)
 """In the order in which ``holdfast --help`` lists them."""
 
 
