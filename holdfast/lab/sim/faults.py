@@ -12,8 +12,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from holdfast.core.ids import SiteId
-from holdfast.core.layout import View
+from holdfast.core.ids import GroupId, SiteId, StageId, TaskId
+from holdfast.core.layout import Shape, View
 from holdfast.lab.sim.links import control_of
 from holdfast.lab.sim.timed import TimedWorld
 from holdfast.site.node import SiteNode
@@ -153,17 +153,17 @@ def phase_of(world: TimedWorld) -> str:
         return "without a controller"
     if not controller.running or view is None:
         return "starting"
-    if any(_hands_over(node, view) for node in world.nodes.values()):
+    joining = _joining(view)
+    if joining and any(_hands_over(node, joining) for node in world.nodes.values()):
         return "transferring"
     if any(site not in world.nodes for site in view.members):
         return "unnoticed"
-    groups = [(u, view.group(u)) for u in view.tasks()]
-    if any(group.joining for _, group in groups):
+    if joining:
         return "joining"
     if controller.joins.replaying:
         return "replaying"
     seen = controller.seen_by_all
-    if any(len(c.all) < controller.shape.stages[u[0]].guard.wanted for u, c in groups):
+    if _lacks_replicas(controller.shape, view):
         return "taken over" if seen else "taking over"
     if not seen:
         return "folding in"
@@ -172,9 +172,25 @@ def phase_of(world: TimedWorld) -> str:
     return "written" if _is_ahead(world) else "protected"
 
 
-def _hands_over(node: SiteNode, view: View) -> bool:
+def _joining(view: View) -> set[tuple[TaskId, SiteId]]:
+    return {
+        ((StageId(stage), GroupId(number)), site)
+        for stage, groups in enumerate(view.groups)
+        for number, group in enumerate(groups)
+        for site in group.joining
+    }
+
+
+def _lacks_replicas(shape: Shape, view: View) -> bool:
+    return any(
+        len(group.all) < stage.guard.wanted
+        for stage, groups in zip(shape.stages, view.groups, strict=True)
+        for group in groups
+    )
+
+
+def _hands_over(node: SiteNode, joining: set[tuple[TaskId, SiteId]]) -> bool:
     """Whether a site sends the state of a replica, or receives it."""
-    joining = {(u, s) for u in view.tasks() for s in view.group(u).joining}
     given = any(key in joining for key in node.transfers.outgoing)
     return given or any((task, node.site) in joining for task in node.transfers.incoming)
 
