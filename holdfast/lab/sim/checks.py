@@ -26,6 +26,10 @@ class Violation(AssertionError):
     """A condition does not hold."""
 
 
+class Stall(Violation):
+    """The flow does not go on, or is not protected again in time."""
+
+
 class WorldChecks:
     """Checks a world after its steps. To check everything after each step would take most of the
     time. So it checks the site that acted last after every `NEAR` steps, and all sites, and the
