@@ -8,6 +8,7 @@ from holdfast.core import flow_phase, leadership, replica
 from holdfast.lab.sim.bugs import BUGS, Bug
 from holdfast.lab.sim.edges import EDGES, Edge, reached, share, summary
 from holdfast.lab.sim.explore import PROTOCOLS, Case, Failure, run
+from holdfast.lab.sim.faults import STARTING, Fault
 from holdfast.lab.sim.flows import FLOWS
 from holdfast.lab.sim.search import GROUP, UNMIXED, drawn
 from holdfast.ui import cli
@@ -75,6 +76,15 @@ def test_the_exit_status_tells_a_crash_a_wrong_result_and_a_stall(
     said = ["sim", "--bug", bug, "--seed", seed, "--trace", "--out", str(tmp_path)]
     assert cli.main(said) == failure.value
     assert len({kind.value for kind in Failure} | {0, 2}) == len(Failure) + 2
+
+
+def test_a_site_may_fail_before_the_flow_has_started() -> None:
+    early = Fault("crash", 0.0001, STARTING, who=1)
+    with reached() as edges:
+        outcome = run(Case(0, "times", sites=4, apps=1, rows_in=300, faults=(early,)))
+    assert outcome.problem is None and outcome.done == [(STARTING, "crash")]
+    assert Edge("flow", "GATHERING", "SITE_LOST") in edges
+    assert any(f.phase == STARTING for seed in range(80) for f in drawn(seed).schedule())
 
 
 # --- pairs of the machines' tables ----------------------------------------------------------------

@@ -83,6 +83,8 @@ committed; *taken over*: all members have adopted it. *joining*: there are new r
 *transferring*: their state is being sent; *replaying*: they have it and catch up; *folding in*: a
 view that counts them has been committed.
 """
+STARTING = "starting"
+"""The phase before all members act on the first view. Only faults that name it happen in it."""
 IMPOSSIBLE = {("without a controller", "controller")}
 PAIRS = [(p, k) for p in PHASES for k in KINDS if (p, k) not in IMPOSSIBLE]
 """All phases in which each kind of fault can happen; the measure of coverage."""
@@ -152,7 +154,7 @@ def phase_of(world: TimedWorld) -> str:
     if world.leaderless:
         return "without a controller"
     if not controller.running or view is None:
-        return "starting"
+        return STARTING
     joining = _joining(view)
     if joining and any(_hands_over(node, joining) for node in world.nodes.values()):
         return "transferring"
@@ -220,12 +222,13 @@ class Injector:
     def _armed(self, fault: Fault, deadline: float) -> Callable[[TimedWorld], None]:
         def fire(world: TimedWorld) -> None:
             phase = phase_of(world)
-            early = phase == "starting" or (fault.phase not in (None, phase))
+            early = phase == STARTING if fault.phase is None else fault.phase != phase
             if early and world.time < deadline and not world.ended:
                 world.at(world.time + TICK_S, fire)
                 return
             self.waiting.remove(fault)
-            if not world.ended and phase != "starting" and self._do(fault):
+            may_start = phase != STARTING or fault.phase == STARTING
+            if not world.ended and may_start and self._do(fault):
                 self.done.append((phase, fault.kind))
                 self.last_at = max(self.last_at, world.time + fault.seconds)
 
@@ -303,6 +306,8 @@ class Injector:
     def _may_go(self, fault: Fault, *victims: SiteId) -> bool:
         """Whether these sites may fail. A paused site does not count as alive: it may be removed
         before it wakes up."""
+        if fault.phase == STARTING and not self.world.controller.running:
+            return True  # nothing is processed yet, so the flow is placed again
         asleep = [s for s in self.world.paused_at if s in self.world.nodes]
         return fault.beyond or self.world.survives(*victims, *asleep)
 

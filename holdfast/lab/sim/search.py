@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,7 +24,7 @@ from holdfast.errors import FlowError
 from holdfast.lab.sim.command import show_failure
 from holdfast.lab.sim.edges import EDGES, Edge, reached, share, summary
 from holdfast.lab.sim.explore import MIRRORED, PROTOCOLS, Case, Outcome, run
-from holdfast.lab.sim.faults import APP_PAIRS, PAIRS
+from holdfast.lab.sim.faults import APP_PAIRS, PAIRS, STARTING, Fault
 from holdfast.lab.sim.flows import FLOWS
 from holdfast.plan.planner import plan
 
@@ -33,6 +33,9 @@ GROUP = 8
 ROWS = (300, 600, 1_000)
 UNMIXED = ("triples", *MIRRORED)
 """Protocols that are not combined with others, and run in one application."""
+EARLY, EARLY_S_MAX = 0.15, 0.003
+"""The share of runs in which something fails before the flow has started, and until when."""
+EARLY_KINDS = ("crash", "crash", "reset")
 UNREACHED_MAX = 20
 """Number of unreached pairs of the machines' tables that are printed."""
 
@@ -56,7 +59,7 @@ def drawn(seed: int) -> Case:
     if then is not None and not _is_allowed(flow, protocol, then):
         then = None
     several = protocol not in UNMIXED and chance.random() < 0.1
-    return Case(
+    case = Case(
         seed,
         flow,
         protocol,
@@ -66,6 +69,11 @@ def drawn(seed: int) -> Case:
         apps=chance.choice((2, 3)) if several else 0,
         rows_in=rows_in,
     )
+    if chance.random() >= EARLY:
+        return case
+    kind, at = chance.choice(EARLY_KINDS), chance.uniform(0.0, EARLY_S_MAX)
+    early = Fault(kind, at, STARTING, chance.randrange(12), chance.randrange(12))
+    return replace(case, faults=(early, *case.schedule()))
 
 
 @cache
