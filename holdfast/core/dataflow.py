@@ -87,7 +87,13 @@ class Dataflow:
         return self.view
 
     def handle(self, event: SiteEvent) -> list[SiteEffect]:
-        match event:
+        match event:  # the frequent ones first
+            case BundleArrived():
+                return self._on_bundle_arrived(event)
+            case AckArrived():
+                return self._on_ack_arrived(event)
+            case TaskProcessed():
+                return self._on_task_processed(event)
             case ViewCommitted():
                 return self._on_view_committed(event)
             case PeerConnected():
@@ -96,12 +102,6 @@ class Dataflow:
                 return self._on_peer_lost(event)
             case RecordArrived():
                 return self._on_record_arrived(event)
-            case BundleArrived():
-                return self._on_bundle_arrived(event)
-            case AckArrived():
-                return self._on_ack_arrived(event)
-            case TaskProcessed():
-                return self._on_task_processed(event)
             case LogAsked():
                 return self._on_log_asked(event)
             case LogTold():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from holdfast.core.ids import ExchangeId, GroupId, SiteId, StageId, TaskId
 from holdfast.core.protection import DOMAINS, NO_PROTECTION, ProtectionSpec
@@ -194,12 +195,8 @@ class View:
     def group(self, task: TaskId) -> PartitionGroup:
         return self.groups[task[0]][task[1]]
 
-    def tasks(self) -> list[TaskId]:
-        return [
-            (StageId(s), GroupId(c))
-            for s, groups in enumerate(self.groups)
-            for c in range(len(groups))
-        ]
+    def tasks(self) -> tuple[TaskId, ...]:
+        return _tasks(tuple(map(len, self.groups)))
 
     def tasks_at(self, site: SiteId) -> list[TaskId]:
         """The tasks that `site` holds or is about to hold."""
@@ -242,6 +239,16 @@ class View:
             for stage, old, new in zip(self.groups, before, guards, strict=True)
         )
         return replace(self, number=self.number + 1, groups=fitted, guards=guards, aims=aims)
+
+
+@lru_cache(maxsize=64)
+def _tasks(counts: tuple[int, ...]) -> tuple[TaskId, ...]:
+    """The tasks of stages with these numbers of partition groups: the same in almost every view."""
+    return tuple(
+        (StageId(stage), GroupId(group))
+        for stage, count in enumerate(counts)
+        for group in range(count)
+    )
 
 
 def _sites(group: PartitionGroup) -> str:

@@ -35,6 +35,12 @@ class Checks:
 
     def __init__(self, plan: Plan, shape: Shape, window: int) -> None:
         self._shape, self._room = shape, max(window, ROOM_BEHIND)
+        stages = shape.stages
+        self._stages_of = [
+            (stages[producer], stages[consumer])
+            for producer, consumer in zip(shape.producer_of, shape.consumer_of, strict=True)
+        ]
+        """By exchange: the stages at its ends."""
         self._splits = set(plan.splits)
         self._pushed = {s.id for s in plan.sources if s.source is not None and s.source.pushed}
         self._sinks = {s.id: s.sink for s in plan.sinks}
@@ -169,12 +175,12 @@ class Checks:
 
     def _ends(self, key: BundleKey | Ack | LogQuery) -> tuple[StageShape, StageShape]:
         """The stages at the ends of an exchange, if they have such partition groups."""
-        _require(0 <= key.exchange < len(self._shape.consumer_of), "there is no such exchange")
+        _require(0 <= key.exchange < len(self._stages_of), "there is no such exchange")
         _require(key.joined_view in NUMBERS, "there is no such view")
-        return (
-            self._task((self._shape.producer_of[key.exchange], key.producer)),
-            self._task((self._shape.consumer_of[key.exchange], key.consumer)),
-        )
+        producer, consumer = ends = self._stages_of[key.exchange]
+        known = 0 <= key.producer < producer.partitions and 0 <= key.consumer < consumer.partitions
+        _require(known, "there is no such partition group")
+        return ends
 
     def _task(self, task: TaskId) -> StageShape:
         stage, group = task

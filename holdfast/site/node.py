@@ -416,7 +416,14 @@ class SiteNode:
             self._apply(effect)
 
     def _apply(self, effect: SiteEffect) -> None:
-        match effect:
+        match effect:  # the frequent ones first
+            case IngestEpochs() | ProcessBundles():
+                self.orders.put(effect)
+            case SendBundle():
+                self._send_bundle(effect)
+            case SendAck():
+                # An ack of what was processed asks the producer for nothing.
+                self._acks.put(effect.site, effect.ack, lazy=self._working)
             case OpenTask():
                 group = effect.view.group(effect.task)
                 begins = self.site in group.replicas + group.standbys
@@ -427,13 +434,6 @@ class SiteNode:
                 self._close_task(effect.task)
             case FollowEpoch():
                 self.stages.tasks[effect.task].follow(effect.record)
-            case IngestEpochs() | ProcessBundles():
-                self.orders.put(effect)
-            case SendBundle():
-                self._send_bundle(effect)
-            case SendAck():
-                # An ack of what was processed asks the producer for nothing.
-                self._acks.put(effect.site, effect.ack, lazy=self._working)
             case AskLog():
                 self._to(effect.site, wire.LogRequest(effect.query))
             case TellLog():

@@ -32,13 +32,12 @@ class OrderQueue:
 
     def pop_first(self, ready: Callable[[Order], bool]) -> Order | None:
         """Remove and return the first order that is ready."""
-        for at, entry in enumerate(sorted(self._heap)):
+        if self._heap and ready(self._heap[0][-1]):
+            return heapq.heappop(self._heap)[-1]
+        for entry in sorted(self._heap)[1:]:
             if ready(entry[-1]):
-                if at == 0:
-                    heapq.heappop(self._heap)
-                else:
-                    self._heap.remove(entry)
-                    heapq.heapify(self._heap)
+                self._heap.remove(entry)
+                heapq.heapify(self._heap)
                 return entry[-1]
         return None
 

@@ -206,9 +206,28 @@ def test_stopping() -> None:
     assert controller.handle(finished(controller, 0)) == []  # nothing matters any more
 
 
+@pytest.mark.parametrize("registered_sites", [1, 2], ids=["gathering", "connecting"])
+def test_stopping_before_the_start(registered_sites: int) -> None:
+    controller = Controller(SHAPE, [0, 1])
+    for site in range(registered_sites):
+        controller.handle(registered(site))
+    assert controller.handle(StopRequested(drain=False)) == [EndFlow(None)]
+    assert controller.state is FlowPhase.DONE
+
+
 def test_an_error_of_the_flow_ends_it() -> None:
     error = ValueError("bad")
     assert running().handle(FlowFailed(0, error)) == [EndFlow(error)]
+
+
+def test_an_error_while_the_flow_connects_or_drains_ends_it() -> None:
+    error, connecting, draining = ValueError("bad"), Controller(SHAPE, [0, 1]), running()
+    connecting.handle(registered(0))
+    connecting.handle(registered(1))
+    draining.handle(StopRequested(drain=True))
+    for controller in (connecting, draining):
+        assert controller.handle(FlowFailed(0, error)) == [EndFlow(error)]
+        assert controller.state is FlowPhase.FAILED
 
 
 def test_only_edges_of_the_table_are_taken() -> None:

@@ -239,6 +239,23 @@ def test_the_end_is_over_when_it_is_committed() -> None:
     assert party.on(LeadDue()) == []
 
 
+def test_a_refused_end_ends_the_term_and_not_the_flow() -> None:
+    party = leading()
+    (ask,) = party.on(EndWanted(1, b"end"))
+    assert party.on(CommitRefused(ask, "superseded")) == [EndTerm(1, "superseded")]
+    assert party.role is Role.FOLLOWING
+
+
+def test_a_lease_may_end_before_the_term_is_taken() -> None:
+    party = Party()
+    ask = ask_of(party.on(LeadDue()), AskLead)
+    party.on(LeadGranted(ask, FIRST, LEASE))
+    assert party.role is Role.TAKING_OVER
+    party.now = LEASE
+    ended, _ = party.on(LeadDue())
+    assert isinstance(ended, EndTerm) and party.role is Role.FOLLOWING
+
+
 def test_the_end_waits_for_the_commit_before_it() -> None:
     party = leading()
     (first,) = party.on(CommitWanted(1, b"a"))

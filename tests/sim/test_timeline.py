@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from holdfast.lab.sim.command import save
-from holdfast.lab.sim.timeline import TimelineEvent
+from holdfast.lab.sim.timeline import OUTSIDE, TimelineEvent, lanes_of
 from holdfast.lab.sim.timeline_picture import svg_timeline
 from holdfast.lab.sim.timeline_text import text_timeline
 
@@ -62,7 +62,9 @@ def run(epochs: int = 20, sites: int = 4, seed: int = 0) -> list[TimelineEvent]:
                 TimelineEvent(begin, "work", sink, f"alerts/0 epoch {epoch}", None, begin + 0.0009)
             )
         events.append(
-            TimelineEvent(base + 0.0082, "deliver", 3, f"delivery epoch {epoch}", -2, base + 0.0088)
+            TimelineEvent(
+                base + 0.0082, "deliver", 3, f"delivery epoch {epoch}", OUTSIDE, base + 0.0088
+            )
         )
     late = crash + 0.03
     events += [
@@ -224,3 +226,10 @@ def test_files(tmp_path) -> None:
     save(tmp_path / "run.txt", run(), "a run")
     ET.parse(tmp_path / "run.svg")
     assert "crash of site 2" in (tmp_path / "run.txt").read_text()
+
+
+def test_every_application_has_a_lane_for_its_control() -> None:
+    said = [TimelineEvent(0.001 * n, "send", -1 - n, "view 1.0", 0, 0.01) for n in range(3)]
+    assert lanes_of(said) == [-1, -2, -3, 0]
+    assert "controller 2" in svg_timeline(said, "three applications")
+    assert "controller 2" in text_timeline(said) and "outside" not in text_timeline(said)

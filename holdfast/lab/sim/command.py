@@ -36,7 +36,8 @@ def bug_named(name: str | None) -> Bug | None:
 def explore(
     cases: Sequence[Case], out: Path, console: Console, bug: Bug | None = None, jobs: int = 0
 ) -> int:
-    """Run cases with a progress bar. If one fails, show it minimised and return exit status 1."""
+    """Run cases with a progress bar. If one fails, show it minimised and return the exit status of
+    its kind of `Failure`."""
     hit: set[tuple[str, str]] = set()
     done = stopped = 0
     columns = (
@@ -51,10 +52,10 @@ def explore(
             done, stopped = done + 1, stopped + outcome.stopped
             hit.update(outcome.done)
             bar.advance(task)
-            if outcome.problem is not None:
+            if outcome.failure is not None:
                 bar.stop()
                 show_failure(outcome.case, out, console, bug)
-                return 1
+                return outcome.failure.value
     console.print(
         f"{done} runs, all right; {stopped} stopped as they should; "
         f"{len(hit.intersection(PAIRS))} of {len(PAIRS)} pairs of phase and fault were hit"
@@ -84,23 +85,30 @@ def _run(case: Case, bug: Bug | None, trace: bool = False) -> Outcome:
     return outcome
 
 
-def show_failure(case: Case, out: Path, console: Console, bug: Bug | None = None) -> None:
-    """Print and draw a failure, with the fewest faults that cause it."""
+def show_failure(
+    case: Case, out: Path, console: Console, bug: Bug | None = None, again: str | None = None
+) -> None:
+    """Print and draw a failure, with the fewest faults that cause it, and the command that repeats
+    it."""
     with bug.planted() if bug is not None else nullcontext():
         small = shrink(case)
     outcome = _run(small, bug, trace=True)
-    console.print(f"[red]seed {case.seed} fails[/red] ({case.flow}, {case.protocol})")
+    kind = outcome.failure.name.lower() if outcome.failure else "not any more"
+    console.print(f"[red]seed {case.seed} fails[/red] ({case.flow}, {case.protocol}): {kind}")
     for fault in small.schedule():
         console.print(f"  {fault}", markup=False, highlight=False)
     text = str(outcome.problem).splitlines()[0]
     console.print(f"  {text}", markup=False, highlight=False)
     for path in draw(outcome, out):
         console.print(f"  see {path}", markup=False, highlight=False)
+    console.print(f"  again: {again or _command(case, bug)}", markup=False, soft_wrap=True)
+
+
+def _command(case: Case, bug: Bug | None) -> str:
     again = f"holdfast sim --flow {case.flow} --protocol {case.protocol} --seed {case.seed} --trace"
     again += f" --then {case.then}" if case.then else ""
     again += f" --apps {case.apps}" if case.apps > 1 else ""
-    again += f" --bug '{bug.name}'" if bug else ""
-    console.print(f"  again: {again}", markup=False, soft_wrap=True)
+    return again + (f" --bug '{bug.name}'" if bug else "")
 
 
 def save(path: str | Path, events: Iterable[TimelineEvent], title: str) -> None:
@@ -128,9 +136,9 @@ def replay(case: Case, out: Path, console: Console, bug: Bug | None = None) -> i
     console.print(text_timeline(events), markup=False, highlight=False)
     for path in draw(outcome, out):
         console.print(f"see {path}", markup=False, highlight=False)
-    if outcome.problem is not None:
-        console.print(f"[red]{type(outcome.problem).__name__}[/red] {outcome.problem}")
-        return 1
+    if outcome.failure is not None:
+        console.print(f"[red]{outcome.failure.name.lower()}[/red] {outcome.problem}")
+        return outcome.failure.value
     ended = "stopped as it should" if outcome.stopped else "ended with the right rows"
     console.print(f"{outcome.steps} steps, {outcome.seconds * 1e3:.0f} ms: {ended}")
     return 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from enum import Enum
+from functools import lru_cache, partial
 
 from holdfast.api.graph import Flow
 from holdfast.api.nodes import KeyedNode
@@ -11,9 +12,8 @@ from holdfast.api.options import Options
 from holdfast.api.protection import Protection, active, pairs, passive, rollback, upstream
 from holdfast.core.flow_phase import FlowPhase
 from holdfast.core.sequencer import Budget
-from holdfast.errors import HoldfastError
 from holdfast.lab.sim import flows
-from holdfast.lab.sim.checks import Violation, WorldChecks
+from holdfast.lab.sim.checks import Stall, Violation, WorldChecks
 from holdfast.lab.sim.faults import APP_KINDS, KINDS, SPAN_S, Fault, Injector, phase_of, schedule
 from holdfast.lab.sim.memory import Memory
 from holdfast.lab.sim.run_trace import TraceEntry
@@ -27,6 +27,8 @@ GLANCE = 8
 """Number of steps between two checks whether everything is protected."""
 CHANGE_S = 0.012
 """Maximum time by which a change of protection precedes the first fault."""
+MEMORIES_MAX = 8
+"""Number of flows whose results are remembered at the same time."""
 FREE = 0.8
 """Share of its rows that a source gives before the flow has recovered from all faults."""
 
@@ -93,7 +95,8 @@ class Case:
     def _world(self) -> tuple[str, str, str | None, int]:
         return self.flow, self.protocol, self.first, self.rows_in
 
-    def _flow(self, first: str | None) -> Flow:
+    def flow_with(self, first: str | None) -> Flow:
+        """Return the flow, with this protection of its first keyed stage."""
         flow = flows.make(self.flow, PROTOCOLS[self.protocol], self.rows_in)
         if first is not None:
             keyed = next(node for node in flow.nodes if isinstance(node, KeyedNode))
@@ -103,7 +106,7 @@ class Case:
     @property
     def guards(self) -> tuple[Protection, ...]:
         """The protection of the stages after the change."""
-        return shape(plan(self._flow(self.then)), self._options().partitions).guards
+        return shape(plan(self.flow_with(self.then)), self._options().partitions).guards
 
     @property
     def applications(self) -> int:
@@ -131,7 +134,7 @@ class Case:
         return replace(options, kept_bytes_max=SCARCE_BYTES) if self.seed % 5 == 4 else options
 
     def world(self) -> TimedWorld:
-        flow, ends = self._flow(self.first), PROTOCOLS[self.protocol].at_the_ends
+        flow, ends = self.flow_with(self.first), PROTOCOLS[self.protocol].at_the_ends
         checkpoints = any(s.protection and s.protection.every_ms for s in plan(flow).stages)
         world = TimedWorld(
             flow,
@@ -159,15 +162,32 @@ def _change(world: TimedWorld, guards: tuple[Protection, ...]) -> None:
         world.at(world.time + CHANGE_S, partial(_change, guards=guards))
 
 
-@cache
+@lru_cache(maxsize=MEMORIES_MAX)
 def _memory(flow: str, protocol: str, first: str | None, rows_in: int) -> Memory:
-    """Return the memory of all runs of a flow in this process."""
+    """Return the memory of the runs of a flow in this process."""
     return Memory()
 
 
 def forget() -> None:
     """Clear all memories: operators may compute different results from now on."""
     _memory.cache_clear()
+
+
+class Failure(Enum):
+    """What goes wrong in a run that fails. The values are exit statuses of ``holdfast sim``."""
+
+    CRASH = 1
+    """A machine raised an error."""
+    WRONG = 3
+    """The result is wrong, or a condition between sites does not hold."""
+    STALL = 4
+    """The flow did not end, or was not protected again in time."""
+
+    @classmethod
+    def of(cls, problem: Exception) -> Failure:
+        if isinstance(problem, Stall):
+            return cls.STALL
+        return cls.WRONG if isinstance(problem, Violation) else cls.CRASH
 
 
 @dataclass(slots=True)
@@ -185,6 +205,8 @@ class Outcome:
     trace: list[TraceEntry] = field(default_factory=list)
     guards: tuple[Protection, ...] = ()
     """The protection of the stages at the end."""
+    failure: Failure | None = None
+    """The kind of the problem."""
 
 
 def run(case: Case, *, trace: bool = False) -> Outcome:
@@ -197,14 +219,14 @@ def run(case: Case, *, trace: bool = False) -> Outcome:
     try:
         while not world.ended:
             if not world.step():
-                raise Violation(f"nothing can happen any more: {world.describe()}")
+                raise Stall(f"nothing can happen any more: {world.describe()}")
             checks.step()
             _open_gate(world, injector, case.finished_before)
             if world.steps > STEPS_MAX or world.time > injector.last_at + 2 * PROTECTED_S_MAX:
-                raise Violation(f"the run does not end: {world.describe()}")
+                raise Stall(f"the run does not end: {world.describe()}")
         checks.all()
         checks.end(case.flow, case.rows_in)
-    except (Violation, HoldfastError, AssertionError, KeyError, AttributeError) as error:
+    except Exception as error:  # whatever a machine raises is a finding
         problem = error
     return Outcome(
         case,
@@ -216,6 +238,7 @@ def run(case: Case, *, trace: bool = False) -> Outcome:
         world.log,
         world.trace.entries,
         world.controller.shape.guards,
+        Failure.of(problem) if problem is not None else None,
     )
 
 
@@ -231,7 +254,7 @@ def _open_gate(world: TimedWorld, injector: Injector, finished_before: bool) -> 
     if phase_of(world) in ("protected", "written"):
         world.gate_is_open = True
     elif world.time > injector.last_at + PROTECTED_S_MAX:
-        raise Violation(f"the flow is not protected again: {world.describe()}")
+        raise Stall(f"the flow is not protected again: {world.describe()}")
 
 
 def shrink(case: Case) -> Case:

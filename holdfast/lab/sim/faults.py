@@ -12,8 +12,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from holdfast.core.ids import SiteId
-from holdfast.core.layout import View
+from holdfast.core.ids import GroupId, SiteId, StageId, TaskId
+from holdfast.core.layout import Shape, View
 from holdfast.lab.sim.links import control_of
 from holdfast.lab.sim.timed import TimedWorld
 from holdfast.site.node import SiteNode
@@ -83,6 +83,8 @@ committed; *taken over*: all members have adopted it. *joining*: there are new r
 *transferring*: their state is being sent; *replaying*: they have it and catch up; *folding in*: a
 view that counts them has been committed.
 """
+STARTING = "starting"
+"""The phase before all members act on the first view. Only faults that name it happen in it."""
 IMPOSSIBLE = {("without a controller", "controller")}
 PAIRS = [(p, k) for p in PHASES for k in KINDS if (p, k) not in IMPOSSIBLE]
 """All phases in which each kind of fault can happen; the measure of coverage."""
@@ -152,18 +154,18 @@ def phase_of(world: TimedWorld) -> str:
     if world.leaderless:
         return "without a controller"
     if not controller.running or view is None:
-        return "starting"
-    if any(_hands_over(node, view) for node in world.nodes.values()):
+        return STARTING
+    joining = _joining(view)
+    if joining and any(_hands_over(node, joining) for node in world.nodes.values()):
         return "transferring"
     if any(site not in world.nodes for site in view.members):
         return "unnoticed"
-    groups = [(u, view.group(u)) for u in view.tasks()]
-    if any(group.joining for _, group in groups):
+    if joining:
         return "joining"
     if controller.joins.replaying:
         return "replaying"
     seen = controller.seen_by_all
-    if any(len(c.all) < controller.shape.stages[u[0]].guard.wanted for u, c in groups):
+    if _lacks_replicas(controller.shape, view):
         return "taken over" if seen else "taking over"
     if not seen:
         return "folding in"
@@ -172,9 +174,25 @@ def phase_of(world: TimedWorld) -> str:
     return "written" if _is_ahead(world) else "protected"
 
 
-def _hands_over(node: SiteNode, view: View) -> bool:
+def _joining(view: View) -> set[tuple[TaskId, SiteId]]:
+    return {
+        ((StageId(stage), GroupId(number)), site)
+        for stage, groups in enumerate(view.groups)
+        for number, group in enumerate(groups)
+        for site in group.joining
+    }
+
+
+def _lacks_replicas(shape: Shape, view: View) -> bool:
+    return any(
+        len(group.all) < stage.guard.wanted
+        for stage, groups in zip(shape.stages, view.groups, strict=True)
+        for group in groups
+    )
+
+
+def _hands_over(node: SiteNode, joining: set[tuple[TaskId, SiteId]]) -> bool:
     """Whether a site sends the state of a replica, or receives it."""
-    joining = {(u, s) for u in view.tasks() for s in view.group(u).joining}
     given = any(key in joining for key in node.transfers.outgoing)
     return given or any((task, node.site) in joining for task in node.transfers.incoming)
 
@@ -204,12 +222,13 @@ class Injector:
     def _armed(self, fault: Fault, deadline: float) -> Callable[[TimedWorld], None]:
         def fire(world: TimedWorld) -> None:
             phase = phase_of(world)
-            early = phase == "starting" or (fault.phase not in (None, phase))
+            early = phase == STARTING if fault.phase is None else fault.phase != phase
             if early and world.time < deadline and not world.ended:
                 world.at(world.time + TICK_S, fire)
                 return
             self.waiting.remove(fault)
-            if not world.ended and phase != "starting" and self._do(fault):
+            may_start = phase != STARTING or fault.phase == STARTING
+            if not world.ended and may_start and self._do(fault):
                 self.done.append((phase, fault.kind))
                 self.last_at = max(self.last_at, world.time + fault.seconds)
 
@@ -287,6 +306,8 @@ class Injector:
     def _may_go(self, fault: Fault, *victims: SiteId) -> bool:
         """Whether these sites may fail. A paused site does not count as alive: it may be removed
         before it wakes up."""
+        if fault.phase == STARTING and not self.world.controller.running:
+            return True  # nothing is processed yet, so the flow is placed again
         asleep = [s for s in self.world.paused_at if s in self.world.nodes]
         return fault.beyond or self.world.survives(*victims, *asleep)
 

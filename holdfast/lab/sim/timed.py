@@ -34,6 +34,7 @@ from holdfast.site.node import Codec, SiteNode
 from holdfast.site.orders import Order
 
 BEAT = wire.Beat()
+_SHARED = frozenset({wire.Acks, wire.Record, wire.Delivered, wire.Blocks, wire.Pass})
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,10 @@ class TimedWorld(World):
     # --- the network ----------------------------------------------------------------------------
 
     def packed(self, message: wire.Message, body: list[Any] | None) -> tuple[wire.Message, Any]:
+        """Return a message as it arrives. The frequent ones hold nothing that changes, so that
+        sender and receiver can share them; `World` has all of them encoded and decoded."""
+        if type(message) in _SHARED:
+            return message, NOTHING
         if body and isinstance(body[-1], Frames):
             return message, body[-1]
         return super().packed(message, body)

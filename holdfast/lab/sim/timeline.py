@@ -17,7 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 CONTROLLER = -1
-OUTSIDE = -2
+OUTSIDE = -1000
+"""Below the numbers of all controls: that of application n is -1 - n."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class TimelineEvent:
     kind: str
     """fault, view, send, arrive, ack, work, phase, deliver, control or note"""
     site: int
-    """The lane; -1 is the controller, -2 the outside, where sources and sinks are."""
+    """The lane; -1, -2 and so on are the controls of the applications, `OUTSIDE` is where sources
+    and sinks are."""
     text: str
     other: int | None = None
     """The other lane of a message, or of a connection that fails."""
@@ -40,7 +42,7 @@ class TimelineEvent:
 LANDMARKS = ({"fault", "view", "phase", "control", "note"}, {"fault", "view"}, {"fault"})
 """The kinds of events that always have a line; fewer kinds for runs with too many landmarks."""
 MESSAGES = {"send", "arrive", "ack", "deliver", "control"}
-ALL_LANES = -3
+ALL_LANES = OUTSIDE - 1
 
 
 def in_order(events: Iterable[TimelineEvent]) -> list[TimelineEvent]:
@@ -51,19 +53,22 @@ def in_order(events: Iterable[TimelineEvent]) -> list[TimelineEvent]:
 
 
 def lanes_of(events: Iterable[TimelineEvent]) -> list[int]:
-    """Return the lanes from top to bottom: the controller, the sites, the outside."""
+    """Return the lanes from top to bottom: the controllers, the sites, the outside."""
     found = {e.site for e in events} | {e.other for e in events if e.other is not None}
     sites = sorted(s for s in found if s >= 0)
-    return [s for s in (CONTROLLER,) if s in found] + sites + [s for s in (OUTSIDE,) if s in found]
+    controls = sorted((s for s in found if OUTSIDE < s < 0), reverse=True)
+    return controls + sites + [s for s in (OUTSIDE,) if s in found]
 
 
 def lane_name(site: int) -> str:
     names = {CONTROLLER: "controller", OUTSIDE: "outside", ALL_LANES: "..."}
-    return names.get(site, f"site {site}")
+    other = f"site {site}" if site >= 0 else f"controller {CONTROLLER - site}"
+    return names.get(site, other)
 
 
 def short_name(site: int) -> str:
-    return {CONTROLLER: "ctl", OUTSIDE: "out"}.get(site, str(site))
+    other = str(site) if site >= 0 else f"ctl{CONTROLLER - site}"
+    return {CONTROLLER: "ctl", OUTSIDE: "out"}.get(site, other)
 
 
 def ms_text(seconds: float) -> str:

@@ -8,8 +8,8 @@ from typing import TypeVar
 from xml.sax.saxutils import escape
 
 from holdfast.lab.sim.timeline import (
-    CONTROLLER,
     LANDMARKS,
+    OUTSIDE,
     Nearness,
     TimelineEvent,
     event_text,
@@ -152,7 +152,7 @@ class _Picture:
         mine = [e.at for e in self.events if site in (e.site, e.other)]
         ends = [e.at for e in self.events if e.site == site and _is_crash(e)]
         x0, x1 = self.x(min(mine)), self.x(ends[0] if ends else self.end)
-        fill = "#eef1f4" if site >= 0 else "#f6f3fb" if site == CONTROLLER else "#eef7f2"
+        fill = "#eef1f4" if site >= 0 else "#eef7f2" if site == OUTSIDE else "#f6f3fb"
         return (
             f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="#dfe4e9"/>'
             f'<rect x="{x0:.1f}" y="{y - half:.1f}" width="{max(2.0, x1 - x0):.1f}" '
