@@ -41,7 +41,7 @@ def write_stopped(
     if missing:
         name = common.stages[missing[0][0]]
         raise FlowError(f"stage {name!r} has not reported that its state is stored")
-    store.save(manifest_of(common, view, last, at_the_end))
+    store.save(manifest_of(common, view, last.epoch, last.base + last.rows, at_the_end))
 
 
 def write_ended(store: CheckpointStore, common: RestorePoint, last: EpochRecord) -> None:

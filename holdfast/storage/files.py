@@ -37,6 +37,8 @@ TRAILER = struct.Struct("<8sQQI")
 MAGIC = b"HOLDFST2"
 SUFFIX, HIDDEN = ".arrow", ".part"
 BUFFER_BYTES = 1 << 20
+SYNCED_MAX = 100
+"""How many folders are known to be synced. Others are synced once more."""
 
 T = TypeVar("T")
 
@@ -208,8 +210,8 @@ class Folder:
     def __init__(self, place: str) -> None:
         self.place = place
         self._disk, self._root = disk_of(place)
-        self._synced: set[str] = set()
-        """Folders whose own names are synced."""
+        self._synced: dict[str, None] = {}
+        """The last folders whose own names were synced. Every checkpoint has a new one."""
 
     @property
     def is_local(self) -> bool:
@@ -248,7 +250,9 @@ class Folder:
         folder = os.path.dirname(f"{self._root}/{name}")
         self._disk.sync(folder)
         while folder != self._root and folder not in self._synced:
-            self._synced.add(folder)
+            self._synced[folder] = None
+            while len(self._synced) > SYNCED_MAX:
+                del self._synced[next(iter(self._synced))]
             folder = os.path.dirname(folder)
             self._disk.sync(folder)
 
@@ -353,7 +357,7 @@ class Folder:
     def remove(self, name: str = "") -> None:
         """Remove this folder, or a subfolder or file of it, if it exists."""
         path = f"{self._root}/{name}" if name else self._root
-        self._synced.discard(path)
+        self._synced.pop(path, None)
         self._disk.remove(path)
 
 
