@@ -44,6 +44,7 @@ from holdfast.core.layout import View
 from holdfast.core.records import EpochRecord
 from holdfast.errors import FlowError
 from holdfast.net import wire
+from holdfast.plan.fingerprint import describe, stored
 from holdfast.plan.planner import Plan
 from holdfast.storage.restore_point import Kind, RestorePoint
 
@@ -84,6 +85,7 @@ def common_restore_point(
         every_ms=options.store_every_ms,
         kind=Kind.RUNNING,
         home=options.store,
+        plan=stored(describe(plan)),
     )
 
 

@@ -120,6 +120,7 @@ def first_manifest(common: RestorePoint, restore_point: RestorePoint | None) -> 
     if restore_point is None:
         return msgspec.structs.replace(common, fresh=True, first=True)
     names = ["stages", "partitions", "resolved", "flow", "generation", "every_ms", "home", "kind"]
+    names.append("plan")
     touched = restore_point.lost and not restore_point.untouched
     if not touched:  # to its sinks it is a different flow
         names.append("incarnation")
