@@ -16,6 +16,7 @@ from holdfast.control import events as ev
 from holdfast.control.hosting import Place, widen_failure_domains
 from holdfast.control.knowledge import Knowledge
 from holdfast.control.node import ControlNode
+from holdfast.control.record_log import RecordLog
 from holdfast.control.server import Control
 from holdfast.core import events as core
 from holdfast.core.effects import AskLead, AskRenew
@@ -260,10 +261,10 @@ def test_a_lease_must_be_positive() -> None:
         Options(lease=0)
 
 
-def test_only_the_last_records_are_remembered(
-    control: Control, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("holdfast.control.server.RECORDS_MAX", 3)
+def test_only_the_last_records_are_remembered(control: Control) -> None:
+    control.records = RecordLog(records_max=3)
     for epoch in range(7):
         control._note_record(EpochRecord(epoch, epoch * 10, ()))
-    assert list(control.records) == [4, 5, 6]
+        control._note_record(EpochRecord(epoch, epoch * 10, ()))
+    assert [record.epoch for record in control.records.all()] == [4, 5, 6]
+    assert control.records.last is not None and control.records.last.epoch == 6

@@ -1,5 +1,6 @@
 """The control node: events in, whole lists of effects out."""
 
+import msgspec
 import pyarrow as pa
 import pytest
 
@@ -17,6 +18,7 @@ from holdfast.core.effects import AskCommit, AskLead, AskRead, AskRenew, AskResi
 from holdfast.core.ids import SiteId
 from holdfast.core.layout import Domain
 from holdfast.core.timers import PatienceTimer, RejoinTimer
+from holdfast.errors import HostError
 from holdfast.net import wire
 from holdfast.plan.planner import plan, shape
 from holdfast.protections import pairs
@@ -305,3 +307,44 @@ def test_an_arbiter_that_is_away_is_noted_when_it_goes_seldom_meanwhile_and_when
         ev.Note("the arbiter answers again, after 599.8 s", warns=True)
     ]
     assert not [e for e in desk.on(back) if isinstance(e, ev.Note)]
+
+
+def entry_of(version: int | None) -> Entry:
+    """What a leader has committed, as another version of Holdfast would write it."""
+    desk = Desk()
+    desk.leads()
+    desk.registers(0)
+    (ask,) = (e for e in desk.registers(1) if isinstance(e, AskCommit))
+    known = msgspec.msgpack.decode(ask.value)
+    del known["version"], known["next_id"]
+    if version is not None:
+        known["version"] = version
+    return Entry(2, 1, "other", msgspec.msgpack.encode(known))
+
+
+def test_an_entry_of_a_later_version_ends_an_application_and_not_the_flow() -> None:
+    """Whether it follows, or a term was granted to it: that it gives up at once."""
+    follower, leader = Desk(), Desk()
+    for desk in (follower, leader):
+        desk.on(ev.Began())
+    follower.on(core.LeadRefused(AskLead(1, None)))
+    (end,) = (
+        e for e in follower.on(core.EntryRead(AskRead(2), entry_of(2))) if isinstance(e, ev.End)
+    )
+    assert isinstance(end.error, HostError)
+    assert "version 2, and this Holdfast reads version 1" in str(end.error)
+    assert "the same version of Holdfast in all applications" in str(end.error)
+    effects = leader.on(core.LeadGranted(AskLead(1, None), entry_of(2), LEASE))
+    assert [type(e) for e in effects if isinstance(e, AskResign | ev.End | AskCommit)] == [
+        AskResign,
+        ev.End,
+    ]
+
+
+def test_an_entry_without_a_version_is_read() -> None:
+    desk = Desk()
+    desk.on(ev.Began())
+    effects = desk.on(core.LeadGranted(AskLead(1, None), entry_of(None), LEASE))
+    (probe,) = (e for e in effects if isinstance(e, ev.Probe))
+    desk.on(ev.Probed(probe.number, ()))
+    assert desk.node.controller is not None and desk.node.controller.roster.next_id >= 2

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from holdfast.core.ids import Entry
-from holdfast.errors import FlowError, Superseded
+from holdfast.errors import FlowError, HostError, Superseded
 
 
 class Arbiter(ABC):
@@ -81,14 +81,26 @@ def following(entry: Entry, value: bytes) -> Entry:
     return replace(entry, version=entry.version + 1, value=value)
 
 
+FORMAT = 1
+"""The format of entries. Those of format 0 did not say it, and are read."""
+
+
 def pack(value: bytes, **header: int | str) -> bytes:
     """Encode a header as one line of JSON, followed by the raw value."""
-    return json.dumps(header).encode() + b"\n" + value
+    return json.dumps({"format": FORMAT, **header}).encode() + b"\n" + value
 
 
 def unpack(data: bytes) -> tuple[dict[str, Any], bytes]:
-    header, _, value = data.partition(b"\n")
-    return json.loads(header), value
+    """The header and the value. Raise `HostError` if the format is a later one."""
+    line, _, value = data.partition(b"\n")
+    header = json.loads(line)
+    if header.get("format", 0) > FORMAT:
+        raise HostError(
+            f"the arbiter's entry has format {header['format']}, and this Holdfast reads format "
+            f"{FORMAT} at most",
+            hint="install the same version of Holdfast in all applications of the flow",
+        )
+    return header, value
 
 
 _HOST = r"([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d+)?"

@@ -32,7 +32,9 @@ class MemoryArbiter(LeasedArbiter):
         return self.store.leases.get(record.entry.term, record.until_ns)
 
     def _extend(self, term: int, until_ns: int) -> None:
-        self.store.leases[term] = until_ns
+        self.store.leases = {term: until_ns} | {
+            later: until for later, until in self.store.leases.items() if later > term
+        }
 
 
 class ArbiterMemory:

@@ -16,12 +16,10 @@ import logging
 import os
 import pickle
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -34,6 +32,7 @@ from holdfast.api.options import Http, Options
 from holdfast.control.hosting import Place
 from holdfast.errors import FlowError, HoldfastError, HostError
 from holdfast.log_limit import LimitedLog
+from holdfast.storage.temporary import TemporaryFolder
 
 if TYPE_CHECKING:
     from holdfast.control.run import Run
@@ -93,7 +92,8 @@ class Apps:
     ) -> None:
         if apps < 2 or sites < apps:
             raise FlowError(f"{apps} applications need at least as many sites, not {sites}")
-        self._directory = Path(tempfile.mkdtemp(prefix="holdfast-apps-"))
+        self._folder = TemporaryFolder("apps")
+        self._directory = self._folder.path
         controls = tuple(("127.0.0.1", port) for port in free_ports(apps))
         url = arbiter or f"file:{self._directory / 'arbiter'}"
         secret = secrets.token_bytes(32)
@@ -140,6 +140,9 @@ class Apps:
                     stdin=subprocess.PIPE,
                     stderr=output,
                     start_new_session=True,
+                    # The folder may hold the arbiter: it stays as long as an application lives,
+                    # also without this process.
+                    pass_fds=[self._folder.lock],
                 )
             self.processes[config.place.app] = process
             self.lives[config.place.app] += 1
@@ -244,7 +247,7 @@ class Apps:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, 9)
                 process.wait()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._folder.close()
 
     def __enter__(self) -> Apps:
         return self

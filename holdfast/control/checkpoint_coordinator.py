@@ -44,6 +44,7 @@ from holdfast.core.layout import View
 from holdfast.core.records import EpochRecord
 from holdfast.errors import FlowError
 from holdfast.net import wire
+from holdfast.plan.fingerprint import describe, stored
 from holdfast.plan.planner import Plan
 from holdfast.storage.restore_point import Kind, RestorePoint
 
@@ -53,8 +54,8 @@ AHEAD_S = 0.1
 """About how long it takes until all sites know which epoch is to be stored."""
 RETRY_S = (0.1, 0.5, 1.0, 2.0)
 """The waits before attempts to write records again. After the last one the flow ends."""
-RECORDS_MAX = 10_000
-"""How many records are kept until a checkpoint needs one."""
+EPOCHS_MAX = 10_000
+"""For how many epochs it is known how many rows they end with, until a checkpoint needs that."""
 AGAIN_S = 0.5
 """How long to wait before the next checkpoint after one that failed."""
 
@@ -84,6 +85,7 @@ def common_restore_point(
         every_ms=options.store_every_ms,
         kind=Kind.RUNNING,
         home=options.store,
+        plan=stored(describe(plan)),
     )
 
 
@@ -113,8 +115,8 @@ class CheckpointCoordinator:
         self.recorded = Epoch(begun)
         """The last epoch whose record is durable."""
         self._waiting: dict[int, EpochRecord] = {}
-        self._records: dict[int, EpochRecord] = {}
-        """By epoch: the records since the last checkpoint."""
+        self._rows: dict[int, int] = {}
+        """By epoch since the last checkpoint: how many input rows there are up to its end."""
         self._saved: RestorePoint | None = None
         """The last checkpoint of this generation."""
         self._machine = Checkpoints(self.recorded)
@@ -166,9 +168,9 @@ class CheckpointCoordinator:
 
     def note(self, record: EpochRecord) -> None:
         """The sequencer has cut an epoch. It may report an epoch more than once."""
-        self._records[record.epoch] = record.summary()
-        while len(self._records) > RECORDS_MAX:
-            del self._records[next(iter(self._records))]
+        self._rows[record.epoch] = record.base + record.rows
+        while len(self._rows) > EPOCHS_MAX:
+            del self._rows[next(iter(self._rows))]
         self._arrivals.append(time.monotonic())
         if record.epoch > self.recorded:
             self._waiting[record.epoch] = record
@@ -267,15 +269,15 @@ class CheckpointCoordinator:
         view, error = self._view, ""
         loop = asyncio.get_running_loop()
         try:
-            if view is None or effect.epoch not in self._records:
-                raise FlowError(f"the record of epoch {effect.epoch} is no longer kept")
-            record = self._records[effect.epoch]
-            restore_point = manifest_of(self._common, view, record, effect.stored, self._saved)
+            if view is None or effect.epoch not in self._rows:
+                raise FlowError(f"it is no longer known with which row epoch {effect.epoch} ends")
+            at = (effect.epoch, self._rows[effect.epoch])
+            restore_point = manifest_of(self._common, view, *at, effect.stored, self._saved)
             if self._closed:
                 return
             await loop.run_in_executor(self._keeper, self._store.save, restore_point)
             self._saved, self._stored_at = restore_point, time.monotonic()
-            self._records = {e: r for e, r in self._records.items() if e > effect.epoch}
+            self._rows = {e: rows for e, rows in self._rows.items() if e > effect.epoch}
         except Exception as failed:  # the machine reports it, and tries again
             error = str(failed) or type(failed).__name__
         self._handle(ManifestWritten(effect.epoch, error))

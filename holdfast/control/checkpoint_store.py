@@ -120,6 +120,7 @@ def first_manifest(common: RestorePoint, restore_point: RestorePoint | None) -> 
     if restore_point is None:
         return msgspec.structs.replace(common, fresh=True, first=True)
     names = ["stages", "partitions", "resolved", "flow", "generation", "every_ms", "home", "kind"]
+    names.append("plan")
     touched = restore_point.lost and not restore_point.untouched
     if not touched:  # to its sinks it is a different flow
         names.append("incarnation")
@@ -134,12 +135,14 @@ def first_manifest(common: RestorePoint, restore_point: RestorePoint | None) -> 
 def manifest_of(
     common: RestorePoint,
     view: View,
-    record: EpochRecord,
+    epoch: int,
+    rows: int,
     stored: Mapping[TaskId, wire.TaskFiles],
     before: RestorePoint | None = None,
 ) -> RestorePoint:
-    """The manifest of the state of all tasks after the epoch of `record`. If a task has stored only
-    what has changed, the rest is in the files of the checkpoint `before`."""
+    """The manifest of the state of all tasks after an epoch, with which the input has had `rows`
+    rows. If a task has stored only what has changed, the rest is in the files of the checkpoint
+    `before`."""
     deltas: dict[int, list[Delta]] = {}
     sources: dict[int, wire.IngressExtras] = {}
     sinks: dict[int, Stored] = {}
@@ -164,8 +167,8 @@ def manifest_of(
                 waiting.setdefault(stage, []).append(task_files.held_file)
     restore_point = msgspec.structs.replace(
         common,
-        epochs=record.epoch + 1,
-        rows=record.base + record.rows,
+        epochs=epoch + 1,
+        rows=rows,
         mark=next((known["mark"] for known in sources.values()), b""),
         deltas=deltas,
         sources={s: msgspec.msgpack.encode(known) for s, known in sources.items()},

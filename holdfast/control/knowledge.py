@@ -14,20 +14,28 @@ from holdfast.core.ids import SiteId
 from holdfast.core.layout import Domain, Shape, View
 from holdfast.net import wire
 
+VERSION = 1
+"""The version of what is committed. Version 0 had none, and no `next_id`: it is read."""
+
 
 class Knowledge(msgspec.Struct, frozen=True):
-    """The value of the arbiter's entry: what another controller needs to continue the flow."""
+    """The value of the arbiter's entry: what another controller needs to continue the flow. Its
+    size does not depend on how long the flow has run."""
 
     view: View | None
     addresses: dict[int, tuple[str, int]]
     domains: dict[int, Domain]
     app_of: dict[int, int]
     dead: dict[int, str]
+    """By site: why it died. Only the last ones, for people."""
     launched: list[int]
     running: bool
     draining: bool
     ended: bool = False
     error: str | None = None
+    next_id: int = 0
+    """No site has this number or a higher one, also none whose launch is not committed."""
+    version: int = 0
 
     @property
     def failure(self) -> Exception | None:
@@ -43,7 +51,19 @@ class Knowledge(msgspec.Struct, frozen=True):
         return {SiteId(s): a for s, a in self.addresses.items() if s in members}
 
 
+class _Versioned(msgspec.Struct, frozen=True):
+    version: int = 0
+
+
 def decode(value: bytes) -> Knowledge:
+    """What was committed. Raise `HostError` if a later version of Holdfast has written it."""
+    found = msgspec.msgpack.decode(value, type=_Versioned).version
+    if found > VERSION:
+        raise errors.HostError(
+            f"the arbiter's entry of the flow has version {found}, and this Holdfast reads version "
+            f"{VERSION} at most: a later Holdfast leads the flow",
+            hint="install the same version of Holdfast in all applications of the flow",
+        )
     return msgspec.msgpack.decode(value, type=Knowledge)
 
 
@@ -82,7 +102,15 @@ def continue_flow(
     orphans = [SiteId(s) for s in known.launched if s not in addresses]
     controller = machine(shape, _sites(known, addresses))
     effects = controller.resume(
-        known.view, term, addresses, domains, dead, known.running, known.draining, orphans
+        known.view,
+        term,
+        addresses,
+        domains,
+        dead,
+        known.running,
+        known.draining,
+        orphans,
+        SiteId(known.next_id),
     )
     return Continued(controller, effects, orphans, unknown)
 
@@ -95,7 +123,7 @@ def _sites(known: Knowledge, addresses: Iterable[SiteId]) -> list[SiteId]:
     others = dict.fromkeys([*addresses, *(SiteId(s) for s in known.launched)])
     fresh = [s for s in others if s not in known.view.members]
     for at, site in enumerate(members):
-        if site in known.dead and fresh and not known.running:
+        if site not in others and fresh and not known.running:
             same_app = [s for s in fresh if app_of.get(s) == app_of.get(site)] or fresh
             members[at] = same_app[0]
             fresh.remove(same_app[0])

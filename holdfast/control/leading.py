@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from holdfast.control import events as ev
 from holdfast.control import orders
 from holdfast.control.decisions import PendingDecisions
-from holdfast.control.knowledge import Knowledge
+from holdfast.control.knowledge import VERSION, Knowledge
 from holdfast.control.orders import Audience
 from holdfast.control.site_watch import SiteWatch
 from holdfast.core.controller import Controller
@@ -15,6 +15,7 @@ from holdfast.core.effects import ControllerEffect, FenceSite, LaunchSite, Start
 from holdfast.core.events import CommitWanted, EndWanted
 from holdfast.core.flow_phase import FlowPhase
 from holdfast.core.ids import SiteId
+from holdfast.core.roster import first_id, ids_end
 from holdfast.net import wire
 
 LeadingEffect = ev.ControlEffect | CommitWanted | EndWanted
@@ -25,7 +26,8 @@ class Leading:
     """A term that the application `app` leads.
 
     The controller decides. A decision is executed when it and all decisions before it are
-    committed; only launches and timers do not wait.
+    committed; only launches and timers do not wait. A launch does wait if its number is not
+    reserved for this term: the next leader, which does not know of it, could use the number again.
     """
 
     def __init__(
@@ -36,7 +38,9 @@ class Leading:
         app_of: dict[int, int],
         running: bool,
         sites: SiteWatch,
+        next_id: int = 0,
     ) -> None:
+        """`next_id` is what the last leader committed."""
         self.term, self.controller = term, controller
         self._app, self._app_of, self._sites = app, app_of, sites
         self.running = running
@@ -44,6 +48,8 @@ class Leading:
         self.agents: list[int] = []
         """The applications whose controls follow this one."""
         self.decisions = PendingDecisions()
+        self._ids_end = max(first_id(term + 1), next_id)
+        """No later leader uses a number below."""
         self._returned: dict[SiteId, None] = {}
         """Sites that have registered again while decisions were not committed."""
 
@@ -70,7 +76,7 @@ class Leading:
         out: list[LeadingEffect] = []
         for effect in effects:
             match effect:
-                case LaunchSite():
+                case LaunchSite() if effect.site < self._ids_end:
                     out += self._launch_after(effect)
                 case Wait():
                     timer = ev.WaitTimer(self.term, effect.timer)
@@ -104,6 +110,10 @@ class Leading:
             if isinstance(effect, FenceSite):
                 out.append(self.expel(effect.site))
                 continue
+            if isinstance(effect, LaunchSite):
+                self._ids_end = max(self._ids_end, ids_end(effect.site + 1))
+                out += self._launch_after(effect)
+                continue
             if isinstance(effect, StartFlow):
                 self.running = True
             out += orders.of(effect, self.audience)
@@ -112,6 +122,10 @@ class Leading:
     def _knowledge(self) -> Knowledge:
         """What the next commit stores."""
         controller, error = self.controller, self.decisions.error
+        # Before the flow runs, the next leader replaces dead members by sites of their application.
+        members = controller.view.members if controller.view is not None else ()
+        alive = {*controller.addresses, *controller.launched, *members}
+        self._app_of = {s: app for s, app in self._app_of.items() if s in alive}
         return Knowledge(
             controller.view,
             {int(s): a for s, a in controller.addresses.items()},
@@ -123,6 +137,8 @@ class Leading:
             controller.state is FlowPhase.DRAINING,
             self.ends,
             str(error) if error else None,
+            next_id=ids_end(controller.roster.next_id),
+            version=VERSION,
         )
 
     # --- sites ----------------------------------------------------------------------------------
@@ -137,7 +153,7 @@ class Leading:
 
     def _repeat_orders(self, site: SiteId) -> list[LeadingEffect]:
         """Send a site its last orders: some may be lost with its connection."""
-        if site in self.controller.dead:
+        if self.controller.is_dead(site):
             return [self.expel(site)]
         view = self.controller.view
         if view is None:
@@ -154,6 +170,8 @@ class Leading:
 
     def launch(self, site: SiteId) -> list[LeadingEffect]:
         """Have the application of a site start its process."""
+        if self.controller.is_dead(site):
+            return []  # it was given up while its launch waited
         app = self._app_of[site]
         if app == self._app:
             return [ev.LaunchHere(site)]

@@ -35,7 +35,7 @@ from holdfast.control.knowledge import Knowledge, continue_flow, decode
 from holdfast.control.leading import Leading, LeadingEffect
 from holdfast.control.site_watch import GATHER_S, SiteWatch
 from holdfast.core import events as core
-from holdfast.core.controller import Controller, first_id
+from holdfast.core.controller import Controller
 from holdfast.core.effects import (
     AskCommit,
     AskLead,
@@ -52,6 +52,7 @@ from holdfast.core.effects import (
 from holdfast.core.ids import Entry, SiteId
 from holdfast.core.layout import Shape
 from holdfast.core.leadership import Leadership, Role
+from holdfast.core.roster import first_id
 from holdfast.net import protocol, wire
 from holdfast.net.protocol import Receiver
 
@@ -81,6 +82,7 @@ class ControlNode:
         """The term that this application leads."""
         self.over = False
         self._launched_here: set[SiteId] = set()
+        """Sites whose processes were started here and have not ended."""
         self._searched = False
         """Whether a lost leader has been searched for since the last lead timer."""
         self._stop_requested: core.StopRequested | None = None
@@ -226,9 +228,8 @@ class ControlNode:
         if not entry.value:
             self._begin_flow(entry.term)
             return
-        known = decode(entry.value)
-        if known.ended:
-            self._flow_ended(known.failure)
+        known = self._decoded(entry)
+        if known is None:
             return
         probe = self.watch.suspects.probe(known.member_addresses())
         self._taking_over = (probe.number, entry, known)
@@ -255,7 +256,9 @@ class ControlNode:
         flow = continue_flow(known, entry.term, self.watch.registered, self.shape, self._machine)
         controller, effects = flow.controller, flow.effects
         app_of = {int(s): a for s, a in known.app_of.items()}
-        leading = Leading(entry.term, controller, self.app, app_of, known.running, self.watch)
+        leading = Leading(
+            entry.term, controller, self.app, app_of, known.running, self.watch, known.next_id
+        )
         self.leading = leading
         self._lead(core.TermTaken(entry.term))
         self.watch.begin_term(controller.addresses, self._now)
@@ -322,11 +325,23 @@ class ControlNode:
 
     def _follow(self, entry: Entry) -> None:
         """Connect to the leader that the entry names, or end with the flow."""
-        known = decode(entry.value) if entry.value else None
-        if known is not None and known.ended:
-            self._flow_ended(known.failure)
-        elif entry.holder and entry.holder != self.leadership.holder:
+        if entry.value and self._decoded(entry) is None:
+            return
+        if entry.holder and entry.holder != self.leadership.holder:
             self._do(ev.DialLeader(entry))
+
+    def _decoded(self, entry: Entry) -> Knowledge | None:
+        """What was committed; None if this application ends, because the flow has ended or this
+        version of Holdfast cannot read the entry."""
+        try:
+            known = decode(entry.value)
+        except errors.HostError as error:
+            self._flow_ended(error)
+            return None
+        if known.ended:
+            self._flow_ended(known.failure)
+            return None
+        return known
 
     def _flow_ended(self, error: Exception | None) -> None:
         """Another application has ended the flow."""
@@ -369,6 +384,8 @@ class ControlNode:
         self._suspect(SiteId(message.site), message.reason)
 
     def _on_process_exited(self, event: ev.ProcessExited) -> None:
+        # If this does not reach the leader, it has the site launched again.
+        self._launched_here.discard(event.site)
         if self.leading is not None or self.leadership.leader is None:
             self._suspect(event.site, event.reason)
         else:
@@ -381,7 +398,7 @@ class ControlNode:
         if self.leading is None:
             return
         controller = self.leading.controller
-        if site in controller.dead or site in controller.addresses:
+        if site not in controller.launched:
             self._execute(self.leading.on_registered_again(site))
         else:
             address = (message.host, message.port)
@@ -418,7 +435,10 @@ class ControlNode:
     def _suspect(self, site: SiteId, reason: str | None) -> None:
         """Find out what happened to a site, together with those that are lost soon after it. An
         application that does not lead finds out when it does."""
-        if self.watch.suspects.add(site, reason) and self.leading is not None:
+        first = self.watch.suspects.add(site, reason)
+        if self.leading is None:
+            self.watch.suspects.trim()
+        elif first:
             self._do(ev.SetTimer(ev.InquireTimer(), GATHER_S))
 
     def _on_inquire_timer(self) -> None:
@@ -443,7 +463,7 @@ class ControlNode:
         before the next is looked for: it may change the view, or freeze decisions."""
         now, leading = self._now, self.leading
         self._do(ev.SetTimer(ev.WatchTimer(), self.watch.interval_s))
-        self.watch.on_look(now)
+        self.watch.on_look(now, leading.controller.addresses if leading is not None else ())
         if leading is None:
             return
         if leading.agents:

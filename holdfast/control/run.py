@@ -362,8 +362,7 @@ class Run:
         return self._look(self._status)
 
     def _status(self) -> dict[str, Any]:
-        records, controller = self._control.records, self._controller
-        last = records[max(records)] if records else None
+        last, controller = self._control.records.last, self._controller
         sites = list(self._control.status.values())
         return {
             "flow": self.flow.name,
@@ -435,10 +434,9 @@ class Run:
         return rows
 
     def records(self) -> list[EpochRecord]:
-        """The epoch records so far (the last 100,000). With them the batch job takes the rows in
-        the same order."""
-        records = self._look(lambda: dict(self._control.records))
-        return [records[e] for e in sorted(records)]
+        """The epoch records so far: the last 100,000, or fewer if 64 MB do not hold as many, as
+        with hundreds of splits. With them the batch job takes the rows in the same order."""
+        return self._look(self._control.records.all)
 
     def sink_report(self, name: str) -> dict[str, Any]:
         """What the sink `name` last reported about itself."""
@@ -553,12 +551,8 @@ class Run:
 
     def _store_the_end(self) -> None:
         assert self.options.store is not None
-        records, control, restore_point = (
-            self._control.records,
-            self._control,
-            self.flow.restore_point,
-        )
-        last = records[max(records)] if records else None
+        control, restore_point = self._control, self.flow.restore_point
+        last = control.records.last
         drained = self.error is None and last is not None and last.last
         view = control.controller.view if control.controller is not None else None
         store = control.store

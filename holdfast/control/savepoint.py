@@ -21,6 +21,7 @@ from holdfast.core.records import EpochRecord
 from holdfast.errors import FlowError, ProtocolError
 from holdfast.net import wire
 from holdfast.net.checks import Checks
+from holdfast.plan.fingerprint import describe, differences, from_stored
 from holdfast.plan.planner import Plan, plan, shape
 from holdfast.storage.files import Folder
 from holdfast.storage.generations import last_generation
@@ -41,7 +42,7 @@ def write_stopped(
     if missing:
         name = common.stages[missing[0][0]]
         raise FlowError(f"stage {name!r} has not reported that its state is stored")
-    store.save(manifest_of(common, view, last, at_the_end))
+    store.save(manifest_of(common, view, last.epoch, last.base + last.rows, at_the_end))
 
 
 def write_ended(store: CheckpointStore, common: RestorePoint, last: EpochRecord) -> None:
@@ -57,13 +58,9 @@ def resumed(flow: Flow, place: str, partitions: int, *, here: bool) -> Flow:
     seen = last_generation(folder)
     restore_point = RestorePoint.load(place)
     where = f"flow {flow.name!r} cannot continue from {place}"
-    names = [stage.name for stage in planned.stages]
     if restore_point.kind is Kind.ENDED:
         raise FlowError(f"{where}: it has ended, as all of its sources had")
-    if names != restore_point.stages:
-        raise FlowError(
-            f"{where}: its stages are {names}, those of the other are {restore_point.stages}"
-        )
+    _refuse_other_plan(planned, restore_point, where)
     if partitions != restore_point.partitions:
         raise FlowError(f"{where}: {partitions} partitions a stage, not {restore_point.partitions}")
     if restore_point.lost and restore_point.flow != flow.name:
@@ -84,6 +81,28 @@ def resumed(flow: Flow, place: str, partitions: int, *, here: bool) -> Flow:
     if restore_point.lost:
         flow.resolved = restore_point.resolved
     return flow
+
+
+def _refuse_other_plan(planned: Plan, restore_point: RestorePoint, where: str) -> None:
+    """Raise if stored state does not fit the stages of the plan, and name those that differ. Of
+    sources and sinks only the names count: another one of the same name checks by itself whether
+    it can go on."""
+    here, there = describe(planned), from_stored(restore_point.plan)
+    names = [stage.name for stage in here]
+    if there:
+        mine, theirs = ([d for d in side if d.kind == "keyed"] for side in (here, there))
+        found = differences(mine, theirs) or differences(here, there, ("name", "kind"))
+    else:  # an earlier version stored only the names
+        found = [f"stage {name!r} is new" for name in names if name not in restore_point.stages]
+        found += [f"stage {n!r} is missing" for n in restore_point.stages if n not in names]
+        if not found and names != restore_point.stages:
+            found = [f"its stages are in the order {names}, not {restore_point.stages}"]
+    if found:
+        raise FlowError(
+            f"{where}, which was stored with another plan: {'; '.join(found)}",
+            hint="continue with the flow as it was; or start the changed flow without "
+            "restore_from=, in another folder: it then computes its state from its sources",
+        )
 
 
 def _refuse_unknown(restore_point: RestorePoint, where: str) -> None:

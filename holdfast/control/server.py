@@ -40,6 +40,7 @@ from holdfast.control.hosting import (
 from holdfast.control.launching import SiteLauncher
 from holdfast.control.locating import locate_sink, locate_stage
 from holdfast.control.node import ControlNode
+from holdfast.control.record_log import RecordLog
 from holdfast.control.rotating import KeyRotator
 from holdfast.control.rotation import Member, members_of
 from holdfast.control.site_connections import SiteConnections
@@ -60,8 +61,6 @@ from holdfast.plan.planner import Plan, shape
 
 log = logging.getLogger("holdfast.control")
 
-RECORDS_MAX = 100_000
-"""How many of the last epoch records are kept, for `Run.records`."""
 LAST_WORDS_S = 2.0
 """How long a control whose flow has ended waits for the arbiter's answer when it resigns."""
 
@@ -89,7 +88,7 @@ class Control:
         self.shape = widen_failure_domains(shape(plan, options.partitions), place.apps)
         refuse(plan, self.shape, place.apps)
         self.error: Exception | None = None
-        self.records: dict[int, EpochRecord] = {}
+        self.records = RecordLog()
         self.on_running: Callable[[], None] = lambda: None
         self.describe: Callable[[], dict[str, Any]] = dict
         """Returns the status that the leading application sends to the others."""
@@ -335,7 +334,7 @@ class Control:
             return
         task = self._later(self._ask_in_thread(ask))
         if isinstance(ask, AskResign):
-            self._last_words.append(task)
+            self._last_words = [t for t in self._last_words if not t.done()] + [task]
 
     async def _ask_in_thread(self, ask: ArbiterAsk) -> None:
         try:
@@ -454,10 +453,7 @@ class Control:
             self.handle(lost)
 
     def _note_record(self, record: EpochRecord) -> None:
-        """Keep the record. Only the last ones are kept, because a flow may run for years."""
-        self.records[record.epoch] = record.summary()
-        while len(self.records) > RECORDS_MAX:
-            del self.records[next(iter(self.records))]
+        self.records.add(record)
         if self.checkpoints is not None:
             self.checkpoints.note(record)
 

@@ -100,8 +100,11 @@ class SiteWatch:
 
     # --- looking at sites -----------------------------------------------------------------------
 
-    def on_look(self, now: float) -> None:
-        """If this process has not run for a while, silence in that time does not count."""
+    def on_look(self, now: float, known: Collection[SiteId]) -> None:
+        """Forget sites that are neither registered nor known to the leader. If this process has not
+        run for a while, silence in that time does not count."""
+        self.detector.keep({*self.registered, *known})
+        self.status = {s: m for s, m in self.status.items() if s in self.registered or s in known}
         before, self._looked_at = self._looked_at, now
         if before is not None and now - before > 3 * self.interval_s:
             self.detector.was_away(now)

@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from holdfast.control.events import Probe, Probed
 from holdfast.core.ids import SiteId
 
+SUSPECTS_MAX = 100
+"""How many suspects a control remembers that does not lead. When it takes over, it also probes all
+members of the view."""
+
 
 class Suspects:
     """The suspects of one control, whether it leads or not."""
@@ -25,8 +29,13 @@ class Suspects:
     def add(self, site: SiteId, reason: str | None) -> bool:
         """Add a suspect. Returns whether it is the first, so that an inquiry must begin."""
         first = not self._reasons
-        self._reasons[site] = reason or self._reasons.get(site)
+        self._reasons[site] = reason or self._reasons.pop(site, None)
         return first
+
+    def trim(self) -> None:
+        """Forget the oldest suspects of a control that does not lead."""
+        while len(self._reasons) > SUSPECTS_MAX:
+            del self._reasons[next(iter(self._reasons))]
 
     def forget(self, site: SiteId) -> None:
         self._reasons.pop(site, None)

@@ -69,17 +69,12 @@ from holdfast.core.placement import (
     substituted,
 )
 from holdfast.core.protection_change import ProtectionChange
-from holdfast.core.roster import FAILED_STARTS_MAX, RELAUNCH_MS, SiteRoster
+from holdfast.core.roster import FAILED_STARTS_MAX, RELAUNCH_MS, SiteRoster, first_id
 from holdfast.core.separation import Exposure, exposures, lost_stretch
 from holdfast.core.task_phase import SAFE, task_phase
 from holdfast.core.timers import DoubtTimer, PatienceTimer, RejoinTimer
 from holdfast.core.view_reports import ViewReports
 from holdfast.errors import HoldfastError, HostError
-
-
-def first_id(term: int) -> SiteId:
-    """The first number of a site that is launched in a term. Each term has numbers of its own."""
-    return SiteId(1_000 * max(0, term - 1))
 
 
 class Controller:
@@ -112,12 +107,15 @@ class Controller:
         running: bool,
         draining: bool,
         orphans: Sequence[SiteId] = (),
+        next_id: SiteId | None = None,
     ) -> list[ControllerEffect]:
         """Continue in place of a controller that is gone, from what it had committed last. It has
-        launched the orphans, and they have not registered."""
+        launched the orphans, and they have not registered. It cannot have launched a site with the
+        number `next_id` or above, also after that commit."""
         self.term = term
-        used = [1 + s for s in (*addresses, *dead, *view.members)]
-        self.roster.resume(addresses, domains, dead, SiteId(max(first_id(term), *used)))
+        used = [1 + s for s in (*addresses, *orphans, *dead, *view.members)]
+        new_id = SiteId(max(first_id(term), next_id or 0, *used))
+        self.roster.resume(addresses, domains, dead, new_id)
         self.lifecycle.note(f"term {term} begins")
         self.view, self.shape = replace(view, term=term), self.shape.under(view)
         effects = self._resume_running(draining) if running else self._place_if_gathered()
@@ -213,7 +211,7 @@ class Controller:
     # --- take-over ------------------------------------------------------------------------------
 
     def _on_sites_failed(self, event: SitesFailed) -> list[ControllerEffect]:
-        gone = [s for s in event.sites if s not in self.dead and self.roster.knows(s)]
+        gone = [s for s in event.sites if self.roster.knows(s)]
         if not gone:
             return []
         if not self.running:
@@ -485,8 +483,12 @@ class Controller:
 
     @property
     def dead(self) -> dict[SiteId, str]:
-        """By dead site: why."""
+        """By site: why it died. Only the last ones; `is_dead` knows all."""
         return self.roster.dead
+
+    def is_dead(self, site: SiteId) -> bool:
+        """Whether a site is dead, or was never launched."""
+        return not self.roster.knows(site)
 
     @property
     def launched(self) -> set[SiteId]:

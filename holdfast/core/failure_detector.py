@@ -78,8 +78,15 @@ class FailureDetector:
         self._complaints[site, other] = (now, leases, how)
 
     def forget(self, site: SiteId) -> None:
+        self._heard.pop(site, None)
         self._deaf.pop(site, None)
         self._calls.pop(site, None)
+
+    def keep(self, sites: Collection[SiteId]) -> None:
+        """Forget all other sites: a site may send something after it was declared dead."""
+        for heard in (self._heard, self._deaf, self._calls):
+            for site in [s for s in heard if s not in sites]:
+                del heard[site]
 
     def silent(self, known: Collection[SiteId], now: float) -> list[SiteId]:
         """The known sites that have sent nothing for longer than the lease."""

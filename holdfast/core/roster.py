@@ -16,9 +16,34 @@ BACKOFF_MS = (0, 100, 500, 1_000, 2_000, 5_000)
 FAILED_STARTS_MAX = 5
 """How many launches in a row may end before the site registers. More are a fault of the set-up."""
 
+DEATHS_MAX = 50
+"""How many of the last deaths are remembered, for people. Nothing depends on them: a site that is
+neither launched nor registered is dead, or was never launched."""
+
+REASON_MAX = 200
+"""How many characters of the reason of a death are kept."""
+
+TERM_IDS = 1_000
+"""Sites are numbered in blocks. A leader of a new term begins a block of its own."""
+
 RELAUNCH_MS = 2_000
 """How long a missing replica waits for a site that is being launched before it joins another, if
 the user does not say otherwise."""
+
+
+def first_id(term: int) -> SiteId:
+    """The first number of a site that is launched in a term before which nothing was committed."""
+    return SiteId(TERM_IDS * max(0, term - 1))
+
+
+def ids_end(next_id: int) -> SiteId:
+    """The end of the numbers that a leader may use up to its next commit, if the next site gets the
+    number `next_id`. At least half a block remains, for launches that are not committed yet.
+
+    >>> ids_end(4), ids_end(500), ids_end(501)
+    (1000, 1000, 2000)
+    """
+    return SiteId(-(-(next_id + TERM_IDS // 2) // TERM_IDS) * TERM_IDS)
 
 
 def backoff_ms(failures: int) -> int:
@@ -27,7 +52,8 @@ def backoff_ms(failures: int) -> int:
 
 
 class SiteRoster:
-    """The sites. A site that dies is replaced by a new one with a number of its own.
+    """The sites. A site that dies is replaced by a new one. No number is used twice, so a number
+    below `next_id` that is neither launched nor registered is that of a dead site.
 
     The flow begins on `sites`; `spares` register and wait. A missing replica waits for a
     replacement for `relaunch_ms` at most.
@@ -45,10 +71,11 @@ class SiteRoster:
         self.domains: dict[SiteId, Domain] = {}
         """By registered site."""
         self.dead: dict[SiteId, str] = {}
-        """By dead site: why."""
+        """By site: why it died. Only the last `DEATHS_MAX`."""
         self.replaced: dict[SiteId, SiteId] = {}
-        """By site: the one that was launched in its place."""
-        self._next_id = 1 + max([*sites, *spares])
+        """By site that is in `dead`: the one that was launched in its place."""
+        self.next_id = SiteId(1 + max([*sites, *spares]))
+        """The number of the next site that is launched."""
         self._failed_starts: dict[SiteId, int] = {}
         """By launched site: how many launches in a row ended before the site registered."""
         self._replacements = 0
@@ -63,10 +90,11 @@ class SiteRoster:
         dead: Mapping[SiteId, str],
         next_id: SiteId,
     ) -> None:
-        """Continue from what another controller knew. New sites are numbered from `next_id`."""
+        """Continue from what another controller knew. It has not used `next_id` or any number
+        above."""
         self.launched = {s for s in self.launched if s not in addresses}
         self.addresses, self.domains, self.dead = addresses, domains, dict(dead)
-        self._next_id = next_id
+        self.next_id = next_id
 
     def await_launched(self, sites: Iterable[SiteId]) -> None:
         """These sites were launched by another controller, and have not registered."""
@@ -91,7 +119,7 @@ class SiteRoster:
 
     def register(self, site: SiteId, address: tuple[str, int], domain: Domain) -> bool:
         """Note where a site is. False if it is dead or was never launched."""
-        if site in self.dead or site not in self.launched:
+        if site not in self.launched:
             return False
         self.launched.discard(site)
         self.addresses[site] = address
@@ -103,19 +131,26 @@ class SiteRoster:
         """Never deal with these sites again; launch others in their place."""
         effects: list[FenceSite | LaunchSite] = []
         for site in sites:
-            self.dead[site] = reason
+            self._note_death(site, reason)
             self.addresses.pop(site, None)
             self.domains.pop(site, None)
-            failed_starts = 0
+            failed_starts = self._failed_starts.pop(site, 0)
             if site in self.launched:
                 self.launched.discard(site)
-                failed_starts = self._failed_starts.get(site, 0) + 1
+                failed_starts += 1
             effects += [FenceSite(site), self._replace(site, failed_starts)]
         return effects
 
+    def _note_death(self, site: SiteId, reason: str) -> None:
+        self.dead[site] = reason[:REASON_MAX]
+        while len(self.dead) > DEATHS_MAX:
+            oldest = next(iter(self.dead))
+            del self.dead[oldest]
+            self.replaced.pop(oldest, None)
+
     def _replace(self, site: SiteId, failed_starts: int) -> LaunchSite:
-        new = SiteId(self._next_id)
-        self._next_id += 1
+        new = self.next_id
+        self.next_id = SiteId(new + 1)
         self.launched.add(new)
         self.replaced[site] = new
         self._replacements += 1

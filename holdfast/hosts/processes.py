@@ -36,6 +36,10 @@ class ProcessHost:
         return partial(run_site, flow, config)
 
     def _ended(self, site: int, on_exit: OnExit, pid: int, status: int) -> None:
+        with self._lock:
+            child = self._processes.get(site)
+            if child is not None and child.pid == pid:
+                del self._processes[site]
         if not self._closed:
             on_exit(site, f"process {pid} ended with status {status}")
 
@@ -43,7 +47,8 @@ class ProcessHost:
         """Wait up to 5 s for each site to leave, then kill those that did not."""
         with self._lock:
             self._closed = True
-        for child in self._processes.values():
+            children = list(self._processes.values())
+        for child in children:
             if child.wait(timeout=5) is None:
                 child.kill()
                 child.wait()

@@ -25,6 +25,8 @@ from holdfast.net.handshake import Party
 log = logging.getLogger("holdfast.site")
 
 REDIAL_S = 0.05
+DEAD_MAX = 100
+"""How many dead sites are remembered, to tell them so. The controller knows all."""
 
 Address = tuple[str, int]
 
@@ -46,7 +48,10 @@ class Peers:
         self._connected, self._lost = connected, lost
         self._connections: dict[SiteId, Connection] = {}
         self._dials: dict[SiteId, asyncio.Task[None]] = {}
-        self._dead: set[SiteId] = set()
+        self._dead: dict[SiteId, None] = {}
+        """The last sites that were members and are no more."""
+        self._forgotten = SiteId(-1)
+        """The highest number of a dead site that is not remembered."""
         self._closed_bytes = 0
         """Bytes sent on connections that are closed."""
         self._undialled: dict[SiteId, str] = {}
@@ -91,9 +96,13 @@ class Peers:
     ) -> list[SiteId]:
         """Follow a view that replaces `known`. Return the sites whose connections were closed,
         because they are members no more."""
-        if known is not None:
-            self._dead |= set(known.members) - set(view.members)
+        removed = [s for s in known.members if s not in view.members] if known is not None else []
+        self._dead |= dict.fromkeys(removed)
         gone = [site for site in self._connections if site in self._dead]
+        while len(self._dead) > DEAD_MAX:
+            oldest = next(iter(self._dead))
+            del self._dead[oldest]
+            self._forgotten = max(self._forgotten, oldest)
         for site in gone:
             self._connections.pop(site).abort()
         self.addresses = {SiteId(s): a for s, a in addresses.items() if s != self._site}
@@ -110,6 +119,11 @@ class Peers:
             return
         if site in self._dead:
             connection.send(wire.Fenced(term))
+            connection.close()
+            return
+        if site <= self._forgotten and site not in self.addresses:
+            # It is dead, or a spare that joins with a view that is on its way here. It dials again,
+            # and the controller tells it if it is dead.
             connection.close()
             return
         old = self._connections.pop(site, None)

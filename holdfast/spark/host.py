@@ -108,7 +108,7 @@ class SparkHost:
             daemon=True,
             name="holdfast-site",
         )
-        self._threads.append(thread)
+        self._threads = [t for t in self._threads if t.is_alive()] + [thread]
         thread.start()
 
     def _run_job(self, flow: Flow, config: SiteConfig, on_exit: OnExit, pause: float) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 import threading
 import time
 import uuid
@@ -23,6 +22,7 @@ from holdfast.net import wire
 from holdfast.net.client import Refused, to_leader
 from holdfast.net.handshake import Party
 from holdfast.spark.session import cause, use_this_python
+from holdfast.storage.temporary import TemporaryFolder
 
 
 class SparkSource(Source):
@@ -264,9 +264,15 @@ class _StreamPusher(_SparkPusher[SparkStream]):
         return str(self._query.id)
 
     def _feed(self) -> None:
+        if self._spark_source.checkpoint:
+            self._run_query(self._spark_source.checkpoint)
+            return
+        with TemporaryFolder("feed") as folder:
+            self._run_query(str(folder.path / "checkpoint"))
+
+    def _run_query(self, checkpoint: str) -> None:
         source = self._spark_source
         assert source.df is not None
-        checkpoint = source.checkpoint or tempfile.mkdtemp(prefix="holdfast-feed-")
         writer = source.df.writeStream.foreachBatch(self._take_batch)
         writer = writer.option("checkpointLocation", checkpoint).queryName(
             f"{self._described} ({uuid.uuid4().hex[:6]})"

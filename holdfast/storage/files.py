@@ -7,8 +7,10 @@ detects every change within 32 adjacent bits, and all but one in four billion ot
 the fastest checksum of the standard library (2.5 GB/s measured; SHA-256 1.7, BLAKE2b 0.9). It does
 not protect against deliberate changes.
 
-A file gets its name when it is complete. On a local disk, a file written with `sync` survives a
-power failure: its contents are synced first, then its name, then the names of its folders.
+A file gets its name when it is complete: it is written under another name and renamed. Object
+stores cannot rename, only copy, and an object appears there when it is complete; so objects are
+written under their own names. On a local disk, a file written with `sync` survives a power failure:
+its contents are synced first, then its name, then the names of its folders.
 """
 
 from __future__ import annotations
@@ -37,6 +39,12 @@ TRAILER = struct.Struct("<8sQQI")
 MAGIC = b"HOLDFST2"
 SUFFIX, HIDDEN = ".arrow", ".part"
 BUFFER_BYTES = 1 << 20
+OBJECT_STORES = ("s3", "gcs", "abfs")
+"""The file systems of pyarrow on which a file appears when it is closed, and a move is a copy."""
+OBJECT_BYTES = 8 << 20
+"""An object of up to this size is uploaded when it is complete, a larger one while it is made."""
+SYNCED_MAX = 100
+"""How many folders are known to be synced. Others are synced once more."""
 
 T = TypeVar("T")
 
@@ -69,6 +77,8 @@ class FolderDisk(Protocol):
 
     is_local: bool
     """Whether files need syncing, and `link` creates a name exclusively."""
+    is_object_store: bool
+    """Whether a file appears only when it is closed."""
 
     def open(self, path: str) -> Any:
         """Create a file for writing, and its folders. The caller closes it."""
@@ -97,7 +107,7 @@ class FolderDisk(Protocol):
 class LocalDisk:
     """A file system of this machine, local or mounted."""
 
-    is_local = True
+    is_local, is_object_store = True, False
 
     def open(self, path: str) -> BinaryIO:
         self._make(os.path.dirname(path))
@@ -156,9 +166,11 @@ class RemoteDisk:
 
     def __init__(self, files: pafs.FileSystem) -> None:
         self._files = files
+        self.is_object_store = files.type_name in OBJECT_STORES
 
     def open(self, path: str) -> Any:
-        self._files.create_dir(path.rsplit("/", 1)[0])
+        if not self.is_object_store:  # there are no folders in an object store
+            self._files.create_dir(path.rsplit("/", 1)[0])
         return self._files.open_output_stream(path)
 
     def read(self, path: str) -> pa.Buffer:
@@ -208,8 +220,8 @@ class Folder:
     def __init__(self, place: str) -> None:
         self.place = place
         self._disk, self._root = disk_of(place)
-        self._synced: set[str] = set()
-        """Folders whose own names are synced."""
+        self._synced: dict[str, None] = {}
+        """The last folders whose own names were synced. Every checkpoint has a new one."""
 
     @property
     def is_local(self) -> bool:
@@ -248,7 +260,9 @@ class Folder:
         folder = os.path.dirname(f"{self._root}/{name}")
         self._disk.sync(folder)
         while folder != self._root and folder not in self._synced:
-            self._synced.add(folder)
+            self._synced[folder] = None
+            while len(self._synced) > SYNCED_MAX:
+                del self._synced[next(iter(self._synced))]
             folder = os.path.dirname(folder)
             self._disk.sync(folder)
 
@@ -353,7 +367,7 @@ class Folder:
     def remove(self, name: str = "") -> None:
         """Remove this folder, or a subfolder or file of it, if it exists."""
         path = f"{self._root}/{name}" if name else self._root
-        self._synced.discard(path)
+        self._synced.pop(path, None)
         self._disk.remove(path)
 
 
@@ -409,6 +423,42 @@ class _ChecksumWriter:
         self.closed = True
 
 
+class _Upload:
+    """An object that is being written under its own name. A small one is uploaded when it is
+    closed, so that of one that is abandoned nothing is ever to be seen. A large one that is
+    abandoned is removed: pyarrow completes an upload when it is closed, and cannot break it off.
+    No manifest names it, and it has no trailer."""
+
+    def __init__(self, disk: FolderDisk, path: str) -> None:
+        self._disk, self._path = disk, path
+        self._waiting = bytearray()
+        self._out: Any = None
+
+    def write(self, data: Any) -> None:
+        self._waiting += memoryview(data).cast("B")
+        if len(self._waiting) > OBJECT_BYTES:
+            self._send()
+
+    def _send(self) -> None:
+        if self._out is None:
+            self._out = self._disk.open(self._path)
+        self._out.write(bytes(self._waiting))
+        self._waiting.clear()
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None:
+        """Complete the object."""
+        self._send()
+        self._out.close()
+
+    def abandon(self) -> None:
+        if self._out is not None:
+            with contextlib.suppress(OSError, pa.ArrowException):
+                self._out.close()
+            self._disk.remove(self._path)
+
+
 class Growing:
     """A file that is being written. It appears when it is closed, or never if that fails."""
 
@@ -418,7 +468,8 @@ class Growing:
         self._disk, self._path, self._sync = disk, path, sync
         self._hidden = f"{path}.{uuid.uuid4().hex}{HIDDEN}"
         self._rows, self._info = 0, cast(FileInfo | None, None)
-        self._out = disk.open(self._hidden)
+        self._upload = _Upload(disk, path) if disk.is_object_store else None
+        self._out = self._upload or disk.open(self._hidden)
         self._checksum = _ChecksumWriter(self._out, name)
         self._writer = pa.ipc.new_stream(pa.PythonFile(self._checksum, mode="w"), schema)
 
@@ -437,13 +488,18 @@ class Growing:
         info, trailer = sealed(self._checksum.nbytes, self._rows, self._checksum.crc)
         self._out.write(trailer)
         self._out.close()
-        if self._sync:
-            self._disk.sync(self._hidden)
-        self._disk.move(self._hidden, self._path)
+        if self._upload is None:
+            if self._sync:
+                self._disk.sync(self._hidden)
+            self._disk.move(self._hidden, self._path)
         self._info = info
 
     def abandon(self) -> None:
         """Close and remove the file."""
+        if self._upload is not None:
+            with contextlib.suppress(OSError):
+                self._upload.abandon()
+            return
         with contextlib.suppress(OSError, pa.ArrowException):
             self._out.close()
         with contextlib.suppress(OSError):

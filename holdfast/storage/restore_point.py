@@ -28,6 +28,13 @@ from holdfast.errors import FlowError, StoreDamagedError
 from holdfast.storage import generations, layout
 from holdfast.storage.files import FileInfo, Folder
 
+VERSION = 1
+"""The version of manifests. Version 0 had none, and no `plan`: it is read."""
+
+
+class _Versioned(msgspec.Struct, frozen=True):
+    version: int = 0
+
 
 class Kind(Enum):
     """The origin of a restore point."""
@@ -113,6 +120,10 @@ class RestorePoint(msgspec.Struct, frozen=True):
     history, whose files have only their own trailers."""
     home: str = ""
     """The folder of the manifest and the push batches."""
+    plan: list[dict[str, str]] = []
+    """What the stages were, as `holdfast.plan.fingerprint` describes them; empty if an earlier
+    version wrote it."""
+    version: int = 0
 
     @property
     def stopped(self) -> bool:
@@ -143,7 +154,8 @@ class RestorePoint(msgspec.Struct, frozen=True):
 
     def save(self, folder: Folder) -> None:
         """Write the manifest, which `load` reads. It is written after all other files."""
-        folder.put(layout.manifest_file(self.generation), self)
+        manifest = msgspec.structs.replace(self, version=VERSION)
+        folder.put(layout.manifest_file(self.generation), manifest)
 
     @classmethod
     def load(cls, place: str) -> RestorePoint:
@@ -153,6 +165,14 @@ class RestorePoint(msgspec.Struct, frozen=True):
         if generation < 0:
             raise _no_restore_point(folder)
         name = layout.manifest_file(generation)
+        found = folder.get(name, _Versioned).version
+        if found > VERSION:
+            raise FlowError(
+                f"the manifest {name} at {place} has version {found}, and this Holdfast reads "
+                f"version {VERSION} at most: a later Holdfast wrote it",
+                hint="resume the flow with the version of Holdfast that it last ran with, or a "
+                "later one",
+            )
         restore_point = folder.get(name, cls)
         if restore_point.generation != generation:
             raise folder.damaged(

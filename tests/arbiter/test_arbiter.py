@@ -1,6 +1,7 @@
 """Arbiters that need nothing but this host."""
 
 import contextlib
+import json
 import os
 import pickle
 import random
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.arbiter import Arbiter, Entry, arbiter
+from holdfast.arbiter import FORMAT, Arbiter, Entry, arbiter
 from holdfast.arbiter.file import KEPT, FileArbiter
 from holdfast.arbiter.memory import ArbiterMemory, MemoryArbiter
 from holdfast.errors import ArbiterAway, FlowError, HoldfastError, HostError, Superseded
@@ -256,3 +257,20 @@ def test_errors_survive_pickling(error: HoldfastError) -> None:
 def test_the_interface_is_all_there_is() -> None:
     offered = {n for n in dir(Arbiter) if not n.startswith("_")}
     assert offered == {"lease_s", "read", "commit", "lead", "renew", "resign", "close"}
+
+
+def test_an_entry_of_a_later_format_is_refused_and_one_without_a_format_is_read(
+    tmp_path: Path,
+) -> None:
+    party = arbiter(f"file:{tmp_path}", "f", 60.0)
+    led = party.lead("me")
+    assert led is not None
+    party.commit(led, b"value")
+    file = max((tmp_path / "f").glob("version-*"))
+    header = json.loads(file.read_bytes().split(b"\n")[0])
+    assert header.pop("format") == FORMAT
+    file.write_bytes(json.dumps(header).encode() + b"\nvalue")
+    assert party.read().value == b"value"
+    file.write_bytes(json.dumps(header | {"format": FORMAT + 1}).encode() + b"\nvalue")
+    with pytest.raises(HostError, match="has format 2, and this Holdfast reads format 1 at most"):
+        party.read()

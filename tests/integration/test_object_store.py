@@ -54,6 +54,33 @@ def test_files_are_there_when_they_are_whole(store: object_store.Server) -> None
     assert folder.list() == []
 
 
+def test_objects_are_written_under_their_own_names_and_never_copied(
+    store: object_store.Server,
+) -> None:
+    """A move is a copy and a removal there: a second request for every byte."""
+    folder, batch = Folder(store.url("own")), pa.record_batch({"x": pa.array(range(500_000))})
+    requests = len(store.requests())
+    folder.write("a/small.arrow", [batch.slice(0, 3)])
+    with folder.growing("a/large.arrow", batch.schema) as out:
+        for _ in range(5):  # in more than one part
+            out.add(batch)
+    asked = store.requests()[requests:]
+    assert not [r for r in asked if ".part" in r or r.startswith("DELETE")]
+    assert len([r for r in asked if r.startswith("PUT") and "small" in r]) == 1
+    assert [b.num_rows for b in folder.read("a/large.arrow")] == [500_000] * 5
+
+
+def test_an_object_that_is_not_completed_is_not_there(store: object_store.Server) -> None:
+    folder, batch = Folder(store.url("half")), pa.record_batch({"x": pa.array(range(500_000))})
+    for name, batches in (("small", 1), ("large", 5)):
+        with pytest.raises(ZeroDivisionError), folder.growing(f"{name}.arrow", batch.schema) as out:
+            for _ in range(batches):
+                out.add(batch)
+            1 / 0  # noqa: B018
+    assert folder.list() == []
+    assert not [r for r in store.requests() if "half/small" in r]
+
+
 def test_a_flow_is_stopped_and_goes_on(store: object_store.Server, kept, tmp_path: Path) -> None:
     def rows_of(name: str) -> pa.Table:
         return pq.read_table(tmp_path / name).sort_by([("k", "ascending"), ("n", "ascending")])

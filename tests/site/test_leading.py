@@ -12,7 +12,6 @@ from holdfast.control.hosting import Place
 from holdfast.control.knowledge import decode
 from holdfast.control.server import Control
 from holdfast.core import events as core
-from holdfast.core.controller import first_id
 from holdfast.core.effects import (
     ArbiterAsk,
     AskCommit,
@@ -23,6 +22,7 @@ from holdfast.core.effects import (
 )
 from holdfast.core.ids import SiteId
 from holdfast.core.layout import Domain
+from holdfast.core.roster import first_id
 from holdfast.errors import ArbiterAway
 from holdfast.net import wire
 from holdfast.plan.planner import plan

@@ -58,6 +58,11 @@ def held(epoch: int) -> pa.RecordBatch:
     return pa.record_batch({"x": [epoch, epoch + 1]})
 
 
+def ends(made: EpochRecord) -> tuple[int, int]:
+    """An epoch, and how many rows there are up to its end."""
+    return made.epoch, made.base + made.rows
+
+
 class Writer:
     """What a flow writes, its driver and its site, one thing after another."""
 
@@ -111,7 +116,7 @@ class Writer:
 
     def checkpoint(self, epoch: int) -> None:
         restore_point = manifest_of(
-            self.common, VIEW, record(epoch), self.tasks(epoch), self.before
+            self.common, VIEW, *ends(record(epoch)), self.tasks(epoch), self.before
         )
         self.store.save(restore_point)
         self.before = restore_point
@@ -119,7 +124,7 @@ class Writer:
     def stop(self, epoch: int) -> None:
         common = msgspec.structs.replace(self.common, kind=Kind.STOPPED)
         stored = self.tasks(epoch, stop=True)
-        self.store.save(manifest_of(common, VIEW, record(epoch, last=True), stored))
+        self.store.save(manifest_of(common, VIEW, *ends(record(epoch, last=True)), stored))
 
 
 def content(restore_point: RestorePoint) -> dict[str, object]:
@@ -508,7 +513,7 @@ def test_a_late_manifest_of_an_old_generation_counts_for_nothing(
     shutil.copytree(stored, place)
     old = Writer(place, resume(place))
     old.records(6)
-    late = manifest_of(old.common, VIEW, record(6), old.tasks(6), old.before)
+    late = manifest_of(old.common, VIEW, *ends(record(6)), old.tasks(6), old.before)
     new = Writer(place, resume(place))
     late.save(old.store.folder)
     new.records(7)

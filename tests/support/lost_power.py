@@ -42,7 +42,7 @@ class _File(io.BytesIO):
 class LossyDisk:
     """Every operation counts; from the one numbered `until` on there is no power."""
 
-    is_local = True
+    is_local, is_object_store = True, False
 
     def __init__(self, until: int | None = None) -> None:
         self.until, self.steps = until, 0

@@ -25,6 +25,11 @@ class Server:
         more = f"scheme=http&endpoint_override=127.0.0.1:{self.port}&region=us-east-1"
         return f"s3://bucket/{path}?{more}"
 
+    def requests(self) -> list[str]:
+        """The requests so far, as the server logs them: method and path."""
+        lines = self._said.read_text(errors="replace").splitlines()
+        return [line.split('"')[1].strip() for line in lines if 'HTTP/1.1"' in line]
+
     def start(self) -> None:
         """Start it, and wait until it answers."""
         command = [Path(sys.prefix, "bin", "moto_server"), "-H", "127.0.0.1", "-p", str(self.port)]

@@ -29,6 +29,7 @@ from holdfast.core.messages import Ack, BundleKey
 from holdfast.core.protection_change import ProtectionChange
 from holdfast.core.records import EpochRecord
 from holdfast.core.replica import Replica
+from holdfast.core.roster import SiteRoster
 from holdfast.core.sequencer import Sequencer
 from holdfast.core.site_exchanges import SiteExchanges
 from holdfast.core.upstream import Needs, Search
@@ -218,6 +219,13 @@ def _the_same_term(right: Any) -> Any:
         effects = right(self, view, term, *args)
         self.term = term - 1
         return effects
+
+    return resume
+
+
+def _numbers_of_the_living(right: Any) -> Any:
+    def resume(self: SiteRoster, addresses: Any, domains: Any, dead: Any, next_id: Any) -> None:
+        right(self, addresses, domains, dead, SiteId(1 + max(addresses)))
 
     return resume
 
@@ -512,6 +520,8 @@ BUGS = [
         Egress, "take", _follower_drops_rows, kinds=("crash",)),
     Bug("same term", "a new controller acts in the old one's term",
         Controller, "resume", _the_same_term, kinds=("controller", "crash")),
+    Bug("number used twice", "a new controller gives sites numbers that dead ones had",
+        SiteRoster, "resume", _numbers_of_the_living, kinds=("controller", "crash")),
     Bug("any view", "a site adopts an older view",
         View, "replaces", _any_view, kinds=("old leader", "crash")),
     Bug("silence stops the flow", "a silent site counts as dead for certain",

@@ -48,6 +48,8 @@ class ControlPlane:
         self._arbiters: dict[int, SimArbiter] = {}
         self._controller: Controller | None = None
         self._records: dict[int, EpochRecord] = {}
+        self._registered: set[SiteId] = set()
+        """All sites that have ever registered."""
         self._events: deque[tuple[int, ev.ControlEvent]] = deque()
         self._handling = False
 
@@ -133,6 +135,8 @@ class ControlPlane:
             known = self._records.setdefault(message.record.epoch, message.record)
             if known != message.record:
                 raise InvariantError(f"epoch {known.epoch} was cut twice")
+        if isinstance(message, wire.Register):
+            self._registered.add(site)
         self.handle(app, ev.SiteSaid(site, message))
 
     def want(self, guards: tuple[ProtectionSpec, ...]) -> None:
@@ -158,6 +162,8 @@ class ControlPlane:
                 self._check_leader(app)
                 world.send_order(app, effect.site, effect.message)
             case ev.LaunchHere():
+                if effect.site in self._registered:
+                    raise InvariantError(f"the number {effect.site} is used for a second site")
                 world.launch_for(app, effect.site)
             case ev.SetTimer():
                 world.set_timer(app, effect)

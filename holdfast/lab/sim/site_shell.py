@@ -83,7 +83,8 @@ class SiteShell:
     def _on_fenced(self, node: SiteNode) -> None:
         known = self._world.ledger.known
         members = known.view.members if known is not None and known.view is not None else ()
-        if known is not None and node.site in members and node.site not in known.dead:
+        lives = known is not None and (node.site in known.addresses or node.site in known.launched)
+        if known is not None and node.site in members and lives:
             raise InvariantError(f"site {node.site} was fenced, and is in {known.view}")
         self._world.vanish(node.site)
 

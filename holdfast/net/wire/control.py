@@ -278,7 +278,7 @@ class KeysHeld(Message, frozen=True):
 
 
 class Launch(Message, frozen=True):
-    """The leader to an agent: start this site. An agent starts a site at most once."""
+    """The leader to an agent: start this site, unless its process runs already."""
 
     term: Number
     site: Number
