@@ -694,3 +694,17 @@ def test_a_task_is_rebuilt_at_one_site_only() -> None:
     controller.handle(SitesFailed(replicas, "crashed"))
     group = controller.view.group(KEYED)
     assert group.replicas == () and len(group.joining) == 1
+
+
+def test_sources_and_sinks_get_more_replicas_and_do_not_lose_those_that_they_have() -> None:
+    """No view takes a sequencer or a sink from a site that lives."""
+    controller = running(PAIRS, sites=4, spares=0)
+    controller.handle(ProtectionWanted(protected(replicas=3).guards))
+    assert controller.view is not None
+    assert all(len(controller.view.group(u).all) >= 2 for u in controller.view.tasks())
+    assert len(controller.view.groups[0][0].all) == 3
+    controller = running(protected(replicas=3), sites=4, spares=0)
+    controller.handle(ProtectionWanted(PAIRS.guards))
+    assert controller.view is not None
+    counts = {s.kind: len(controller.view.groups[s.id][0].replicas) for s in PAIRS.stages}
+    assert counts == {"source": 3, "keyed": 2, "sink": 3}

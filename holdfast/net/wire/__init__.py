@@ -83,6 +83,7 @@ from holdfast.net.wire.handover import (
     HandOverEnd,
     HandOverHeld,
     HandOverKept,
+    HandOverRefused,
     HandOverState,
 )
 from holdfast.net.wire.handshake import (
@@ -152,6 +153,7 @@ __all__ = [
     "HandOverEnd",
     "HandOverHeld",
     "HandOverKept",
+    "HandOverRefused",
     "HandOverState",
     "Hello",
     "IngressExtras",

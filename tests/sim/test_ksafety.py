@@ -1,0 +1,102 @@
+"""K sites are killed at the same instant, whatever they hold: protections that survive K losses."""
+
+from itertools import combinations
+
+import pytest
+
+from holdfast.api.protection import Protection, active, pairs, passive, upstream
+from holdfast.lab.sim import explore, flows
+from holdfast.lab.sim.bugs import BUGS, Bug
+from holdfast.lab.sim.explore import PROTOCOLS, Case, run
+from holdfast.lab.sim.faults import PHASES, Fault
+from holdfast.plan.planner import plan
+from tests.support.tiers import nightly
+
+SITES = 5
+TWO = [(who, other) for who in range(SITES) for other in range(SITES - 1) if who <= other]
+"""All two of the sites: `other` is a rank among those that are not `who`."""
+
+
+def killed(seed: int, protocol: str, flow: str, *faults: Fault, sites: int = SITES) -> None:
+    """The flow survives, and its result is right."""
+    done = run(Case(seed, flow, protocol, sites=sites, faults=faults))
+    assert done.problem is None, (seed, done.problem)
+    assert not done.stopped and len(done.done) == len(faults), (seed, done.done)
+
+
+def test_every_two_of_the_sites_are_named() -> None:
+    named = {tuple(sorted((a, [s for s in range(SITES) if s != a][b]))) for a, b in TWO}
+    assert named == set(combinations(range(SITES), 2))
+
+
+@pytest.mark.parametrize(
+    ("flow", "seeds"),
+    [("times", range(1)), nightly("times", range(1, 8)), nightly("windows", range(8))],
+)
+@pytest.mark.parametrize("protocol", ["passive-2", "active-3", "triples", "upstream-of-2"])
+def test_any_two_sites_are_killed_at_once(
+    protocol: str, flow: str, seeds: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All roles are among them: of a computing replica and its standbys, of the ends, of the chain
+    of sequencers."""
+    monkeypatch.setitem(PROTOCOLS, "upstream-of-2", UPSTREAM_OF_2)
+    monkeypatch.setattr(explore.Case, "_flow", _losing_two)
+    for seed in seeds:
+        for who, other in TWO:
+            at = 0.015 + 0.004 * ((seed + who + 2 * other) % 8)
+            killed(seed, protocol, flow, Fault("crash of two", at, who=who, other=other))
+
+
+UPSTREAM_OF_2 = upstream(summary_interval=0.02, failure_domain="process")
+
+
+def _losing_two(self: Case, first: str | None) -> flows.Flow:
+    flow = flows.make(self.flow, PROTOCOLS[self.protocol], self.rows_in)
+    flow.losses = 2
+    return flow
+
+
+@pytest.mark.parametrize("protocol", ["passive-2", "active-3"])
+@pytest.mark.parametrize("phase", [p for p in PHASES if p != "without a controller"])
+def test_two_more_are_killed_whenever_the_flow_can_lose_them(protocol: str, phase: str) -> None:
+    """After a crash, in every phase of its recovery. `Injector` leaves out what would take the last
+    holder of a task."""
+    first, then = Fault("crash", 0.02, who=1), Fault("crash of two", 0.02, phase, who=2, other=3)
+    outcomes = [run(Case(s, "times", protocol, sites=6, faults=(first, then))) for s in range(3)]
+    assert not [o.problem for o in outcomes if o.problem is not None]
+    assert not any(o.stopped for o in outcomes)
+
+
+def bug(name: str) -> Bug:
+    return next(b for b in BUGS if b.name == name)
+
+
+def test_that_one_standby_has_a_checkpoint_is_not_enough_and_only_two_kills_show_it() -> None:
+    with bug("one standby is enough").planted():
+        for who in range(SITES):
+            killed(who, "passive-2", "times", Fault("crash", 0.03, who=who))
+        outcomes = [
+            run(Case(0, "times", "passive-2", sites=SITES, faults=(fault,)))
+            for fault in (Fault("crash of two", 0.03, who=a, other=b) for a, b in TWO)
+        ]
+    assert any(o.problem for o in outcomes)
+
+
+# --- how many replicas the ends have ------------------------------------------------------------
+
+
+def ends(flow: Protection, stage: Protection | None = None, losses: int = 0) -> set[int]:
+    made = flows.make("times", flow)
+    made.losses = losses
+    if stage is not None:
+        next(n for n in made.nodes if hasattr(n, "operator")).protection = stage
+    planned = plan(made)
+    return {s.protection.replicas for s in planned.stages if s.protection and s.kind != "keyed"}
+
+
+def test_sources_and_sinks_survive_what_the_strongest_stage_does() -> None:
+    assert ends(passive()) == ends(upstream()) == ends(active()) == {2}
+    assert ends(passive(standbys=2)) == ends(active(replicas=3)) == ends(pairs(replicas=3)) == {3}
+    assert ends(upstream(k=1)) == {2} and ends(upstream(k=2)) == {3}
+    assert ends(pairs(), passive(standbys=3)) == {4}
+    assert ends(upstream(), losses=2) == {3}
