@@ -4,12 +4,16 @@ from itertools import combinations
 
 import pytest
 
-from holdfast.api.protection import Protection, active, pairs, passive, upstream
+from holdfast.api.graph import Flow
+from holdfast.api.protection import Protection, active, none, pairs, passive, upstream
+from holdfast.core.layout import Domain
+from holdfast.core.placement import place
+from holdfast.errors import FlowError, HostError
 from holdfast.lab.sim import explore, flows
 from holdfast.lab.sim.bugs import BUGS, Bug
 from holdfast.lab.sim.explore import PROTOCOLS, Case, run
 from holdfast.lab.sim.faults import PHASES, Fault
-from holdfast.plan.planner import plan
+from holdfast.plan.planner import plan, shape
 from tests.support.tiers import nightly
 
 SITES = 5
@@ -50,7 +54,7 @@ def test_any_two_sites_are_killed_at_once(
 UPSTREAM_OF_2 = upstream(summary_interval=0.02, failure_domain="process")
 
 
-def _losing_two(self: Case, first: str | None) -> flows.Flow:
+def _losing_two(self: Case, first: str | None) -> Flow:
     flow = flows.make(self.flow, PROTOCOLS[self.protocol], self.rows_in)
     flow.losses = 2
     return flow
@@ -100,3 +104,30 @@ def test_sources_and_sinks_survive_what_the_strongest_stage_does() -> None:
     assert ends(upstream(k=1)) == {2} and ends(upstream(k=2)) == {3}
     assert ends(pairs(), passive(standbys=3)) == {4}
     assert ends(upstream(), losses=2) == {3}
+
+
+def test_a_stage_that_survives_fewer_losses_than_the_flow_is_refused() -> None:
+    weak = r"survive 2 losses at once, and stage 'time window by \(k\)' protected by pairs\(\) .*1"
+    with pytest.raises(FlowError, match=weak):
+        ends(upstream(), pairs(), losses=2)
+    with pytest.raises(FlowError, match=r"sources and sinks protected by none\(\) survive only 0"):
+        ends(none(), losses=1)
+    with pytest.raises(FlowError, match="losses must not be negative"):
+        Flow("f", losses=-1)
+    with pytest.raises(FlowError, match=r"passive\(\) needs at least 1 standby, not 0"):
+        passive(standbys=0)
+    with pytest.raises(FlowError, match=r"active\(\) needs at least 2 replicas, not 1"):
+        active(replicas=1)
+
+
+def test_a_summary_survives_what_the_flow_does() -> None:
+    made = flows.make("dmz", upstream(k=2, summary_interval=1))
+    keyed = [s.protection for s in plan(made).stages if s.kind == "keyed"]
+    assert {p.standbys for p in keyed if p} == {2}
+
+
+def test_too_few_failure_domains_are_refused_at_the_start() -> None:
+    made = flows.make("times", passive(standbys=2, failure_domain="process"))
+    domains = {s: Domain(f"p{s}", f"p{s}", "h", "a") for s in range(2)}
+    with pytest.raises(HostError, match=r"wants 3 replicas of each partition.* only 2"):
+        place(shape(plan(made), 4), [*domains], domains)
