@@ -1,14 +1,18 @@
 """K sites are killed at the same instant, whatever they hold: protections that survive K losses."""
 
+from collections.abc import Callable
 from itertools import combinations
 
 import pytest
 
 from holdfast.api.graph import Flow
 from holdfast.api.protection import Protection, active, none, pairs, passive, upstream
-from holdfast.core.layout import Domain
+from holdfast.core.events import HandOverBegun
+from holdfast.core.ids import GroupId, StageId
+from holdfast.core.layout import Domain, PartitionGroup
 from holdfast.core.placement import place
-from holdfast.errors import FlowError, HostError
+from holdfast.core.replica import Replica
+from holdfast.errors import FlowError, HostError, ProtocolError
 from holdfast.lab.sim import explore, flows
 from holdfast.lab.sim.bugs import BUGS, Bug
 from holdfast.lab.sim.explore import PROTOCOLS, Case, run
@@ -131,3 +135,91 @@ def test_too_few_failure_domains_are_refused_at_the_start() -> None:
     domains = {s: Domain(f"p{s}", f"p{s}", "h", "a") for s in range(2)}
     with pytest.raises(HostError, match=r"wants 3 replicas of each partition.* only 2"):
         place(shape(plan(made), 4), [*domains], domains)
+
+
+# --- standbys with different checkpoints --------------------------------------------------------
+
+
+class OlderTakesOver:
+    """The first standby of a task gets no checkpoints for a while. Then the replica dies, and that
+    standby takes over, slowly. It dies when it has begun to send a checkpoint to the other one,
+    which has a later one."""
+
+    TASK = (StageId(1), GroupId(0))
+
+    def __init__(self, seed: int) -> None:
+        self.world = Case(seed, "times", "passive-2", faults=(), sites=4).world()
+        self.refusals = 0
+        self._next: Callable[[PartitionGroup], None] | None = self._block
+
+    def run(self) -> None:
+        world = self.world
+        while not world.ended:
+            assert world.step() and world.time < 10, world.describe()
+            view = world.controller.view
+            if view is None or not world.controller.running or world.time < 0.008:
+                continue
+            if self._next is not None:
+                self._next(view.group(self.TASK))
+            elif world.controller.protected:
+                world.gate_is_open = True
+
+    def _block(self, group: PartitionGroup) -> None:
+        self.replica, (self.older, self.later) = group.replicas[0], group.standbys
+        if (self.replica, self.older) in self.world.network:
+            self.world.block((self.replica, self.older), 0.09)
+            self._next = self._crash_replica
+
+    def _crash_replica(self, group: PartitionGroup) -> None:
+        nodes = self.world.nodes
+        older, later = (
+            nodes[s].dataflow.tasks[self.TASK].finished for s in (self.older, self.later)
+        )
+        if later >= older + 2:
+            self.world.slow(self.older, 60.0, 0.4)
+            self.world.crash(self.replica)
+            self._next = self._crash_older
+
+    def _crash_older(self, group: PartitionGroup) -> None:
+        if group.led_by(self.older) and self.refusals:
+            self.world.crash(self.older)
+            self._next = None
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = passive(standbys=2, interval=0.002, failure_domain="process")
+    monkeypatch.setitem(PROTOCOLS, "passive-2", guard)
+
+
+def counted(story: OlderTakesOver, monkeypatch: pytest.MonkeyPatch, *, refuses: bool) -> None:
+    right = Replica._may_use
+
+    def may_use(self: Replica, event: HandOverBegun) -> bool:
+        usable = right(self, event)
+        story.refusals += not usable
+        return usable or not refuses
+
+    monkeypatch.setattr(Replica, "_may_use", may_use)
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_standby_keeps_its_checkpoint_when_one_with_an_older_one_takes_over(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    story = OlderTakesOver(seed)
+    counted(story, monkeypatch, refuses=True)
+    story.run()
+    assert story.refusals and story.world.error is None
+    right = flows.expected("times")["out"]
+    assert flows.in_order(story.world.result("out")).equals(right)
+
+
+@pytest.mark.usefixtures("often")
+def test_a_standby_that_goes_back_lacks_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the story shows what it is meant to show."""
+    story = OlderTakesOver(1)
+    counted(story, monkeypatch, refuses=False)
+    with pytest.raises(ProtocolError, match="sent epoch 2 after -1"):
+        story.run()
