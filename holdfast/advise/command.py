@@ -59,6 +59,12 @@ def advise(
     console = console or Console()
     if sites < 2:
         raise FlowError("protection needs at least two sites", hint="use --sites 2 or more")
+    if bounds.losses < 1 or sites <= bounds.losses:
+        raise FlowError(
+            f"surviving {bounds.losses} losses at once needs at least {bounds.losses + 1} sites, "
+            f"not {sites}",
+            hint="use --sites and --losses",
+        )
     if seconds <= 0:
         raise FlowError(f"--seconds must be positive, not {seconds:g}")
     constants = fit(read_figures(fit_file)) if fit_file else shipped_constants()
@@ -94,14 +100,16 @@ def check(flow: Flow, advice: Advice) -> None:
     """Plan the flow as proposed, so that the advice is never one that the planner refuses."""
     nodes = nodes_by_stage(flow)
     before = flow.protection, {name: node.protection for name, node in nodes.items()}
+    asked = flow.losses
     try:
         flow.protection = protection_of(overall(advice.choices))
+        flow.losses = 0 if advice.unprotected else advice.bounds.losses
         for position, choice in advice.choices.items():
             node: KeyedNode = nodes[advice.facts.stages[position].name]
             node.protection = protection_of(choice)
         plan(flow)
     finally:
-        flow.protection = before[0]
+        flow.protection, flow.losses = before[0], asked
         for name, node in nodes.items():
             node.protection = before[1][name]
 
@@ -111,9 +119,9 @@ def protection_of(choice: Choice) -> Protection:
         case "none":
             return none()
         case "pairs":
-            return pairs()
+            return pairs(replicas=choice.replicas)
         case "passive":
-            return passive(interval=choice.every_ms / 1e3)
+            return passive(interval=choice.every_ms / 1e3, standbys=choice.losses)
         case "upstream":
             return upstream()
     raise ValueError(f"{choice} is never proposed")

@@ -36,6 +36,7 @@ def dry_run(flow: Flow) -> Iterator[Flow]:
     it afterwards."""
     before = [(node, dict(node.__dict__)) for node in flow.nodes]
     protection, flow.protection = flow.protection, none()
+    losses, flow.losses = flow.losses, 0
     try:
         for node in flow.nodes:
             if isinstance(node, SourceNode):
@@ -46,7 +47,7 @@ def dry_run(flow: Flow) -> Iterator[Flow]:
                 node.sink = discard()
         yield flow
     finally:
-        flow.protection = protection
+        flow.protection, flow.losses = protection, losses
         for node, attributes in before:
             node.__dict__.update(attributes)
 

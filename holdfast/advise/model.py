@@ -28,6 +28,9 @@ under passive, and the length of the log under upstream.
 - upstream, rollback, and sources and sinks that are not pairs: ``route + max(ask, remake · (work to
   repeat))``.
 
+To survive K losses at once there are K further replicas or standbys, so K times their slowdown,
+checkpoints and state. Recovery stays that of one loss.
+
 *Memory*: the state of a second replica; the output that producers retain since the last checkpoint,
 *T · in*; or the log, which is *in* times the life of the state and of the states of the stages
 after it that are rebuilt. A producer that is a pair retains it twice.
@@ -73,15 +76,26 @@ class Choice:
 
     name: str
     every_ms: int = 0
+    losses: int = 1
+    """How many losses at once it is to survive."""
 
     @property
     def replicas(self) -> int:
-        return 2 if self.name in TWO_REPLICAS else 1
+        return 1 + self.losses if self.name in TWO_REPLICAS else 1
 
     def __str__(self) -> str:
-        return (
-            f"{self.name}(interval={self.every_ms / 1e3:g})" if self.every_ms else f"{self.name}()"
-        )
+        """
+        >>> [str(Choice("passive", 200, n)) for n in (1, 2)]
+        ['passive(interval=0.2)', 'passive(standbys=2, interval=0.2)']
+        """
+        given = []
+        if self.losses > 1 and self.name in TWO_REPLICAS:
+            given.append(f"replicas={self.replicas}")
+        if self.losses > 1 and self.name == "passive":
+            given.append(f"standbys={self.losses}")
+        if self.every_ms:
+            given.append(f"interval={self.every_ms / 1e3:g}")
+        return f"{self.name}({', '.join(given)})"
 
 
 Choices = Mapping[int, Choice]
@@ -92,9 +106,10 @@ def overall(choices: Choices) -> Choice:
     """Return the protection of the whole flow, which applies to sources and sinks: that of most
     stages."""
     every = [c for c in choices.values() if c.name != "none"]
+    losses = max((c.losses for c in choices.values()), default=1)
     if not choices:
         return Choice("upstream")
-    return Counter(every).most_common(1)[0][0] if every else Choice("pairs")
+    return Counter(every).most_common(1)[0][0] if every else Choice("pairs", losses=losses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +162,7 @@ def predict(
     slowdown = sum(p.slowdown for p in parts.values())
     recovery_ms = _recovery_ms(facts, choices, constants)
     if ends.name in TWO_REPLICAS:
-        slowdown += constants.ends * ends_share(facts)
+        slowdown += constants.ends * ends.losses * ends_share(facts)
     elif not choices:
         recovery_ms += constants.ask_ms
     plain = sum(sent(facts, c.producer, c.consumer, c.bytes, {}) for c in facts.carried)
@@ -201,13 +216,13 @@ def _part(
     )
     slowdown = memory = 0.0
     if choice.name in TWO_REPLICAS:
-        slowdown = constants.replica * share(facts, stage)
-        memory = facts.stages[stage].state_bytes
+        slowdown = constants.replica * choice.losses * share(facts, stage)
+        memory = facts.stages[stage].state_bytes * choice.losses
     if choice.name == "passive":
-        checkpoints = checkpoint_bytes(facts, stage, choices, constants)
+        checkpoints = checkpoint_bytes(facts, stage, choices, constants) * choice.losses
         slowdown = constants.checkpoint_s_per_mb * checkpoints / 1e6 / facts.cores
         extra += checkpoints
-        memory = facts.stages[stage].state_bytes
+        memory = facts.stages[stage].state_bytes * choice.losses
     log = log_s(facts, stage, choices)
     memory += sum(c.bytes * replicas[c.producer] * log for c in facts.into(stage))
     alone = _recovery_ms(facts, {stage: choice}, constants, log)

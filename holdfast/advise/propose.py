@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from holdfast.advise.facts import FlowFacts
@@ -43,6 +43,8 @@ NEAR = 0.0005
 class Bounds:
     recovery_ms: float
     overhead: float
+    losses: int = 1
+    """How many losses at once the flow is to survive."""
 
     def excess(self, predicted: Prediction) -> float:
         """Return the sum of the relative excess over each bound; 0 if both are met."""
@@ -100,10 +102,17 @@ class Advice:
     def choices(self) -> dict[int, Choice]:
         return {p.stage: p.choice for p in self.proposed}
 
+    @property
+    def unprotected(self) -> bool:
+        """Whether a stage cannot be protected at all."""
+        return any(choice.name == "none" for choice in self.choices.values())
+
     def code(self) -> list[str]:
         """Return the Python code of the proposal."""
         ends = overall(self.choices)
-        lines = [f'flow = Flow("{self.facts.flow}", protect={ends})']
+        count = self.bounds.losses
+        asked = f", losses={count}" if count > 1 and not self.unprotected else ""
+        lines = [f'flow = Flow("{self.facts.flow}", protect={ends}{asked})']
         for position, choice in self.choices.items():
             if choice != ends:
                 stage = self.facts.stages[position]
@@ -115,7 +124,7 @@ class Advice:
         stages = self.facts.stages
         data = {
             "flow": self.facts.flow,
-            "bounds": {"recovery_ms": self.bounds.recovery_ms, "overhead": self.bounds.overhead},
+            "bounds": asdict(self.bounds),
             "fits": not self.missed,
             "missed": list(self.missed),
             "measured": self.facts.to_dict(),
@@ -272,7 +281,9 @@ def _with_interval(
 ) -> dict[int, Choice]:
     """Return choices with a checkpoint interval, the same for all passive stages."""
     every_ms = _every_ms(facts, names, bounds, constants)
-    return {i: Choice(n, every_ms if n == "passive" else 0) for i, n in names.items()}
+    return {
+        i: Choice(n, every_ms if n == "passive" else 0, bounds.losses) for i, n in names.items()
+    }
 
 
 def _every_ms(
@@ -282,7 +293,9 @@ def _every_ms(
     passive = [i for i, name in names.items() if name == "passive"]
     if not passive:
         return 0
-    at_once = {i: Choice(name, 1 if name == "passive" else 0) for i, name in names.items()}
+    at_once = {
+        i: Choice(name, 1 if name == "passive" else 0, bounds.losses) for i, name in names.items()
+    }
     left_ms = bounds.recovery_ms - predict(facts, at_once, constants).recovery_ms
     per_s = constants.redo * sum(work_again_ms(facts, i, 1.0) for i in passive)
     by_time = 1e3 * left_ms / per_s if per_s else math.inf
@@ -387,7 +400,7 @@ def _worse(alternative: Prediction, chosen: Prediction, bounds: Bounds) -> str:
 
 def _notes(facts: FlowFacts, choices: Choices, constants: Constants) -> Iterator[str]:
     if overall(choices).name in TWO_REPLICAS:
-        ends = constants.ends * ends_share(facts)
+        ends = constants.ends * overall(choices).losses * ends_share(facts)
         yield f"sources and sinks are pairs, which alone costs {in_percent(ends / (1.0 + ends))}"
     for stage in facts.stages:
         if stage.life_s is not None and stage.life_s > facts.seconds:

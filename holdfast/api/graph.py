@@ -34,6 +34,10 @@ class Flow:
     makes a step raise: ``"stop"`` ends the flow with an error that names the row,
     ``"dead-letter"`` puts the row aside into `dead_letters`.
 
+    `protect` is the protection of all stages that name no other. Sources and sinks have replicas
+    for as many losses at once as the strongest protection of a stage survives. `losses` asks for
+    so many, of the whole flow: stages that survive fewer are refused.
+
     >>> import pyarrow as pa
     >>> from holdfast import Flow, functions as F, sinks, sources
     >>> flow = Flow("totals")
@@ -48,12 +52,16 @@ class Flow:
         *,
         on_error: Literal["stop", "dead-letter"] = "stop",
         protect: Protection | None = None,
+        losses: int = 0,
     ) -> None:
+        if losses < 0:
+            raise FlowError(f"flow {name!r}: losses must not be negative, not {losses}")
         if on_error not in ("stop", "dead-letter"):
             raise FlowError(f"flow {name!r}: on_error is 'stop' or 'dead-letter', not {on_error!r}")
         self.name = name
         self.on_error = on_error
         self.protection = protect or none()
+        self.losses = losses
         self.nodes: list[FlowNode] = []
         self.resolved: dict[str, Any] = {}
         """What sources had to find out before the start, by name; see

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from holdfast.core.protection import DOMAINS, GRANULARITIES, ProtectionSpec
+from holdfast.core.protection import ALL_LEVELS, DOMAINS, GRANULARITIES, ProtectionSpec
 from holdfast.engine.durations import Seconds, milliseconds
 from holdfast.errors import FlowError
 
@@ -20,21 +20,24 @@ def none() -> Protection:
     return Protection("none")
 
 
-ALL = 1 << 16
-
-
-def active(*, failure_domain: FailureDomain = "executor") -> Protection:
-    """Active standby: every partition has two replicas that compute, of which the second withholds
-    its output until the first is lost. Unlike `pairs` they need not make the same rows in the same
-    order, only the same set of them in an epoch, and they are not compared. Sources and sinks are
-    pairs. No two replicas share a `failure_domain`.
+def active(*, replicas: int = 2, failure_domain: FailureDomain = "executor") -> Protection:
+    """Active standby: every partition has two `replicas` that compute (or more), of which all but
+    the first withhold their output until that is lost. Unlike `pairs` they need not make the same
+    rows in the same order, only the same set of them in an epoch, and they are not compared.
+    Sources and sinks have as many replicas, which are as those of `pairs`. All but one may be lost
+    at once. No two replicas share a `failure_domain`.
     """
+    if replicas < 2:
+        raise FlowError(
+            f"active() needs at least 2 replicas, not {replicas}", hint="none() has one"
+        )
     _check_domain("active", failure_domain)
-    return Protection("active", 2, failure_domain, deterministic=False)
+    return Protection("active", replicas, failure_domain, deterministic=False)
 
 
 def passive(
     *,
+    standbys: int = 1,
     interval: Seconds | None = None,
     interval_epochs: int | None = None,
     recovery_time: Seconds | None = None,
@@ -43,7 +46,9 @@ def passive(
     """Passive standby: every partition has one replica that computes, and a standby that gets what
     has changed every `interval` (half a second), or every `interval_epochs`. When the first dies
     the standby goes on from its last checkpoint; its producers keep what came since. Sources and
-    sinks have two replicas. No two replicas share a `failure_domain`.
+    sinks have a replica more than there are `standbys`. With several of these each gets every
+    checkpoint, producers keep what the oldest lacks, and as many sites as there are standbys may
+    be lost at once. No two replicas share a `failure_domain`.
 
     With `recovery_time` instead, checkpoints come at the longest interval at which processing what
     came since the last one takes no longer than that, estimated by the time that the replica has
@@ -57,6 +62,8 @@ def passive(
     given = [name for name, value in wanted.items() if value is not None]
     if len(given) > 1:
         raise FlowError(f"passive(): give one of {', '.join(given)}, not all")
+    if standbys < 1:
+        raise FlowError(f"passive() needs at least 1 standby, not {standbys}", hint="none() has 0")
     if interval_epochs is not None and interval_epochs < 1:
         raise FlowError(f"passive(): interval_epochs must be at least 1, not {interval_epochs}")
     _check_domain("passive", failure_domain)
@@ -65,7 +72,7 @@ def passive(
         "passive",
         1,
         failure_domain,
-        standbys=1,
+        standbys=standbys,
         every_ms=every_ms or (0 if given else 500),
         every_epochs=interval_epochs or 0,
         recovery_ms=_milliseconds("passive", "recovery_time", recovery_time),
@@ -96,7 +103,7 @@ def upstream(
         raise FlowError(f"upstream(): k must be at least 1, not {k}", hint="none() bears no loss")
     _check_domain("upstream", failure_domain)
     base = _milliseconds("upstream", "summary_interval", summary_interval)
-    return Protection("upstream", 1, failure_domain, rebuild_level=k or ALL, base_ms=base)
+    return Protection("upstream", 1, failure_domain, rebuild_level=k or ALL_LEVELS, base_ms=base)
 
 
 def rollback(
@@ -118,9 +125,8 @@ def rollback(
         raise FlowError(f"rollback(): h must be at least 2, not {h}")
     _check_domain("rollback", failure_domain)
     base = _milliseconds("rollback", "summary_interval", summary_interval)
-    return Protection(
-        "rollback", 1, failure_domain, rebuild_level=h - 1 if h else ALL, base_ms=base
-    )
+    level = h - 1 if h else ALL_LEVELS
+    return Protection("rollback", 1, failure_domain, rebuild_level=level, base_ms=base)
 
 
 def pairs(

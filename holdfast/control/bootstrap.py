@@ -24,6 +24,7 @@ from holdfast.arbiter import Arbiter, arbiter
 from holdfast.control.hosting import Place
 from holdfast.core.ids import Entry
 from holdfast.errors import ArbiterAway, Superseded
+from holdfast.plan.planner import losses
 from holdfast.storage.restore_point import RestorePoint
 
 log = logging.getLogger("holdfast.bootstrap")
@@ -76,10 +77,11 @@ def resolved(
 
 def _look_up(flow: Flow, history: Before | None) -> Found:
     found = {}
+    replicas = flow.protection.at_the_ends(losses(flow)).replicas
     for node in flow.nodes:
         if isinstance(node, SourceNode):
             known = history.files(node.name) if history else []
-            found[node.name] = node.source.resolve(flow.protection.at_the_ends.replicas, known)
+            found[node.name] = node.source.resolve(replicas, known)
     sources = {name: values for name, values in found.items() if values is not None}
     return Found(sources, history.build() if history else None)
 

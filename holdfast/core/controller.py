@@ -70,7 +70,7 @@ from holdfast.core.placement import (
 )
 from holdfast.core.protection_change import ProtectionChange
 from holdfast.core.roster import FAILED_STARTS_MAX, RELAUNCH_MS, SiteRoster, first_id
-from holdfast.core.separation import Exposure, exposures, lost_stretch
+from holdfast.core.separation import Exposure, exposures, joint_exposures, lost_stretch
 from holdfast.core.task_phase import SAFE, task_phase
 from holdfast.core.timers import DoubtTimer, PatienceTimer, RejoinTimer
 from holdfast.core.view_reports import ViewReports
@@ -522,7 +522,8 @@ class Controller:
         together share them."""
         if self.view is None:
             return []
-        return exposures(self.view, self.shape, self.roster.domains)
+        known = (self.view, self.shape, self.roster.domains)
+        return exposures(*known) + joint_exposures(*known)
 
     @property
     def seen_by_all(self) -> bool:

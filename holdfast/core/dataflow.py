@@ -38,6 +38,7 @@ from holdfast.core.events import (
     BundleArrived,
     CatchUpOrdered,
     CheckpointDue,
+    CheckpointRefused,
     HandOverBegun,
     LogAsked,
     LogTold,
@@ -118,6 +119,8 @@ class Dataflow:
                 return self._on_retention_ordered(event)
             case HandOverBegun():
                 return self._on_hand_over_begun(event)
+            case CheckpointRefused():
+                return self._on_checkpoint_refused(event)
             case ReplicaInstalled():
                 return self._on_replica_installed(event)
         assert_never(event)
@@ -183,6 +186,7 @@ class Dataflow:
         self.tasks[key] = replica
         if replica.has_state:
             self._add_ends(replica, replica.finished)
+        if replica.computes:  # a standby does not know what has changed when it takes over
             same_view = [s for s in group.standbys if group.joined_view_of(s) == joined_view]
             replica.donor.begin(same_view, replica.finished)
         return [OpenTask(key, view)]
@@ -381,7 +385,16 @@ class Dataflow:
         if replica.joined_view != event.joined_view:
             # Since then producers may have dropped input that this state lacks.
             return self._discard(Stale.OTHER_INCARNATION)
-        return replica.on_offered(event.sender, event.offer) or self._discard(Stale.NOT_AWAITED)
+        return replica.on_offered(event) or self._discard(Stale.NOT_AWAITED)
+
+    def _on_checkpoint_refused(self, event: CheckpointRefused) -> list[SiteEffect]:
+        replica = self.tasks.get(event.task)
+        if replica is None:
+            return self._discard(Stale.NOT_HELD)
+        abandoned = replica.donor.on_refused(event)
+        if not abandoned:
+            return self._discard(Stale.REPEATED)  # a later hand-over has begun, or none is due
+        return [*abandoned, *(self._handovers(replica) if not replica.work.busy else ())]
 
     def _on_replica_installed(self, event: ReplicaInstalled) -> list[SiteEffect]:
         replica = self.tasks.get(event.task)

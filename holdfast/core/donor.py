@@ -16,6 +16,7 @@ from holdfast.core.effects import (
     ReportMissed,
     StoreState,
 )
+from holdfast.core.events import CheckpointRefused
 from holdfast.core.exchange import Producer
 from holdfast.core.ids import STORE, Epoch, ExchangeId, SiteId, TaskId
 from holdfast.core.layout import PartitionGroup
@@ -69,7 +70,7 @@ class Donor:
         """Hand the state over to standbys, unless nothing has happened since the last time."""
         for site in standbys:
             if busy or self.given.get(site) != finished:
-                self.due[site] = finished
+                self.due[site] = max(finished, self.due.get(site, finished))
 
     def hand_over(
         self,
@@ -113,6 +114,17 @@ class Donor:
             del self.handed[site]
             self.given.pop(site, None)
         return [AbandonHandOver(self.key, site) for site in gone]
+
+    def on_refused(self, event: CheckpointRefused) -> list[AbandonHandOver]:
+        """A standby has a later checkpoint than the one that this replica began with when it took
+        over. The whole state goes there as soon as it is as late. A refusal of an earlier
+        hand-over does not count: the standby refuses those that build on it, too."""
+        site = event.standby
+        if self.handed.get(site) != event.joined_view or self.given.get(site) != event.offered:
+            return []
+        del self.given[site]
+        self.due[site] = event.has
+        return [AbandonHandOver(self.key, site)]
 
     def on_lost(
         self, site: SiteId, group: PartitionGroup, own_site: SiteId

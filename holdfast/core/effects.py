@@ -207,6 +207,19 @@ class AbandonHandOver:
 
 
 @value
+class RefuseCheckpoint:
+    """Tell the site that has begun to send a checkpoint that the standby here cannot use it."""
+
+    task: TaskId
+    sender: SiteId
+    joined_view: int
+    offered: Epoch
+    """The epoch of that checkpoint."""
+    has: Epoch
+    """The epoch of the one that is here."""
+
+
+@value
 class ReportDelivered:
     """Report to the sequencer that this sink has taken everything up to `epoch`."""
 
@@ -244,6 +257,7 @@ SiteEffect = (
     | StoreState
     | ReportMissed
     | AbandonHandOver
+    | RefuseCheckpoint
     | ReceiveState
     | DiscardState
     | ReportJoinFailed

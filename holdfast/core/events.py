@@ -141,14 +141,26 @@ class RetentionOrdered:
 
 @value
 class HandOverBegun:
-    """A site begins to hand a task over to the replica here."""
+    """A site begins to hand the state after `epoch` over to the replica here, or what has changed
+    since `after`."""
 
     task: TaskId
     sender: SiteId
     offer: Any
-    """What the sender reports of the hand-over."""
     joined_view: int = 0
-    """The view in which the replica joined that the hand-over is for."""
+    epoch: Epoch = NO_EPOCH
+    after: Epoch | None = None
+
+
+@value
+class CheckpointRefused:
+    """A standby cannot use the checkpoint that a task here has begun to send to it."""
+
+    task: TaskId
+    standby: SiteId
+    joined_view: int
+    offered: Epoch
+    has: Epoch
 
 
 @value
@@ -182,6 +194,7 @@ SiteEvent = (
     | CatchUpOrdered
     | RetentionOrdered
     | HandOverBegun
+    | CheckpointRefused
     | ReplicaInstalled
 )
 

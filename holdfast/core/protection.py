@@ -15,6 +15,9 @@ DOMAINS = ("process", "executor", "host", "application")
 
 GRANULARITIES = ("partition", "dataflow", "cluster")
 
+ALL_LEVELS = 1 << 16
+"""The `rebuild_level` of a stage that is rebuilt however many stages in a row are lost with it."""
+
 
 @dataclass(frozen=True, slots=True)
 class ProtectionSpec:
@@ -55,23 +58,40 @@ class ProtectionSpec:
 
     # --- what a user's choice means for a stage -------------------------------------------------
 
-    def of_unbounded(self) -> ProtectionSpec | None:
-        """The protection of a stage whose state comes from all rows that a key ever had; None if
-        such a stage cannot be protected in this way."""
+    @property
+    def losses(self) -> int:
+        """How many failure domains may be lost at once, as a user's choice promises it. With
+        `upstream(k=)` that is the number of stages in a row: each loss may take one of them."""
+        if not self.rebuild_level:
+            return self.wanted - 1
+        return 1 if self.rebuild_level >= ALL_LEVELS else self.rebuild_level
+
+    def bears(self, losses: int) -> bool:
+        """Whether a stage with this protection survives so many losses at once."""
+        return self.rebuild_level >= ALL_LEVELS or self.losses >= losses
+
+    def of_unbounded(self, losses: int = 1) -> ProtectionSpec | None:
+        """The protection of a stage whose state comes from all rows that a key ever had, in a flow
+        that survives so many losses at once; None if such a stage cannot be protected in this
+        way."""
         if not self.rebuild_level:
             return self
         if not self.base_ms:
             return None
-        return replace(self, rebuild_level=0, standbys=1, every_ms=self.base_ms)
+        standbys = max(losses, self.losses)
+        return replace(self, rebuild_level=0, standbys=standbys, every_ms=self.base_ms)
 
-    @property
-    def at_the_ends(self) -> ProtectionSpec:
+    def at_the_ends(self, losses: int = 0) -> ProtectionSpec:
         """The protection of sources and sinks, which cannot be rebuilt from the input of other
-        stages."""
+        stages, in a flow of which some stage survives so many losses at once. The sequencer is
+        with the first source, so it has as many replicas. Without protection there is one."""
+        if not self.losses:
+            return self
+        replicas = 1 + max(losses, self.losses)
         alone = bool(self.rebuild_level or self.standbys)
         if not alone and self.deterministic:
-            return self
-        return ProtectionSpec("pairs", 2, self.failure_domain, followers=alone)
+            return replace(self, replicas=replicas)
+        return ProtectionSpec("pairs", replicas, self.failure_domain, followers=alone)
 
     def resolved(self, level: int, followers: bool) -> ProtectionSpec:
         """The protection of a stage whose input is kept at this level. A follower produces no

@@ -9,6 +9,7 @@ rebuilt from.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from holdfast.core.effects import OrderRetention
 from holdfast.core.ids import TaskId
@@ -19,8 +20,13 @@ from holdfast.core.view_reports import ViewReports
 
 
 def begun(view: View, shape: Shape, aims: Sequence[ProtectionSpec]) -> View:
-    """The first view of a change: what is there now stays until the new protection holds."""
-    aims = tuple(aims)
+    """The first view of a change: what is there now stays until the new protection holds. Sources
+    and sinks get more replicas if a stage now survives more losses. They keep them if it survives
+    fewer: no view takes a sequencer or a sink from a site that lives."""
+    aims = tuple(
+        aim if s.kind == "keyed" else replace(aim, replicas=max(aim.replicas, s.guard.replicas))
+        for s, aim in zip(shape.stages, aims, strict=True)
+    )
     guards = tuple(g.towards(aim) for g, aim in zip(shape.guards, aims, strict=True))
     return view.guarded(shape.guards, guards, () if guards == aims else aims)
 

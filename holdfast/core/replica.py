@@ -59,11 +59,12 @@ from holdfast.core.effects import (
     IngestEpochs,
     ProcessBundles,
     ReceiveState,
+    RefuseCheckpoint,
     ReportReplica,
     SendAck,
     SiteEffect,
 )
-from holdfast.core.events import TaskProcessed
+from holdfast.core.events import HandOverBegun, TaskProcessed
 from holdfast.core.exchange import Consumer, Producer
 from holdfast.core.ids import NO_EPOCH, Epoch, ExchangeId, GroupId, SiteId, TaskId
 from holdfast.core.layout import PartitionGroup, Shape, StageShape
@@ -343,13 +344,25 @@ class Replica:
     def retire(self) -> None:
         self._become(Event.REMOVED)
 
-    def on_offered(self, sender: SiteId, offer: Any) -> list[SiteEffect]:
+    def on_offered(self, event: HandOverBegun) -> list[SiteEffect]:
         """A site begins to hand over: state to a replica without it, or a checkpoint to a standby.
         This replaces a hand-over that was under way."""
         if not self._become(Event.STATE_OFFERED):
             return []
-        self.source_site = sender
-        return [ReceiveState(self.key, sender, offer, self.stands_by)]
+        if self.stands_by and not self._may_use(event):
+            dropped = self._drop_incoming() if self.source_site == event.sender else []
+            ends = (self.key, event.sender, self.joined_view)
+            return [*dropped, RefuseCheckpoint(*ends, event.epoch, self.finished)]
+        self.source_site = event.sender
+        return [ReceiveState(self.key, event.sender, event.offer, self.stands_by)]
+
+    def _may_use(self, event: HandOverBegun) -> bool:
+        """Whether a standby may replace its checkpoint. Of several standbys the one that takes over
+        may have an older one: producers have dropped what this one has said that it has, so it
+        never goes back. What has changed since another epoch than its own is of no use."""
+        if event.after is None:
+            return event.epoch >= self.finished
+        return event.after == self.finished
 
     def on_sender_lost(self, reason: str) -> list[SiteEffect]:
         """The site that was handing over sends nothing more."""

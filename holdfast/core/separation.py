@@ -64,15 +64,19 @@ class Exposure:
     """The kind of failure domain that the sites are."""
     domains_needed: int
     """How many failure domains of that kind the flow needs, so that no such loss ends it."""
+    at_once: bool = False
+    """Whether they are several failure domains, and only their loss at once ends the flow."""
 
     def __str__(self) -> str:
         sites = ", ".join(str(s) for s in self.sites)
         stages = ", ".join(repr(name) for name in self.stages)
         what = "site" if len(self.sites) == 1 else "sites"
+        when, has = (" at once", "they have") if self.at_once else ("", "it has")
+        rebuilt = len(self.stages) - 1
         return (
-            f"the loss of {what} {sites} would end the flow: it has partitions of {stages}, and "
-            f"{len(self.stages) - 1} of these stages can be rebuilt at once; to keep them apart "
-            f"takes sites in {self.domains_needed} different {_plural(self.domain)}"
+            f"the loss of {what} {sites}{when} would end the flow: {has} partitions of {stages}, "
+            f"and {rebuilt} of these stages can be rebuilt at once; to keep them apart takes sites "
+            f"in {self.domains_needed} different {_plural(self.domain)}"
         )
 
 
@@ -98,6 +102,38 @@ def exposures(view: View, shape: Shape, domains: Mapping[SiteId, Domain]) -> lis
                 names = tuple(shape.stages[stage].name for stage in way)
                 found.append(Exposure(tuple(sites), names, kind, needed))
     return found
+
+
+def joint_exposures(view: View, shape: Shape, domains: Mapping[SiteId, Domain]) -> list[Exposure]:
+    """Failure domains whose loss at once would end the flow, although the protection is meant to
+    survive as many: some for each stretch, if the loss of one of them is survived. A stretch of
+    k + 1 stages is lost with k domains if one of these has tasks of two of its stages."""
+    found = []
+    for way in stretches(shape):
+        at_once = len(way) - 1
+        kind = shape.stages[way[-1]].guard.failure_domain
+        units = [*by_domain(view.members, domains, kind).values()]
+        chosen = _covering(way, [[s for s in way if _is_hit(view, s, u)] for u in units])
+        if 1 < len(chosen) <= at_once:
+            sites = tuple(sorted(s for n in chosen for s in units[n]))
+            names = tuple(shape.stages[stage].name for stage in way)
+            needed = domains_needed(shape, at_once)
+            found.append(Exposure(sites, names, kind, needed, at_once=True))
+    return found
+
+
+def _covering(way: Stretch, hits: Sequence[Sequence[StageId]]) -> list[int]:
+    """Few of the failure domains, by number, that together have tasks of all stages of a stretch;
+    none if there are no such."""
+    chosen: list[int] = []
+    left = set(way)
+    while left:
+        best = max(range(len(hits)), key=lambda n: len(left.intersection(hits[n])), default=None)
+        if best is None or not left.intersection(hits[best]):
+            return []
+        chosen.append(best)
+        left -= set(hits[best])
+    return chosen
 
 
 def _is_hit(view: View, stage: StageId, gone: Collection[SiteId]) -> bool:
@@ -140,11 +176,12 @@ def _rule(ways: Sequence[Stretch], at_once: int) -> _Rule:
     return _Rule(tuple((frozenset(w), max(1, (len(w) - 1) // at_once)) for w in ways))
 
 
-def domains_needed(shape: Shape) -> int:
-    """How many failure domains it takes so that the loss of one does not end the flow."""
+def domains_needed(shape: Shape, at_once: int = 1) -> int:
+    """How many failure domains it takes so that the loss of so many of them does not end the
+    flow."""
     ways = stretches(shape)
     stages = sorted({stage for way in ways for stage in way})
-    rule = _rule(ways, 1)
+    rule = _rule(ways, at_once)
     count = 1
     while count < len(stages) and _divided(stages, rule, count) is None:
         count += 1

@@ -142,7 +142,7 @@ class Checks:
 
     def hand_over_part(
         self,
-        message: wire.HandOverState | wire.HandOverHeld | wire.HandOverEnd,
+        message: wire.HandOverState | wire.HandOverHeld | wire.HandOverEnd | wire.HandOverRefused,
         body: memoryview,
     ) -> None:
         self._task(message.task)

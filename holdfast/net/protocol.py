@@ -116,6 +116,7 @@ RULES: tuple[Rule, ...] = (
     Rule(wire.HandOverKept, (SITE,), _TRANSFERS, Checks.hand_over_kept, has_body=True),
     Rule(wire.HandOverHeld, (SITE,), _TRANSFERS, Checks.hand_over_part, has_body=True),
     Rule(wire.HandOverEnd, (SITE,), _TRANSFERS, Checks.hand_over_part),
+    Rule(wire.HandOverRefused, (SITE,), _TRANSFERS, Checks.hand_over_part),
     # Rows that are pushed.
     Rule(wire.PushBegin, (PUSHER,), _PUSHES),
     Rule(wire.PushOpen, (PUSHER,), _PUSHES),

@@ -220,6 +220,13 @@ def nodes_by_stage(flow: Flow) -> dict[str, KeyedNode]:
     return planner.keyed_nodes()
 
 
+def losses(flow: Flow) -> int:
+    """How many losses at once sources, sinks and sequencer must survive: as many as the flow is to
+    survive, or as any of its stages does."""
+    keyed = [n.protection for n in flow.nodes if isinstance(n, KeyedNode) and n.protection]
+    return max([flow.losses, flow.protection.losses, *(p.losses for p in keyed)])
+
+
 def plan(flow: Flow) -> Plan:
     """Cut `flow` into stages, or say why it cannot run."""
     return _Planner(flow).plan()
@@ -232,6 +239,7 @@ class _Planner:
         self.exchanges: list[Exchange] = []
         self._stage_of: dict[int, Stage] = {}
         self._places: dict[tuple[int, str], list[tuple[Stage, str, Port]]] = {}
+        self._losses = losses(flow)
 
     def keyed_nodes(self) -> dict[str, KeyedNode]:
         """By the names of their stages, once these have been planned."""
@@ -241,6 +249,7 @@ class _Planner:
     def plan(self) -> Plan:
         nodes = topological(self.flow.nodes, self.flow.name)
         self._refuse_pointless(nodes)
+        self._refuse_weak(self.flow.protection, "sources and sinks")
         # Sources first, in the order in which they were written: it is part of the row order.
         for node in self.flow.nodes:
             if isinstance(node, SourceNode):
@@ -284,6 +293,17 @@ class _Planner:
                 f"flow {self.flow.name!r}: the event times of its sources differ in type: "
                 f"{', '.join(kinds)}",
                 hint="convert them to one type before they come here",
+            )
+
+    def _refuse_weak(self, wanted: ProtectionSpec, what: str) -> None:
+        """Refuse a protection that does not survive as many losses as the flow is to survive."""
+        count = self.flow.losses
+        if not wanted.bears(count):
+            raise FlowError(
+                f"flow {self.flow.name!r} is to survive {count} losses at once, and {what} "
+                f"protected by {wanted.name}() survive only {wanted.losses}",
+                hint=f"write pairs(replicas={count + 1}), active(replicas={count + 1}), "
+                f"passive(standbys={count}), or upstream()",
             )
 
     def _resolved(self, node: SourceNode) -> Source:
@@ -347,7 +367,7 @@ class _Planner:
         stage = Stage(
             len(self.stages), name, kind, ports, source=source, operator=operator, sink=sink
         )
-        stage.protection = self.flow.protection.at_the_ends
+        stage.protection = self.flow.protection.at_the_ends(self._losses)
         self.stages.append(stage)
         self._stage_of[id(node)] = stage
         return stage
@@ -368,7 +388,8 @@ class _Planner:
 
     def _protection_of(self, node: KeyedNode, stage: Stage) -> ProtectionSpec:
         wanted = node.protection or self.flow.protection
-        found = wanted if node.operator.bounded else wanted.of_unbounded()
+        self._refuse_weak(wanted, f"stage {stage.name!r}")
+        found = wanted if node.operator.bounded else wanted.of_unbounded(self.flow.losses)
         if found is None:
             raise FlowError(
                 f"stage {stage.name!r}: what a {node.operator.label} knows of a key comes from all "

@@ -25,7 +25,7 @@ from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.net import bundles, wire
 from holdfast.plan.planner import Plan
 from holdfast.site.spill import Overflow
-from holdfast.site.stages import TaskRunner
+from holdfast.site.stages import TaskRunner, reader_at
 
 Part = tuple[wire.Message, list[Any] | None]
 
@@ -40,7 +40,8 @@ class Outgoing:
     def __init__(self, order: HandOver, runner: TaskRunner) -> None:
         self.task, self.joiner = order.task, order.joiner
         keeper = runner.keeper
-        self._snapshot = keeper.snapshot(order.after) if keeper else None
+        whose = reader_at(order.joiner)
+        self._snapshot = keeper.snapshot(order.after, whose=whose) if keeper else None
         held = runner.held()
         kept = [b for lanes in order.kept.values() for lane in lanes.values() for b in lane]
         self._rest = sum(k.bundle.nbytes for k in kept) + sum(int(b.nbytes) for _, b in held)

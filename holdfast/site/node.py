@@ -35,6 +35,7 @@ from holdfast.core.effects import (
     OpenTask,
     ProcessBundles,
     ReceiveState,
+    RefuseCheckpoint,
     ReportDelivered,
     ReportFinished,
     ReportJoinFailed,
@@ -445,6 +446,9 @@ class SiteNode:
                 self.transfers.begin(effect)
             case AbandonHandOver():
                 self.transfers.abandon(effect.task, effect.joiner)
+            case RefuseCheckpoint():
+                refused = (effect.task, effect.joined_view, effect.offered, effect.has)
+                self._to(effect.sender, wire.HandOverRefused(*refused))
             case ReceiveState():
                 self._receive_state(effect)
             case DiscardState():

@@ -55,6 +55,12 @@ class Keeper(Protocol):
     def install(self, state: dict[str, pa.RecordBatch]) -> None: ...
 
 
+def reader_at(site: SiteId) -> str:
+    """The reader of a task's changes that is the standby at `site`. Each gets its own checkpoints,
+    so each has its own changes since the last one."""
+    return f"{STANDBY} {site}"
+
+
 def together(order: ProcessBundles) -> Iterator[tuple[ProcessBundles, list[int]]]:
     """Divide the epochs of an order into those that an operator can process in one call, with the
     sequence number at which each epoch begins: a result's sequence number then tells its epoch. An
@@ -440,10 +446,10 @@ class SiteStages:
         """Return the protection of a task, and the readers that get its changes from this replica.
         A new reader first gets the whole state."""
         guard, group = self._shape.under(view).stages[task[0]].guard, view.group(task)
-        standby = self.site in group.standbys
-        given = guard.standbys > 0 and not standby and bool(group.standbys or group.joining)
+        gives = guard.standbys > 0 and self.site not in group.standbys
+        others = [s for s in group.standbys + group.joining if s != self.site] if gives else []
         stored = self.options.store_every_ms > 0 and group.led_by(self.site)
-        return guard, (STANDBY,) * given + (KEPT,) * stored
+        return guard, (*map(reader_at, others), *((KEPT,) if stored else ()))
 
     def shut(self, task: TaskId) -> None:
         """Close a task that this site no longer holds."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from holdfast.core.dataflow import Dataflow
 from holdfast.core.effects import HandOver, ReceiveState
-from holdfast.core.events import HandOverBegun, SiteEvent
+from holdfast.core.events import CheckpointRefused, HandOverBegun, SiteEvent
 from holdfast.core.ids import SiteId, TaskId
 from holdfast.core.layout import View
 from holdfast.net import wire
@@ -105,7 +105,12 @@ class Transfers:
         self._stages.on_view(self._view)
 
     def on_hand_over_begin(self, site: SiteId, message: wire.HandOverBegin) -> None:
-        self._handle(HandOverBegun(message.task, site, message, message.joined_view))
+        ends = (message.task, site, message, message.joined_view)
+        self._handle(HandOverBegun(*ends, message.epoch, message.after))
+
+    def on_hand_over_refused(self, site: SiteId, message: wire.HandOverRefused) -> None:
+        ends = (message.task, site, message.joined_view)
+        self._handle(CheckpointRefused(*ends, message.offered, message.has))
 
     def on_hand_over_state(
         self, site: SiteId, message: wire.HandOverState, body: memoryview

@@ -7,7 +7,9 @@ import pyarrow as pa
 import pytest
 
 from holdfast import Flow, FlowError
+from holdfast.advise.command import advise
 from holdfast.advise.measure import dry_run, measure
+from holdfast.advise.propose import Bounds
 from holdfast.api.nodes import KeyedNode, SinkNode
 from holdfast.protections import pairs
 from holdfast.sinks import callback, discard, parquet
@@ -96,11 +98,19 @@ def test_the_flow_is_as_it_was(flow_file: Path) -> None:
     flow = load_flow(str(flow_file), None)
     keyed = next(n for n in flow.nodes if isinstance(n, KeyedNode))
     keyed.protection = pairs(replicas=3)
+    flow.protection, flow.losses = pairs(replicas=3), 2
     before = flow.protection, [dict(n.__dict__) for n in flow.nodes]
     with dry_run(flow):
-        assert flow.protection.name == "none" and keyed.protection is None
+        assert flow.protection.name == "none" and keyed.protection is None and not flow.losses
         assert all(type(n.sink) is type(discard()) for n in flow.nodes if isinstance(n, SinkNode))
     assert (flow.protection, [dict(n.__dict__) for n in flow.nodes]) == before
+    assert flow.losses == 2
+
+
+def test_more_losses_than_sites_are_refused(flow_file: Path) -> None:
+    flow = load_flow(str(flow_file), None)
+    with pytest.raises(FlowError, match="2 losses at once needs at least 3 sites, not 2"):
+        advise(flow, Bounds(200, 0.5, losses=2), sites=2, partitions=2, seconds=1.0)
 
 
 def test_no_sink_is_touched(tmp_path: Path) -> None:

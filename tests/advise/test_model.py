@@ -40,6 +40,18 @@ def test_pairs_send_and_compute_twice() -> None:
     assert predict(flow(RUNNING), {1: Choice("active")}, CONSTANTS) == found
 
 
+def test_what_survives_two_losses_costs_twice_as_much_more() -> None:
+    three = predict(flow(RUNNING), {1: Choice("pairs", losses=2)}, CONSTANTS)
+    assert three.rate == pytest.approx(1 / (1 + 2 * (0.1 * 0.8 + 0.8 * 0.2)))
+    assert three.memory_bytes == 2 * RUNNING.state_bytes
+    one, two = (
+        predict(flow(RUNNING), {1: Choice("passive", 500, n)}, CONSTANTS).parts[1] for n in (1, 2)
+    )
+    assert two.slowdown == pytest.approx(2 * one.slowdown)
+    assert two.extra_bytes == pytest.approx(2 * one.extra_bytes)
+    assert two.memory_bytes == one.memory_bytes + RUNNING.state_bytes
+
+
 def test_on_two_sites_pairs_send_nothing() -> None:
     assert predict(flow(RUNNING, sites=2), {1: PAIRS}, CONSTANTS).extra_bytes == -1
 

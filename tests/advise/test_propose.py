@@ -33,6 +33,21 @@ def test_state_of_everything_has_checkpoints_as_seldom_as_may_be() -> None:
     assert predict(found.facts, longer, CONSTANTS).recovery_ms > 200
 
 
+def test_two_losses_take_a_standby_or_a_replica_more() -> None:
+    bounds = Bounds(recovery_ms=200, overhead=0.3)
+    once, twice = (advice(RUNNING, bounds=replace(bounds, losses=n)) for n in (1, 2))
+    (one,), (two,) = once.choices.values(), twice.choices.values()
+    assert (two.name, two.losses) == ("passive", 2)
+    given = f"passive(standbys=2, interval={two.every_ms / 1e3:g})"
+    assert twice.code() == [f'flow = Flow("made-up", protect={given}, losses=2)']
+    assert twice.predicted.overhead > once.predicted.overhead and one.losses == 1
+    tight = advice(WINDOW, bounds=Bounds(10, 0.9, losses=2))
+    assert tight.code() == ['flow = Flow("made-up", protect=pairs(replicas=3), losses=2)']
+    assert advice(WINDOW, bounds=replace(FREE, losses=2)).code() == [
+        'flow = Flow("made-up", protect=upstream(), losses=2)'
+    ]
+
+
 def test_a_tight_bound_takes_a_second_replica() -> None:
     found = advice(WINDOW, RUNNING, bounds=Bounds(recovery_ms=10, overhead=0.5))
     assert {c.name for c in found.choices.values()} == {"pairs"}

@@ -713,3 +713,50 @@ def test_a_task_is_rebuilt_at_one_site_only() -> None:
     controller.handle(SitesFailed(replicas, "crashed"))
     group = controller.view.group(KEYED)
     assert group.replicas == () and len(group.joining) == 1
+
+
+def test_sources_and_sinks_get_more_replicas_and_do_not_lose_those_that_they_have() -> None:
+    """No view takes a sequencer or a sink from a site that lives."""
+    controller = running(PAIRS, sites=4, spares=0)
+    controller.handle(ProtectionWanted(protected(replicas=3).guards))
+    assert controller.view is not None
+    assert all(len(controller.view.group(u).all) >= 2 for u in controller.view.tasks())
+    assert len(controller.view.groups[0][0].all) == 3
+    controller = running(protected(replicas=3), sites=4, spares=0)
+    controller.handle(ProtectionWanted(PAIRS.guards))
+    assert controller.view is not None
+    counts = {s.kind: len(controller.view.groups[s.id][0].replicas) for s in PAIRS.stages}
+    assert counts == {"source": 3, "keyed": 2, "sink": 3}
+
+
+TWO_KEYED = Shape(
+    (
+        StageShape(0, "packets", "source", 1, (), (0,), guard=ProtectionSpec(replicas=2)),
+        StageShape(1, "sessions", "keyed", 4, (0,), (1,), guard=ProtectionSpec(replicas=2)),
+        StageShape(2, "groups", "keyed", 4, (1,), (2,), guard=ProtectionSpec(replicas=2)),
+        StageShape(3, "alerts", "sink", 1, (2,), (), guard=ProtectionSpec(replicas=2)),
+    ),
+    producer_of=(0, 1, 2),
+    consumer_of=(1, 2, 3),
+)
+
+
+def test_stages_that_share_sites_after_a_change_of_protection_are_said() -> None:
+    """Tasks are not moved for it. As pairs they shared sites; rebuilt, they must not."""
+    controller = running(TWO_KEYED, sites=4, spares=0)
+    assert controller.exposures == []
+    guards = tuple(
+        replace(s.guard, replicas=1, level=1, rebuild_level=1) if s.kind == "keyed" else s.guard
+        for s in TWO_KEYED.stages
+    )
+    controller.handle(ProtectionWanted(guards))
+    seen(controller)
+    view = controller.view
+    assert view is not None and view.aims
+    for task in view.tasks():
+        for site in view.group(task).replicas if 0 < task[0] < 3 else ():
+            controller.handle(reported(controller, site, task, "retained"))
+    assert controller.shape.guards == guards, "the change is complete"
+    found = [str(exposure) for exposure in controller.exposures]
+    assert found and all("it has partitions of 'sessions', 'groups'" in text for text in found)
+    assert all(text.endswith("takes sites in 2 different processes") for text in found)

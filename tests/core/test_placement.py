@@ -1,6 +1,7 @@
 """Which sites get which replicas: the first view, and replicas that are missing."""
 
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 
@@ -8,7 +9,7 @@ from holdfast.core.ids import SiteId, TaskId
 from holdfast.core.layout import Domain, PartitionGroup, Shape, StageShape, View, spans
 from holdfast.core.placement import Assignment, Candidates, assign, missing, place, substituted
 from holdfast.core.protection import ProtectionSpec
-from holdfast.core.separation import exposures, lost_stretch
+from holdfast.core.separation import exposures, joint_exposures, lost_stretch
 from holdfast.errors import HostError
 
 SHAPE = Shape(
@@ -225,6 +226,24 @@ def test_too_few_sites_are_said_with_how_many_it_takes() -> None:
     assert str(found[0]).endswith("takes sites in 3 different processes")
     domains = {s: domain(s) for s in range(3)}
     assert exposures(place(shape, [0, 1, 2], domains), shape, domains) == []
+
+
+@pytest.mark.parametrize("sites", range(2, 8))
+def test_too_few_sites_for_two_losses_at_once_are_said(sites: int) -> None:
+    shape = rebuilt(2, *((n, n + 1) for n in range(5)), stages=6)
+    domains = {s: domain(s) for s in range(sites)}
+    view = place(shape, list(domains), domains)
+    alone = [s for s in domains if lost_stretch(view.without([s]), shape)]
+    couples = [c for c in combinations(domains, 2) if lost_stretch(view.without(c), shape)]
+    joint = joint_exposures(view, shape, domains)
+    assert bool(exposures(view, shape, domains)) == bool(alone)
+    assert bool(joint) == bool(couples and not alone), str(view)
+    assert all(exposure.sites in couples for exposure in joint)
+    for exposure in joint:
+        one, other = exposure.sites
+        text = f"the loss of sites {one}, {other} at once would end the flow: they have partitions"
+        assert str(exposure).startswith(text)
+        assert str(exposure).endswith("takes sites in 3 different processes")
 
 
 def test_a_lost_task_is_rebuilt_where_its_neighbours_are_not() -> None:

@@ -24,6 +24,7 @@ from holdfast.core.effects import (
     OpenTask,
     ProcessBundles,
     ReceiveState,
+    RefuseCheckpoint,
     ReportJoinFailed,
     ReportReplica,
     SendAck,
@@ -33,6 +34,7 @@ from holdfast.core.events import (
     BundleArrived,
     CatchUpOrdered,
     CheckpointDue,
+    CheckpointRefused,
     HandOverBegun,
     LogTold,
     PeerConnected,
@@ -373,13 +375,35 @@ def test_that_it_cannot_be_rebuilt_is_said() -> None:
 def test_a_standby_takes_one_checkpoint_after_another_and_then_over() -> None:
     site = standby()
     for epoch in (2, 4):
-        begins = HandOverBegun(KEYED, 0, "offer", 0)
+        after = NO_EPOCH if epoch == 2 else 2
+        begins = HandOverBegun(KEYED, 0, "offer", 0, epoch, after)
         assert site.tell(begins) == [ReceiveState(KEYED, 0, "offer", True)]
         site.tell(complete(epoch, whole=epoch == 2))
         assert site.state() is State.STANDBY and site.machine.tasks[KEYED].finished == epoch
     site.record(4)
     effects = site.tell(view(1, "1", "2", "1"))
     assert ReportReplica(KEYED, "caught_up") in effects and site.state() is State.ACTIVE
+
+
+def test_a_standby_does_not_go_back_when_one_with_an_older_checkpoint_takes_over() -> None:
+    """Producers have dropped what it said that it has."""
+    site = standby()
+    site.tell(HandOverBegun(KEYED, 0, "offer", 0, 4), complete(4))
+    site.tell(view(1, "0,1", "1~2", "0,1"))
+    refused = RefuseCheckpoint(KEYED, 1, 0, offered=3, has=4)
+    assert site.tell(HandOverBegun(KEYED, 1, "offer", 0, 3)) == [refused]
+    assert site.machine.tasks[KEYED].finished == 4 and site.state() is State.STANDBY
+    effects = site.tell(HandOverBegun(KEYED, 1, "offer", 0, 6, after=3))
+    assert effects == [replace(refused, offered=6)], "it builds on the one that was refused"
+    assert of(ReceiveState, site.tell(HandOverBegun(KEYED, 1, "offer", 0, 4)))
+
+
+def test_what_was_coming_in_is_void_when_its_sender_begins_with_what_is_refused() -> None:
+    site = standby()
+    site.tell(HandOverBegun(KEYED, 0, "offer", 0, 4), complete(4))
+    site.tell(HandOverBegun(KEYED, 0, "offer", 0, 6, after=4))
+    effects = site.tell(HandOverBegun(KEYED, 0, "offer", 0, 7, after=6))
+    assert effects == [DiscardState(KEYED), RefuseCheckpoint(KEYED, 0, 0, offered=7, has=4)]
 
 
 def test_a_checkpoint_that_was_under_way_is_void_when_the_standby_takes_over() -> None:
@@ -532,6 +556,28 @@ def test_a_standby_that_cannot_be_reached_gets_all_of_it_the_next_time() -> None
     assert of(HandOver, site.tell(CheckpointDue(KEYED))) == []
     site.tell(PeerConnected(1))
     assert [h.after for h in of(HandOver, site.tell(CheckpointDue(KEYED)))] == [None]
+
+
+def test_a_standby_that_takes_over_gives_the_others_the_whole_state_first() -> None:
+    """Also if they have had no checkpoint since the start: it has not tracked what changed."""
+    site = Site(view(0, "0,1", "0~1~2", "0,1"), shape(replace(PASSIVE, standbys=2)))
+    site.tell(HandOverBegun(KEYED, 0, "offer", 0, 4, NO_EPOCH), complete(4, whole=False))
+    site.tell(view(1, "1", "2~1", "1"))
+    assert [h.after for h in of(HandOver, site.tell(CheckpointDue(KEYED)))] == [None]
+
+
+def test_a_standby_that_has_a_later_checkpoint_gets_the_whole_state_when_that_is_as_late() -> None:
+    site = Site(view(0, "0,1", "2~1", "0,1"), shape(PASSIVE))
+    site.tell(bundle(0, joined_view=0), processed(0))
+    (over,) = of(HandOver, site.tell(CheckpointDue(KEYED)))
+    refused = CheckpointRefused(KEYED, 1, 0, offered=over.epoch, has=2)
+    assert site.tell(refused) == [AbandonHandOver(KEYED, 1)]
+    assert site.tell(refused) == [] and site.stale() == {Stale.REPEATED: 1}
+    assert of(HandOver, site.tell(CheckpointDue(KEYED))) == [], "it is not as late"
+    assert of(HandOver, site.tell(bundle(1, joined_view=0), processed(1))) == []
+    (over,) = of(HandOver, site.tell(bundle(2, joined_view=0), processed(2)))
+    assert (over.epoch, over.after) == (2, None)
+    assert site.tell(replace(refused, joined_view=7, offered=2)) == [], "of another replica there"
 
 
 # --- protection changes -------------------------------------------------------------------------

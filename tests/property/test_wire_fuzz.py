@@ -168,6 +168,7 @@ MESSAGES: list[tuple[wire.Message, bytes]] = [
                 (1, 0), 3, 99, EXTRAS, None, {1: {0: Gap(2, -1, -1, 0, {(2, 0): 1})}}
             ),
             wire.HandOverEnd((1, 0)),
+            wire.HandOverRefused((1, 0), 2, 3, 5),
             wire.PushBegin(0, "query", 0, "push"),
             wire.PushOpen(0, "push", 0, 0),
             wire.PushDone(),

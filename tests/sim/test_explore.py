@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.lab.sim import exhaust
 from holdfast.lab.sim.bugs import BUGS, Bug
-from holdfast.lab.sim.explore import MIRRORED, PROTOCOLS, Case, run, shrink
+from holdfast.lab.sim.explore import ALONE, MIRRORED, PROTOCOLS, Case, run, shrink
 from holdfast.lab.sim.faults import KINDS, PAIRS, PHASES, Fault, schedule
 from holdfast.lab.sim.flows import FLOWS
 from holdfast.ui import cli
@@ -26,6 +26,7 @@ FLOWS_AND_PROTOCOLS = [
     ("times", "upstream"),
     *(("timeouts", protocol) for protocol in ("upstream", "rollback")),
     *((flow, "passive") for flow in ("windows", "times", "timeouts", "dmz")),
+    *((flow, protocol) for flow in ("joins", "windows") for protocol in ("passive-2", "active-3")),
     ("joins", "upstream"),
     ("windows", "active"),
     ("dmz", "upstream"),
@@ -57,7 +58,15 @@ def test_whatever_goes_wrong_the_result_is_right(
     assert any(outcome.done for outcome in outcomes)
 
 
-TWO_PROTOCOLS = list(itertools.permutations(sorted(PROTOCOLS.keys() - {"triples", *MIRRORED}), 2))
+TWO_PROTOCOLS = [
+    *itertools.permutations(sorted(PROTOCOLS.keys() - {*ALONE}), 2),
+    ("passive", "passive-2"),
+    ("passive-2", "passive"),
+    ("passive-2", "upstream"),
+    ("upstream", "passive-2"),
+    ("pairs", "active-3"),
+    ("active-3", "passive-2"),
+]
 
 
 @pytest.mark.parametrize("runs", [2, nightly(10)])

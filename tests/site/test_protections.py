@@ -6,6 +6,7 @@ from holdfast import Flow, FlowError, HostError
 from holdfast import functions as F
 from holdfast.api.nodes import KeyedNode
 from holdfast.api.protection import none
+from holdfast.control.run import Run
 from holdfast.plan.planner import plan
 from holdfast.protections import active, pairs, passive, rollback, upstream
 from holdfast.sinks import discard
@@ -33,6 +34,61 @@ def test_sites_are_killed(kept, tmp_path, name: str) -> None:
         until_rows(run, 30_000)
         only = replicas(run)["totals", 0][0]
         kill(run, only)
+    check(run, kept, tmp_path)
+
+
+PAPERS = {
+    "upstream": upstream(k=1, failure_domain="process"),
+    "rollback": rollback(h=2, failure_domain="process"),
+}
+TWO_LOSSES = {
+    "passive": passive(standbys=2, interval=0.2, failure_domain="process"),
+    "active": active(replicas=3, failure_domain="process"),
+}
+
+
+@pytest.mark.parametrize("name", ["upstream", nightly("rollback")])
+def test_a_site_is_killed_under_the_papers_own_settings(kept, tmp_path, name: str) -> None:
+    """Neighbouring stages share no site, so one loss takes a partition of one of them."""
+    run = windows(paced(tmp_path), PAPERS[name]).start(sites=4, partitions=8)
+    kept.append(run)
+    until_protected(run, 4)
+    until_rows(run, 30_000)
+    assert run.status()["exposed"] == []
+    kill(run, replicas(run)["totals", 0][0])
+    check(run, kept, tmp_path)
+
+
+def holders(run: Run, stage: str) -> list[int]:
+    """The sites of a stage's first partition group: those that compute, then the standbys."""
+    found = next(p for p in run.status()["partitions"] if p["stage"] == stage)
+    return [*found["replicas"], *found["standbys"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        ("passive", "totals"),
+        ("active", "events"),
+        nightly("active", "totals"),
+        nightly("passive", "events"),
+        nightly("passive", "out"),
+    ],
+)
+def test_two_sites_are_killed_at_once_and_nothing_is_lost(
+    kept, tmp_path, name: str, stage: str
+) -> None:
+    """Of three that hold a partition two die: the computing one and its first standby; or the
+    leading replica of the source, which is the first sequencer, and the next one."""
+    run = windows(paced(tmp_path), TWO_LOSSES[name]).start(sites=4, partitions=8)
+    kept.append(run)
+    until_protected(run, 4)
+    until_rows(run, 30_000)
+    held = holders(run, stage)
+    assert len(held) == 3
+    kill(run, *held[:2])
+    until_protected(run, 4)
+    assert len(holders(run, stage)) == 3, "those that died are replaced"
     check(run, kept, tmp_path)
 
 

@@ -389,6 +389,30 @@ def _standbys_are_not_counted(right: Any) -> Any:
     return count_replicas
 
 
+def _one_standby_is_enough(right: Any) -> Any:
+    def count_replicas(self: SiteExchanges, producer: Producer) -> None:
+        assert self._view is not None
+        groups = self._view.groups[self._shape.consumer_of[producer.exchange]]
+        producer.on_view(
+            {
+                GroupId(j): {
+                    s: c.joined_view_of(s) for s in c.replicas + c.joining + c.standbys[:1]
+                }
+                for j, c in enumerate(groups)
+            }
+        )
+
+    return count_replicas
+
+
+def _removed_keys_are_named_once(right: Any) -> Any:
+    def snapshot(self: StateTable, *args: Any) -> Any:
+        self._removed = {reader: [] for reader in self._removed}
+        return right(self, *args)
+
+    return snapshot
+
+
 def _before_it_is_in_place(right: Any) -> Any:
     def hand_over(self: Donor, *args: Any) -> Any:
         effects = right(self, *args)
@@ -468,6 +492,7 @@ def _overtaken_views_are_given_out(_: Any) -> Any:
 
 
 _passive = partial(Bug, flow="times", protocol="passive", kinds=("crash", "crash of two"))
+_standbys = partial(Bug, flow="times", protocol="passive-2", kinds=("crash of two",), beyond=0.0)
 _upstream = partial(Bug, flow="times", protocol="upstream", kinds=("crash", "crash of two"))
 _apps = partial(Bug, apps=2, kinds=("crash", "controller"))
 _changes = partial(Bug, flow="times", kinds=("crash", "crash of two"))
@@ -554,6 +579,10 @@ BUGS = [
         SiteExchanges, "_count_replicas", _standbys_are_not_counted),
     _passive("changes left out", "a checkpoint lacks the changes right after the one before",
         Donor, "hand_over", _before_it_is_in_place),
+    _standbys("one standby is enough", "producers drop bundles that the first standby has",
+        SiteExchanges, "_count_replicas", _one_standby_is_enough),
+    _standbys("removed keys named once", "only one of two standbys learns of removed keys",
+        StateTable, "snapshot", _removed_keys_are_named_once),
     _upstream("state not counted", "producers drop input that the state comes from",
         TaskRunner, "came_from", _as_if_stateless),
     _upstream("one of many", "all output of epochs processed together goes into the last one",

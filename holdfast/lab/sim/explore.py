@@ -50,17 +50,22 @@ PROTOCOLS: dict[str, Protection] = {
     "pairs": pairs(failure_domain="process"),
     "triples": pairs(replicas=3, failure_domain="process"),
     "active": active(failure_domain="process"),
+    "active-3": active(replicas=3, failure_domain="process"),
     "rollback": rollback(summary_interval=0.02, failure_domain="process"),
     "rollback-2": rollback(h=2, summary_interval=0.02, failure_domain="process"),
     "upstream": upstream(summary_interval=0.02, failure_domain="process"),
     "upstream-1": upstream(k=1, summary_interval=0.02, failure_domain="process"),
     "passive": passive(interval=0.008, failure_domain="process"),
+    "passive-2": passive(standbys=2, interval=0.008, failure_domain="process"),
     "dataflow": pairs(granularity="dataflow", failure_domain="process"),
     "cluster": pairs(granularity="cluster", failure_domain="process"),
 }
 MIRRORED = ("dataflow", "cluster")
 """Protocols that lose a whole mirror with a site. They are not mixed with others, and run in one
 application."""
+ALONE = ("triples", "active-3", "passive-2", *MIRRORED)
+"""Protocols that run in one application. They want more failure domains than there are
+applications, or are mirrored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +110,23 @@ class Case:
 
     @property
     def guards(self) -> tuple[Protection, ...]:
-        """The protection of the stages after the change."""
-        return shape(plan(self.flow_with(self.then)), self._options().partitions).guards
+        """The protection of the stages after the change. Sources and sinks keep the replicas that
+        they have."""
+        before, after = (
+            shape(plan(self.flow_with(name)), self._options().partitions)
+            for name in (self.first, self.then)
+        )
+        return tuple(
+            new.guard
+            if new.kind == "keyed"
+            else replace(new.guard, replicas=max(new.guard.replicas, old.guard.replicas))
+            for old, new in zip(before.stages, after.stages, strict=True)
+        )
 
     @property
     def applications(self) -> int:
         """The number of applications."""
-        alone = self.protocol in ("triples", *MIRRORED)
+        alone = any(p in ALONE for p in (self.protocol, self.first, self.then))
         if self.apps or alone or self.seed % 8 != 6:
             return self.apps or 1
         return 2 + self.seed // 8 % 2
@@ -134,11 +149,17 @@ class Case:
         return replace(options, kept_bytes_max=SCARCE_BYTES) if self.seed % 5 == 4 else options
 
     def world(self) -> TimedWorld:
-        flow, ends = self.flow_with(self.first), PROTOCOLS[self.protocol].at_the_ends
-        checkpoints = any(s.protection and s.protection.every_ms for s in plan(flow).stages)
+        flow = self.flow_with(self.first)
+        stages = [*plan(flow).stages, *plan(self.flow_with(self.then or self.first)).stages]
+        wanted = [s.protection for s in stages if s.protection]
+        checkpoints = any(guard.every_ms for guard in wanted)
         world = TimedWorld(
             flow,
-            sites=max(self.sites or 3 + self.seed % 3, ends.replicas, self.applications),
+            sites=max(
+                self.sites or 3 + self.seed % 3,
+                self.applications,
+                *(guard.wanted for guard in wanted),
+            ),
             apps=self.applications,
             seed=self.seed,
             options=self._options(),

@@ -87,6 +87,7 @@ from holdfast.net.wire.handover import (
     HandOverEnd,
     HandOverHeld,
     HandOverKept,
+    HandOverRefused,
     HandOverState,
 )
 from holdfast.net.wire.handshake import VERSION, Challenge, Hello, Refusal, Welcome
@@ -149,6 +150,7 @@ __all__ = [
     "HandOverEnd",
     "HandOverHeld",
     "HandOverKept",
+    "HandOverRefused",
     "HandOverState",
     "Hello",
     "IngressExtras",

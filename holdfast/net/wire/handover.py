@@ -1,11 +1,16 @@
 """Handing a task over to a new replica, or a checkpoint of it to a standby.
 
-    donor -> joiner   HandOverBegin, HandOverKept*, HandOverHeld*, HandOverState*, HandOverEnd
+    donor -> joiner    HandOverBegin, HandOverKept*, HandOverHeld*, HandOverState*, HandOverEnd
+    standby -> donor   HandOverRefused
 
 The parts follow each other in this order, between other messages, a little at a time. A second
 `HandOverBegin` for a task voids what came before. The joiner installs the state at `HandOverEnd`
 and reports to the leader; if the connection breaks before, both ends report that the hand-over has
 failed, and the joiner joins again under a new view.
+
+A standby that has a later checkpoint than the one that begins, or another than the one that it
+builds on, answers `HandOverRefused` and ignores the rest. The donor then sends its whole state,
+once that is as late.
 """
 
 from __future__ import annotations
@@ -61,3 +66,13 @@ class HandOverEnd(Message, frozen=True):
     """The state is complete: install it."""
 
     task: TaskId
+
+
+class HandOverRefused(Message, frozen=True):
+    """The standby keeps the checkpoint that it has."""
+
+    task: TaskId
+    joined_view: Number
+    """The view in which the standby joined."""
+    offered: EpochNumber
+    has: EpochNumber

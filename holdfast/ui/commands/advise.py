@@ -38,6 +38,11 @@ def add_to(commands: Any) -> None:
         help="maximum share of the throughput to give up: 10%%",
     )
     advise.add_argument(
+        "--losses",
+        type=int,
+        help="number of losses at once to survive (1, or as many as the flow asks for)",
+    )
+    advise.add_argument(
         "--sites", type=int, default=4, help="number of sites that will run the flow (4)"
     )
     advise.add_argument(
@@ -89,9 +94,11 @@ def execute(options: argparse.Namespace, console: Console) -> int:
     if not isinstance(defined, Flow):  # Spark pushes its rows, though its sites are processes
         spark = session_of(options.master, options.sites)
     try:
+        flow = defined if isinstance(defined, Flow) else made_flow(options.file, defined, spark)
+        losses = max(1, flow.losses) if options.losses is None else options.losses
         advice = command.advise(
-            defined if isinstance(defined, Flow) else made_flow(options.file, defined, spark),
-            Bounds(options.recovery, options.overhead),
+            flow,
+            Bounds(options.recovery, options.overhead, losses),
             sites=options.sites,
             partitions=options.partitions,
             seconds=options.seconds,
