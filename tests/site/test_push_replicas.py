@@ -13,7 +13,7 @@ from holdfast.site.push_lane import LaneState, ReplicaLane
 from holdfast.site.push_log import PushLog
 from holdfast.site.spill import Held
 from holdfast.site.staging import Push, Staged
-from tests.support.push_story import Story, told
+from tests.support.push_story import told
 
 
 @pytest.fixture
@@ -78,11 +78,6 @@ def _trims_what_all_have(self: PushLog) -> int:
     return min([self.entered, *(lane.has for lane in self._lanes.values())])
 
 
-def _recovers_anything(self: PushLog, entry: Any, right: Any = PushLog.recover) -> Any:
-    self._recovered = None
-    return right(self, entry)
-
-
 _submit = PushReader._submit
 BUGS: dict[str, tuple[Any, str, Any]] = {
     "a micro-batch enters in parts": (PushReader, "_submit", _enters_in_parts),
@@ -100,14 +95,8 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
         _drops_what_has_not_entered,
     ),
     "a new replica counts at once": (ReplicaLane, "reaches", _counts_at_once),
-    "a replica that was counted stays so": (
-        Story,
-        "is_stale",
-        lambda self, said, since: said < since,
-    ),
     "a replaced leader is followed": (PushLog, "follow", _follows_anybody),
     "what all have is trimmed": (PushLog, "_everywhere", _trims_what_all_have),
-    "what is stored is put together": (PushLog, "recover", _recovers_anything),
 }
 """What may be wrong with the protocol, and is found out."""
 
@@ -119,6 +108,9 @@ CAUGHT = {
     "equal numbers are equal push batches": (1, 2, False),
     "rows enter where they arrive": (0, 4, True),
     "a replica forgets what a lost leader sent": (3, 2, False),
+    "a new replica counts at once": (48, 3, False),
+    "a replaced leader is followed": (0, 4, True),
+    "what all have is trimmed": (4, 2, False),
 }
 """The story that finds each of them."""
 
