@@ -241,11 +241,11 @@ class FolderReader(PullReader):
 
     # --- marks ----------------------------------------------------------------------------------
 
+    def check(self, mark: str) -> None:
+        _decoded(mark)
+
     def note(self, mark: str, epoch: int) -> None:
-        try:
-            decoded = msgspec.json.decode(mark, type=_Mark)
-        except msgspec.MsgspecError as error:
-            raise ValueError(str(error)) from error
+        decoded = _decoded(mark)
         self._unnoted = max(0, self._unnoted - 1)
         if decoded.file is None:
             self._note_absent(decoded, epoch)
@@ -359,6 +359,13 @@ class _SavedPosition(msgspec.Struct):
 
 def _encoded(mark: _Mark) -> str:
     return msgspec.json.encode(mark).decode()
+
+
+def _decoded(mark: str) -> _Mark:
+    try:
+        return msgspec.json.decode(mark, type=_Mark)
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from error
 
 
 def _after(batches: Iterator[pa.RecordBatch], rows: int) -> Iterator[pa.RecordBatch]:

@@ -61,8 +61,11 @@ class PullReader:
         at all replicas, including the leader. Raises `ValueError` for an invalid mark and then
         changes nothing."""
 
+    def check(self, mark: str) -> None:
+        """Raise `ValueError` for a mark that `note` would refuse."""
+
     def rewind(self) -> None:
-        """Called when this replica becomes the leader: `take` continues after the last mark."""
+        """Called when this replica leads: `take` continues after the last mark."""
 
     def save(self) -> str:
         """Return the noted position, in a few bytes. State that grows with the source is in the

@@ -70,12 +70,6 @@ def refuse(plan: Plan, shaped: Shape, apps: int) -> None:
     for stage in plan.sources:
         if stage.source is None or not stage.source.pushed:
             continue
-        if shaped.stages[stage.id].guard.replicas > 2:
-            raise errors.HostError(
-                f"source {stage.name!r} gets each row only once, and such a source can have at "
-                f"most 2 replicas, not {shaped.stages[stage.id].guard.replicas}",
-                hint="protect the flow with pairs(), or take a source that can be read again",
-            )
         if apps > 1 and not stage.source.resumable:
             raise errors.HostError(
                 f"source {stage.name!r}: without a checkpoint location the query that feeds it "

@@ -231,6 +231,10 @@ class Controller:
         if any(s in before.members for s in gone):
             if view.sequencers != before.sequencers:
                 self.joins.on_chain_changed(view.number)
+            for task in view.tasks():
+                changed = view.group(task).replicas[:1] != before.group(task).replicas[:1]
+                if changed and self.shape.stages[task[0]].kind == "source":
+                    self.joins.on_leader_changed(task, view.number)
             effects += self._commit(view)
         return effects + self._recover()
 

@@ -40,6 +40,8 @@ class ReplicaJoins:
         """Tasks whose last attempt failed and that wait for their `RejoinTimer`."""
         self._chain_changed = 0
         """The number of the view in which a replica of the sequencer was last lost."""
+        self._leader_changed: dict[TaskId, int] = {}
+        """By source: the number of the view in which its leader was last lost."""
 
     def resume(self, view: View) -> None:
         """Continue in place of another controller: replicas that have caught up report it again."""
@@ -49,6 +51,8 @@ class ReplicaJoins:
             for s in view.group(u).replicas
             if view.group(u).joined_view_of(s)
         }
+        # What was reported before may be about a leader that was lost before.
+        self._leader_changed = dict.fromkeys(view.tasks(), view.number)
 
     # --- orders ---------------------------------------------------------------------------------
 
@@ -85,10 +89,13 @@ class ReplicaJoins:
 
     def is_stale(self, report: ReplicaReported, group: PartitionGroup) -> bool:
         """Whether a report is about a replica that was given up. A replica of the sequencer that is
-        in a chain which has changed since reports again, when it is in the new one."""
+        in a chain which has changed since reports again, when it is in the new one; one of a source
+        whose leader has changed, when it has what the new leader has."""
         if report.site not in group.joining:
             return True
         since = group.joined_view_of(report.site)
+        if report.phase == "installed":
+            since = max(since, self._leader_changed.get(report.task, 0))
         if report.task == FIRST and report.phase == "installed":
             since = max(since, self._chain_changed)
         return report.number < since
@@ -106,6 +113,10 @@ class ReplicaJoins:
     def on_chain_changed(self, number: int) -> None:
         """A replica of the sequencer is lost with the view of this number."""
         self._chain_changed = number
+
+    def on_leader_changed(self, task: TaskId, number: int) -> None:
+        """The leader of a source is lost with the view of this number."""
+        self._leader_changed[task] = number
 
     # --- failures and retries -------------------------------------------------------------------
 

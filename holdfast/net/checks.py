@@ -26,7 +26,7 @@ from holdfast.plan.planner import Plan
 
 NUMBERS = range(wire.NUMBER_MAX)
 EPOCHS = range(NO_EPOCH, wire.NUMBER_MAX)
-MARKS = {"committed", "total", "ended", "more", "everywhere"}
+MARKS = {"committed", "total", "ended", "more"}
 
 
 class Checks:
@@ -158,13 +158,30 @@ class Checks:
     def push_batch(self, message: wire.PushBatch, body: memoryview) -> None:
         _require(message.source in self._pushed, "the source is not fed")
         _require(message.marks.keys() >= MARKS, "a push batch without all marks")
-        _require(message.marks["everywhere"] < message.number, "a push batch known to all")
+        _require(message.number > 0, "push batches begin with 1")
+        _require(message.made[0] <= message.rank, "a push batch of a later leader")
+        _require(message.made[1] < message.number, "a push batch of an earlier leader")
         _require(sum(message.sizes) == body.nbytes, "a push batch of another size")
         part = bool(message.marks["more"])
         _require(not (part and message.pull_reader), "a part of a push batch with a position")
 
-    def pushed(self, message: wire.PushHas | wire.PushCounted, body: memoryview) -> None:
+    def pushed(
+        self,
+        message: wire.PushHas | wire.PushKnown | wire.PushLead | wire.PushCounted,
+        body: memoryview,
+    ) -> None:
         _require(message.source in self._pushed, "the source is not fed")
+
+    def push_has(self, message: wire.PushHas, body: memoryview) -> None:
+        self.pushed(message, body)
+        _require(message.entered <= message.number, "push batches that entered and are not there")
+        ranks, ends = [r for r, _ in message.made], [message.entered, *(n for _, n in message.made)]
+        _require(ranks == sorted(set(ranks)), "push batches of leaders in another order")
+        _require(ends == sorted(set(ends)), "push batches in another order")
+
+    def push_known(self, message: wire.PushKnown, body: memoryview) -> None:
+        self.pushed(message, body)
+        _require(message.everywhere <= message.entered, "push batches that entered at others only")
 
     def notes(self, message: wire.Notes | wire.NotesKept, body: memoryview) -> None:
         sink = self._sinks.get(message.sink)

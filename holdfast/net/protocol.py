@@ -127,7 +127,9 @@ RULES: tuple[Rule, ...] = (
     Rule(wire.PushTaken, (SITE,), _CLIENT),
     Rule(wire.PushBatch, (SITE,), _SOURCING, Checks.push_batch, has_body=True),
     Rule(wire.PushCounted, (SITE,), _NODE, Checks.pushed),
-    Rule(wire.PushHas, (SITE,), _SOURCING, Checks.pushed),
+    Rule(wire.PushHas, (SITE,), _SOURCING, Checks.push_has),
+    Rule(wire.PushKnown, (SITE,), _SOURCING, Checks.push_known),
+    Rule(wire.PushLead, (SITE,), _SOURCING, Checks.pushed),
     # Sinks that are read.
     Rule(wire.Where, (READER,), _CONTROL),
     Rule(wire.There, (SERVER,), _CLIENT),

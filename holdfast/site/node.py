@@ -222,6 +222,8 @@ class SiteNode:
             self.sequencing.waits_for_chain = True  # the replica it was chained to is gone
         self.sequencing.take_early()
         self.sequencing.join_chain(view)
+        if known is not None:
+            self.reports.on_leaders_changed(known, view)
 
     def on_connected(self, site: SiteId) -> None:
         """There is a connection to another site. What was under way on an earlier one may be lost:
@@ -308,7 +310,9 @@ class SiteNode:
         self.sequencing.on_delivered(sink, message.epoch)
 
     def on_push_counted(self, site: SiteId, message: wire.PushCounted) -> None:
-        self.reports.on_push_counted(message.source)
+        reader = self.stages.pushed().get(message.source)
+        if reader is not None and reader.follows(site, message.rank):
+            self.reports.on_push_counted(message.source)
 
     def on_recorded(self, site: SiteId, message: wire.Recorded) -> None:
         if self.stages.recorded is not None:

@@ -23,7 +23,7 @@ only a window of unconfirmed push batches is on its way to another replica.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
@@ -31,26 +31,30 @@ import pyarrow as pa
 
 from holdfast.connectors.sources import PullReader, SplitReader
 from holdfast.core.ids import STORE, SiteId
-from holdfast.engine.batches import cut, empty, to_ipc
+from holdfast.engine.batches import cut, empty
 from holdfast.errors import ProtocolError
 from holdfast.net import wire
-from holdfast.net.bundles import rows_of
 from holdfast.site.entered_rows import EnteredRows
-from holdfast.site.push_log import (
+from holdfast.site.push_entries import (
+    AskReplica,
     EnterRun,
     FeedPlace,
+    Holding,
+    Known,
     Lead,
     LogEffect,
     LogEntry,
-    PushLog,
     ReleaseRows,
     SendEntry,
+    TellKnown,
 )
+from holdfast.site.push_log import PushLog
+from holdfast.site.push_messages import decode, encode, rows_in
 from holdfast.site.spill import Held, Overflow
 from holdfast.site.staging import GIVEN_UP, Push, Reply, Staged
 
 Keep = Callable[[Lead, wire.PushBatch, list[Any]], None]
-"""Stores a push batch of a leader, and calls `PushReader.on_has` when it is stored."""
+"""Stores a push batch of a leader, and calls `PushReader.on_stored` when it is stored."""
 
 HELD_BYTES_MAX = 32 << 20
 """Pushers wait while more bytes than this have entered the flow and were not read."""
@@ -127,8 +131,9 @@ class PushReader(SplitReader):
         self._cursor = ThroughCursor(0)
         self._last_push = ""  # the push that was committed here last
         self._waiting: list[tuple[Reply, str]] = []  # answers that wait for room
-        # Answers that wait for the store, with the push batch that it must have.
-        self._unstored: deque[tuple[int, Reply]] = deque()
+        self._rewinds_at: int | None = None
+        """A new leader of a pull source reads on when the push batches up to this one have
+        entered: they say how far the source was read."""
 
     # --- the flow's side ------------------------------------------------------------------------
 
@@ -136,20 +141,20 @@ class PushReader(SplitReader):
     def leads(self) -> bool:
         return self._log.leads
 
+    @property
+    def rank(self) -> int:
+        """The rank of the leader that this replica knows."""
+        return self._log.rank
+
     def read(self, rows_max: int, *, due: bool = False) -> pa.RecordBatch | None:
         if not self._entered:
             return None if self._log.entered_at.ended else self._empty
-        if not due and not self._is_readable(self._entered.first_number):
-            return self._empty
+        if not due and not self.leads:
+            return self._empty  # another replica decides what is read
         batch = self._entered.read(rows_max)
         if self._entered.nbytes < HELD_BYTES_MAX:
             self._answer_waiting()
         return batch
-
-    def _is_readable(self, number: int) -> bool:
-        """A replica that does not lead reads only rows that are due. A new leader may have push
-        batches that the store lacks; their rows may not be in an epoch yet."""
-        return self._log.leads and self._log.is_stored(number)
 
     def _answer_waiting(self) -> None:
         answers, self._waiting = self._waiting, []
@@ -198,15 +203,13 @@ class PushReader(SplitReader):
             reply(True, "")
 
     def _answer_when_entered(self, reply: Reply) -> None:
-        """Reply once the rows that were submitted last have entered. A new leader has rows that the
-        store may lack, and must not confirm them yet: the pusher would not send them again."""
+        """Reply once the rows that were submitted last have entered. A new leader has rows that
+        others may lack, and must not confirm them yet: the pusher would not send them again."""
         pending = self._log.pending
         if pending is not None:
             pending.answers.append((reply, wire.TAKEN))
-        elif self._is_readable(self._log.entered):
-            reply(True, wire.TAKEN)
         else:
-            self._unstored.append((self._log.entered, reply))
+            reply(True, wire.TAKEN)
 
     def _give_up(self) -> None:
         push, self._push = self._push, None
@@ -317,6 +320,11 @@ class PushReader(SplitReader):
         """Take the rows that a pull source has, if there is room for them."""
         if self.pull_reader is None or not self.leads or self._closed:
             return
+        if self._rewinds_at is not None:
+            if self._log.entered < self._rewinds_at:
+                return
+            self._rewinds_at = None
+            self.pull_reader.rewind()
         while (
             not self._pulled_all
             and self._log.submitted - self._log.entered < PULLED_MAX
@@ -337,7 +345,6 @@ class PushReader(SplitReader):
         self._closed = True
         self._give_up()
         self._waiting.clear()
-        self._unstored.clear()
         self._log.drop_answers()
         if self.pull_reader is not None:
             self.pull_reader.close()
@@ -362,56 +369,86 @@ class PushReader(SplitReader):
         self._execute(self._log.submit(pieces, place, pull_mark, reply))
 
     def on_replicas(
-        self, leads: bool, others: Iterable[SiteId], joining: Iterable[SiteId], rank: int = 0
+        self,
+        leader: SiteId | None,
+        others: Mapping[SiteId, int],
+        joining: Mapping[SiteId, int],
+        rank: int = 0,
     ) -> None:
-        """Adopt a view of this rank, with these other replicas."""
-        if leads and not self.leads and self.pull_reader is not None:
-            self.pull_reader.rewind()
-        if not leads:
+        """Adopt a view of this rank; see `PushLog.on_replicas`."""
+        begins = leader is None and not self.leads
+        if leader is not None:
             self._give_up()
         stored = self.keep is not None
-        self._execute(self._log.on_replicas(leads, set(others), set(joining), rank, stored))
-        if leads:
+        effects = self._log.on_replicas(leader, others, joining, rank, stored)
+        if begins:
+            self._rewinds_at = self._log.submitted
+        self._execute(effects)
+        if self.leads:
             self.on_ready()
 
-    def on_has(self, site: SiteId, number: int, again: bool) -> bool:
-        """Handle another replica's message, or the store's; see `PushLog.on_has`."""
-        if not self._log.sends_to(site):
+    def on_push_has(self, site: SiteId, message: wire.PushHas) -> bool:
+        """Handle what another replica has. Return whether to tell it that it counts: see
+        `PushLog.on_asked`."""
+        if not self.leads or not self._log.sends_to(site):
             return False
-        tell, effects = self._log.on_has(site, number, again)
+        if message.again:
+            tell, effects = self._log.on_asked(site, Holding(message.entered, message.made))
+        elif message.rank == self._log.lead.rank:
+            tell, effects = self._log.on_has(site, message.number, message.entered)
+        else:
+            return False  # it confirms push batches of an earlier leader
         self._execute(effects)
         self.on_ready()
         return tell
 
-    def on_push_batch(self, message: wire.PushBatch, body: memoryview) -> None:
-        """Take a push batch from the leader."""
-        if message.number != self._log.submitted + 1:
-            return  # a repeated one; or the leader sent it before it knew what this replica lacks
-        rows, at = [], 0
-        for size in message.sizes:
-            rows.append(rows_of(body[at : at + size]))
-            at += size
-        self._receive(message, rows)
-        self._execute(self._log.trim(message.marks["everywhere"]))
+    def on_stored(self, lead: Lead, number: int) -> None:
+        """The store has a push batch that this replica wrote under this lead."""
+        if self.leads and lead == self._log.lead and self._log.sends_to(STORE):
+            self._execute(self._log.on_has(STORE, number, number)[1])
+            self.on_ready()
+
+    def follows(self, site: SiteId, rank: int) -> bool:
+        """Whether a message of a leader counts; see `PushLog.follow`."""
+        return self._log.follow(site, rank)
+
+    def on_push_batch(self, site: SiteId, message: wire.PushBatch, body: memoryview) -> bool:
+        """Take a push batch from the leader. Return whether to confirm what is here."""
+        rows = rows_in(message, body)
+        if self.pull_reader is not None and message.pull_reader:
+            try:
+                self.pull_reader.check(message.pull_reader)
+            except ValueError as error:
+                raise ProtocolError(f"an invalid mark of a pull source: {error}") from error
+        if not self.follows(site, message.rank):
+            return False
+        self._execute(self._log.receive(decode(message, rows, self.overflow)))
+        return True
+
+    def on_push_known(self, site: SiteId, message: wire.PushKnown) -> bool:
+        """Learn what the leader knows. Return whether to confirm what is here."""
+        if not self.follows(site, message.rank):
+            return False
+        before = self._log.entered
+        known = Known(message.matched, message.entered, message.everywhere)
+        self._execute(self._log.on_known(known))
+        return self._log.entered > before
+
+    def holding(self, again: bool) -> wire.PushHas:
+        """Return what this replica has, for the leader. With `again` it asks for what it lacks."""
+        log, made = self._log, self._log.holding().made if again else ()
+        return wire.PushHas(
+            self.source, log.matched, again, log.entered, max(0, log.rank), tuple(made)
+        )
 
     def recover(self, message: wire.PushBatch, rows: list[pa.RecordBatch]) -> None:
         """Take a stored push batch of a flow that was lost; all replicas have it. `drop_part`
         follows after the last one."""
-        self._receive(message, rows)
-        self._execute(self._log.trim(self._log.entered))
+        self._execute(self._log.recover(decode(message, rows, self.overflow)))
 
     def drop_part(self) -> None:
         """Drop the push batches of a run that is not complete."""
         self._execute(self._log.drop_incomplete_run())
-
-    def _receive(self, message: wire.PushBatch, rows: list[pa.RecordBatch]) -> None:
-        more, place = bool(message.marks.get("more", 0)), FeedPlace.after(message)
-        entry = LogEntry(message.number, [], more, place, message.pull_reader)
-        if not more:
-            self._note(entry)  # raises for an invalid mark, before anything has changed
-        entry.rows = [self.overflow.hold(batch) for batch in rows]
-        if run := self._log.receive(entry):
-            self._let_in(run)
 
     def _execute(self, effects: Iterable[LogEffect]) -> None:
         """Execute effects of the log in order. An effect may cause further ones, which follow."""
@@ -424,33 +461,38 @@ class PushReader(SplitReader):
                 self._execute_one(self._effects.popleft())
         finally:
             self._executing = False
-        while self._unstored and self._is_readable(self._unstored[0][0]):
-            self._unstored.popleft()[1](True, wire.TAKEN)
 
     def _execute_one(self, effect: LogEffect) -> None:
         match effect:
             case SendEntry():
                 self._send_entry(effect)
+            case AskReplica(site):
+                self.send(site, wire.PushLead(self.source, self._log.rank), [])
+            case TellKnown(site, known):
+                self._tell(site, known)
             case EnterRun(run):
                 self._note(run[-1])
                 self._let_in(run)
             case ReleaseRows(entry):
                 self.overflow.release(entry.rows)
+                answers, entry.answers = entry.answers, []
+                for reply, _ in answers:
+                    reply(False, GIVEN_UP)
             case _:
                 assert_never(effect)
 
     def _send_entry(self, effect: SendEntry) -> None:
-        entry, place = effect.entry, effect.entry.place
-        marks = place.marks() | {"more": int(entry.more), "everywhere": effect.everywhere}
-        bodies = [to_ipc(held.rows) for held in entry.rows]
-        sizes = [b.size for b in bodies]
-        message = wire.PushBatch(
-            self.source, entry.number, marks, sizes, entry.pull_mark, place.query
-        )
+        message, bodies = encode(self.source, self._log.rank, effect.entry)
         if effect.site != STORE:
             self.send(effect.site, message, list(bodies))
         elif self.keep is not None:
             self.keep(self._log.lead, message, list(bodies))
+
+    def _tell(self, site: SiteId, known: Known) -> None:
+        message = wire.PushKnown(
+            self.source, self._log.rank, known.matched, known.entered, known.everywhere
+        )
+        self.send(site, message, [])
 
     def _let_in(self, run: tuple[LogEntry, ...]) -> None:
         """Make the rows of a run readable."""
@@ -476,8 +518,11 @@ class PushReader(SplitReader):
 
     @property
     def has(self) -> int:
-        """The number of push batches that this replica has."""
-        return self._log.submitted
+        """The number of push batches that this replica is known to share with the leader."""
+        return self._log.submitted if self.leads else self._log.matched
+
+    def check_invariants(self) -> None:
+        self._log.check_invariants()
 
     @property
     def query(self) -> str:

@@ -53,6 +53,23 @@ class ReplicaReports:
             if _joined_view_of_joiner(view, task, site) == joined_view
         }
 
+    def on_leaders_changed(self, known: View, view: View) -> None:
+        """Report again that replicas of sources are whole whose leader has changed since: the
+        controller ignores what was reported before. The new leader of a push source has to count
+        the replica again, because rows may enter there without it."""
+        for task in view.tasks_at(self._site):
+            group, replica = view.group(task), self._dataflow.tasks[task]
+            if (
+                self._stages.plan.stages[task[0]].source is None
+                or self._site not in group.joining
+                or not replica.has_state
+                or group.replicas[:1] == known.group(task).replicas[:1]
+            ):
+                continue
+            if task[0] in self._stages.pushed():
+                self._uncounted.add(task)
+            self.report_if_whole(task)
+
     def repeat(self) -> None:
         """Report again everything that a new controller must know."""
         for task in self._view.tasks_at(self._site):

@@ -12,6 +12,7 @@ from holdfast.core.ids import GroupId, SiteId, StageId, TaskId
 from holdfast.core.records import Block
 from holdfast.net import wire
 from holdfast.site.ingress import Split
+from holdfast.site.push import PushReader
 from holdfast.site.stages import SiteStages
 
 _REPORTED = float("inf")
@@ -134,21 +135,30 @@ class Sourcing:
     # --- push sources ---------------------------------------------------------------------------
 
     def on_push_batch(self, site: SiteId, message: wire.PushBatch, body: memoryview) -> None:
-        held = self._dataflow.tasks.get((StageId(message.source), GroupId(0)))
-        if held is None or not held.has_state:
-            return  # once it has state it asks for the push batches that it lacks
-        reader = self._stages.pushed()[message.source]
-        if reader.leads:
-            return  # sent by an earlier leader that does not know yet that it was replaced
-        reader.on_push_batch(message, body)
-        self._send(site, wire.PushHas(message.source, reader.has, False))
+        reader = self._follower(message.source)
+        if reader is not None and reader.on_push_batch(site, message, body):
+            self._send(site, reader.holding(again=False))
+
+    def on_push_known(self, site: SiteId, message: wire.PushKnown) -> None:
+        reader = self._follower(message.source)
+        if reader is not None and reader.on_push_known(site, message):
+            self._send(site, reader.holding(again=False))
+
+    def on_push_lead(self, site: SiteId, message: wire.PushLead) -> None:
+        reader = self._follower(message.source)
+        if reader is not None and reader.follows(site, message.rank):
+            self._send(site, reader.holding(again=True))
 
     def on_push_has(self, site: SiteId, message: wire.PushHas) -> None:
         reader = self._stages.pushed().get(message.source)
-        if reader is None or not reader.leads:
-            return
-        if reader.on_has(site, message.number, message.again):
-            self._send(site, wire.PushCounted(message.source))
+        if reader is not None and reader.on_push_has(site, message):
+            self._send(site, wire.PushCounted(message.source, reader.rank))
+
+    def _follower(self, source: int) -> PushReader | None:
+        """The reader of a push source; None if it has no state. Once it has, it asks for the push
+        batches that it lacks."""
+        held = self._dataflow.tasks.get((StageId(source), GroupId(0)))
+        return self._stages.pushed()[source] if held is not None and held.has_state else None
 
     def ask_for_push_batches(self) -> None:
         """Tell the leading ingress of each push source which push batches this replica has. It
@@ -158,4 +168,4 @@ class Sourcing:
             task = (StageId(source), GroupId(0))
             if view is not None and not reader.leads and self._dataflow.tasks[task].has_state:
                 leader = view.group(task).replicas[0]
-                self._send(leader, wire.PushHas(source, reader.has, True))
+                self._send(leader, reader.holding(again=True))

@@ -18,7 +18,7 @@ from holdfast.connectors.sources import SplitReader
 from holdfast.connectors.table import LatestTableWriter
 from holdfast.core.effects import IngestEpochs, ProcessBundles
 from holdfast.core.events import TaskProcessed
-from holdfast.core.ids import NO_EPOCH, STORE, Epoch, ExchangeId, GroupId, SiteId, StageId, TaskId
+from holdfast.core.ids import NO_EPOCH, Epoch, ExchangeId, GroupId, SiteId, StageId, TaskId
 from holdfast.core.layout import PartitionGroup, View
 from holdfast.core.protection import ProtectionSpec
 from holdfast.core.records import EpochRecord
@@ -34,7 +34,7 @@ from holdfast.plan.stage_runner import StageRunner
 from holdfast.site.egress import Egress
 from holdfast.site.ingress import Ingress, Split
 from holdfast.site.push import PushReader
-from holdfast.site.push_log import Lead
+from holdfast.site.push_entries import Lead
 from holdfast.storage.layout import push_batch_file
 from holdfast.storage.restore_point import RestorePoint
 
@@ -422,7 +422,7 @@ class SiteStages:
         )
         data = [msgspec.msgpack.encode(push_batch), *(memoryview(b).tobytes() for b in rows)]
         batches = [pa.record_batch({"data": [d]}) for d in data]
-        checkpoint_writer.write(name, batches, partial(reader.on_has, STORE, number, False))
+        checkpoint_writer.write(name, batches, partial(reader.on_stored, lead, number))
 
     def on_view(self, view: View) -> None:
         """Adopt a view: take over sinks whose leader is gone, pass the other replicas on to the
@@ -439,8 +439,12 @@ class SiteStages:
                 runner.egress.lead(view.rank)
             reader = runner.pushed
             if reader is not None:
-                others = [s for s in group.replicas if s != self.site]
-                reader.on_replicas(leads, others, group.joining, view.rank)
+                others, joining = (
+                    {s: group.joined_view_of(s) for s in sites if s != self.site}
+                    for sites in (group.replicas, group.joining)
+                )
+                leader = None if leads else group.replicas[0]
+                reader.on_replicas(leader, others, joining, view.rank)
 
     def _protection(self, task: TaskId, view: View) -> tuple[ProtectionSpec, tuple[str, ...]]:
         """Return the protection of a task, and the readers that get its changes from this replica.

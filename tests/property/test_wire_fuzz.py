@@ -105,7 +105,7 @@ VIEW = View(
     ),
 )
 INFO = FileInfo(100, 3, 12345)
-MARKS = dict.fromkeys(("committed", "total", "ended", "more", "everywhere"), 0)
+MARKS = dict.fromkeys(("committed", "total", "ended", "more"), 0)
 IPC = bytes(to_ipc(ROWS))
 EXTRAS: wire.Extras = {"counts": (1, 2, 3, 4), "ingress": None, "egress": None, "operator": {}}
 
@@ -175,8 +175,10 @@ MESSAGES: list[tuple[wire.Message, bytes]] = [
             wire.PushCommit(0, "push", ((0, 1), (1, 2))),
             wire.PushEnd(0, "query"),
             wire.PushTaken(False, "not here", ("h", 1)),
-            wire.PushCounted(0),
-            wire.PushHas(0, 3, True),
+            wire.PushCounted(0, 5),
+            wire.PushHas(0, 3, True, 2, 5, ((4, 3), (5, 6))),
+            wire.PushKnown(0, 5, 3, 2, 1),
+            wire.PushLead(0, 5),
             wire.Where("out"),
             wire.There("", 3, b"schema", (("h", 1),)),
             wire.Ask(3, {"do": "read", "after": -1, "upto": 4}),
@@ -915,7 +917,7 @@ def test_a_portion_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     shaped = plan(flow)
     checks = Checks(shaped, shape(shaped, 4), 2)
     reader = PushReader(0, ROWS.schema, False)
-    reader.on_replicas(False, [SiteId(1)], [])
+    reader.on_replicas(SiteId(1), {SiteId(1): 0}, {})
     rng = random.Random(0)
     push_batch = wire.PushBatch(0, 1, MARKS, [len(IPC)])
     before = reader.save()
@@ -924,14 +926,16 @@ def test_a_portion_that_does_not_fit_is_refused_and_changes_nothing() -> None:
         with contextlib.suppress(ProtocolError):
             message = wire.decode(header)
             protocol.validate(checks, message, memoryview(body))
-            reader.on_push_batch(message, memoryview(body))
+            reader.on_push_batch(SiteId(1), message, memoryview(body))
             before = reader.save()
         assert reader.save() == before
     reader = PushReader(0, ROWS.schema, False)
     with pytest.raises(ProtocolError):
-        reader.on_push_batch(push_batch, memoryview(IPC[:-40]))
-    reader.on_push_batch(push_batch, memoryview(IPC))
-    assert reader.has == 1 and reader.unread()[0].num_rows == 4
+        reader.on_push_batch(SiteId(1), push_batch, memoryview(IPC[:-40]))
+    reader.on_push_batch(SiteId(1), push_batch, memoryview(IPC))
+    assert reader.has == 1 and not reader.unread()
+    reader.on_push_known(SiteId(1), wire.PushKnown(0, 0, 1, 1, 0))
+    assert reader.unread()[0].num_rows == 4
 
 
 # --- real processes -----------------------------------------------------------------------------

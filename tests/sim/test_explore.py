@@ -30,6 +30,7 @@ FLOWS_AND_PROTOCOLS = [
     ("joins", "upstream"),
     ("windows", "active"),
     ("dmz", "upstream"),
+    ("pushed", "triples"),
     *((flow, protocol) for flow in ("dmz", "windows") for protocol in MIRRORED),
 ]
 FAST = {("dmz", "pairs"): 20}

@@ -222,7 +222,7 @@ def ingress(source: Source) -> tuple[Plan, TaskRunner, PushReader, FolderReader]
     planned = plan(totals(source))
     made = runner(planned, 0, 1)
     assert made.pushed is not None and isinstance(made.pushed.pull_reader, FolderReader)
-    made.pushed.on_replicas(True, [], [])
+    made.pushed.on_replicas(None, {}, {})
     return planned, made, made.pushed, made.pushed.pull_reader
 
 
@@ -250,7 +250,7 @@ def test_the_position_in_a_folder_of_any_size_is_handed_over(tmp_path: Path) -> 
         incoming.take(planned, part[0], memoryview(body))
     incoming.install((StageId(0), GroupId(0)))
     assert its_reader.tables()["files"].size == 60_002
-    other.on_replicas(True, [], [])
+    other.on_replicas(None, {}, {})
     other.pull()
     found = [*(b for _, b in joiner.held())]
     assert pa.Table.from_batches(found).equals(whole(3).select(found[0].schema.names))
@@ -274,9 +274,9 @@ def test_the_position_in_a_folder_is_stored_and_restored(tmp_path: Path) -> None
     )
     (folder / "0000.parquet").rename(tmp_path / "0000.parquet")
     _, again, other, _ = ingress(source)
-    other.on_replicas(False, [], [])
+    other.on_replicas(SiteId(1), {}, {})
     again.begin(restore_point)
-    other.on_replicas(True, [], [])
+    other.on_replicas(None, {}, {})
     other.pull()
     (tmp_path / "0000.parquet").rename(folder / "0000.parquet")
     add(folder, 2, 2)
@@ -336,18 +336,21 @@ def test_rows_enter_when_the_other_replica_has_them(tmp_path: Path) -> None:
     leader, other = (PushReader(0, SCHEMA, False, source.pull_reader()) for _ in range(2))
     sent = []
     leader.send = lambda site, message, body: sent.append((message, body))
-    leader.on_replicas(True, [SiteId(2)], [])
-    other.on_replicas(False, [SiteId(1)], [])
+    leader.on_replicas(None, {SiteId(2): 0}, {})
+    other.on_replicas(SiteId(1), {SiteId(1): 0}, {})
+    leader.on_push_has(SiteId(2), other.holding(again=True))
     leader.pull()
     assert leader.read(9_999) is not None and leader.read(9_999).num_rows == 0  # type: ignore[union-attr]
-    message, body = sent[0]
-    other.on_push_batch(message, memoryview(b"".join(bytes(memoryview(b)) for b in body)))
-    leader.on_has(SiteId(2), 1, False)
+    message, body = next(s for s in sent if isinstance(s[0], wire.PushBatch))
+    data = memoryview(b"".join(bytes(memoryview(b)) for b in body))
+    assert other.on_push_batch(SiteId(1), message, data)
+    leader.on_push_has(SiteId(2), other.holding(again=False))
+    other.on_push_known(SiteId(1), sent[-1][0])
     first = leader.read(9_999)
     assert first is not None and first.num_rows > 0
     # The leader dies: what the other has is in, and it goes on from there.
     assert other.read(9_999, due=True).equals(first)  # type: ignore[union-attr]
-    other.on_replicas(True, [], [])
+    other.on_replicas(None, {}, {})
     found = [first]
     while len(found) < 100:
         other.pull()

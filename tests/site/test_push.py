@@ -1,33 +1,29 @@
 """What feeding tasks send is taken once and in order, whatever is tried again."""
 
-import itertools
 import os
-import random
 from collections import deque
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
 import pyarrow as pa
 import pytest
 
-from holdfast.control.checkpoint_store import known_push_batches, not_void
-from holdfast.core.ids import STORE, SiteId
+from holdfast.control.checkpoint_store import known_push_batches
+from holdfast.core.ids import SiteId
 from holdfast.engine.batches import cut
 from holdfast.errors import FlowError
 from holdfast.net import wire
-from holdfast.net.bundles import rows_of
-from holdfast.site import push, push_log
+from holdfast.site import push, push_lane, push_log
 from holdfast.site.push import PushReader
-from holdfast.site.push_log import Lead
-from holdfast.site.spill import Held, Overflow
-from holdfast.site.staging import GIVEN_UP, Push, Staged
+from holdfast.site.push_entries import Lead
+from holdfast.site.spill import Overflow
+from holdfast.site.staging import GIVEN_UP, Staged
 from holdfast.storage.files import Folder
 from holdfast.storage.layout import push_batch_file, push_batch_name
 from holdfast.storage.restore_point import RestorePoint
 
 SCHEMA = pa.schema([("x", pa.int64())])
-OTHER = SiteId(2)
+LEADER, OTHER = SiteId(1), SiteId(2)
 
 
 class Replies(list):
@@ -80,7 +76,7 @@ def pushed(reader: PushReader, number: int, *values: int, query: str = "query") 
 def alone(through: bool = False, **more: Any) -> PushReader:
     """The only replica, which leads."""
     reader = PushReader(0, SCHEMA, through, **more)
-    reader.on_replicas(True, [], [])
+    reader.on_replicas(None, {}, {})
     return reader
 
 
@@ -89,7 +85,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything is large."""
     monkeypatch.setattr(wire, "PIECE_BYTES", 64)
     monkeypatch.setattr(push_log, "PUSH_BATCH_BYTES", 160)
-    monkeypatch.setattr(push_log, "WINDOW_BYTES", 400)
+    monkeypatch.setattr(push_lane, "WINDOW_BYTES", 400)
     monkeypatch.setattr(push, "HELD_BYTES_MAX", 800)
     monkeypatch.setattr(push, "MEMORY_BYTES_MAX", 1_000)
 
@@ -244,7 +240,7 @@ def test_whoever_goes_on_knows_the_query() -> None:
     lost = PushReader(0, SCHEMA, False)
     lost.recover(msgspec.msgpack.decode(msgspec.msgpack.encode(stored), type=type(stored)), [])
     for reader in (pair.other, second, lost):
-        reader.on_replicas(True, [], [])
+        reader.on_replicas(None, {}, {})
         assert not pushed(reader, 0, 1, query="other")[0][0]
         assert pushed(reader, 0, 1) == [(True, "taken")]
 
@@ -255,7 +251,7 @@ def test_what_was_stored_before_queries_were_told_apart() -> None:
     reader.restore(old | {"ended": 0, "taken": 5, "rank": 3})
     marks = old | {"committed": 5, "ended": 0, "everywhere": 0}
     reader.recover(wire.PushBatch(0, 6, marks, []), [batch(1)])
-    reader.on_replicas(True, [], [])
+    reader.on_replicas(None, {}, {})
     assert "does not follow on 5" in pushed(reader, 0, 77)[0][1], "a fresh one begins with 0"
     assert pushed(reader, 5, 1, query="first") == [(True, "taken")]
     assert pushed(reader, 6, 2, query="first") == [(True, "")]
@@ -342,7 +338,7 @@ def test_another_driver_begins_with_the_whole() -> None:
     hand_over(reader, "a", 1, 2, 4)
     again = PushReader(0, SCHEMA, True)
     again.restore(reader.save())
-    again.on_replicas(True, [], [])
+    again.on_replicas(None, {}, {})
     assert hand_over(again, "a", 1, 3, 4, 5)[1] == [(False, GIVEN_UP)]
     begun(again, 0, "b")
     hand_over(again, "b", 0, 1, 1, 2)
@@ -354,24 +350,43 @@ def test_another_driver_begins_with_the_whole() -> None:
 
 
 class Pair:
-    """A leading replica and another one; what goes between them waits until it is delivered."""
+    """A leading replica and another one. Push batches wait until they are delivered, and other
+    messages do not."""
 
     def __init__(self, through: bool) -> None:
         self.leader, self.other = (PushReader(0, SCHEMA, through) for _ in range(2))
+        self.has_state = True
         self.sent: deque[tuple[wire.PushBatch, bytes]] = deque()
-        self.leader.send = lambda site, message, body: self.sent.append(
-            (message, b"".join(bytes(b) for b in body))  # type: ignore[arg-type]
-        )
-        self.leader.on_replicas(True, [OTHER], [])
-        self.other.on_replicas(False, [SiteId(1)], [])
+        self.leader.send = self.send
+        self.other.on_replicas(LEADER, {LEADER: 0}, {})
+        self.leader.on_replicas(None, {OTHER: 0}, {})
+
+    def send(self, site: SiteId, message: wire.Message, body: list[Any]) -> None:
+        match message:
+            case wire.PushBatch():
+                self.sent.append((message, b"".join(bytes(b) for b in body)))
+            case wire.PushLead() if self.has_state and self.other.follows(LEADER, message.rank):
+                self.ask()
+            case wire.PushKnown() if self.other.on_push_known(LEADER, message):
+                self.confirm()
+
+    def ask(self) -> bool:
+        return self.leader.on_push_has(OTHER, self.other.holding(again=True))
+
+    def confirm(self) -> bool:
+        return self.leader.on_push_has(OTHER, self.other.holding(again=False))
+
+    def take(self) -> None:
+        """The other replica takes the next push batch."""
+        message, body = self.sent.popleft()
+        self.other.on_push_batch(LEADER, message, memoryview(body))
 
     def deliver(self, confirmed: bool = True, most: int = 1_000_000) -> None:
         while self.sent and most:
             most -= 1
-            message, body = self.sent.popleft()
-            self.other.on_push_batch(message, memoryview(body))
+            self.take()
             if confirmed:
-                self.leader.on_has(OTHER, self.other.has, False)
+                self.confirm()
 
 
 def test_rows_enter_and_are_confirmed_when_all_replicas_have_them() -> None:
@@ -380,7 +395,7 @@ def test_rows_enter_and_are_confirmed_when_all_replicas_have_them() -> None:
     assert drained(pair.leader) == [] and replies == []
     pair.deliver(confirmed=False)
     assert replies == [], "it may not have arrived, for all that is known"
-    pair.leader.on_has(OTHER, pair.other.has, False)
+    pair.confirm()
     assert replies == [(True, "")]
     assert drained(pair.leader) == drained(pair.other, due=True) == [1, 2]
 
@@ -389,7 +404,7 @@ def test_a_new_leader_knows_which_batches_were_taken() -> None:
     pair = Pair(through=False)
     pushed(pair.leader, 0, 1, 2)
     pair.deliver(confirmed=False)  # the leader dies before it hears, and has not answered
-    pair.other.on_replicas(True, [], [])
+    pair.other.on_replicas(None, {}, {})
     assert pushed(pair.other, 0, 1, 2) == [(True, "taken")]
     assert pushed(pair.other, 1, 3) == [(True, "")]
     assert drained(pair.other) == [1, 2, 3]
@@ -409,8 +424,8 @@ def test_a_driver_that_asks_again_hears_when_the_batch_has_entered() -> None:
 def test_a_new_replica_is_waited_for_once_it_counts() -> None:
     """A leader that is alone would confirm what nobody else has."""
     pair = Pair(through=False)
-    pair.leader.on_replicas(True, [], [OTHER])
-    pair.leader.on_has(OTHER, 0, True)
+    pair.leader.on_replicas(None, {}, {OTHER: 0})
+    pair.ask()
     replies = pushed(pair.leader, 0, 1)
     assert replies == []
     pair.deliver()
@@ -425,7 +440,7 @@ def test_what_left_before_the_leader_knew_what_a_replica_lacks_is_sent_again() -
     pair.sent.popleft()
     pair.deliver()
     assert pair.other.has == 0
-    pair.leader.on_has(OTHER, 0, True)
+    pair.ask()
     pair.deliver()
     assert drained(pair.other, due=True) == [0, 1, 2]
 
@@ -440,7 +455,7 @@ def test_a_later_attempt_passes_over_what_was_taken_however_it_is_cut() -> None:
     assert staged is not None
     pair.leader.rows(staged, batch(4, 5), Replies())
     pair.deliver()
-    pair.other.on_replicas(True, [], [])
+    pair.other.on_replicas(None, {}, {})
     begun(pair.other, 0, "b")
     hand_over(pair.other, "b", 0, 2, 1, 2)
     hand_over(pair.other, "b", 1, 2, 3, 4, 5, 6)
@@ -470,27 +485,27 @@ def test_no_epoch_has_rows_that_the_store_lacks(small: None) -> None:
     pushed(pair.leader, 0, 1, 2)
     pair.deliver(confirmed=False)
     assert drained(pair.other) == [], "whoever does not lead reads what is due"
-    pair.other.on_replicas(True, [], [], rank=7)
+    pair.other.on_replicas(None, {}, {}, 7)
     assert drained(pair.other) == [] and stored == [(1, 7)]
     replies = Replies()
     pair.other.begin("query", 0, "again", replies)
     assert replies == [], "the query would go on behind it, and the flow may be lost"
-    pair.other.on_has(STORE, 1, False)
+    pair.other.on_stored(Lead(7, 1), 1)
     assert drained(pair.other) == [1, 2] and replies == [(True, "taken")]
 
 
 def test_a_new_replica_counts_when_it_has_what_entered_without_it(small: None) -> None:
     pair = Pair(through=False)
-    pair.leader.on_replicas(True, [], [])
-    pair.leader.on_replicas(True, [], [OTHER])
+    pair.leader.on_replicas(None, {}, {})
+    pair.has_state = False
+    pair.leader.on_replicas(None, {}, {OTHER: 0})
     pair.other.restore(pair.leader.save(), pair.leader.query)
     values, _ = large(pair.leader, 0)
-    pair.sent.clear()
-    told = [pair.leader.on_has(OTHER, 0, True)]
+    assert not pair.sent, "the leader does not know what it has"
+    told = [pair.ask()]
     while pair.sent:
-        message, body = pair.sent.popleft()
-        pair.other.on_push_batch(message, memoryview(body))
-        told.append(pair.leader.on_has(OTHER, pair.other.has, False))
+        pair.take()
+        told.append(pair.confirm())
     assert told == [False] * (len(told) - 1) + [True], "before that it must not be the only one"
     assert drained(pair.other, due=True) == values
 
@@ -574,7 +589,7 @@ def test_half_a_micro_batch_is_none(small: None, arrived: int) -> None:
     values, _ = large(pair.leader, 1)
     pair.deliver(most=arrived)
     complete = not pair.sent
-    pair.other.on_replicas(True, [], [])
+    pair.other.on_replicas(None, {}, {})
     assert begun(pair.other, 1, "again")[1] == ("taken" if complete else "")
     if not complete:
         hand_over(pair.other, "again", 0, 1, *reversed(values))  # Spark may give it otherwise
@@ -588,7 +603,7 @@ def test_the_other_replica_dies_in_the_middle_of_a_micro_batch(small: None) -> N
     pair = Pair(through=False)
     values, replies = large(pair.leader, 0)
     pair.deliver(most=9)
-    pair.leader.on_replicas(True, [], [])
+    pair.leader.on_replicas(None, {}, {})
     assert replies == [] and drained(pair.leader) == values
     assert replies == [(True, "")]
 
@@ -597,20 +612,21 @@ def test_another_replica_comes_in_the_middle_of_a_micro_batch(small: None) -> No
     """It gets the push batches that are on their way to the store, and no more of them at once."""
     pair, stored = Pair(through=False), []
     pair.leader.keep = lambda lead, message, bodies: stored.append(message.number)
-    pair.leader.on_replicas(True, [], [])
+    pair.leader.on_replicas(None, {}, {})
     values, replies = large(pair.leader, 0)
     while len(stored) < 40:
-        pair.leader.on_has(STORE, stored[-1], False)
-    pair.leader.on_replicas(True, [], [OTHER])
+        pair.leader.on_stored(Lead(0, 0), stored[-1])
+    pair.leader.on_replicas(None, {}, {OTHER: 0})
     pair.other.restore(pair.leader.save(), pair.leader.query)
     pair.sent.clear()  # it was not there yet
-    assert pair.leader.on_has(OTHER, pair.other.has, True), "nothing has entered that it lacks"
+    assert pair.ask(), "nothing has entered that it lacks"
     assert len(pair.sent) <= 4
     pair.deliver()
-    assert drained(pair.other, due=True) == values and drained(pair.leader) == []
+    assert drained(pair.other, due=True) == drained(pair.leader) == []
     while not pair.leader.unread():
-        pair.leader.on_has(STORE, stored[-1], False)
+        pair.leader.on_stored(Lead(0, 0), stored[-1])
     assert drained(pair.leader) == values and replies == [(True, "")]
+    assert drained(pair.other, due=True) == values
     assert stored == list(range(1, stored[-1] + 1))
 
 
@@ -653,330 +669,3 @@ def test_what_overflows_is_what_it_was(tmp_path) -> None:
     assert {h.on_disk for h in held} == {True, False}
     overflow.release(held)
     assert overflow.memory_bytes == 0
-
-
-# --- all of it at once --------------------------------------------------------------------------
-
-BATCHES, ROWS, ATTEMPTS = 5, 60, 100_000
-
-
-class Story:
-    """A query feeds a flow of two replicas and a store, and everything goes wrong in turn.
-
-    A row is (micro-batch, row, push, attempt): the rows of a micro-batch are known, and each push
-    deals them out to partitions in another way. What the flow has must be, of each micro-batch, all
-    rows once, from one push, and from the attempts that it was committed with.
-    """
-
-    def __init__(self, seed: int, stored: bool) -> None:
-        self.rng = random.Random(seed)
-        self.trouble = 0.02
-        # In some stories the store is slow, in others the network; sites die often, or do not.
-        often = [12, 24, *(self.rng.choice((2, 12)) for _ in range(3)), 6]
-        self.weights = [*often, *(self.rng.choice((1, 1, 4)) for _ in range(5))]
-        self.winners: set[int] = set()
-        self.flow: list[int] = []
-        """Rows that are in epochs."""
-        self.store: dict[tuple[int, int], dict[int, tuple[bytes, list[bytes]]]] | None = None
-        self.bases: dict[tuple[int, int], int] = {}
-        if stored:
-            self.store = {}
-        self.life, self.rank = 0, itertools.count(1)
-        self.pushes, self.attempts = itertools.count(1), itertools.count(1)
-        self.batch, self.push = 0, ""
-        self.tasks: list[Task] = []
-        self.asked: Replies | None = None
-        self.sent: deque[tuple[PushReader, wire.PushBatch, bytes]] = deque()
-        self.heard: deque[tuple[PushReader, int, bool]] = deque()
-        self.kept: deque[tuple[PushReader, tuple[int, int], int, tuple[bytes, list[bytes]]]] = (
-            deque()
-        )
-        self.leader, self.other = self.replica(), None
-        self.lead()
-
-    def replica(self) -> PushReader:
-        reader = PushReader(0, SCHEMA, through=False)
-        if self.store is not None:
-            reader.keep = lambda *push_batch: self.keep(reader, *push_batch)
-        return reader
-
-    def lead(self) -> None:
-        self.leader.send = self.send
-        self.leader.on_replicas(True, [], [], next(self.rank))
-        self.push, self.asked = "", None
-
-    def send(self, site: SiteId, message: wire.Message, bodies: list[Any]) -> None:
-        assert isinstance(message, wire.PushBatch)
-        assert sum(len(bytes(b)) for b in bodies) < 20_000
-        if self.other is not None:
-            self.sent.append((self.other, message, b"".join(bytes(b) for b in bodies)))
-
-    def keep(self, reader: PushReader, lead: Lead, message: Any, bodies: Any) -> None:
-        data = msgspec.msgpack.encode(message), [bytes(b) for b in bodies]
-        self.kept.append((reader, (self.life, lead.rank), message.number, data))
-        self.bases[self.life, lead.rank] = lead.base
-
-    # --- what can happen --------------------------------------------------------------------------
-
-    def step(self) -> None:
-        rare = (self.zombie, self.lose_connection, self.kill, self.join, self.lose_all)
-        what = (self.drive, self.run_task, self.deliver, self.hear, self.write, self.read, *rare)
-        self.rng.choices(what, self.weights)[0]()
-
-    def drive(self) -> None:
-        """The driver begins, commits, or goes on to the next micro-batch."""
-        if self.asked is not None and self.asked:
-            ok, remark = self.asked[-1]
-            done = ok and (remark == "taken" or self.committed)
-            self.batch += done
-            if done or not ok:
-                self.push = ""
-            self.asked = None
-        elif self.asked is None and not self.push and self.batch < BATCHES:
-            self.begin()
-        elif self.asked is None and self.push and self.rng.random() < self.trouble:
-            self.push = ""  # the job has failed, or another driver takes over
-        elif self.asked is None and self.push and all(self.done.values()):
-            winners = [(p, self.rng.choice(found)) for p, found in self.done.items()]
-            self.winners |= {attempt for _, attempt in winners}
-            self.asked, self.committed = Replies(), True
-            self.leader.commit(self.push, winners, self.asked)
-
-    def begin(self) -> None:
-        number = next(self.pushes)
-        self.push, self.committed = f"push {number}", False
-        said = Replies()
-        self.leader.begin("query", self.batch, self.push, said)
-        if not said or said[0] != (True, ""):
-            self.asked = said
-            return
-        rows = [(self.batch * 100 + at) * 1_000 + number for at in range(ROWS)]
-        self.rng.shuffle(rows)
-        self.parts: dict[int, list[int]] = {p: [] for p in range(self.rng.randint(1, 4))}
-        for row in rows:
-            self.rng.choice(list(self.parts.values())).append(row)
-        self.done: dict[int, list[int]] = {p: [] for p in self.parts}
-
-    def run_task(self) -> None:
-        """Begin an attempt at a partition, or go on with one: also of pushes that were given up."""
-        running = sum(task.push == self.push for task in self.tasks)
-        if self.push and self.asked is None and self.rng.random() < 0.3 and running < 8:
-            partition = self.rng.choice(list(self.parts))
-            attempt = next(self.attempts)
-            staged = self.leader.open(self.push, partition, attempt, Replies())
-            if staged is not None:
-                rows = [row * ATTEMPTS + attempt for row in self.parts[partition]]
-                self.tasks.append(Task(self.leader, self.push, staged, rows))
-        elif self.tasks:
-            task = self.rng.choice(self.tasks)
-            said = Replies()
-            if self.rng.random() < self.trouble:
-                task.reader.forget(task.staged)
-                self.tasks.remove(task)
-            elif task.rows:
-                taken = self.rng.randint(1, 30)
-                task.reader.rows(task.staged, batch(*task.rows[:taken]), said)
-                del task.rows[:taken]
-                if said != [(True, "")]:
-                    self.tasks.remove(task)
-            else:
-                task.reader.done(task.staged, said)
-                self.tasks.remove(task)
-                if said == [(True, "")] and task.push == self.push:
-                    self.done[task.staged.partition].append(task.staged.attempt)
-
-    def zombie(self) -> None:
-        """Somebody who has not heard that others have taken over."""
-        said = Replies()
-        while (push := f"push {self.rng.randint(0, 99)}") == self.push:
-            pass
-        self.leader.commit(push, [(0, 1)], said)
-        assert not said or said[0] != (True, ""), "nothing is taken for it"
-
-    def deliver(self) -> None:
-        if self.sent:
-            reader, message, body = self.sent.popleft()
-            reader.on_push_batch(message, memoryview(body))
-            self.heard.append((reader, reader.has, False))
-
-    def hear(self) -> None:
-        if self.heard:
-            reader, number, again = self.heard.popleft()
-            if reader is self.other and self.leader.on_has(OTHER, number, again):
-                self.is_protected = True
-                self.leader.on_replicas(True, [OTHER], [], next(self.rank))
-
-    def write(self) -> None:
-        if self.kept and self.store is not None:
-            reader, leader, number, data = self.kept.popleft()
-            self.store.setdefault(leader, {})[number] = data
-            if reader is self.leader:
-                reader.on_has(STORE, number, False)
-
-    def read(self) -> None:
-        """An epoch is made of what the leader has; the other replica makes the same."""
-        rows = self.leader.read(self.rng.randint(1, 40))
-        if rows is not None and rows.num_rows:
-            self.flow += rows["x"].to_pylist()
-            if self.other is not None and self.rng.random() < 0.5:
-                self.follow(self.other)
-
-    def follow(self, reader: PushReader) -> None:
-        """Make the epochs that another replica has made, as far as their rows are there."""
-        while lacks := len(self.flow) - self.followed:
-            read = reader.read(lacks, due=True)
-            if read is None or not read.num_rows:
-                break
-            known = self.flow[self.followed : self.followed + read.num_rows]
-            assert read["x"].to_pylist() == known
-            self.followed += read.num_rows
-
-    def lose_connection(self) -> None:
-        self.sent.clear()
-        self.heard.clear()
-        if self.other is not None:
-            self.heard.append((self.other, self.other.has, True))
-
-    def kill(self) -> None:
-        """One of the two, if there are two that count."""
-        if self.other is None or not self.is_protected:
-            return
-        if self.rng.random() < 0.5:
-            self.follow(self.other)
-            assert self.followed == len(self.flow), "it has what is in epochs"
-            self.leader = self.other
-            self.other = None
-            self.sent.clear()
-            self.kept.clear()
-            self.lead()
-        else:
-            self.other = None
-            self.leader.on_replicas(True, [], [], next(self.rank))
-        self.heard.clear()
-
-    def join(self) -> None:
-        if self.other is None:
-            self.other, self.is_protected = self.replica(), False
-            self.other.on_replicas(False, [SiteId(1)], [])
-            self.leader.on_replicas(True, [], [OTHER], next(self.rank))
-            self.other.restore(self.leader.save(), self.leader.query)
-            for rows in self.leader.unread():  # which are handed over
-                self.other._entered.add(0, self.other.overflow.hold(rows))
-            self.followed = len(self.flow)
-            self.heard.append((self.other, self.other.has, True))
-
-    def lose_all(self) -> None:
-        """The driver and all sites are gone; all that is left is the store, and the query."""
-        if self.store is None:
-            return
-        self.life += 1
-        self.leader, self.other = self.replica(), None
-        self.sent.clear()
-        self.heard.clear()
-        self.kept.clear()
-        for _, (header, bodies) in sorted(not_void(self.store, self.bases).items()):
-            message = msgspec.msgpack.decode(header, type=wire.PushBatch)
-            self.leader.recover(message, [rows_of(memoryview(b)) for b in bodies])
-        self.leader.drop_part()
-        self.lead()
-        self.followed = 0
-        self.follow(self.leader)
-        assert self.followed == len(self.flow), "the store has what is in epochs"
-
-    def finish(self) -> None:
-        """Nothing goes wrong any more."""
-        self.trouble = 0.0
-        for _ in range(30_000):
-            if self.batch == BATCHES and len(self.flow) == BATCHES * ROWS:
-                return
-            usual = (self.drive, self.run_task, self.deliver, self.hear, self.write, self.read)
-            self.rng.choice(usual)()
-        raise AssertionError(f"stuck at micro-batch {self.batch} with {len(self.flow)} rows")
-
-    def check(self) -> None:
-        assert self.winners.issuperset(row % ATTEMPTS for row in self.flow)
-        found = [row // ATTEMPTS for row in self.flow]
-        for number, rows in enumerate(_chunks(found, ROWS)):
-            assert sorted(row // 1_000 - number * 100 for row in rows) == list(range(ROWS))
-            assert len({row % 1_000 for row in rows}) == 1, "rows of two pushes"
-
-
-class Task:
-    def __init__(self, reader: PushReader, push: str, staged: Staged, rows: list[int]) -> None:
-        self.reader, self.push, self.staged, self.rows = reader, push, staged, rows
-
-
-def _chunks(rows: list[int], size: int) -> Iterable[list[int]]:
-    return (rows[at : at + size] for at in range(0, len(rows), size))
-
-
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(wire, "PIECE_BYTES", 48)
-    monkeypatch.setattr(push_log, "PUSH_BATCH_BYTES", 100)
-    monkeypatch.setattr(push_log, "WINDOW_BYTES", 250)
-    monkeypatch.setattr(push, "HELD_BYTES_MAX", 300)
-    monkeypatch.setattr(push, "MEMORY_BYTES_MAX", 350)
-    yield
-
-
-def told(seed: int, stored: bool) -> None:
-    """A story from the beginning to the end."""
-    story = Story(seed, stored)
-    try:
-        for _ in range(800):
-            story.step()
-        story.finish()
-        story.check()
-    except Exception as error:
-        raise AssertionError(f"seed {seed}: {error}") from error
-
-
-@pytest.mark.parametrize("stored", [False, True])
-def test_every_row_is_taken_once_whatever_happens(tiny: None, stored: bool) -> None:
-    for seed in range(8):
-        told(seed, stored)
-
-
-def _enters_in_parts(
-    self: PushReader, pieces: list[Held], place: Any, reply: Any, pull_reader: str
-) -> None:
-    for piece in pieces[:-1]:
-        _submit(self, [piece], place, None)
-    _submit(self, pieces[-1:], place, reply)
-
-
-def _takes_any_attempt(self: Push, partition: int, attempt: int = 0) -> Staged | None:
-    found = [s for (p, _), s in self._partitions.items() if p == partition]
-    return found[-1] if found else None
-
-
-_submit = PushReader._submit
-BUGS: dict[str, tuple[Any, str, Any]] = {
-    "a micro-batch enters in parts": (
-        PushReader,
-        "_submit",
-        lambda self, pieces, place, reply, pull_reader="": _enters_in_parts(
-            self, pieces, place, reply, pull_reader
-        ),
-    ),
-    "the last attempt counts": (Push, "find", _takes_any_attempt),
-    "a new replica counts at once": (
-        PushReader,
-        "on_has",
-        lambda self, site, number, again, on_has=PushReader.on_has: (
-            on_has(self, site, number, again) or again
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("bug", BUGS)
-def test_such_a_story_finds_what_is_wrong(
-    tiny: None, monkeypatch: pytest.MonkeyPatch, bug: str
-) -> None:
-    monkeypatch.setattr(*BUGS[bug])
-    with pytest.raises(AssertionError):
-        for seed in range(20):
-            told(seed, stored=False)
-            told(seed, stored=True)

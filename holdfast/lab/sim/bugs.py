@@ -43,6 +43,8 @@ from holdfast.site.egress import Egress
 from holdfast.site.handover import Incoming, IncomingCheckpoint
 from holdfast.site.ingress import Ingress
 from holdfast.site.node import SiteNode
+from holdfast.site.push_entries import Holding
+from holdfast.site.push_log import PushLog
 from holdfast.site.replica_reports import ReplicaReports
 from holdfast.site.stages import TaskRunner
 from holdfast.site.transfers import Transfers
@@ -491,11 +493,33 @@ def _overtaken_views_are_given_out(_: Any) -> Any:
     return add
 
 
+def _answered_early(_: Any) -> Any:
+    def waited_for(self: PushLog) -> int:
+        return self.submitted
+
+    return waited_for
+
+
+def _equal_by_number(_: Any) -> Any:
+    def equal_up_to(self: PushLog, holding: Holding) -> int:
+        return holding.made[-1][1] if holding.made else holding.entered
+
+    return equal_up_to
+
+
+def _entered_on_arrival(_: Any) -> Any:
+    def enter_known(self: PushLog) -> Any:
+        return self._enter_up_to(self.matched)
+
+    return enter_known
+
+
 _passive = partial(Bug, flow="times", protocol="passive", kinds=("crash", "crash of two"))
 _standbys = partial(Bug, flow="times", protocol="passive-2", kinds=("crash of two",), beyond=0.0)
 _upstream = partial(Bug, flow="times", protocol="upstream", kinds=("crash", "crash of two"))
 _apps = partial(Bug, apps=2, kinds=("crash", "controller"))
 _changes = partial(Bug, flow="times", kinds=("crash", "crash of two"))
+_pushed = partial(Bug, flow="pushed", protocol="triples", kinds=("crash", "crash of two"))
 
 _FAILED_REPLICA_IS_NOT_COMMITTED = (
     Fault("crash", 0.015, who=1),
@@ -513,6 +537,12 @@ _LOST_AT_THE_START = (
     Fault("crash", 0.06, who=1),
 )
 _CUT_OFF = (Fault("no arbiter", 0.03, seconds=0.4), Fault("crash", 0.16, who=1))
+
+_SENT_TO_ONE = (
+    Fault("block", 0.03, who=0, other=0, seconds=0.08),
+    Fault("crash", 0.06, who=0),
+)
+_SENT_TO_NOBODY = (Fault("block", 0.03, who=0, other=1, seconds=0.08), *_SENT_TO_ONE)
 
 BUGS = [
     Bug("forgotten ack", "consumers send no acks to replicas that do not send to them",
@@ -610,6 +640,12 @@ BUGS = [
         ControlNode, "_decide", _fences_outlive_the_term, faults=_SILENT_WITHOUT_ARBITER),
     _apps("lease not watched", "a leader without an arbiter continues to lead",
         Leadership, "handle", _lease_not_watched, faults=_CUT_OFF),
+    _pushed("pushed rows answered early", "a query is told that rows are taken which no other has",
+        PushLog, "_waited_for", _answered_early, faults=_SENT_TO_NOBODY),
+    _pushed("push batches by number", "replicas have the same push batches if they have as many",
+        PushLog, "_equal_up_to", _equal_by_number, faults=_SENT_TO_ONE),
+    _pushed("push batches on arrival", "pushed rows enter at a replica before all others have them",
+        PushLog, "_enter_known", _entered_on_arrival, faults=_SENT_TO_ONE),
     Bug("overtaken view", "a leader sends all views that waited for the arbiter, not only the last",
         PendingDecisions, "add", _overtaken_views_are_given_out),
 ]  # fmt: skip

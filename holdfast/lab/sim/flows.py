@@ -20,6 +20,7 @@ from holdfast.api.streams import Stream
 from holdfast.connectors.sinks import discard
 from holdfast.connectors.sources import rows
 from holdfast.engine.expressions import col, lit
+from holdfast.lab.sim.pushing import PushedRows
 from holdfast.lab.sim.world import World
 
 ROWS = 1_000
@@ -125,6 +126,15 @@ def joins(rows_in: int = ROWS) -> Flow:
     return flow
 
 
+def pushed(rows_in: int = ROWS) -> Flow:
+    """Rows that a query pushes in micro-batches: a key for each, because every push of a
+    micro-batch has its rows in another order."""
+    flow = Flow("pushed")
+    source = flow.source("events", PushedRows(_numbered(rows_in)))
+    source.key_by("id").agg(n=F.count(), x=F.sum("v")).sink("out", discard())
+    return flow
+
+
 def poison(rows_in: int = ROWS) -> Flow:
     """A row in the middle makes a function raise: the flow must stop there and name it."""
     flow = Flow("poison")
@@ -149,6 +159,7 @@ FLOWS: dict[str, Callable[[int], Flow]] = {
     "diamond": diamond,
     "sources": sources,
     "joins": joins,
+    "pushed": pushed,
     "poison": poison,
 }
 
@@ -204,6 +215,12 @@ def _events(count_: int, seed: int = 1) -> pa.RecordBatch:
             "v": random.integers(0, 50, count_),
         }
     )
+
+
+@cache
+def _numbered(count_: int) -> pa.RecordBatch:
+    at = np.arange(count_)
+    return pa.record_batch({"id": at, "v": at % 17})
 
 
 # --- several sources ------------------------------------------------------------------------------
@@ -290,6 +307,11 @@ def _joins_answer(rows_in: int) -> dict[str, pa.Table]:
     return {"out": _table("k", 60, folded)}
 
 
+def _pushed_answer(rows_in: int) -> dict[str, pa.Table]:
+    found = [{"id": r["id"], "n": 1, "x": r["v"]} for r in _numbered(rows_in).to_pylist()]
+    return {"out": pa.Table.from_pylist(found)}
+
+
 def _total(found: list[dict[str, int]]) -> int:
     return sum(row["v"] for row in found)
 
@@ -307,5 +329,6 @@ def _table(key: str, size: int, folded: dict[tuple[int, int], dict[str, int]]) -
 ANSWERS: dict[str, Callable[[int], dict[str, pa.Table]]] = {
     "sources": _sources_answer,
     "joins": _joins_answer,
+    "pushed": _pushed_answer,
 }
 """Right results by plain loops over the rows: a run on one site could be wrong, too."""

@@ -8,7 +8,7 @@ real ones, scaled down so that a lease lasts a few dozen epochs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from holdfast.lab.sim.applications import Applications
 from holdfast.lab.sim.gated import GatedSource
 from holdfast.lab.sim.links import NOTHING, Down, Link, SitePort, control_of
 from holdfast.lab.sim.memory import Memory
+from holdfast.lab.sim.pushing import PushedRows, SimQuery
 from holdfast.lab.sim.run_trace import RunTrace
 from holdfast.lab.sim.timers import LaunchProcess, NoticeExits, RestartApplication, WorldTimer
 from holdfast.lab.sim.world import World
@@ -111,8 +112,13 @@ class TimedWorld(World):
             memory=memory,
             apps=apps,
         )
+        self.queries: list[SimQuery] = []
+        """The queries that push rows."""
         for stage in self.plan.sources:
-            if free_rows is not None and stage.source is not None:
+            if isinstance(stage.source, PushedRows):
+                most = stage.source.rows.num_rows if free_rows is None else free_rows
+                self.queries.append(SimQuery(self, stage.id, stage.source, most))
+            elif free_rows is not None and stage.source is not None:
                 stage.source = GatedSource(self, stage.source, free_rows)
         self.add(self.options.lease_s / 5, "pulse", None)
 
@@ -251,6 +257,17 @@ class TimedWorld(World):
         self.put((site, control_of(app)), (self.registration(site), NOTHING))
         if self.nodes[site].view is not None:
             self.nodes[site].report_again()
+
+    def is_awake(self, site: SiteId) -> bool:
+        """Whether a site's process is alive and handles what it gets."""
+        running = site in self.nodes and site not in self.shell.failed
+        return running and self.shell.started and self._awake.get(site, 0.0) <= self.time
+
+    def act_at(self, site: SiteId, act: Callable[[], object]) -> None:
+        """Have a site handle something that comes from outside."""
+        self.shell.guarded(self.nodes[site], act)
+        if site in self.nodes:
+            self._rouse(site)
 
     def _rouse(self, site: SiteId) -> None:
         """Schedule the work that a site has."""

@@ -392,6 +392,8 @@ class World:
     def check(self, node: SiteNode) -> None:
         """Check the invariants of a node's machines."""
         node.dataflow.check_invariants()
+        for reader in node.stages.pushed().values():
+            reader.check_invariants()
         if node.sequencer is not None:
             node.sequencer.check_invariants()
 

@@ -10,8 +10,15 @@ Every one of these is answered with `PushTaken`, in order; a task may send ahead
 site that does not lead the ingress refuses, and names the leader. A driver that is not sure whether
 its commit arrived begins the same micro-batch again: the answer is `TAKEN` if the flow has it.
 
-The leading ingress replicates committed rows before they enter the flow (`PushBatch`); the other
-replicas say how much they have (`PushHas`).
+The leading ingress replicates committed rows before they enter the flow:
+
+    leader -> replica           PushLead, when it begins to lead
+    replica -> leader           PushHas(again), then; also in every view and on every connection
+    leader -> replica           PushKnown, then PushBatch*; PushKnown again when rows have entered
+    replica -> leader           PushHas, after each of them
+
+A leader's messages carry its rank, and a replica ignores those of a lower rank than it knows. So
+messages of a leader that was replaced may come at any time. `holdfast.site.push_log` has the rest.
 """
 
 from __future__ import annotations
@@ -81,7 +88,8 @@ class PushBatch(Message, frozen=True):
     """The leading ingress to its other replicas: rows that are about to enter the flow (one Arrow
     IPC stream after another in the body), and the marks of the source after them. With the mark
     `more` it is only a part: it enters with the first push batch after it that has no such mark, or
-    not at all. `query` is the query whose micro-batches these are."""
+    not at all. `query` is the query whose micro-batches these are. `made` has the rank and the base
+    of the leader that took the rows, and `rank` is that of the sender."""
 
     source: Number
     number: Number
@@ -89,6 +97,26 @@ class PushBatch(Message, frozen=True):
     sizes: list[Number]
     pull_reader: str = ""
     query: str = ""
+    rank: Number = 0
+    made: tuple[Number, Number] = (0, 0)
+
+
+class PushLead(Message, frozen=True):
+    """The leading ingress to another replica: say what you have."""
+
+    source: Number
+    rank: Number
+
+
+class PushKnown(Message, frozen=True):
+    """The leading ingress to another replica: up to the push batch `matched` their logs are equal,
+    those up to `entered` have entered the flow, and those up to `everywhere` at all replicas."""
+
+    source: Number
+    rank: Number
+    matched: Number
+    entered: Number
+    everywhere: Number
 
 
 class PushCounted(Message, frozen=True):
@@ -96,12 +124,18 @@ class PushCounted(Message, frozen=True):
     none enters any more that it does not have."""
 
     source: Number
+    rank: Number = 0
 
 
 class PushHas(Message, frozen=True):
-    """A replica of an ingress to the leading one: it has this many push batches; `again`: what
-    follows may be lost, send it again."""
+    """A replica of an ingress to the leading one, whose rank is `rank`: their logs are equal up to
+    this push batch, and those up to `entered` have entered at the replica. With `again` the replica
+    says what it has after those (by rank of the leader that made them, the last one), and asks for
+    whatever it lacks."""
 
     source: Number
     number: Number
     again: bool
+    entered: Number = 0
+    rank: Number = 0
+    made: tuple[tuple[Number, Number], ...] = ()
