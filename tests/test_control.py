@@ -123,7 +123,7 @@ def test_a_new_leader_launches_no_more_sites_than_there_were(node: ControlNode) 
     registers(node, 9)
     node.watch.status = {1: {"site": 1}, 8: {"site": 8}}
     controller = take_over(node, known, gone=(1,))
-    (new,) = controller.launched
+    (new,) = controller.roster.launched
     assert controller.roster.replaced == {1: new}, "8 has come already"
     assert set(controller.addresses) == {0, 2, 3, 8} and 9 not in node.watch.connected
     assert list(node.watch.status) == [8], "what the dead said last counts no more"

@@ -51,13 +51,13 @@ class Knowledge(msgspec.Struct, frozen=True):
         return {SiteId(s): a for s, a in self.addresses.items() if s in members}
 
 
-class _Versioned(msgspec.Struct, frozen=True):
+class _EntryVersion(msgspec.Struct, frozen=True):
     version: int = 0
 
 
 def decode(value: bytes) -> Knowledge:
     """What was committed. Raise `HostError` if a later version of Holdfast has written it."""
-    found = msgspec.msgpack.decode(value, type=_Versioned).version
+    found = msgspec.msgpack.decode(value, type=_EntryVersion).version
     if found > VERSION:
         raise errors.HostError(
             f"the arbiter's entry of the flow has version {found}, and this Holdfast reads version "

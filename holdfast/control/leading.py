@@ -124,7 +124,7 @@ class Leading:
         controller, error = self.controller, self.decisions.error
         # Before the flow runs, the next leader replaces dead members by sites of their application.
         members = controller.view.members if controller.view is not None else ()
-        alive = {*controller.addresses, *controller.launched, *members}
+        alive = {*controller.addresses, *controller.roster.launched, *members}
         self._app_of = {s: app for s, app in self._app_of.items() if s in alive}
         return Knowledge(
             controller.view,
@@ -132,7 +132,7 @@ class Leading:
             {int(s): d for s, d in controller.roster.domains.items()},
             self._app_of,
             {int(s): r for s, r in controller.dead.items()},
-            sorted(int(s) for s in controller.launched),
+            sorted(int(s) for s in controller.roster.launched),
             controller.running,
             controller.state is FlowPhase.DRAINING,
             self.ends,
@@ -193,7 +193,7 @@ class Leading:
         before: the last control of the application may have died with them."""
         if app not in self.agents:
             self.agents.append(app)
-        launched = sorted(self.controller.launched)
+        launched = sorted(self.controller.roster.launched)
         return [e for s in launched if self._app_of.get(s) == app for e in self.launch(s)]
 
     def on_agent_lost(self, app: int) -> None:

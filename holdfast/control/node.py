@@ -398,7 +398,7 @@ class ControlNode:
         if self.leading is None:
             return
         controller = self.leading.controller
-        if site not in controller.launched:
+        if site not in controller.roster.launched:
             self._execute(self.leading.on_registered_again(site))
         else:
             address = (message.host, message.port)

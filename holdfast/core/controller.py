@@ -495,11 +495,6 @@ class Controller:
         return not self.roster.knows(site)
 
     @property
-    def launched(self) -> set[SiteId]:
-        """Sites whose processes are started and that have not registered."""
-        return self.roster.launched
-
-    @property
     def _latest(self) -> View:
         """The latest view; once the flow runs there is one."""
         assert self.view is not None

@@ -32,7 +32,7 @@ VERSION = 1
 """The version of manifests. Version 0 had none, and no `plan`: it is read."""
 
 
-class _Versioned(msgspec.Struct, frozen=True):
+class _ManifestVersion(msgspec.Struct, frozen=True):
     version: int = 0
 
 
@@ -165,7 +165,7 @@ class RestorePoint(msgspec.Struct, frozen=True):
         if generation < 0:
             raise _no_restore_point(folder)
         name = layout.manifest_file(generation)
-        found = folder.get(name, _Versioned).version
+        found = folder.get(name, _ManifestVersion).version
         if found > VERSION:
             raise FlowError(
                 f"the manifest {name} at {place} has version {found}, and this Holdfast reads "

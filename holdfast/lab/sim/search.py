@@ -146,7 +146,7 @@ class Tried:
 
 
 @dataclass(slots=True)
-class _Group:
+class _SeedGroup:
     """The outcomes of a group of seeds, up to the first that fails."""
 
     outcomes: list[Outcome]
@@ -154,7 +154,7 @@ class _Group:
     processor_s: float
 
 
-def _try_group(first: int) -> _Group:
+def _try_group(first: int) -> _SeedGroup:
     begun, outcomes = time.process_time(), []
     with reached() as edges:
         for seed in range(first, first + GROUP):
@@ -164,10 +164,10 @@ def _try_group(first: int) -> _Group:
             outcomes.append(outcome)
             if outcome.failure is not None:
                 break
-    return _Group(outcomes, edges, time.process_time() - begun)
+    return _SeedGroup(outcomes, edges, time.process_time() - begun)
 
 
-def _groups(first: int, jobs: int, goes_on: Callable[[], bool]) -> Iterator[_Group]:
+def _groups(first: int, jobs: int, goes_on: Callable[[], bool]) -> Iterator[_SeedGroup]:
     """Try groups of seeds, at least one, as long as `goes_on`."""
     if jobs == 1:
         yield _try_group(first)
@@ -176,7 +176,7 @@ def _groups(first: int, jobs: int, goes_on: Callable[[], bool]) -> Iterator[_Gro
             yield _try_group(first)
         return
     with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
-        running: set[Future[_Group]] = {pool.submit(_try_group, first)}
+        running: set[Future[_SeedGroup]] = {pool.submit(_try_group, first)}
         while running:
             while len(running) <= jobs and goes_on():
                 first += GROUP
