@@ -43,6 +43,8 @@ def test_a_steady_flow_has_neither() -> None:
     assert around.low_s == around.gap_ms == around.dropped(PAPER_BUFFER_S) == 0
     assert not around.too_busy
     assert trace(delivered(1.0), 51.1, 51.2, RATE).too_busy, "rows were late before the kill"
+    silent = [d for d in delivered(0.0) if d.at > 50.5]
+    assert trace(silent, 50.0, 50.1, RATE).too_busy, "no rows came before the kill"
 
 
 def test_rows_that_are_lost_or_repeated_are_found() -> None:

@@ -34,7 +34,7 @@ from holdfast.errors import InvariantError
 from holdfast.lab.bench.kills import TOO_BUSY_MS, settle, until
 from holdfast.lab.bench.processes import cpu_s, tree
 from holdfast.lab.workloads import dmz
-from holdfast.lab.workloads.paced import Delivery, EpochLog, Paced, read_log
+from holdfast.lab.workloads.paced import Delivery, EpochLog, Paced, read_latest, read_log
 
 SITES, STANDBYS, PARTITIONS = 4, 1, 16
 PROTECTIONS: dict[str, Protection] = {
@@ -134,8 +134,9 @@ class Trace:
 
     @property
     def too_busy(self) -> bool:
-        """Whether rows were late before the kill: then the machine does not sustain the rate."""
-        return self.usual_ms > TOO_BUSY_MS
+        """Whether rows were late before the kill, or none came: then the machine does not sustain
+        the rate."""
+        return not 0.0 < self.usual_ms <= TOO_BUSY_MS
 
     @property
     def lowest(self) -> float:
@@ -190,7 +191,8 @@ def trace(
         late = [ms for d in window for ms in d.late_ms[:-1]]
         rows.append(sum(d.rows for d in window))
         latency.append(round(statistics.fmean(late), 2) if late else None)
-    usual = statistics.fmean(r for r, end in zip(rows, ends, strict=True) if end <= 0) or 1.0
+    undisturbed = [r for r, end in zip(rows, ends, strict=True) if end <= 0]
+    usual = statistics.fmean(undisturbed) or statistics.fmean(rows) or 1.0
     after = [d for d in deliveries if killed <= d.at < killed + AFTER_S]
     before = [d for d in deliveries if killed - BEFORE_S <= d.at < killed]
     return Trace(
@@ -210,6 +212,7 @@ def killed_run(work: str, approach: str, effort: FluxEffort) -> Trace:
     flow = _flow(folder, approach, effort.rate, HEAD)
     with flow.start(sites=SITES, spares=STANDBYS, partitions=PARTITIONS) as run:
         until(lambda: run.protected and _is_reported(run), "everything is protected", run)
+        until(lambda: _has_results(f"{folder}/epochs"), "results come", run)
         time.sleep(effort.warm_s)
         settle(f"{folder}/epochs")
         time.sleep(BEFORE_S + AVERAGED_S)
@@ -223,6 +226,10 @@ def killed_run(work: str, approach: str, effort: FluxEffort) -> Trace:
     deliveries = read_log(f"{folder}/epochs")
     _check(deliveries, rows)
     return trace(deliveries, killed, protected, effort.rate)
+
+
+def _has_results(log: str) -> bool:
+    return os.path.exists(log) and any(d.rows for d in read_latest(log))
 
 
 def _is_reported(run: Run) -> bool:

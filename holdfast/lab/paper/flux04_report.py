@@ -80,8 +80,8 @@ def show_kills(traces: Mapping[str, Sequence[Trace]], console: Console) -> None:
     late = [t.usual_ms for some in traces.values() for t in some if t.too_busy]
     if late:
         console.print(
-            f"  The machine was too busy: before {len(late)} of the kills rows were up to "
-            f"{max(late):,.0f} ms late. Their figures say little.",
+            f"  The machine was too busy: before {len(late)} of the kills rows were late, by up to "
+            f"{max(late):,.0f} ms, or did not come at all. Their figures say little.",
             highlight=False,
         )
     _notes(KILL_NOTES, console)
