@@ -283,12 +283,12 @@ def test_a_missing_replica_waits_for_a_launch_as_long_as_it_was_told() -> None:
 def test_a_successor_does_not_wait_for_sites_that_were_launched_and_never_came() -> None:
     last = running(PAIRS, spares=0)
     last.handle(SitesFailed((1,), "killed"))
-    assert last.view is not None and last.launched == {2}
+    assert last.view is not None and last.roster.launched == {2}
     after = Controller(PAIRS, [0])
     known = (last.view, 2, addresses(0), {0: domain(0)}, {1: "killed"}, True, False)
     effects = after.resume(*known, orphans=[2])
     assert len(views(effects)) == len(effects) == 1, "it sets no timer"
-    assert after.launched == {2}
+    assert after.roster.launched == {2}
     fence, launch = after.handle(SitesFailed((2,), "its application is gone"))[:2]
     assert fence == FenceSite(2) and isinstance(launch, LaunchSite) and launch.site == 1_000
 
