@@ -19,7 +19,6 @@ from holdfast.control.node import ControlNode
 from holdfast.control.orders import dismissals
 from holdfast.core.controller import Controller
 from holdfast.core.dataflow import Dataflow
-from holdfast.core.donor import Donor
 from holdfast.core.effects import CommitView, FenceSite, PublishRecord, StartFlow
 from holdfast.core.exchange import Consumer, Producer
 from holdfast.core.ids import NO_EPOCH, Epoch, GroupId, SiteId
@@ -415,14 +414,13 @@ def _removed_keys_are_named_once(right: Any) -> Any:
     return snapshot
 
 
-def _before_it_is_in_place(right: Any) -> Any:
-    def hand_over(self: Donor, *args: Any) -> Any:
-        effects = right(self, *args)
-        for site in self.given:
-            self.given[site] = Epoch(self.given[site] + 1)
-        return effects
+def _first_changes_left_out(right: Any) -> Any:
+    def snapshot(
+        self: StateTable, partitions: Any = None, after: int | None = None, *args: Any
+    ) -> Any:
+        return right(self, partitions, None if after is None else after + 1, *args)
 
-    return hand_over
+    return snapshot
 
 
 def _retention_not_awaited(_: Any) -> Any:
@@ -608,7 +606,7 @@ BUGS = [
     _passive("standby not counted", "producers do not keep the bundles since the last checkpoint",
         SiteExchanges, "_count_replicas", _standbys_are_not_counted),
     _passive("changes left out", "a checkpoint lacks the changes right after the one before",
-        Donor, "hand_over", _before_it_is_in_place),
+        StateTable, "snapshot", _first_changes_left_out),
     _standbys("one standby is enough", "producers drop bundles that the first standby has",
         SiteExchanges, "_count_replicas", _one_standby_is_enough),
     _standbys("removed keys named once", "only one of two standbys learns of removed keys",
