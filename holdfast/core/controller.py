@@ -242,9 +242,13 @@ class Controller:
         self, event: SitesFailed, gone: list[SiteId], view: View, lost: list[TaskId]
     ) -> list[ControllerEffect]:
         """No replica of these tasks would be left: end the flow, unless the sites have finished, or
-        joining replicas may be in place."""
+        joining replicas may be in place. If all leaders have finished, everything is delivered; a
+        site that waits for a replica which nobody can hand over would never report that it has."""
         if self._reports.have_finished(gone):
-            return []
+            groups = [self._latest.group(u) for u in self._latest.tasks()]
+            leaders = [group.replicas[0] for group in groups if group.replicas]
+            done = len(leaders) == len(groups) and self._reports.have_finished(leaders)
+            return self._end() if done else []
         if all(view.group(u).joining for u in lost):
             return [self._doubtful.add(event)]
         return self._fail(site_lost(self._latest, self.shape, gone, lost, event.reason))

@@ -624,6 +624,20 @@ def test_a_replica_that_says_it_failed_does_not_save_the_flow() -> None:
     assert [type(e) for e in effects] == [EndFlow] and isinstance(effects[0].error, SiteLostError)
 
 
+def test_the_last_replicas_die_after_they_have_finished_while_others_join() -> None:
+    """Site 2 cannot finish: nobody is left to hand over what joins there. `holdfast model` found
+    this, with two crashes."""
+    controller = running(LINE, 2, 1)
+    controller.handle(SitesFailed((1,), "killed"))
+    controller.handle(WaitOver(PatienceTimer(0)))
+    seen(controller)
+    controller.handle(reported(controller, 2, (0, 0), "installed"))
+    assert replicas(controller) == "0,2 | 0+2 | 0+2"
+    assert controller.handle(finished(controller, 0)) == []
+    lost = controller.handle(SitesFailed((0,), "killed"))
+    assert lost == [EndFlow(None)], "all was delivered"
+
+
 def test_a_site_that_gets_a_replica_after_it_had_finished_is_not_finished() -> None:
     """Site 0 has read the source to its end. Then it gets a replica of the sink, and its donor
     dies: the flow is done when that replica is through."""

@@ -35,6 +35,7 @@ from holdfast.core.upstream import Needs, Search
 from holdfast.engine.batches import Track
 from holdfast.engine.state import StateTable
 from holdfast.engine.watermark import Watermark
+from holdfast.lab.sim import push_bugs
 from holdfast.lab.sim.explore import Case, forget
 from holdfast.lab.sim.faults import KINDS, Fault
 from holdfast.lab.sim.site_shell import SiteShell
@@ -42,7 +43,6 @@ from holdfast.site.egress import Egress
 from holdfast.site.handover import Incoming, IncomingCheckpoint
 from holdfast.site.ingress import Ingress
 from holdfast.site.node import SiteNode
-from holdfast.site.push_entries import Holding
 from holdfast.site.push_log import PushLog
 from holdfast.site.replica_reports import ReplicaReports
 from holdfast.site.stages import TaskRunner
@@ -491,27 +491,6 @@ def _overtaken_views_are_given_out(_: Any) -> Any:
     return add
 
 
-def _answered_early(_: Any) -> Any:
-    def waited_for(self: PushLog) -> int:
-        return self.submitted
-
-    return waited_for
-
-
-def _equal_by_number(_: Any) -> Any:
-    def equal_up_to(self: PushLog, holding: Holding) -> int:
-        return holding.made[-1][1] if holding.made else holding.entered
-
-    return equal_up_to
-
-
-def _entered_on_arrival(_: Any) -> Any:
-    def enter_known(self: PushLog) -> Any:
-        return self._enter_up_to(self.matched)
-
-    return enter_known
-
-
 _passive = partial(Bug, flow="times", protocol="passive", kinds=("crash", "crash of two"))
 _standbys = partial(Bug, flow="times", protocol="passive-2", kinds=("crash of two",), beyond=0.0)
 _upstream = partial(Bug, flow="times", protocol="upstream", kinds=("crash", "crash of two"))
@@ -639,11 +618,11 @@ BUGS = [
     _apps("lease not watched", "a leader without an arbiter continues to lead",
         Leadership, "handle", _lease_not_watched, faults=_CUT_OFF),
     _pushed("pushed rows answered early", "a query is told that rows are taken which no other has",
-        PushLog, "_waited_for", _answered_early, faults=_SENT_TO_NOBODY),
+        PushLog, "_waited_for", push_bugs.answered_early, faults=_SENT_TO_NOBODY),
     _pushed("push batches by number", "replicas have the same push batches if they have as many",
-        PushLog, "_equal_up_to", _equal_by_number, faults=_SENT_TO_ONE),
+        PushLog, "_equal_up_to", push_bugs.equal_by_number, faults=_SENT_TO_ONE),
     _pushed("push batches on arrival", "pushed rows enter at a replica before all others have them",
-        PushLog, "_enter_known", _entered_on_arrival, faults=_SENT_TO_ONE),
+        PushLog, "_enter_known", push_bugs.entered_on_arrival, faults=_SENT_TO_ONE),
     Bug("overtaken view", "a leader sends all views that waited for the arbiter, not only the last",
         PendingDecisions, "add", _overtaken_views_are_given_out),
 ]  # fmt: skip
