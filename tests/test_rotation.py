@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 
+from holdfast.control.credentials import Credentials
+from holdfast.control.rotating import KeyRotator
 from holdfast.control.rotation import (
     Asked,
     Confirmed,
@@ -11,8 +13,12 @@ from holdfast.control.rotation import (
     Left,
     Rotation,
     RotationPhase,
+    TermEnded,
 )
-from holdfast.errors import ProtocolError
+from holdfast.control.site_connections import SiteConnections
+from holdfast.errors import HostError, ProtocolError
+from holdfast.net import wire
+from holdfast.net.keys import Keys
 
 A, B, C = ("site", 0), ("site", 1), ("agent", 1)
 OFFERED, SWITCHED, RETIRED, STEADY = (
@@ -74,3 +80,78 @@ def test_neighbours_in_any_two_phases_that_meet_accept_each_other() -> None:
     phases = [("old",), *(rotation.held(p) for p in (OFFERED, SWITCHED, RETIRED))]
     for one, other in itertools.pairwise(phases):
         assert one[0] in other and other[0] in one
+
+
+def test_a_rotation_ends_with_the_term_of_its_leader() -> None:
+    rotation = begun(A, B)
+    assert rotation.handle(TermEnded()) == []
+    assert rotation.phase is STEADY and rotation.waits_for == []
+    assert rotation.handle(Confirmed(A, ("old", "new"))) == []
+    assert rotation.handle(Asked("old", "newer", (A,))) == [OFFERED]
+
+
+class Apps:
+    """A control of three applications whose connections are lists."""
+
+    def __init__(self) -> None:
+        self.sent: list[wire.Message] = []
+        self.leads = True
+        self.credentials = Credentials(b"a secret of this test", None, ["127.0.0.1"], 0, {})
+        self.rotator = KeyRotator(
+            self.credentials,
+            SiteConnections(),
+            {1: self},  # type: ignore[dict-item]
+            term=lambda: 3,
+            leads=lambda: self.leads,
+            members=lambda: ((wire.AGENT, 1), (wire.AGENT, 2)),
+        )
+
+    def send(self, message: wire.Message) -> None:
+        self.sent.append(message)
+
+    def confirm(self, app: int) -> None:
+        self.role, self.id = wire.AGENT, app
+        ids = tuple(Keys.of(s).id for s in self.credentials.secrets)
+        self.rotator.on_keys_held(self, wire.KeysHeld(ids))  # type: ignore[arg-type]
+
+
+def test_an_application_that_is_away_is_waited_for() -> None:
+    """It would hold no key that others accept, and could still come to lead."""
+    apps = Apps()
+    done = apps.rotator.ask(None)
+    for _ in range(3):
+        apps.confirm(1)
+    assert not done.done() and apps.rotator.waits_for == [(wire.AGENT, 2)]
+    for _ in range(3):
+        apps.confirm(2)
+        apps.confirm(1)
+    assert done.done() and len(apps.credentials.secrets) == 1
+    assert all(isinstance(m, wire.NewSecrets) for m in apps.sent)
+
+
+def test_asking_again_for_the_same_goes_on_and_another_is_refused() -> None:
+    apps = Apps()
+    done = apps.rotator.ask("a secret of the operator's")
+    assert apps.rotator.ask("a secret of the operator's") is done
+    assert apps.rotator.ask(None) is done
+    with pytest.raises(HostError, match="by another one already"):
+        apps.rotator.ask("another secret altogether")
+
+
+def test_a_leader_that_is_deposed_does_not_go_on_alone() -> None:
+    apps = Apps()
+    done = apps.rotator.ask(None)
+    held = apps.credentials.secrets
+    apps.leads = False
+    apps.rotator.follow_members()
+    with pytest.raises(HostError, match="no longer leads"):
+        done.result(0)
+    assert apps.credentials.secrets == held and len(held) == 2
+    # The next leader rotates: this one follows.
+    apps.role, apps.id = wire.SERVER, 1
+    new = Keys.of(b"0123456789ab:the next leader's secret")
+    secrets = (b"0123456789ab:the next leader's secret", b"a secret of this test")
+    apps.rotator.on_new_secrets(apps, wire.NewSecrets(4, secrets))  # type: ignore[arg-type]
+    assert apps.sent[-1] == wire.KeysHeld((new.id, Keys.of(b"a secret of this test").id))
+    with pytest.raises(ProtocolError, match="does not lead"):
+        apps.rotator.on_new_secrets(apps, wire.NewSecrets(2, secrets))  # type: ignore[arg-type]

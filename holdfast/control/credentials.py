@@ -37,7 +37,7 @@ class Credentials:
         own = Certificate.read(self._files) if self._files else self.certificate("control", app)
         self.party = Party((wire.SERVER, app), Keyring(keys), self.level, own, plan)
         """The control's own."""
-        self.pusher = Party.client(keys, wire.PUSHER)
+        self.pusher = Party.client(keys, wire.PUSHER, self.level, self.trust)
         """What pushers get. They are given the same object for as long as the flow runs."""
 
     @property
@@ -53,6 +53,11 @@ class Credentials:
     def secrets(self) -> tuple[bytes, ...]:
         """Those whose keys are accepted; the current one first."""
         return tuple(self._secrets[id_] for id_ in self._held)
+
+    @property
+    def trust(self) -> Certificate | None:
+        """What clients check certificates by."""
+        return self.party.certificate.without_key() if self.party.certificate else None
 
     # --- what others get --------------------------------------------------------------------------
 
@@ -77,9 +82,13 @@ class Credentials:
 
     # --- rotation ---------------------------------------------------------------------------------
 
+    def wanted(self, secret: str | None) -> bytes:
+        """The secret in the form that names the start of the flow; None: a random one."""
+        return rotated(self.keys, secret)
+
     def add(self, secret: str | None) -> str:
         """Make a secret known; None: a random one. Return the id of its keys."""
-        made = rotated(self.keys, secret)
+        made = self.wanted(secret)
         keys = Keys.of(made)
         self._secrets[keys.id], self._sets[keys.id] = made, keys
         return keys.id
@@ -90,7 +99,7 @@ class Credentials:
         self._secrets = {id_: self._secrets[id_] for id_ in ids}
         self._sets = {id_: self._sets[id_] for id_ in ids}
         self.party.hold(list(self._sets.values()), self.certificate("control", self.party.own[1]))
-        self.pusher.hold([self.keys.for_client(wire.PUSHER)], None)
+        self.pusher.hold([self.keys.for_client(wire.PUSHER)], self.trust)
 
     def hold_secrets(self, secrets: Sequence[bytes]) -> tuple[str, ...]:
         """The same for secrets that another application sent. Return the ids of their keys."""

@@ -21,6 +21,7 @@ from holdfast.control.rotation import (
     Rotation,
     RotationEvent,
     RotationPhase,
+    TermEnded,
 )
 from holdfast.control.site_connections import SiteConnections
 from holdfast.core.ids import SiteId
@@ -40,10 +41,11 @@ class KeyRotator:
         sites: SiteConnections,
         agents: Mapping[int, Connection],
         term: Callable[[], int],
+        leads: Callable[[], bool],
         members: Callable[[], tuple[Member, ...]],
     ) -> None:
         self._credentials, self._sites, self._agents = credentials, sites, agents
-        self._term, self._members = term, members
+        self._term, self._leads, self._members = term, leads, members
         self._rotation = Rotation()
         self._done: Future[str] = Future()
         self._known: tuple[Member, ...] = ()
@@ -55,7 +57,12 @@ class KeyRotator:
     def ask(self, secret: str | None) -> Future[str]:
         """Begin. The future gets the new secret when no process accepts the old one."""
         if self._rotation.phase is not RotationPhase.STEADY:
-            raise errors.HostError("the secret is being replaced already")
+            if secret is None or self._credentials.wanted(secret) in self._credentials.secrets:
+                return self._done  # it goes on
+            raise errors.HostError(
+                "the secret is being replaced by another one already",
+                hint="wait until that is done; both are good meanwhile",
+            )
         if not (self._credentials.local or self._credentials.level is Level.TLS):
             raise errors.HostError(
                 f"with security={self._credentials.level.value!r} others could read the new keys "
@@ -78,6 +85,15 @@ class KeyRotator:
         """Wait for whom the flow has got meanwhile, and no longer for whom it has lost."""
         if self._rotation.phase is RotationPhase.STEADY:
             return
+        if not self._leads():
+            self._rotation.handle(TermEnded())
+            self._done.set_exception(
+                errors.HostError(
+                    "this application no longer leads; the secret may be replaced in part",
+                    hint="ask the application that leads",
+                )
+            )
+            return
         before, self._known = self._known, self._members()
         for member in self._known:
             if member not in before:
@@ -91,6 +107,8 @@ class KeyRotator:
 
     def on_new_secrets(self, connection: Connection, message: wire.NewSecrets) -> None:
         """This application follows, and the leader rotates."""
+        if self._leads() or message.term < self._term():
+            raise errors.ProtocolError("it does not lead")
         connection.send(wire.KeysHeld(self._credentials.hold_secrets(message.secrets)))
         self._credentials.close_retired()
 

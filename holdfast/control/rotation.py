@@ -62,17 +62,25 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
+class TermEnded:
+    """This application leads no more. Everybody keeps what it holds."""
+
+
+@dataclass(frozen=True, slots=True)
 class AllConfirmed:
     """Derived from the others: nobody is waited for any more."""
 
 
-RotationEvent = Asked | Confirmed | Joined | Left
+RotationEvent = Asked | Confirmed | Joined | Left | TermEnded
 
 EDGES: dict[tuple[RotationPhase, type], RotationPhase] = {
     (RotationPhase.STEADY, Asked): RotationPhase.OFFERED,
     (RotationPhase.OFFERED, AllConfirmed): RotationPhase.SWITCHED,
     (RotationPhase.SWITCHED, AllConfirmed): RotationPhase.RETIRED,
     (RotationPhase.RETIRED, AllConfirmed): RotationPhase.STEADY,
+    (RotationPhase.OFFERED, TermEnded): RotationPhase.STEADY,
+    (RotationPhase.SWITCHED, TermEnded): RotationPhase.STEADY,
+    (RotationPhase.RETIRED, TermEnded): RotationPhase.STEADY,
 }
 
 
@@ -103,6 +111,10 @@ class Rotation:
         match event:
             case Asked():
                 return self._on_asked(event)
+            case TermEnded():
+                self._move(event)
+                self._waits_for = {}
+                return []
             case Confirmed():
                 if event.ids == self.held(self.phase):
                     self._waits_for.pop(event.member, None)
@@ -134,7 +146,7 @@ class Rotation:
     def _under_way(self) -> bool:
         return self.phase is not RotationPhase.STEADY
 
-    def _move(self, event: Asked | AllConfirmed) -> None:
+    def _move(self, event: Asked | AllConfirmed | TermEnded) -> None:
         following = EDGES.get((self.phase, type(event)))
         if following is None:
             raise ProtocolError(f"{type(event).__name__} while a rotation is {self.phase.value}")

@@ -277,7 +277,8 @@ class Run:
         """The address at which the flow's sinks can be read while it runs. It has the key of
         readers, which allows nothing else."""
         controls = self._control.place.controls or (self._control.address,)
-        return url_of(self.flow.name, self._control.credentials.keys, controls)
+        ours = self._control.credentials
+        return url_of(self.flow.name, ours.keys, controls, (ours.level, ours.trust))
 
     def table(self, sink: str) -> TableReader:
         """Read a sink that is a table, while the flow runs."""

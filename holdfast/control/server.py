@@ -122,7 +122,12 @@ class Control:
         self._agents: dict[int, Connection] = {}
         self._leader: Connection | None = None
         self.rotator = KeyRotator(
-            self.credentials, self._sites, self._agents, lambda: self.node.term, self._members
+            self.credentials,
+            self._sites,
+            self._agents,
+            term=lambda: self.node.term,
+            leads=lambda: self.controller is not None,
+            members=self._members,
         )
         self._handlers = protocol.handlers({Receiver.CONTROL: self, Receiver.ROTATOR: self.rotator})
         self._port = 0
@@ -240,12 +245,14 @@ class Control:
         return self.rotator.ask(secret)
 
     def _members(self) -> tuple[Member, ...]:
-        """Who must hold new keys before they are used: also members that are just not connected,
-        and sites that were launched with the old ones."""
+        """Who must hold new keys before they are used: also sites and applications that are just
+        not connected, and sites that were launched with the old ones."""
         controller, sites = self.controller, list(self._sites)
         if controller is not None and controller.view is not None:
-            sites += [*controller.view.members, *sorted(controller.roster.launched)]
-        return members_of(dict.fromkeys(sites), self._agents)
+            known = {*controller.view.members, *controller.addresses, *controller.roster.launched}
+            sites += sorted(known)
+        others = [app for app in range(self.place.apps) if app != self.place.app]
+        return members_of(dict.fromkeys(sites), others)
 
     # --- events and effects ---------------------------------------------------------------------
 

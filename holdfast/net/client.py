@@ -93,6 +93,8 @@ class Client:
         handshake.handle(self._greeting())
         channel = None
         if handshake.level is Level.TLS:
+            if self._read:
+                raise ProtocolError("there is more than a Challenge before TLS")
             try:
                 channel = handshake.context.wrap_socket(self._socket)
             except OSError as error:
@@ -169,13 +171,15 @@ class Client:
         self._socket.settimeout(0)
         try:
             part = self._socket.recv(RECEIVE_BYTES)
+            if not part:
+                raise HostError("the peer closed the connection")
+            self._read += part
         except (BlockingIOError, ssl.SSLWantReadError):
-            return None
+            pass
         finally:
             self._socket.settimeout(None)
-        if not part:
-            raise HostError("the peer closed the connection")
-        self._read += part
+        if not self._read:
+            return None
         message: M = self._receive(kind)
         return message
 

@@ -129,6 +129,8 @@ class Connection(asyncio.BufferedProtocol):
             self._secured(None)
             return
         assert self._transport is not None
+        if self._end > self._begin:
+            raise ProtocolError("there is more than a Challenge before TLS")
         self._transport.pause_reading()
         self._securing = asyncio.get_running_loop().create_task(self._start_tls(self._transport))
 

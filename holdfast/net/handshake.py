@@ -78,9 +78,15 @@ class Party:
                 connection.close()
 
     @classmethod
-    def client(cls, keys: Keys, role: str) -> Party:
-        """A pusher or a reader."""
-        return cls((role, 0), Keyring(keys.for_client(role)), None)
+    def client(
+        cls,
+        keys: Keys,
+        role: str,
+        level: Level | None = None,
+        trust: tls.Certificate | None = None,
+    ) -> Party:
+        """A pusher or a reader. It has no certificate of its own."""
+        return cls((role, 0), Keyring(keys.for_client(role)), level, trust)
 
 
 class HandshakePhase(Enum):
@@ -256,12 +262,12 @@ class Handshake:
         keys = self._party.ring.find(message.keys)
         if keys is None:
             raise ProtocolError(
-                f"a {message.role} has keys {message.keys} of another flow, or of a secret that "
-                f"was rotated; valid: {', '.join(self._party.ring.ids)}"
+                f"a {message.role!r} has keys {message.keys!r} of another flow, or of a secret "
+                f"that was rotated; valid: {', '.join(self._party.ring.ids)}"
             )
         key = keys.key(message.role, message.id, self._party.own[0])
         if key is None:
-            raise ProtocolError(f"a {message.role} may not dial a {self._party.own[0]}")
+            raise ProtocolError(f"a {message.role!r} may not dial a {self._party.own[0]}")
         self._key = key
         if not hmac.compare_digest(self._proof("client"), message.proof):
             raise ProtocolError("the peer does not know the flow's secret")

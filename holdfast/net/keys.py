@@ -79,6 +79,8 @@ class Keys:
             return self.held.get(_of_site(id_))
         if role == SERVER or (role in (PULSE, AGENT) and dialled != SERVER):
             return None
+        if role == PUSHER and dialled != SITE:
+            return None
         return self.held.get(role)
 
 
@@ -113,15 +115,24 @@ class Keyring:
 
 def rotated(keys: Keys, secret: str | None = None) -> bytes:
     """A new secret for the same start of a flow: the given one, or a random one."""
-    if secret is not None and len(secret) < SECRET_LENGTH_MIN:
-        raise FlowError(f"a secret must have at least {SECRET_LENGTH_MIN} characters")
-    text = secret or secrets.token_hex(32)
+    text = secret if secret is not None else secrets.token_hex(32)
+    check_length(text)
     named = _NAMED.fullmatch(text.encode())
     if named is not None and named[1].decode() != keys.incarnation:
         raise FlowError(
             f"this secret is of start {named[1].decode()} of a flow, not of {keys.incarnation}"
         )
     return text.encode() if named else f"{keys.incarnation}:{text}".encode()
+
+
+def check_length(secret: str) -> None:
+    """Refuse a secret that is too short, whether or not it names the start of a flow."""
+    named = _NAMED.fullmatch(secret.encode())
+    if len(named[2] if named else secret) < SECRET_LENGTH_MIN:
+        raise FlowError(
+            f"a secret must have at least {SECRET_LENGTH_MIN} characters",
+            hint="make one with: openssl rand -hex 32",
+        )
 
 
 def _of_site(site: int) -> str:

@@ -2,37 +2,47 @@
 egress answers.
 
 The address of a flow names the controllers of its applications, and contains the flow's
-incarnation and the key of readers: ``holdfast://INCARNATION:KEYS-KEY@host:port,host:port/flow``. A
-process that has the address can read the flow's sinks, and nothing else.
+incarnation and the key of readers: ``holdfast://INCARNATION:KEYS-KEY@host:port,host:port/flow``.
+The level of security and the authority of certificates follow. A process that has the address can
+read the flow's sinks, and nothing else.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 import pyarrow as pa
 
+from holdfast.api.security import Level
 from holdfast.errors import FlowError, HoldfastError, HostError
 from holdfast.net import wire
 from holdfast.net.bundles import rows_of
 from holdfast.net.client import Client
 from holdfast.net.handshake import Party
 from holdfast.net.keys import Keys
+from holdfast.net.tls import Certificate
 
 PATIENCE_S = 30.0
 """How long a reader waits for an answer, for example while a lost site or driver is replaced."""
 PAUSE_S = 0.05
+CA_BYTES_MAX = 1 << 16
+
+Trust = tuple[Level | None, Certificate | None]
+"""The level that a client insists on, and what it checks certificates by."""
 
 Address = tuple[str, int]
 
 
-def url_of(flow: str, keys: Keys, controls: Sequence[Address]) -> str:
-    """Return the address of a flow.
+def url_of(flow: str, keys: Keys, controls: Sequence[Address], trust: Trust = (None, None)) -> str:
+    """Return the address of a flow. `trust` is the flow's level of security, and what certificates
+    are checked by.
 
     >>> keys = Keys("0123456789ab", "c0ffee012345", {"reader": b"abc"})
     >>> url_of("alerts", keys, [("localhost", 7000), ("localhost", 7001)])
@@ -40,33 +50,54 @@ def url_of(flow: str, keys: Keys, controls: Sequence[Address]) -> str:
     """
     listed = ",".join(f"{host}:{port}" for host, port in controls)
     key = f"{keys.id}-{keys.held[wire.READER].hex()}"
-    return f"holdfast://{keys.incarnation}:{key}@{listed}/{quote(flow, safe='')}"
+    level, certificate = trust
+    query = {"security": level.value} if level is not None else {}
+    if certificate is not None:
+        query["ca"] = base64.urlsafe_b64encode(zlib.compress(certificate.ca)).decode()
+        query["of"] = "flow" if certificate.of_flow else "user"
+    asked = f"?{urlencode(query)}" if query else ""
+    return f"holdfast://{keys.incarnation}:{key}@{listed}/{quote(flow, safe='')}{asked}"
 
 
-_URL = re.compile(r"holdfast://(\w+):(\w+)-((?:[0-9a-f]{2})+)@([^/]+)/([^/]+)")
+_URL = re.compile(r"holdfast://(\w+):(\w+)-((?:[0-9a-f]{2})+)@([^/]+)/([^/?]+)(?:\?(.*))?")
 
 
-def parse(url: str) -> tuple[str, Keys, list[Address]]:
-    """The inverse of `url_of`."""
+def parse(url: str) -> tuple[str, Party, list[Address]]:
+    """The inverse of `url_of`: the flow's name, a reader, and the controls."""
     found = _URL.fullmatch(url)
     listed = [a.rpartition(":") for a in found[4].split(",")] if found else []
     if found is None or not all(host and port.isdigit() for host, _, port in listed):
-        raise FlowError(
-            "this is not the address of a flow", hint="use the value of run.url of the running flow"
-        )
+        raise _not_an_address()
     controls = [(host, int(port)) for host, _, port in listed]
     keys = Keys(found[2], found[1], {wire.READER: bytes.fromhex(found[3])})
-    return unquote(found[5]), keys, controls
+    return unquote(found[5]), Party.client(keys, wire.READER, *_trust(found[6] or "")), controls
+
+
+def _trust(query: str) -> Trust:
+    said = dict(parse_qsl(query))
+    try:
+        level = Level(said["security"]) if "security" in said else None
+        if "ca" not in said:
+            return level, None
+        ca = zlib.decompressobj().decompress(base64.urlsafe_b64decode(said["ca"]), CA_BYTES_MAX)
+        return level, Certificate(ca, b"", b"", of_flow=said.get("of") == "flow")
+    except (ValueError, zlib.error):
+        raise _not_an_address() from None
+
+
+def _not_an_address() -> FlowError:
+    return FlowError(
+        "this is not the address of a flow", hint="use the value of run.url of the running flow"
+    )
 
 
 class SinkReader:
     """Sends requests to one sink. Not thread-safe."""
 
     def __init__(self, url: str, sink: str) -> None:
-        self.flow, keys, self._controls = parse(url)
-        self._party = Party.client(keys, wire.READER)
+        self.flow, self._party, self._controls = parse(url)
         self.sink = sink
-        self.incarnation = keys.incarnation
+        self.incarnation = self._party.ring.current.incarnation
         self._there: wire.There | None = None
         self._last: wire.There | None = None
         self._client: Client | None = None

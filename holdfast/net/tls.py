@@ -4,9 +4,9 @@ Unless the user has an authority, a flow makes its own. Its key is derived from 
 so all applications sign for the same authority without talking to each other. A certificate names
 its holder's role and number, and a site's is sent to it with the code.
 
-Pushers and readers have no certificate. They and the sites are sure of each other by the proofs of
-the handshake, which include a digest of the server's certificate (`holdfast.net.handshake`): who
-stands between the two has another one, and cannot make the proof.
+Pushers and readers have no certificate of their own, but the authority's, and prove who they are by
+their keys. The proofs of the handshake include a digest of the server's certificate
+(`holdfast.net.handshake`): who stands between the two has another one, and cannot make the proof.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import ssl
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,10 @@ class Certificate:
             ) from error
         return cls(parts[0], parts[1], parts[2], of_flow=False)
 
+    def without_key(self) -> Certificate:
+        """For a client: what it checks others' certificates by."""
+        return replace(self, cert=b"", key=b"")
+
     @property
     def digest(self) -> bytes:
         """What proofs include of a server's certificate."""
@@ -64,14 +68,15 @@ class Certificate:
 @lru_cache(maxsize=8)
 def context(certificate: Certificate | None, server: bool) -> ssl.SSLContext:
     """A server asks for a certificate; which peers must have one, the handshake decides. A client
-    without a certificate checks the server's by the handshake's proofs."""
+    that was not given an authority checks the server by the handshake's proofs alone."""
     made = _context(server)
     if certificate is None:
         return made
     try:
         made.load_verify_locations(cadata=certificate.ca.decode())
-        with _as_file(certificate.cert) as cert, _as_file(certificate.key) as key:
-            made.load_cert_chain(cert, key)
+        if certificate.key:
+            with _as_file(certificate.cert) as cert, _as_file(certificate.key) as key:
+                made.load_cert_chain(cert, key)
     except (ssl.SSLError, ValueError) as error:
         raise HostError(f"a certificate cannot be used: {error}") from error
     made.verify_mode = ssl.CERT_OPTIONAL if server else ssl.CERT_REQUIRED

@@ -183,9 +183,10 @@ class Site:
                         await dial(partial(self._dialled_controller, address), address)
                     except OSError as error:
                         log.info("site %s: no controller at %s: %s", self.id, address, error)
-            if self._controllers:
+            if any(connection.open for connection in self._controllers.values()):
                 alone_since = time.monotonic()
-            elif time.monotonic() - alone_since > (ORPHAN_S if self._started else 0):
+            patience = ORPHAN_S if self._started or self._controllers else 0
+            if time.monotonic() - alone_since > patience:
                 self._leave()
             await asyncio.sleep(REDIAL_S)
 
@@ -356,7 +357,8 @@ class Site:
         self._leave()
 
     def on_fenced(self, connection: Connection, message: wire.Fenced) -> None:
-        self._leave()
+        if message.term >= self.node.term:
+            self._leave()
 
     def on_new_keys(self, connection: Connection, message: wire.NewKeys) -> None:
         certificate = Certificate(*message.certificate, True) if message.certificate else None

@@ -185,15 +185,18 @@ class _SparkPusher(Generic[SourceT]):
         self._thread.start()
 
     def _retry_if_moved(self, attempt: Callable[[list[tuple[str, int]]], None]) -> None:
-        """Call `attempt` with the ingress's addresses; again if it failed and they changed."""
+        """Call `attempt` with the ingress's addresses; again if it failed and they changed, or the
+        flow's secret was replaced: tasks were sent the old key."""
         while True:
-            before = self._locate()
+            before, keys = self._locate(), self._access.ring.current.id
             self._refused = None
             try:
                 attempt(before)
                 return
             except Exception:
-                if self._stopped or not self._moved(before):
+                if self._stopped:
+                    raise
+                if self._access.ring.current.id == keys and not self._moved(before):
                     raise
 
     def _moved(self, before: list[tuple[str, int]]) -> bool:

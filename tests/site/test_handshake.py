@@ -206,9 +206,11 @@ def test_a_rotated_secret_has_other_keys_of_the_same_incarnation() -> None:
 
 def test_a_secret_of_another_start_or_a_short_one_is_refused() -> None:
     with pytest.raises(FlowError, match="of start 0123456789ab of a flow"):
-        rotated(Keys.of(SECRET), "0123456789ab:another secret")
+        rotated(Keys.of(SECRET), "0123456789ab:another secret altogether")
     with pytest.raises(FlowError, match="at least 16 characters"):
         rotated(Keys.of(SECRET), "short")
+    with pytest.raises(FlowError, match="at least 16 characters"):
+        rotated(Keys.of(SECRET), f"{Keys.of(SECRET).incarnation}:short")
 
 
 def test_old_keys_are_good_until_they_are_retired() -> None:

@@ -439,7 +439,9 @@ def test_a_site_owes_an_answer_until_the_other_replicas_know() -> None:
 def test_an_address_says_where_and_proves_who() -> None:
     keys = Keys.of(b"a secret").for_client(wire.READER)
     url = url_of("a/b", keys, [("host", 1), ("::1", 2)])
-    assert parse(url) == ("a/b", keys, [("host", 1), ("::1", 2)])
+    flow, reader, controls = parse(url)
+    assert (flow, controls) == ("a/b", [("host", 1), ("::1", 2)])
+    assert reader.ring.current == keys and reader.level is None and reader.certificate is None
     for wrong in ("", "holdfast://xyz@h:1/f", "holdfast://00@h/f", "holdfast://00@h:1"):
         with pytest.raises(FlowError, match="not the address of a flow"):
             parse(wrong)
@@ -559,7 +561,7 @@ def test_a_reader_goes_on_with_a_flow_that_was_stopped(kept: list[Run], tmp_path
     flow.source("numbers", generator(numbers, SCHEMA, rate=20_000.0)).sink("out", outlet())
     run = flow.start(sites=3, partitions=6, checkpoint=Checkpoint(store))
     kept.append(run)
-    who = {"reader": "nightly", "incarnation": parse(run.url)[1].incarnation}
+    who = {"reader": "nightly", "incarnation": parse(run.url)[1].ring.current.incarnation}
     with SinkReader(run.url, "out") as reader:
         until(lambda: reader.ask({"do": "look"})[0]["epoch"] > 3, "there are results")
         reader.ask({"do": "begin", "latest": 0, **who})

@@ -11,9 +11,10 @@ from holdfast.errors import HoldfastError
 from holdfast.net import wire
 from holdfast.net.client import Client
 from holdfast.net.connection import Connection, dial, listen
-from holdfast.net.keys import Keys
+from holdfast.net.handshake import Party
+from holdfast.net.keys import Keyring, Keys
 from holdfast.net.tls import CertificateAuthority, context
-from tests.support.parties import party
+from tests.support.parties import SECRET, party
 
 SITE, CONTROL = (wire.SITE, 1), (wire.SERVER, 0)
 ORDER = wire.encode(wire.Dismiss(7))
@@ -189,8 +190,6 @@ def test_a_certificate_of_another_flow_or_of_another_site_is_refused() -> None:
         ends.listener.close()
         return opened.is_set()
 
-    from tests.support.parties import SECRET
-
     assert asyncio.run(main(SECRET, 1))
     assert not asyncio.run(main(b"the secret of another", 1))
     assert not asyncio.run(main(SECRET, 2))
@@ -200,3 +199,26 @@ def test_contexts_speak_nothing_older_than_tls_1_3() -> None:
     made = CertificateAuthority(b"x" * 32).certify("site", 1)
     assert context(made, True).minimum_version is ssl.TLSVersion.TLSv1_3
     assert context(None, False).minimum_version is ssl.TLSVersion.TLSv1_3
+
+
+def test_who_has_the_key_of_clients_cannot_play_a_server_to_others() -> None:
+    """A pusher knows the key that pushers prove themselves by. Under TLS that is not enough."""
+
+    async def main() -> None:
+        keys = Keys.of(SECRET).for_client(wire.PUSHER)
+        forged = CertificateAuthority(b"x" * 32).certify("site", 1)
+        posing = Party(SITE, Keyring(keys), Level.TLS, forged)
+        listener, port = await listen(
+            lambda: Connection(posing, _ignore, _ignore, _ignore), "127.0.0.1"
+        )
+        victim = Party.client(
+            keys, wire.PUSHER, Level.TLS, party(SITE, level=Level.TLS).certificate.without_key()
+        )
+        with pytest.raises(HoldfastError, match="certificate verify failed"):
+            await asyncio.to_thread(Client, ("127.0.0.1", port), victim)
+        posing.level = Level.AUTH  # nor by asking for less
+        with pytest.raises(HoldfastError, match="the peer has security 'auth'"):
+            await asyncio.to_thread(Client, ("127.0.0.1", port), victim)
+        listener.close()
+
+    asyncio.run(main())

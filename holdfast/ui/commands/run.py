@@ -19,7 +19,7 @@ from holdfast.api.security import Level, Security, Tls
 from holdfast.control.hosting import Place
 from holdfast.control.run import Run
 from holdfast.errors import FlowError, HoldfastError
-from holdfast.net.keys import SECRET_LENGTH_MIN
+from holdfast.net.keys import check_length
 from holdfast.ui.flow_file import load_flow, session_of
 from holdfast.ui.report import write_json
 from holdfast.ui.signals import stoppable
@@ -306,11 +306,12 @@ def _secret(options: argparse.Namespace) -> bytes | None:
         text = os.environ.get("HOLDFAST_SECRET", "")
     else:
         return None
-    if len(text) < SECRET_LENGTH_MIN:
+    try:
+        check_length(text)
+    except FlowError as error:
         raise FlowError(
-            f"the secret (HOLDFAST_SECRET or --secret-file) must have at least {SECRET_LENGTH_MIN} "
-            "characters, the same for all applications"
-        )
+            f"HOLDFAST_SECRET or --secret-file: {error.message}", hint=error.hint
+        ) from None
     return text.encode()
 
 
