@@ -229,12 +229,7 @@ class Controller:
                     effects += self._join_failed(task, f"site {gone[0]} died: {event.reason}")
         self.joins.on_sites_lost(useless)
         if any(s in before.members for s in gone):
-            if view.sequencers != before.sequencers:
-                self.joins.on_chain_changed(view.number)
-            for task in view.tasks():
-                changed = view.group(task).replicas[:1] != before.group(task).replicas[:1]
-                if changed and self.shape.stages[task[0]].kind == "source":
-                    self.joins.on_leader_changed(task, view.number)
+            self.joins.on_take_over(before, view, self.shape)
             effects += self._commit(view)
         return effects + self._recover()
 

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from holdfast.core.effects import OrderCatchUp, Wait
 from holdfast.core.events import ReplicaReported, SitesFailed
 from holdfast.core.ids import FIRST, SiteId, TaskId
-from holdfast.core.layout import PartitionGroup, View
+from holdfast.core.layout import PartitionGroup, Shape, View
 from holdfast.core.roster import backoff_ms
 from holdfast.core.timers import DoubtTimer, RejoinTimer
 
@@ -110,13 +110,15 @@ class ReplicaJoins:
     def on_caught_up(self, task: TaskId, site: SiteId) -> None:
         self.replaying.discard((task, site))
 
-    def on_chain_changed(self, number: int) -> None:
-        """A replica of the sequencer is lost with the view of this number."""
-        self._chain_changed = number
-
-    def on_leader_changed(self, task: TaskId, number: int) -> None:
-        """The leader of a source is lost with the view of this number."""
-        self._leader_changed[task] = number
+    def on_take_over(self, before: View, view: View, shape: Shape) -> None:
+        """Sites are lost with this view. A replica of the sequencer, or the leader of a source, may
+        have been among them."""
+        if view.sequencers != before.sequencers:
+            self._chain_changed = view.number
+        for task in view.tasks():
+            changed = view.group(task).replicas[:1] != before.group(task).replicas[:1]
+            if changed and shape.stages[task[0]].kind == "source":
+                self._leader_changed[task] = view.number
 
     # --- failures and retries -------------------------------------------------------------------
 

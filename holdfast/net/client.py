@@ -24,6 +24,7 @@ UNANSWERED_MAX = 16
 
 LEADER_S_MAX = 2.0
 RECEIVE_BYTES = 1 << 16
+OTHER_SECRET = "it is of another flow or start, or the flow's secret was rotated"
 
 
 def to_leader(
@@ -98,7 +99,7 @@ class Client:
             try:
                 channel = handshake.context.wrap_socket(self._socket)
             except OSError as error:
-                raise HostError(f"TLS: {error}") from error
+                raise HostError(f"TLS: {error}", hint=OTHER_SECRET) from error
             self._socket = channel
         hello = handshake.secured(channel)
         assert hello is not None
@@ -108,7 +109,7 @@ class Client:
         except (HostError, OSError) as error:
             raise HostError(
                 f"the peer refused this {handshake.identity[0]}'s key: {error}",
-                hint="it is of another flow or start, or the flow's secret was rotated",
+                hint=OTHER_SECRET,
             ) from error
         if handshake.phase is not HandshakePhase.OPEN:
             raise ProtocolError(f"the handshake {handshake.phase.value}")

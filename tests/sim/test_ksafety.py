@@ -48,7 +48,7 @@ def test_any_two_sites_are_killed_at_once(
     """All roles are among them: of a computing replica and its standbys, of the ends, of the chain
     of sequencers."""
     monkeypatch.setitem(PROTOCOLS, "upstream-of-2", UPSTREAM_OF_2)
-    monkeypatch.setattr(explore.Case, "_flow", _losing_two)
+    monkeypatch.setattr(explore.Case, "flow_with", _losing_two)
     for seed in seeds:
         for who, other in TWO:
             at = 0.015 + 0.004 * ((seed + who + 2 * other) % 8)

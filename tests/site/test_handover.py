@@ -35,7 +35,7 @@ from holdfast.site.stages import together as split_by_time
 from holdfast.sources import rows
 from holdfast.storage.files import Folder
 from holdfast.storage.restore_point import RestorePoint, store_state, stored_state
-from tests.support.task_runner import OPTIONS, runner
+from tests.support.task_runner import JOINER, OPTIONS, runner
 
 EPOCHS, ROWS = 60, 5
 
@@ -263,7 +263,7 @@ def handed(
     happens between the parts."""
     key = (task.stage.id, 0)
     gaps = {x: dict.fromkeys(lanes, Gap(-1, -1, -1, 0, {})) for x, lanes in (kept or {}).items()}
-    outgoing = Outgoing(HandOver(key, 9, epoch, kept or {}, gaps, after), task)
+    outgoing = Outgoing(HandOver(key, JOINER, epoch, kept or {}, gaps, after), task)
     new = standby or runner(planned, task.stage.id, task.group.end)
     incoming: Incoming | None = None
     while (part := outgoing.next()) is not None:

@@ -1,14 +1,15 @@
 """A task of a flow by itself, without a site around it."""
 
 from holdfast.api.options import Options
-from holdfast.core.ids import ExchangeId
+from holdfast.core.ids import ExchangeId, SiteId
 from holdfast.core.layout import PartitionGroup
-from holdfast.engine.state import STANDBY
 from holdfast.net.bundles import Router
 from holdfast.plan.planner import Plan, shape
-from holdfast.site.stages import TaskRunner
+from holdfast.site.stages import TaskRunner, reader_at
 
 OPTIONS = Options(partitions=4)
+JOINER = SiteId(9)
+"""The site of the standby, if the protection has one."""
 
 
 def runner(planned: Plan, stage: int, partitions: int) -> TaskRunner:
@@ -20,5 +21,5 @@ def runner(planned: Plan, stage: int, partitions: int) -> TaskRunner:
     group = PartitionGroup(0, partitions, (0,))
     made = TaskRunner(planned, planned.stages[stage], group, OPTIONS, routers)
     guard = shape(planned, OPTIONS.partitions).stages[stage].guard
-    made.protect(guard, (STANDBY,) * guard.standbys)
+    made.protect(guard, (reader_at(JOINER),) * guard.standbys)
     return made

@@ -45,6 +45,7 @@ from holdfast.lab.sim.links import Down, Link, SitePort
 from holdfast.lab.sim.timed import Pace, TimedWorld
 from holdfast.lab.sim.world import World
 from holdfast.net import wire
+from holdfast.plan.planner import plan, shape
 from holdfast.site.node import SiteNode
 
 PROTECTIONS = ("passive", "active", "upstream", "rollback", "pairs")
@@ -244,8 +245,9 @@ class PaperRun:
     def sites(self) -> int:
         """A site for each replica and standby; at least two for a stage, of which the second is
         for a task that is rebuilt."""
-        guard = protection(self.protection, self.parameters.interval_s, self.parameters.k)
-        return 4 + self.stages * max(2, guard.wanted)
+        source = _PoissonSource(self.parameters.rate, self.seed, self.seconds)
+        stages = shape(plan(self._flow(source)), 1).stages
+        return sum(max(2, stage.guard.wanted) for stage in stages)
 
     def world(self) -> WiredWorld:
         parameters, interval = self.parameters, self.parameters.interval_s
@@ -292,7 +294,9 @@ class PaperRun:
         return world
 
     def _flow(self, source: _PoissonSource) -> Flow:
-        flow = Flow("paper", protect=pairs(failure_domain="process"))
+        # The ends have as many replicas whatever the stages' protection: they are not compared.
+        ends = pairs(replicas=self.parameters.k + 1, failure_domain="process")
+        flow = Flow("paper", protect=ends)
         results: Stream = flow.source("sensor", source, event_time="n")
         others = {name: F.max(name) for name in (*FIELDS, "due_us", "flag")}
         for _ in range(self.stages):
