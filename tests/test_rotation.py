@@ -155,3 +155,15 @@ def test_a_leader_that_is_deposed_does_not_go_on_alone() -> None:
     assert apps.sent[-1] == wire.KeysHeld((new.id, Keys.of(b"a secret of this test").id))
     with pytest.raises(ProtocolError, match="does not lead"):
         apps.rotator.on_new_secrets(apps, wire.NewSecrets(2, secrets))  # type: ignore[arg-type]
+
+
+def test_only_the_leader_tells_others_which_keys_to_hold() -> None:
+    """One that follows may be a phase behind, and would send a site back to the old keys."""
+    apps = Apps()
+    apps.rotator.ask(None)
+    apps.sent.clear()
+    apps.rotator.on_joined((wire.AGENT, 1))
+    assert [type(m) for m in apps.sent] == [wire.NewSecrets]
+    apps.leads = False
+    apps.rotator.on_joined((wire.AGENT, 1))
+    assert len(apps.sent) == 1

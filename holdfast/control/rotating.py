@@ -77,7 +77,7 @@ class KeyRotator:
 
     def on_joined(self, member: Member) -> None:
         """A site or application has connected. It may have been away when others got new keys."""
-        if self._credentials.rotated:
+        if self._credentials.rotated and self._leads():
             self._send(member)
         self._handle(Joined(member))
 
