@@ -63,10 +63,7 @@ class Credentials:
 
     def for_site(self, site: int) -> Party:
         """What a site is launched with. It reads certificates of the user's own by itself."""
-        keys = self.site_keys(site)
-        ring = Keyring(keys[0])
-        ring.hold(keys)
-        certificate = self.certificate("site", site)
+        ring, certificate = Keyring(*self.site_keys(site)), self.certificate("site", site)
         return Party((wire.SITE, site), ring, self.level, certificate, self.party.plan)
 
     def site_keys(self, site: int) -> list[Keys]:
@@ -88,9 +85,11 @@ class Credentials:
 
     def add(self, secret: str | None) -> str:
         """Make a secret known; None: a random one. Return the id of its keys."""
-        made = self.wanted(secret)
-        keys = Keys.of(made)
-        self._secrets[keys.id], self._sets[keys.id] = made, keys
+        return self._know(self.wanted(secret))
+
+    def _know(self, secret: bytes) -> str:
+        keys = Keys.of(secret)
+        self._secrets[keys.id], self._sets[keys.id] = secret, keys
         return keys.id
 
     def hold(self, ids: Sequence[str]) -> None:
@@ -103,10 +102,7 @@ class Credentials:
 
     def hold_secrets(self, secrets: Sequence[bytes]) -> tuple[str, ...]:
         """The same for secrets that another application sent. Return the ids of their keys."""
-        for secret in secrets:
-            keys = Keys.of(secret)
-            self._secrets[keys.id], self._sets[keys.id] = secret, keys
-        ids = tuple(Keys.of(secret).id for secret in secrets)
+        ids = tuple(map(self._know, secrets))
         self.hold(ids)
         return ids
 

@@ -67,12 +67,12 @@ class ProtectionSpec:
         return 1 if self.rebuild_level >= ALL_LEVELS else self.rebuild_level
 
     def bears(self, losses: int) -> bool:
-        """Whether a stage with this protection survives so many losses at once."""
+        """Whether a stage with this protection survives this number of losses at once."""
         return self.rebuild_level >= ALL_LEVELS or self.losses >= losses
 
     def of_unbounded(self, losses: int = 1) -> ProtectionSpec | None:
         """The protection of a stage whose state comes from all rows that a key ever had, in a flow
-        that survives so many losses at once; None if such a stage cannot be protected in this
+        that survives these losses at once; None if such a stage cannot be protected in this
         way."""
         if not self.rebuild_level:
             return self
@@ -83,7 +83,7 @@ class ProtectionSpec:
 
     def at_the_ends(self, losses: int = 0) -> ProtectionSpec:
         """The protection of sources and sinks, which cannot be rebuilt from the input of other
-        stages, in a flow of which some stage survives so many losses at once. The sequencer is
+        stages, in a flow of which some stage survives these losses at once. The sequencer is
         with the first source, so it has as many replicas. Without protection there is one."""
         if not self.losses:
             return self

@@ -96,9 +96,8 @@ class Keyring:
     >>> ring.hold([new]); ring.find("1")
     """
 
-    def __init__(self, keys: Keys) -> None:
-        self.current = keys
-        self._held = {keys.id: keys}
+    def __init__(self, *keys: Keys) -> None:
+        self.hold(keys)
 
     def hold(self, keys: Sequence[Keys]) -> None:
         """Accept these keys and no others, and dial with the first."""

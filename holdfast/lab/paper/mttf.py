@@ -80,7 +80,7 @@ def shape_of(approach: str) -> Shape:
 
 @cache
 def scheme_of(approach: str, sites: int) -> Scheme:
-    """Return what Holdfast's placement makes of so many sites."""
+    """Return what Holdfast's placement makes of this number of sites."""
     if approach == "disjoint pairs":
         return Scheme.disjoint_pairs(sites)
     ids = [SiteId(n) for n in range(sites)]
