@@ -14,6 +14,7 @@ from holdfast.control.knowledge import decode
 from holdfast.control.node import ControlNode
 from holdfast.control.site_watch import GATHER_S
 from holdfast.core import events as core
+from holdfast.core import requests
 from holdfast.core.effects import AskCommit, AskLead, AskRead, AskRenew, AskResign
 from holdfast.core.ids import SiteId
 from holdfast.core.layout import Domain
@@ -139,7 +140,7 @@ def test_the_user_stops_the_flow_and_all_are_dismissed_when_that_is_committed() 
     desk = Desk()
     desk.runs()
     desk.on(ev.AgentOpened(1))
-    (ask,) = desk.on(core.StopRequested(drain=False))
+    (ask,) = desk.on(requests.StopRequested(drain=False))
     assert isinstance(ask, AskCommit) and ask.ends and decode(ask.value).ended
     end = committed(ask)
     assert desk.on(end) == [
@@ -156,7 +157,7 @@ def test_the_user_stops_the_flow_and_all_are_dismissed_when_that_is_committed() 
 def test_a_drain_is_committed_before_the_sequencer_hears_of_it() -> None:
     desk = Desk()
     desk.runs()
-    (ask,) = desk.on(core.StopRequested(drain=True))
+    (ask,) = desk.on(requests.StopRequested(drain=True))
     assert isinstance(ask, AskCommit) and decode(ask.value).draining
     assert desk.on(committed(ask)) == [ev.StopFeeding(), ev.SendSite(ONE, wire.Drain(1))]
 
@@ -165,7 +166,7 @@ def test_who_comes_back_while_something_is_committed_is_told_afterwards() -> Non
     """It may have missed the view itself, though only the drain is being committed."""
     desk = Desk()
     desk.runs()
-    (ask,) = desk.on(core.StopRequested(drain=True))
+    (ask,) = desk.on(requests.StopRequested(drain=True))
     assert isinstance(ask, AskCommit)
     assert desk.registers(1) == []
     view, known = decode(ask.value).view, {0: ("host", 0), 1: ("host", 1)}
@@ -182,7 +183,7 @@ def test_a_term_takes_everything_with_it() -> None:
     """What was to be fenced is not, when the same application leads again."""
     desk = Desk()
     desk.runs()
-    (ask,) = desk.on(core.StopRequested(drain=True))
+    (ask,) = desk.on(requests.StopRequested(drain=True))
     desk.on(committed(ask))  # type: ignore[arg-type]
     desk.on(ev.AgentOpened(1))
     desk.on(ev.ProcessExited(OTHER, "killed"))
@@ -251,7 +252,7 @@ def test_a_leader_that_is_lost_is_looked_for_once_at_a_time() -> None:
 def test_a_flow_that_has_ended_is_not_begun_again(ended: str | None) -> None:
     first = Desk()
     first.runs()
-    event: ev.ControlEvent = core.StopRequested(drain=False)
+    event: ev.ControlEvent = requests.StopRequested(drain=False)
     if ended is not None:
         event = core.FlowFailed(ONE, RuntimeError(ended))
     (ask,) = first.on(event)

@@ -114,6 +114,10 @@ class Options:
     """The interval at which sites report their status."""
     budget: Budget = field(default_factory=Budget)
     """How large epochs are, and how many are in flight."""
+    groups_per_site: int = 1
+    """Number of partition groups of each keyed stage for each site that the flow begins on. A group
+    is processed in one call, and is what can be moved to another site. More groups move in smaller
+    pieces, and cost more per row."""
     window: int = 4
     """Number of epochs that a consumer has room for ahead of its own."""
     block_rows: int = 65_536
@@ -156,7 +160,13 @@ class Options:
             positive_seconds(getattr(self, name), name)
         if self.idle is not None:
             seconds(self.idle, "idle")
-        for name in ("catch_up_mb_s", "kept_bytes_max", "window", "block_rows"):
+        for name in (
+            "catch_up_mb_s",
+            "kept_bytes_max",
+            "window",
+            "block_rows",
+            "groups_per_site",
+        ):
             if getattr(self, name) <= 0:
                 raise FlowError(f"{name} must be positive, not {getattr(self, name)}")
         level_of(self.security)

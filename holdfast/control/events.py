@@ -14,13 +14,12 @@ from holdfast.core.events import (
     LeadGranted,
     LeadRefused,
     LeaseLost,
-    ProtectionWanted,
     Renewed,
     Resigned,
-    StopRequested,
 )
 from holdfast.core.ids import Entry, SiteId
 from holdfast.core.layout import View
+from holdfast.core.requests import Request
 from holdfast.core.values import value
 from holdfast.net import wire
 
@@ -144,8 +143,7 @@ ControlEvent = (
     | Probed
     | TimerFired
     | ArbiterAnswer
-    | StopRequested
-    | ProtectionWanted
+    | Request
     | FlowFailed
 )
 

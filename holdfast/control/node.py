@@ -35,6 +35,7 @@ from holdfast.control.knowledge import Knowledge, continue_flow, decode
 from holdfast.control.leading import Leading, LeadingEffect
 from holdfast.control.site_watch import GATHER_S, SiteWatch
 from holdfast.core import events as core
+from holdfast.core import requests
 from holdfast.core.controller import Controller
 from holdfast.core.effects import (
     AskCommit,
@@ -75,7 +76,11 @@ class ControlNode:
         self.shape, self.options = shape, options
         self.app, self.apps = app, apps
         self._sites, self._spares = sites, spares
-        self._machine = partial(machine, relaunch_ms=options.relaunch_wait_ms)
+        self._machine = partial(
+            machine,
+            relaunch_ms=options.relaunch_wait_ms,
+            groups_per_site=options.groups_per_site,
+        )
         self.leadership = Leadership(holder)
         self.watch = SiteWatch(options.lease_s, options.call_s_max)
         self.leading: Leading | None = None
@@ -85,7 +90,7 @@ class ControlNode:
         """Sites whose processes were started here and have not ended."""
         self._searched = False
         """Whether a lost leader has been searched for since the last lead timer."""
-        self._stop_requested: core.StopRequested | None = None
+        self._stop_requested: requests.StopRequested | None = None
         """What the user has requested. If this application does not lead, it acts on the request
         when it does."""
         self._taking_over: tuple[int, Entry, Knowledge] | None = None
@@ -158,10 +163,16 @@ class ControlNode:
                 self._on_probed(event)
             case ev.TimerFired():
                 self._on_timer(event.timer)
-            case core.StopRequested():
+            case requests.StopRequested():
                 self._stop_requested = event
                 self._control(event)
-            case core.ProtectionWanted() | core.FlowFailed():
+            case (
+                requests.ProtectionWanted()
+                | requests.MovesWanted()
+                | requests.EmptySites()
+                | requests.SitesWanted()
+                | core.FlowFailed()
+            ):
                 self._control(event)
             case _:
                 self._lead(event)

@@ -45,6 +45,7 @@ from holdfast.control.rotating import KeyRotator
 from holdfast.control.rotation import Member, members_of
 from holdfast.control.site_connections import SiteConnections
 from holdfast.core import events as core
+from holdfast.core import requests
 from holdfast.core.controller import Controller
 from holdfast.core.effects import ArbiterAsk, AskCommit, AskLead, AskRead, AskRenew, AskResign
 from holdfast.core.flow_phase import FlowPhase
@@ -216,7 +217,7 @@ class Control:
     def stop(self, drain: bool) -> None:
         """End the flow, from any thread. If this application does not lead, the request must reach
         the others as well; if none leads just now, the next leader acts on it."""
-        self.post(core.StopRequested(drain))
+        self.post(requests.StopRequested(drain))
 
     def protect(self, guards: Sequence[ProtectionSpec]) -> None:
         """Change the protection of stages. Called in the controller's thread."""
@@ -233,7 +234,7 @@ class Control:
         place(
             wanted, controller.view.members, controller.roster.domains
         )  # raises if there are too few sites
-        self.handle(core.ProtectionWanted(wanted.guards))
+        self.handle(requests.ProtectionWanted(wanted.guards))
 
     def rotate_secret(self, secret: str | None) -> Future[str]:
         """Replace the flow's secret. Called in the controller's thread; the future gets the new

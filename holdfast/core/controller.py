@@ -24,20 +24,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import assert_never
 
-from holdfast.core import protection_change
+from holdfast.core import moves, protection_change
 from holdfast.core.effects import (
     CommitView,
     ControllerEffect,
     DrainFlow,
     EndFlow,
     FenceSite,
-    PauseFlow,
     StartFlow,
 )
 from holdfast.core.events import (
     ControllerEvent,
     FlowFailed,
-    ProtectionWanted,
     ReplicaBehind,
     ReplicaReported,
     SiteFinished,
@@ -45,13 +43,13 @@ from holdfast.core.events import (
     SitesFailed,
     SitesHung,
     SitesPartitioned,
-    StopRequested,
     ViewSeen,
     WaitOver,
 )
-from holdfast.core.flow_phase import FlowPhase, Lifecycle, PhaseEvent
+from holdfast.core.flow_phase import FlowPhase, PhaseEvent
+from holdfast.core.flow_state import FlowState
 from holdfast.core.ids import SiteId, TaskId
-from holdfast.core.joins import DoubtfulLosses, ReplicaJoins
+from holdfast.core.joins import DoubtfulLosses
 from holdfast.core.layout import Domain, Shape, View
 from holdfast.core.losses import (
     judge_hung,
@@ -60,24 +58,29 @@ from holdfast.core.losses import (
     site_lost,
     unrecoverable,
 )
-from holdfast.core.mirrors import Mirrors
 from holdfast.core.placement import (
+    Candidates,
     assign,
     load_of,
     missing,
     place,
     substituted,
 )
-from holdfast.core.protection_change import ProtectionChange
-from holdfast.core.roster import FAILED_STARTS_MAX, RELAUNCH_MS, SiteRoster, first_id
-from holdfast.core.separation import Exposure, exposures, joint_exposures, lost_stretch
-from holdfast.core.task_phase import SAFE, task_phase
+from holdfast.core.requests import (
+    EmptySites,
+    MovesWanted,
+    ProtectionWanted,
+    SitesWanted,
+    StopRequested,
+)
+from holdfast.core.roster import EMPTIED, FAILED_STARTS_MAX, RELAUNCH_MS, SiteRoster, first_id
+from holdfast.core.separation import lost_stretch
 from holdfast.core.timers import DoubtTimer, PatienceTimer, RejoinTimer
 from holdfast.core.view_reports import ViewReports
 from holdfast.errors import HoldfastError, HostError
 
 
-class Controller:
+class Controller(FlowState):
     """The machine. The flow begins on `sites`; `spares` register and wait."""
 
     def __init__(
@@ -87,14 +90,12 @@ class Controller:
         spares: Sequence[SiteId] = (),
         term: int = 0,
         relaunch_ms: int = RELAUNCH_MS,
+        groups_per_site: int = 1,
     ) -> None:
-        self.shape, self.term = shape, term
-        self.view: View | None = None
-        self.lifecycle = Lifecycle()
-        self.roster = SiteRoster(sites, spares, relaunch_ms)
-        self.joins = ReplicaJoins()
-        self._reports = ViewReports()
-        self._mirrors = Mirrors(used=shape.granularity != "partition")
+        """A keyed stage has this number of partition groups for each site, if it has as many
+        partitions."""
+        super().__init__(shape, SiteRoster(sites, spares, relaunch_ms))
+        self.term, self._groups_per_site = term, groups_per_site
         self._doubtful = DoubtfulLosses()
 
     def resume(
@@ -159,6 +160,12 @@ class Controller:
                 return self._on_stop_requested(event)
             case ProtectionWanted():
                 return self._on_protection_wanted(event)
+            case MovesWanted():
+                return self._on_moves_wanted(event)
+            case EmptySites():
+                return self._on_empty_sites(event)
+            case SitesWanted():
+                return self._on_sites_wanted(event)
         assert_never(event)
 
     # --- gathering sites ------------------------------------------------------------------------
@@ -179,7 +186,7 @@ class Controller:
         sites, domains, before = self.roster.sites, self.roster.domains, self.view
         try:
             again = substituted(before, self.shape, sites, domains) if before is not None else None
-            placed = again or place(self.shape, sites, domains)
+            placed = again or place(self.shape, sites, domains, self._groups_per_site)
         except HostError as error:
             return self._fail(error)
         self.lifecycle.advance(PhaseEvent.PLACED)
@@ -227,11 +234,18 @@ class Controller:
             for site in before.group(task).joining:
                 if site in useless:
                     effects += self._join_failed(task, f"site {gone[0]} died: {event.reason}")
-        self.joins.on_sites_lost(useless)
         if any(s in before.members for s in gone):
-            self.joins.on_take_over(before, view, self.shape)
-            effects += self._commit(view)
-        return effects + self._recover()
+            view = moves.without_moves(view, self.shape)  # recovery comes first
+        return effects + self._take_over(view, useless) + self._recover()
+
+    def _take_over(self, view: View, gone: Collection[SiteId]) -> list[ControllerEffect]:
+        """Go on with this view, without the replicas at these sites."""
+        before = self._latest
+        self.joins.on_sites_lost(gone)
+        if view.members == before.members:
+            return []
+        self.joins.on_take_over(before, view, self.shape)
+        return self._commit(view)
 
     def _on_tasks_lost(
         self, event: SitesFailed, gone: list[SiteId], view: View, lost: list[TaskId]
@@ -261,9 +275,13 @@ class Controller:
         return not unrecoverable(view, self.shape) and not lost_stretch(view, self.shape, weak)
 
     def _remove(self, gone: Collection[SiteId], reason: str) -> list[ControllerEffect]:
-        """Never deal with these sites again; launch others in their place."""
-        effects = self.roster.remove(gone, reason)
+        """Never deal with these sites again; launch others in the place of those that were not to
+        leave anyway."""
+        emptying = self.view.emptying if self.view is not None else ()
+        effects = self.roster.remove([s for s in gone if s not in emptying], reason)
         for site in gone:
+            if site in emptying:
+                effects += self.roster.retire(site, reason)
             self.lifecycle.note(f"site {site} failed: {reason}")
         return [*effects]
 
@@ -326,14 +344,20 @@ class Controller:
         for task in tasks:
             if not view.group(task).replicas and task in self.joins.unrecovered:
                 return self._fail_unrecovered(task)
+        if not tasks:
+            return self._make_room()
         wanted = [u for u in tasks if self.joins.may_begin(u)]
-        assigned = assign(view, self.shape, wanted, self.roster.candidates())
+        assigned = assign(view, self.shape, wanted, self._candidates)
         for task, reason in assigned.impossible.items():
             self.joins.give_up(task, reason)
         effects = self._commit(assigned.view(view)) if assigned.joiners else []
-        if assigned.waits or (tasks and not assigned.joiners):
+        if assigned.waits or not assigned.joiners:
             effects += self.roster.wait_for_launched()
         return effects
+
+    @property
+    def _candidates(self) -> Candidates:
+        return self.roster.candidates(closed=self._latest.emptying)
 
     def _recover_mirror(self, tasks: list[TaskId]) -> list[ControllerEffect]:
         """Begin to rebuild a whole mirror, with the flow standing still."""
@@ -351,7 +375,7 @@ class Controller:
     def _on_replica_reported(self, event: ReplicaReported) -> list[ControllerEffect]:
         if event.phase == "caught_up":
             self.joins.on_caught_up(event.task, event.site)
-            return []
+            return self._complete_moves()
         if event.phase == "retained":
             if event.number == self._latest.number:
                 self._reports.on_retained(event.task, event.site)
@@ -375,7 +399,7 @@ class Controller:
         # Whatever else has changed since, the last view is the one to act on.
         if self.running and not any(isinstance(e, CommitView) for e in effects):
             effects += self._commit(self.view)
-        return effects + self._complete_change()
+        return effects + self._complete_change() + self._complete_moves()
 
     def _on_join_failed(self, event: ReplicaReported) -> list[ControllerEffect]:
         effects = self._join_failed(event.task, event.reason)
@@ -384,8 +408,9 @@ class Controller:
             return self._fail_unrecovered(event.task)
         if self._mirrors.used:
             return effects + self._break_off_mirror(event.site)
-        view = self._latest.changed({event.task: group.without([event.site])})
-        return effects + self._commit(view)
+        guard = self.shape.stages[event.task[0]].guard
+        left = moves.given_up(group.without([event.site]), guard)
+        return effects + self._commit(self._latest.changed({event.task: left}))
 
     def _break_off_mirror(self, site: SiteId) -> list[ControllerEffect]:
         """A replica of a mirror failed to join at this site: no other one of it remains. Its sites
@@ -439,9 +464,68 @@ class Controller:
         self.lifecycle.note("protection has changed")
         return self._commit(view) + self._recover()
 
-    @property
-    def _change(self) -> ProtectionChange:
-        return ProtectionChange(self._latest, self.shape)
+    # --- moves ----------------------------------------------------------------------------------
+
+    def _on_moves_wanted(self, event: MovesWanted) -> list[ControllerEffect]:
+        if self.view is None or self.state is not FlowPhase.RUNNING:
+            return []
+        possible = moves.possible(self.view, self.shape, self.roster.domains, event.moves)
+        return self._commit(moves.begun(self.view, possible)) if possible else []
+
+    def _on_empty_sites(self, event: EmptySites) -> list[ControllerEffect]:
+        if self.view is None or self.state is not FlowPhase.RUNNING:
+            return []
+        domains, gone = self.roster.domains, {*self.view.emptying, *event.sites}
+        if self._mirrors.used or moves.too_few(self.shape, set(domains) - gone, domains):
+            return []
+        effects: list[ControllerEffect] = []
+        for site in event.sites:
+            if site not in self.view.members and self.roster.knows(site):
+                effects += self.roster.retire(site, EMPTIED)
+        view = moves.emptying(self.view, event.sites)
+        if view.emptying != self.view.emptying:
+            effects += self._commit(view)
+        return effects + self._recover()
+
+    def _on_sites_wanted(self, event: SitesWanted) -> list[ControllerEffect]:
+        if self.view is None or self.state is not FlowPhase.RUNNING:
+            return []
+        surplus = len(self.roster.sites) - len(self.view.emptying) - event.count
+        if surplus > 0:
+            return self._on_empty_sites(EmptySites(moves.easiest_to_empty(self.view, surplus)))
+        return [*self.roster.resize(event.count + len(self.view.emptying))]
+
+    def _make_room(self) -> list[ControllerEffect]:
+        """Begin to move replicas away from sites that are to be emptied, and let go of those that
+        the flow can do without. Nothing is missing."""
+        view = self._latest
+        for site in view.emptying:
+            if moves.is_superfluous(view, self.shape, site, self.joins):
+                return self._let_go(site)
+        if not view.emptying:
+            return []
+        room, assigned = moves.with_room_made(
+            view, lambda v, u: assign(v, self.shape, u, self._candidates), self.joins.may_begin
+        )
+        for task, reason in assigned.impossible.items():
+            self.joins.give_up(task, reason)
+        if room is not None:
+            return self._commit(room)
+        return [*self.roster.wait_for_launched()] if assigned.waits else []
+
+    def _complete_moves(self) -> list[ControllerEffect]:
+        """Remove replicas that leave and that others have replaced."""
+        if not self.running:
+            return []
+        gone = moves.completed(self._latest, self.shape, self.joins)
+        effects = self._commit(self._latest.changed(gone)) if gone else []
+        return effects + self._recover() if gone or self._latest.emptying else []
+
+    def _let_go(self, site: SiteId) -> list[ControllerEffect]:
+        """Go on without a site that holds nothing which the flow needs."""
+        self.lifecycle.note(f"site {site} is empty")
+        effects: list[ControllerEffect] = [*self.roster.retire(site, EMPTIED)]
+        return effects + self._take_over(self._without([site]), [site]) + self._recover()
 
     # --- the end --------------------------------------------------------------------------------
 
@@ -468,70 +552,3 @@ class Controller:
     def _fail(self, error: Exception) -> list[ControllerEffect]:
         self.lifecycle.advance(PhaseEvent.FLOW_FAILED)
         return [EndFlow(error)]
-
-    # --- what others ask ------------------------------------------------------------------------
-
-    @property
-    def state(self) -> FlowPhase:
-        return self.lifecycle.phase
-
-    @property
-    def running(self) -> bool:
-        return self.lifecycle.running
-
-    @property
-    def addresses(self) -> dict[SiteId, tuple[str, int]]:
-        """By registered site."""
-        return self.roster.addresses
-
-    @property
-    def dead(self) -> dict[SiteId, str]:
-        """By site: why it died. Only the last ones; `is_dead` knows all."""
-        return self.roster.dead
-
-    def is_dead(self, site: SiteId) -> bool:
-        """Whether a site is dead, or was never launched."""
-        return not self.roster.knows(site)
-
-    @property
-    def _latest(self) -> View:
-        """The latest view; once the flow runs there is one."""
-        assert self.view is not None
-        return self.view
-
-    def orders_for(self, site: SiteId) -> list[ControllerEffect]:
-        """The last orders for a site, in case they were lost with its connection."""
-        orders: list[ControllerEffect] = [*self.joins.orders_of(site)]
-        if self.state is FlowPhase.DRAINING:
-            orders += [DrainFlow(s) for s in self._latest.sequencers[:1] if s == site]
-        if self._mirrors.used and site == self._latest.sequencers[0]:
-            orders.append(PauseFlow(site, self._mirrors.paused(self._latest)))
-        if self.seen_by_all:
-            orders += [o for o in self._change.retention_orders() if o.site == site]
-        return orders
-
-    def phase(self, task: TaskId) -> str:
-        """How protected a task is: see the glossary."""
-        return task_phase(task, self._latest, self.shape, self.joins)
-
-    @property
-    def exposures(self) -> list[Exposure]:
-        """The failure domains whose loss would end the flow, because stages that must not be lost
-        together share them."""
-        if self.view is None:
-            return []
-        known = (self.view, self.shape, self.roster.domains)
-        return exposures(*known) + joint_exposures(*known)
-
-    @property
-    def seen_by_all(self) -> bool:
-        """Whether all members act on the latest view."""
-        return self.view is not None and self._reports.seen_by_all(self.view)
-
-    @property
-    def protected(self) -> bool:
-        """Whether every task has all its replicas, all of them are up to date, and all members have
-        reported that they act on the view."""
-        if not self.running or not self.seen_by_all:
-            return False
-        return all(self.phase(u) in SAFE for u in self._latest.tasks())

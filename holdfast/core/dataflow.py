@@ -401,7 +401,8 @@ class Dataflow:
         if replica is None:
             return self._discard(Stale.NOT_HELD)
         had_state = replica.has_state
-        enough = len(self._latest.group(replica.key).replicas) >= replica.shape.guard.replicas
+        group, guard = self._latest.group(replica.key), replica.shape.guard
+        enough = not group.lacks_replica(guard.replicas)
         if not replica.installs(enough):
             return self._discard(Stale.NOT_AWAITED)
         if had_state:

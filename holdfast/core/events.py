@@ -8,8 +8,8 @@ from holdfast.core.effects import ArbiterAsk, AskCommit, AskLead, AskRead, AskRe
 from holdfast.core.ids import NO_EPOCH, Entry, Epoch, ExchangeId, GroupId, SiteId, StageId, TaskId
 from holdfast.core.layout import Domain, View
 from holdfast.core.messages import Ack, BundleKey, LogQuery, SequencerState
-from holdfast.core.protection import ProtectionSpec
 from holdfast.core.records import Block, EpochRecord
+from holdfast.core.requests import Request
 from holdfast.core.timers import Timer
 from holdfast.core.upstream import Gap, Log
 from holdfast.core.values import value
@@ -397,22 +397,6 @@ class WaitOver:
     timer: Timer
 
 
-@value
-class ProtectionWanted:
-    """The user changes the protection of stages."""
-
-    guards: tuple[ProtectionSpec, ...]
-    """By stage."""
-
-
-@value
-class StopRequested:
-    """The user ends the flow."""
-
-    drain: bool
-    """Whether rows that were taken are delivered first."""
-
-
 # --- leadership ---------------------------------------------------------------------------------
 
 
@@ -625,6 +609,5 @@ ControllerEvent = (
     | FlowFailed
     | SiteFinished
     | WaitOver
-    | StopRequested
-    | ProtectionWanted
+    | Request
 )

@@ -60,6 +60,8 @@ class ReplicaJoins:
         """Order the donors of joining replicas to hand over. All members act on the view, so they
         keep from now on what these replicas need."""
         effects = []
+        joining = {(u, s) for u in view.tasks() for s in view.group(u).joining}
+        self.ordered = {join: order for join, order in self.ordered.items() if join in joining}
         for task in view.tasks():
             group = view.group(task)
             for joiner in group.joining if group.replicas else ():

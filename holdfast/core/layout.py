@@ -91,11 +91,23 @@ class PartitionGroup:
     replica from an earlier one at the same site. Replicas of the first view have 0."""
     standbys: tuple[SiteId, ...] = ()
     """The sites that have a checkpoint, and compute from there when no replica is left."""
+    leaving: tuple[SiteId, ...] = ()
+    """Those of `replicas` and `standbys` that leave as soon as others are in their place: see
+    `holdfast.core.moves`."""
 
     @property
     def all(self) -> tuple[SiteId, ...]:
         """All sites that hold something of it, or are about to."""
         return self.replicas + self.joining + self.standbys
+
+    @property
+    def staying(self) -> tuple[SiteId, ...]:
+        """All sites but those that leave."""
+        return tuple(s for s in self.all if s not in self.leaving)
+
+    def lacks_replica(self, replicas: int) -> bool:
+        """Whether fewer sites than this compute, apart from those that leave."""
+        return len([s for s in self.replicas if s not in self.leaving]) < replicas
 
     def led_by(self, site: SiteId) -> bool:
         return self.replicas[:1] == (site,)
@@ -111,9 +123,9 @@ class PartitionGroup:
 
     def installed_at(self, site: SiteId, replicas: int) -> PartitionGroup:
         """This group after the state is in place at `site`, which joined. The site computes; if
-        `replicas` others do so already, it is a standby."""
+        `replicas` others do so already, and stay, it is a standby."""
         rest = tuple(s for s in self.joining if s != site)
-        if len(self.replicas) < replicas:
+        if self.lacks_replica(replicas):
             return replace(self, joining=rest, replicas=(*self.replicas, site))
         return replace(self, joining=rest, standbys=(*self.standbys, site))
 
@@ -129,6 +141,7 @@ class PartitionGroup:
             joining=tuple(s for s in self.joining if s in left),
             standbys=standbys[promoted:],
             joined_view=tuple(pair for pair in self.joined_view if pair[0] in left),
+            leaving=tuple(s for s in self.leaving if s in left),
         )
 
     def fitted(self, guard: ProtectionSpec, number: int) -> PartitionGroup:
@@ -151,9 +164,10 @@ class PartitionGroup:
 
     @property
     def donor(self) -> SiteId:
-        """The replica that hands its state over to new ones: the last, which does not lead unless
-        it is the only one."""
-        return self.replicas[-1]
+        """The replica that hands its state over to new ones: the last that stays, which does not
+        lead unless it is the only one. One that leaves may do so because its site is overloaded."""
+        staying = [s for s in self.replicas if s not in self.leaving]
+        return (staying or self.replicas)[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +183,15 @@ class View:
     """By stage: its protection; empty if that is as planned."""
     aims: tuple[ProtectionSpec, ...] = ()
     """By stage: the protection that it changes to; empty if nothing changes."""
+    emptying: tuple[SiteId, ...] = ()
+    """The members that give up all that they hold, and leave the flow."""
 
     def __str__(self) -> str:
-        """``view 0.3 of 0 1 4: 01 | 01 1+4``: the replicas of each partition group, stage by
-        stage."""
+        """``view 0.3 of 0 1 4: 0,1 | 0,1 1+4``: the replicas of each partition group, stage by
+        stage. ``+4``: it joins at site 4; ``~4``: a standby; ``-4``: it leaves. ``of 0 1 4-``: site
+        4 is to be emptied."""
         stages = [" ".join(_sites(c) for c in stage) for stage in self.groups]
-        members = " ".join(str(s) for s in self.members)
+        members = " ".join(f"{s}-" if s in self.emptying else str(s) for s in self.members)
         return f"view {self.term}.{self.number} of {members}: {' | '.join(stages)}"
 
     @property
@@ -211,7 +228,10 @@ class View:
         gone = set(gone)
         groups = tuple(tuple(c.without(gone) for c in stage) for stage in self.groups)
         members = tuple(s for s in self.members if s not in gone)
-        return replace(self, number=self.number + 1, members=members, groups=groups)
+        emptying = tuple(s for s in self.emptying if s not in gone)
+        return replace(
+            self, number=self.number + 1, members=members, groups=groups, emptying=emptying
+        )
 
     def changed(
         self, groups: Mapping[TaskId, PartitionGroup], members: Iterable[SiteId] = ()
@@ -254,7 +274,8 @@ def _tasks(counts: tuple[int, ...]) -> tuple[TaskId, ...]:
 def _sites(group: PartitionGroup) -> str:
     joining = "".join(f"+{s}" for s in group.joining)
     standbys = "".join(f"~{s}" for s in group.standbys)
-    return ",".join(str(s) for s in group.replicas) + joining + standbys
+    leaving = "".join(f"-{s}" for s in group.leaving)
+    return ",".join(str(s) for s in group.replicas) + joining + standbys + leaving
 
 
 def producing(

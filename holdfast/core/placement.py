@@ -7,7 +7,7 @@ state or sends anything: the controller decides when to ask, and commits the res
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from holdfast.core.ids import SiteId, TaskId
@@ -17,8 +17,14 @@ from holdfast.core.separation import Neighbours, exposures, separated
 from holdfast.errors import HostError
 
 
-def place(shape: Shape, sites: Sequence[SiteId], domains: Mapping[SiteId, Domain]) -> View:
-    """The first view: contiguous runs of each stage's partitions, chained over the sites.
+def place(
+    shape: Shape,
+    sites: Sequence[SiteId],
+    domains: Mapping[SiteId, Domain],
+    groups_per_site: int = 1,
+) -> View:
+    """The first view: contiguous runs of each stage's partitions, chained over the sites. Each site
+    leads `groups_per_site` runs of a keyed stage: a run is what can be moved.
 
     Replicas follow one another around the ring of sites (chained declustering). The ring is ordered
     so that neighbours share as few failure domains as possible. A stage with fewer partitions than
@@ -35,18 +41,23 @@ def place(shape: Shape, sites: Sequence[SiteId], domains: Mapping[SiteId, Domain
     own = separated(shape, ring, domains)
     for stage in shape.stages:
         usable = own.get(stage.id, ring)
-        count = min(stage.partitions, len(usable))
-        placed.append(_place_stage(stage, usable, turn, domains))
+        groups = len(usable) * (groups_per_site if stage.kind == "keyed" else 1)
+        count = min(stage.partitions, groups)
+        placed.append(_place_stage(stage, usable, turn, domains, count))
         if count < len(usable):
             turn += count
     return View(0, 0, tuple(sites), tuple(placed))
 
 
 def _place_stage(
-    stage: StageShape, ring: Sequence[SiteId], turn: int, domains: Mapping[SiteId, Domain]
+    stage: StageShape,
+    ring: Sequence[SiteId],
+    turn: int,
+    domains: Mapping[SiteId, Domain],
+    count: int,
 ) -> tuple[PartitionGroup, ...]:
-    """The partition groups of a stage, from the site at `turn` on."""
-    guard, count = stage.guard, min(stage.partitions, len(ring))
+    """This number of partition groups of a stage, from the site at `turn` on."""
+    guard = stage.guard
     bounds = _bounds(stage.partitions, count)
     groups = []
     for c in range(count):
@@ -226,11 +237,14 @@ class Candidates:
     """Whether more sites are being launched."""
     await_launch: bool
     """Whether it is still worth waiting for those."""
+    closed: Collection[SiteId] = ()
+    """Registered sites that no replica may join at."""
 
 
 def missing(view: View, shape: Shape) -> list[TaskId]:
-    """The tasks with fewer replicas and standbys than wanted, joining ones included."""
-    return [u for u in view.tasks() if len(view.group(u).all) < shape.stages[u[0]].guard.wanted]
+    """The tasks with fewer replicas and standbys than wanted, joining ones included, and without
+    those that leave."""
+    return [u for u in view.tasks() if len(view.group(u).staying) < shape.stages[u[0]].guard.wanted]
 
 
 def is_complete(view: View, shape: Shape, task: TaskId) -> bool:
@@ -265,14 +279,20 @@ def assign(view: View, shape: Shape, tasks: Sequence[TaskId], candidates: Candid
         if begun:
             continue
         stage = shape.stages[task[0]]
-        fit = [s for s in load if may_join(stage, group.all, s, candidates.domains)]
+        fit = [
+            s
+            for s in load
+            if s not in candidates.closed
+            and s not in group.leaving
+            and may_join(stage, group.staying, s, candidates.domains)
+        ]
         if not fit:
             if not candidates.launching:
                 domain = stage.guard.failure_domain
                 impossible[task] = f"no site is in another {domain} than its replicas"
             continue
         harm = {s: near.harm(task, s) for s in fit}
-        far = {s: closeness(group.all, s, candidates.domains) for s in fit}
+        far = {s: closeness(group.staying, s, candidates.domains) for s in fit}
         best = min(fit, key=lambda s: (*harm[s], load[s], far[s], s))
         exposed = harm[best][0] > 0 or (group.all and load[best] >= fair)
         if exposed and candidates.await_launch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from holdfast.core.effects import FenceSite, LaunchSite, Wait
 from holdfast.core.ids import SiteId
@@ -12,6 +12,9 @@ from holdfast.core.timers import PatienceTimer
 
 BACKOFF_MS = (0, 100, 500, 1_000, 2_000, 5_000)
 """How long to wait before the n-th attempt in a row; the last value repeats."""
+
+EMPTIED = "it was drained"
+"""Why a site has left that was to be emptied."""
 
 FAILED_STARTS_MAX = 5
 """How many launches in a row may end before the site registers. More are a fault of the set-up."""
@@ -131,14 +134,30 @@ class SiteRoster:
         """Never deal with these sites again; launch others in their place."""
         effects: list[FenceSite | LaunchSite] = []
         for site in sites:
-            self._note_death(site, reason)
-            self.addresses.pop(site, None)
-            self.domains.pop(site, None)
-            failed_starts = self._failed_starts.pop(site, 0)
-            if site in self.launched:
-                self.launched.discard(site)
-                failed_starts += 1
-            effects += [FenceSite(site), self._replace(site, failed_starts)]
+            failed_starts = self._failed_starts.get(site, 0) + (site in self.launched)
+            launch = self._replace(site, failed_starts)
+            effects += [*self.retire(site, reason), launch]
+        return effects
+
+    def retire(self, site: SiteId, reason: str) -> list[FenceSite | LaunchSite]:
+        """Never deal with this site again, and launch no other."""
+        self._note_death(site, reason)
+        self.addresses.pop(site, None)
+        self.domains.pop(site, None)
+        self._failed_starts.pop(site, None)
+        self.launched.discard(site)
+        for group in (self.sites, self.spares):
+            if site in group:
+                group.remove(site)
+        return [FenceSite(site)]
+
+    def resize(self, count: int) -> list[LaunchSite]:
+        """Have the flow run on this many sites from now on. Launch those that are missing; sites
+        beyond the number are emptied first, and stay until then."""
+        effects = []
+        while len(self.sites) < count:
+            self.sites.append(self.next_id)
+            effects.append(self._launch(0))
         return effects
 
     def _note_death(self, site: SiteId, reason: str) -> None:
@@ -149,24 +168,27 @@ class SiteRoster:
             self.replaced.pop(oldest, None)
 
     def _replace(self, site: SiteId, failed_starts: int) -> LaunchSite:
+        self.replaced[site] = self.next_id
+        for group in (self.sites, self.spares):
+            if site in group:
+                group[group.index(site)] = self.next_id
+        return self._launch(failed_starts)
+
+    def _launch(self, failed_starts: int) -> LaunchSite:
         new = self.next_id
         self.next_id = SiteId(new + 1)
         self.launched.add(new)
-        self.replaced[site] = new
         self._replacements += 1
         self._failed_starts[new] = failed_starts
-        for group in (self.sites, self.spares):
-            if site in group:
-                group[group.index(site)] = new
         return LaunchSite(new, backoff_ms(failed_starts))
 
     # --- waiting for launched sites -------------------------------------------------------------
 
-    def candidates(self) -> Candidates:
-        """The sites that new replicas can join at."""
+    def candidates(self, closed: Collection[SiteId] = ()) -> Candidates:
+        """The sites that new replicas can join at; none joins at those that are `closed`."""
         launching = bool(self.launched)
         await_launch = launching and self._waited_for != self._replacements
-        return Candidates(self.domains, len(self.sites), launching, await_launch)
+        return Candidates(self.domains, len(self.sites), launching, await_launch, closed)
 
     def wait_for_launched(self) -> list[Wait]:
         """Limit the wait for the sites that are being launched, unless a wait has begun since the

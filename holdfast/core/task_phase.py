@@ -8,7 +8,7 @@ from holdfast.core.layout import Shape, View
 from holdfast.core.placement import is_complete
 from holdfast.core.protection_change import ProtectionChange
 
-SAFE = ("protected", "not protected")
+SAFE = ("protected", "moving", "not protected")
 """The phases of tasks that have all the protection that is wanted."""
 
 
@@ -21,6 +21,8 @@ def task_phase(task: TaskId, view: View, shape: Shape, joins: ReplicaJoins) -> s
         return "not protected"
     if not group.replicas:
         return "rebuilt"
+    if group.leaving and is_complete(view, shape, task):
+        return "moving"
     if group.joining:
         return "copying" if joins.is_copying(task) else "taken over"
     if not is_complete(view, shape, task):

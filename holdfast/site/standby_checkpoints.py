@@ -31,9 +31,12 @@ class StandbyCheckpoints:
         not overtaken by the next."""
         view = self._dataflow.view
         for task, runner in self._stages.tasks.items():
-            standbys = view.group(task).standbys if view is not None else ()
+            group = view.group(task) if view is not None else None
+            standbys = group.standbys if group is not None else ()
             if not standbys or not self._dataflow.tasks[task].computes:
                 continue
+            if group is not None and not group.led_by(self._dataflow.site):
+                continue  # while a replica is moved there are two
             if any(self._transfers.is_under_way(task, site) for site in standbys):
                 continue
             so_far = Progress(now, runner.epoch, self._work_s())

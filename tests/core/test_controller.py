@@ -19,7 +19,6 @@ from holdfast.core.effects import (
 from holdfast.core.events import (
     Call,
     FlowFailed,
-    ProtectionWanted,
     ReplicaBehind,
     ReplicaReported,
     SiteFinished,
@@ -27,7 +26,6 @@ from holdfast.core.events import (
     SitesFailed,
     SitesHung,
     SitesPartitioned,
-    StopRequested,
     ViewSeen,
     WaitOver,
 )
@@ -37,6 +35,7 @@ from holdfast.core.joins import DOUBT_MS, JOINS_MAX
 from holdfast.core.layout import Domain, Shape, StageShape
 from holdfast.core.placement import place
 from holdfast.core.protection import ProtectionSpec
+from holdfast.core.requests import ProtectionWanted, StopRequested
 from holdfast.core.roster import FAILED_STARTS_MAX, RELAUNCH_MS
 from holdfast.core.timers import DoubtTimer, PatienceTimer, RejoinTimer, Timer
 from holdfast.errors import HostError, HungError, InvariantError, SiteLostError

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from holdfast.core import events as core
+from holdfast.core import requests
 from holdfast.core.leadership import Role
 from holdfast.errors import InvariantError
 from holdfast.lab.sim import flows
@@ -67,7 +67,7 @@ def a_leader_that_lost_the_arbiter_ends_the_flow() -> None:
     world = two_applications()
     world.applications.cut_off_from_arbiter(0, 10 * LEASE)
     until(world, lambda: world.controls[1].leading is not None)
-    world.control(0, core.StopRequested(drain=False))
+    world.control(0, requests.StopRequested(drain=False))
     until(world, lambda: world.time > world.applications.cut_off_until[0] - 8 * LEASE)
     finish(world)
 

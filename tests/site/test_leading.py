@@ -11,7 +11,7 @@ from holdfast.control import events as ev
 from holdfast.control.hosting import Place
 from holdfast.control.knowledge import decode
 from holdfast.control.server import Control
-from holdfast.core import events as core
+from holdfast.core import requests
 from holdfast.core.effects import (
     ArbiterAsk,
     AskCommit,
@@ -110,7 +110,7 @@ def test_a_commit_whose_answer_got_lost_is_not_somebody_elses(tmp_path: Path) ->
     leader = Leader(arbiter, tmp_path)
     node = leader.node
     arbiter.forgets = True
-    leader.handle(core.StopRequested(drain=True))
+    leader.handle(requests.StopRequested(drain=True))
     assert arbiter.heard and node.leading is not None and node.leading.frozen
     leader.dies(0)
     leader.handle(ev.TimerFired(ev.LeadTimer()))
@@ -138,7 +138,7 @@ def test_the_end_is_committed_before_anybody_is_told(tmp_path: Path) -> None:
     arbiter = Forgetful("flow", 60.0)
     leader = Leader(arbiter, tmp_path)
     arbiter.forgets = True
-    leader.handle(core.StopRequested(drain=False))
+    leader.handle(requests.StopRequested(drain=False))
     told = [e for e in leader.effects if isinstance(e, ev.SendSite)]
     assert not any(isinstance(e.message, wire.Dismiss) for e in told)
     assert not any(isinstance(e, ev.End) for e in leader.effects)

@@ -121,7 +121,7 @@ class WorldChecks:
         for task in view.tasks():
             shape, domains = self.world.shape.under(view), self.world.controller.roster.domains
             stage = shape.stages[task[0]]
-            replicas = [s for s in view.group(task).all if s in domains]
+            replicas = [s for s in view.group(task).staying if s in domains]
             pairs = [(replicas[:n], s) for n, s in enumerate(replicas)]
             if not all(may_join(stage, others, site, domains) for others, site in pairs):
                 raise Violation(

@@ -15,6 +15,7 @@ from holdfast.control.arbitration import answer
 from holdfast.control.hosting import widen_failure_domains
 from holdfast.control.node import ControlNode
 from holdfast.core import events as core
+from holdfast.core import requests
 from holdfast.core.controller import Controller
 from holdfast.core.effects import ArbiterAsk, AskCommit, AskLead, AskRead, AskRenew, AskResign
 from holdfast.core.ids import SiteId
@@ -141,10 +142,14 @@ class ControlPlane:
 
     def want(self, guards: tuple[ProtectionSpec, ...]) -> None:
         """Ask the leader to protect the stages in this way."""
+        wanted = widen_failure_domains(self.controller.shape.guarded(guards), self._world.apps)
+        self.request(requests.ProtectionWanted(wanted.guards))
+
+    def request(self, wanted: requests.Request) -> None:
+        """Ask the leader for something, if there is one."""
         app = self.leader
         if app is not None:
-            wanted = widen_failure_domains(self.controller.shape.guarded(guards), self._world.apps)
-            self.handle(app, core.ProtectionWanted(wanted.guards))
+            self.handle(app, wanted)
 
     def _note_leader(self, node: ControlNode) -> None:
         found, last = node.controller, self._controller

@@ -16,6 +16,7 @@ from holdfast.lab.sim import flows
 from holdfast.lab.sim.checks import Stall, Violation, WorldChecks
 from holdfast.lab.sim.faults import APP_KINDS, KINDS, SPAN_S, Fault, Injector, phase_of, schedule
 from holdfast.lab.sim.memory import Memory
+from holdfast.lab.sim.moving import Mover
 from holdfast.lab.sim.run_trace import TraceEntry
 from holdfast.lab.sim.timed import TimedWorld
 from holdfast.plan.planner import plan, shape
@@ -86,6 +87,10 @@ class Case:
     rows_in: int = flows.ROWS
     kinds: tuple[str, ...] = KINDS
     """The kinds of faults."""
+    moves: int = 0
+    """Number of moves and changes of the sites that are asked for, besides the faults."""
+    groups: int = 1
+    """Number of partition groups for each site."""
     beyond: float = 0.1
     """The share of runs whose faults may exceed what the protection survives."""
     faults: tuple[Fault, ...] | None = None
@@ -97,8 +102,8 @@ class Case:
         return self.seed % 4 == 3
 
     @property
-    def _world(self) -> tuple[str, str, str | None, int]:
-        return self.flow, self.protocol, self.first, self.rows_in
+    def _world(self) -> tuple[str, str, str | None, int, int]:
+        return self.flow, self.protocol, self.first, self.rows_in, self.groups
 
     def flow_with(self, first: str | None) -> Flow:
         """Return the flow, with this protection of its first keyed stage."""
@@ -146,6 +151,7 @@ class Case:
         if self.flow in flows.EVEN:
             rows = options.budget.epoch_rows_max
             options = replace(options, block_rows=rows, read_ahead_rows=3 * rows)
+        options = replace(options, groups_per_site=self.groups, partitions=4 * self.groups)
         return replace(options, kept_bytes_max=SCARCE_BYTES) if self.seed % 5 == 4 else options
 
     def world(self) -> TimedWorld:
@@ -184,7 +190,7 @@ def _change(world: TimedWorld, guards: tuple[Protection, ...]) -> None:
 
 
 @lru_cache(maxsize=MEMORIES_MAX)
-def _memory(flow: str, protocol: str, first: str | None, rows_in: int) -> Memory:
+def _memory(flow: str, protocol: str, first: str | None, rows_in: int, groups: int) -> Memory:
     """Return the memory of the runs of a flow in this process."""
     return Memory()
 
@@ -236,12 +242,15 @@ def run(case: Case, *, trace: bool = False) -> Outcome:
     if trace:
         world.trace.begin()
     injector, checks = Injector(world, case.schedule()), WorldChecks(world)
+    mover = Mover(world, case.moves, case.seed)
+    mover.begin()
     problem: Exception | None = None
     try:
         while not world.ended:
             if not world.step():
                 raise Stall(f"nothing can happen any more: {world.describe()}")
             checks.step()
+            injector.last_at = max(injector.last_at, mover.last_at)
             _open_gate(world, injector, case.finished_before)
             if world.steps > STEPS_MAX or world.time > injector.last_at + 2 * PROTECTED_S_MAX:
                 raise Stall(f"the run does not end: {world.describe()}")

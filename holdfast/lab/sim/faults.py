@@ -185,7 +185,7 @@ def _joining(view: View) -> set[tuple[TaskId, SiteId]]:
 
 def _lacks_replicas(shape: Shape, view: View) -> bool:
     return any(
-        len(group.all) < stage.guard.wanted
+        len(group.staying) < stage.guard.wanted
         for stage, groups in zip(shape.stages, view.groups, strict=True)
         for group in groups
     )

@@ -31,6 +31,9 @@ from holdfast.plan.planner import plan
 GROUP = 8
 """Number of seeds that share a flow and its protections."""
 ROWS = (300, 600, 1_000)
+MOVES = (0, 4, 12)
+GROUPS = (1, 1, 2)
+"""Numbers of partition groups of a keyed stage for each site."""
 UNMIXED = ("triples", *MIRRORED)
 """Protocols that are not combined with others, and run in one application."""
 EARLY, EARLY_S_MAX = 0.15, 0.003
@@ -68,6 +71,8 @@ def drawn(seed: int) -> Case:
         sites=chance.choice((0, 0, 3, 4, 6, 7)),
         apps=chance.choice((2, 3)) if several else 0,
         rows_in=rows_in,
+        moves=0 if protocol in MIRRORED else chance.choice(MOVES),
+        groups=shared.choice(GROUPS),
     )
     if chance.random() >= EARLY:
         return case
@@ -118,6 +123,8 @@ class Tried:
             self._count("changes", f"{case.first or case.protocol}>{case.then}")
         self._count("sites", str(case.sites or 3 + case.seed % 3))
         self._count("applications", str(case.applications))
+        self._count("moves", str(case.moves))
+        self._count("groups per site", str(case.groups))
 
     def _count(self, what: str, value: str) -> None:
         self.counts.setdefault(what, Counter())[value] += 1

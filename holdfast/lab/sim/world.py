@@ -24,7 +24,7 @@ from holdfast.api.options import Options
 from holdfast.control import events as ev
 from holdfast.control.hosting import widen_failure_domains
 from holdfast.control.node import ControlNode
-from holdfast.core import events as core
+from holdfast.core import requests
 from holdfast.core.controller import Controller
 from holdfast.core.effects import ArbiterAsk
 from holdfast.core.ids import SiteId, TaskId
@@ -262,7 +262,7 @@ class World:
     def drain(self) -> None:
         """Ask the sequencer to take no more rows."""
         for app in list(self.controls):
-            self.control(app, core.StopRequested(drain=True))
+            self.control(app, requests.StopRequested(drain=True))
 
     def describe(self) -> str:
         lines = [f"view {self.controller.view}"]

@@ -1,0 +1,57 @@
+"""What a user, or the balancer for the user, asks of a flow's controller."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from holdfast.core.ids import SiteId, TaskId
+from holdfast.core.protection import ProtectionSpec
+from holdfast.core.values import value
+
+
+class Move(NamedTuple):
+    """The replica of a task at `source` is to be at `target`."""
+
+    task: TaskId
+    source: SiteId
+    target: SiteId
+
+
+@value
+class StopRequested:
+    """End the flow."""
+
+    drain: bool
+    """Whether rows that were taken are delivered first."""
+
+
+@value
+class ProtectionWanted:
+    """Change the protection of stages."""
+
+    guards: tuple[ProtectionSpec, ...]
+    """By stage."""
+
+
+@value
+class MovesWanted:
+    """Move replicas to other sites. Those that cannot be moved now stay where they are."""
+
+    moves: tuple[Move, ...]
+
+
+@value
+class EmptySites:
+    """Move everything away from these sites, and let them leave the flow."""
+
+    sites: tuple[SiteId, ...]
+
+
+@value
+class SitesWanted:
+    """Run the flow on this many sites: launch more, or empty some."""
+
+    count: int
+
+
+Request = StopRequested | ProtectionWanted | MovesWanted | EmptySites | SitesWanted
