@@ -13,7 +13,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,15 +25,19 @@ import pyarrow as pa
 from holdfast import errors
 from holdfast.api.graph import Flow
 from holdfast.api.options import Checkpoint, Options
+from holdfast.control import status
 from holdfast.control.bootstrap import resolved
 from holdfast.control.checkpoint_coordinator import common_restore_point
 from holdfast.control.checkpoint_store import CheckpointStore, first_manifest
 from holdfast.control.hosting import Host, Place, Route, direct
+from holdfast.control.placing import moves_wanted, sites_to_empty, sites_wanted
 from holdfast.control.savepoint import resumed, write_ended, write_stopped
 from holdfast.control.server import Control
 from holdfast.core.controller import Controller
+from holdfast.core.layout import View
 from holdfast.core.protection import ProtectionSpec
 from holdfast.core.records import EpochRecord
+from holdfast.core.requests import MovesWanted
 from holdfast.engine.durations import Seconds, seconds
 from holdfast.hosts.processes import ProcessHost
 from holdfast.net.addresses import is_wildcard
@@ -54,15 +58,8 @@ T = TypeVar("T")
 LOOK_S = 0.05
 """How often a thread that waits for an answer checks whether the controller's thread still runs."""
 
-UNKNOWN: dict[str, Any] = {
-    "view": None,
-    "term": -1,
-    "protected": False,
-    "partitions": [],
-    "exposed": [],
-    "dead": {},
-}
-"""The status of a flow as long as no application is known to lead."""
+AWAIT_S = 0.02
+"""How often a call that waits for a view looks at it."""
 
 
 def start(
@@ -305,6 +302,86 @@ class Run:
         self._look(partial(self._control.protect, guards))
         node.protection = protection
 
+    def move(
+        self,
+        stage: str,
+        partitions: Collection[int],
+        *,
+        to: int,
+        source: int | None = None,
+        timeout: Seconds = 60.0,
+    ) -> None:
+        """Move a replica of these partitions of a keyed stage to the site `to`, while the flow
+        runs: from the site `source`, or else from the busiest one that has a replica. A new replica
+        joins at `to` and catches up, then the other one leaves: nothing is exposed meanwhile.
+
+        Waits until it is done. Raises `FlowError` for a stage or partitions that do not exist, and
+        `HostError` if they cannot be there, or if it is not done within `timeout`: a failure gives
+        up a move.
+        """
+        busy = self._busy()
+        wanted: list[MovesWanted] = []
+
+        def make(controller: Controller) -> MovesWanted:
+            wanted.append(moves_wanted(controller, stage, partitions, to, source, busy))
+            return wanted[-1]
+
+        self._look(partial(self._control.request, "move partitions", make))
+        tasks = [m.task for m in wanted[-1].moves]
+
+        def done(view: View) -> bool:
+            groups = [view.group(u) for u in tasks]
+            return all(to in g.replicas + g.standbys and not g.leaving for g in groups)
+
+        self._await(done, timeout, f"stage {stage!r} is not moved to site {to}")
+
+    def drain(self, site: int, timeout: Seconds = 600.0) -> None:
+        """Empty a site and let it leave, while the flow runs: everything that it holds is moved to
+        other sites first. Its process ends, and no other takes its place.
+
+        Waits until it has left. Raises `HostError` if the other sites are too few, and if it has
+        not left within `timeout`; it is emptied nevertheless.
+        """
+        make = partial(sites_to_empty, sites=(site,))
+        self._look(partial(self._control.request, "drain a site", make))
+        left = partial(_has_left, site)
+        self._await(left, timeout, f"site {site} is not drained")
+
+    def scale(self, sites: int, timeout: Seconds = 600.0) -> None:
+        """Run on this number of sites from now on. More are launched; if there are too many, some
+        are drained. Waits until they have come or left. Raises `HostError` if that takes longer
+        than `timeout`, or if the stages cannot be protected on so few."""
+        make = partial(sites_wanted, count=sites)
+        self._look(partial(self._control.request, "change its number of sites", make))
+
+        def done(view: View) -> bool:
+            controller = self._controller
+            if controller is None:
+                return False
+            ready = [s for s in controller.roster.sites if s in controller.roster.domains]
+            return len(ready) == len(controller.roster.sites) == sites and not view.emptying
+
+        self._await(done, timeout, f"the flow does not run on {sites} sites")
+
+    def _await(self, done: Callable[[View], bool], timeout: Seconds, failure: str) -> None:
+        """Wait until the view is as it should be, and all sites act on it."""
+        deadline = time.monotonic() + seconds(timeout, "timeout")
+        while not self._look(lambda: self._view_is(done)):
+            if self._ended.is_set() or time.monotonic() >= deadline:
+                hint = "the flow has ended" if self._ended.is_set() else "see run.status()"
+                raise errors.HostError(f"{failure} within {timeout} s", hint=hint)
+            time.sleep(AWAIT_S)
+
+    def _view_is(self, done: Callable[[View], bool]) -> bool:
+        controller = self._controller
+        if controller is None or controller.view is None:
+            return False
+        return controller.seen_by_all and done(controller.view)
+
+    def _busy(self) -> dict[int, float]:
+        """By site: what part of its time it was busy, as it reported last."""
+        return self._look(lambda: {n: s.get("busy", 0.0) for n, s in self._control.status.items()})
+
     def rotate_secret(self, secret: str | None = None, timeout: Seconds = 60.0) -> str:
         """Replace the flow's secret, while it runs, by `secret` or a random one, and return the new
         one: what `HOLDFAST_SECRET` must be for applications that join later. Afterwards no process
@@ -371,12 +448,12 @@ class Run:
             "seconds": time.time() - self._started_at,
             "epochs": last.epoch + 1 if last else 0,
             "rows_in": last.base + last.rows if last else 0,
-            "late_rows": _late_rows(sites),
+            "late_rows": status.late_rows(sites),
             "sites": sorted(sites, key=lambda s: s["site"]),
             "domains": {int(s): d for s, d in controller.roster.domains.items()}
             if controller
             else {},
-            **UNKNOWN,
+            **status.UNKNOWN,
             **self._described(),
             "checkpoint": self._control.checkpoints.metrics()
             if self._control.checkpoints
@@ -389,50 +466,7 @@ class Run:
         controller = self._controller
         if controller is None:
             return self._control.leader_status
-        view = controller.view
-        return {
-            "view": str(view) if view else None,
-            "term": view.term if view else -1,
-            "protected": controller.protected,
-            "partitions": self._recovery(controller),
-            "exposed": [str(exposure) for exposure in controller.exposures],
-            "dead": {int(s): reason for s, reason in controller.dead.items()},
-        }
-
-    def _recovery(self, controller: Controller) -> list[dict[str, Any]]:
-        """By partition group: the sites that hold it, how protected it is, and what is missing."""
-        view = controller.view
-        if view is None:
-            return []
-        sites = list(self._control.status.values())
-        copying = {(*c["task"], c["to"]): c for s in sites for c in s["copying"]}
-        finished = {
-            (stage, group, s["site"]): epoch
-            for s in sites
-            for stage, group, epoch, installed in s["finished_epochs"]
-            if installed
-        }
-        rows = []
-        for task in view.tasks():
-            group = view.group(task)
-            reached = [finished.get((*task, s), -1) for s in group.replicas]
-            replicas = [copying[(*task, s)] for s in group.joining if (*task, s) in copying]
-            left = sum(c["bytes_left"] for c in replicas)
-            rows.append(
-                {
-                    "stage": controller.shape.stages[task[0]].name,
-                    "partitions": [group.first, group.end - 1],
-                    "replicas": list(group.replicas),
-                    "joining": list(group.joining),
-                    "standbys": list(group.standbys),
-                    "phase": controller.phase(task),
-                    "bytes_to_go": left,
-                    "epochs_to_go": max(reached, default=-1) - min(reached, default=-1),
-                    "seconds_to_go": left / (self.options.catch_up_mb_s * 1e6),
-                    "reason": controller.joins.unrecovered.get(task),
-                }
-            )
-        return rows
+        return status.described(controller, list(self._control.status.values()), self.options)
 
     def records(self) -> list[EpochRecord]:
         """The epoch records so far: the last 100,000, or fewer if 64 MB do not hold as many, as
@@ -598,15 +632,5 @@ def _limit(timeout: Seconds | None) -> float | None:
     return None if timeout is None else seconds(timeout, "timeout")
 
 
-def _late_rows(sites: list[dict[str, Any]]) -> dict[str, int]:
-    """By stage: how many rows were late, if any. All replicas of a partition count the same rows,
-    and one that has just joined may not have reported them yet."""
-    found: dict[tuple[str, int], int] = {}
-    for task in (task for site in sites for task in site["stages"]):
-        key = (task["stage"], task["first"])
-        found[key] = max(found.get(key, 0), task["late_rows"])
-    totals: dict[str, int] = {}
-    for (stage, _), rows in found.items():
-        if rows:
-            totals[stage] = totals.get(stage, 0) + rows
-    return totals
+def _has_left(site: int, view: View) -> bool:
+    return site not in view.members and site not in view.emptying

@@ -219,22 +219,28 @@ class Control:
         the others as well; if none leads just now, the next leader acts on it."""
         self.post(requests.StopRequested(drain))
 
-    def protect(self, guards: Sequence[ProtectionSpec]) -> None:
-        """Change the protection of stages. Called in the controller's thread."""
+    def request(self, what: str, make: Callable[[Controller], requests.Request]) -> None:
+        """Have the controller do what the request says that `make` returns, or raises for. Called
+        in the controller's thread."""
         controller = self.controller
         if controller is None:
-            raise errors.HostError(
-                "another application leads the flow", hint="change its protection there"
-            )
+            raise errors.HostError("another application leads the flow", hint=f"{what} there")
         if controller.view is None or controller.state is not FlowPhase.RUNNING:
-            raise errors.HostError(
-                f"the flow is {controller.state.value}, so its protection cannot be changed"
-            )
-        wanted = widen_failure_domains(controller.shape.guarded(tuple(guards)), self.place.apps)
-        place(
-            wanted, controller.view.members, controller.roster.domains
-        )  # raises if there are too few sites
-        self.handle(requests.ProtectionWanted(wanted.guards))
+            raise errors.HostError(f"the flow is {controller.state.value}: it cannot {what} now")
+        self.handle(make(controller))
+
+    def protect(self, guards: Sequence[ProtectionSpec]) -> None:
+        """Change the protection of stages. Called in the controller's thread."""
+
+        def make(controller: Controller) -> requests.ProtectionWanted:
+            assert controller.view is not None
+            shape = controller.shape.guarded(tuple(guards))
+            wanted = widen_failure_domains(shape, self.place.apps)
+            # It raises if there are too few sites.
+            place(wanted, controller.view.members, controller.roster.domains)
+            return requests.ProtectionWanted(wanted.guards)
+
+        self.request("change its protection", make)
 
     def rotate_secret(self, secret: str | None) -> Future[str]:
         """Replace the flow's secret. Called in the controller's thread; the future gets the new

@@ -2,7 +2,42 @@
 
 from __future__ import annotations
 
+import selectors
+import time
 from collections import deque
+from typing import Any
+
+
+class IdleSelector(selectors.DefaultSelector):
+    """A selector that knows how long it has waited: the rest of the time its loop is busy. A
+    process that gets little processor time is busy all the time, although it uses little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle_s = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if timeout is not None and timeout <= 0:
+            return super().select(timeout)
+        begun = time.monotonic()
+        try:
+            return super().select(timeout)
+        finally:
+            self.idle_s += time.monotonic() - begun
+
+
+class BusyTime:
+    """What part of the time a site is busy."""
+
+    def __init__(self, now: float, idle_s: float = 0.0) -> None:
+        self._since, self._idle_s = now, idle_s
+
+    def part(self, now: float, idle_s: float) -> float:
+        """The busy part of the time since the last call, if the site has been idle for `idle_s` in
+        all."""
+        elapsed, idle = now - self._since, idle_s - self._idle_s
+        self._since, self._idle_s = now, idle_s
+        return min(1.0, max(0.0, 1.0 - idle / elapsed)) if elapsed > 0 else 0.0
 
 
 class OutputGaps:

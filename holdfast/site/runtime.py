@@ -45,6 +45,7 @@ from holdfast.net.tls import Certificate
 from holdfast.plan.planner import plan
 from holdfast.site.checkpoints import CheckpointWriter
 from holdfast.site.config import HOST, SiteConfig
+from holdfast.site.metrics import BusyTime, IdleSelector
 from holdfast.site.node import SiteNode
 from holdfast.site.peers import REDIAL_S, Peers
 from holdfast.site.pulse import Pulse
@@ -82,8 +83,10 @@ def _certified(config: SiteConfig) -> Party:
 class Site:
     """The site's life: register, act on views, leave."""
 
-    def __init__(self, flow: Flow, config: SiteConfig) -> None:
-        self.config = config
+    def __init__(self, flow: Flow, config: SiteConfig, selector: IdleSelector) -> None:
+        """`selector` is the one of the event loop that the site will run in."""
+        self.config, self._selector = config, selector
+        self._busy = BusyTime(time.monotonic(), selector.idle_s)
         self.id = SiteId(config.site)
         party = _certified(config)
         self.party = party
@@ -488,6 +491,7 @@ class Site:
             "rss_mb": usage.ru_maxrss / 1024,
             "memory_limit_mb": self._limit / 2**20,
             "cpu_s": usage.ru_utime + usage.ru_stime,
+            "busy": self._busy.part(time.monotonic(), self._selector.idle_s),
             "queued_bytes": self.peers.queued_bytes,
             "sent_bytes": self.peers.sent_bytes,
             "stall_ms": max(self._trickle.stall_ms, self.node.transfers.freeze_ms),
@@ -507,11 +511,13 @@ def _wall_clock(ahead_s: float) -> float:
 def run_site(flow: Flow, config: SiteConfig) -> None:
     """Run a site in this process until it is dismissed."""
     pa.array([0])  # only now pyarrow imports pandas; later all others would wait for that
-    site = Site(flow, config)
+    selector = IdleSelector()
+    site = Site(flow, config, selector)
     # What is loaded by now stays. Walking all of it would stop the site for tens of milliseconds
     # whenever the garbage collector looks at its oldest generation.
     gc.freeze()
     try:
-        asyncio.run(site.run())
+        with asyncio.Runner(loop_factory=partial(asyncio.SelectorEventLoop, selector)) as runner:
+            runner.run(site.run())
     finally:
         gc.unfreeze()

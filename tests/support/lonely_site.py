@@ -4,6 +4,7 @@ from holdfast import Flow
 from holdfast.api.options import Options
 from holdfast.sinks import discard
 from holdfast.site.config import SiteConfig
+from holdfast.site.metrics import IdleSelector
 from holdfast.site.runtime import Site
 from holdfast.sources import generator
 from tests.support.lines import SCHEMA, numbers
@@ -13,4 +14,4 @@ from tests.support.parties import party
 def lonely_site() -> Site:
     flow = Flow("line")
     flow.source("numbers", generator(numbers, SCHEMA)).sink("out", discard())
-    return Site(flow, SiteConfig(0, party(), (), "127.0.0.1", Options()))
+    return Site(flow, SiteConfig(0, party(), (), "127.0.0.1", Options()), IdleSelector())

@@ -25,12 +25,14 @@ from holdfast.lab.sim.command import show_failure
 from holdfast.lab.sim.edges import EDGES, Edge, reached, share, summary
 from holdfast.lab.sim.explore import MIRRORED, PROTOCOLS, Case, Outcome, run
 from holdfast.lab.sim.faults import APP_PAIRS, PAIRS, STARTING, Fault
-from holdfast.lab.sim.flows import FLOWS
+from holdfast.lab.sim.flows import FLOWS, POISONED
 from holdfast.plan.planner import plan
 
 GROUP = 8
 """Number of seeds that share a flow and its protections."""
 ROWS = (300, 600, 1_000)
+POISONED_ROWS_MIN = 600
+"""With fewer rows, a flow that is to stop at a bad one may not get to it."""
 MOVES = (0, 4, 12)
 GROUPS = (1, 1, 2)
 """Numbers of partition groups of a keyed stage for each site."""
@@ -54,6 +56,8 @@ def drawn(seed: int) -> Case:
         flow, protocol = shared.choice(list(FLOWS)), shared.choice(list(PROTOCOLS))
         others = [p for p in PROTOCOLS if p not in (protocol, *UNMIXED)]
         mixed, rows_in = shared.random() < 0.4, shared.choice(ROWS)
+        if flow in POISONED:
+            rows_in = max(rows_in, POISONED_ROWS_MIN)
         first = shared.choice(others) if mixed and protocol not in UNMIXED else None
         if _is_allowed(flow, protocol, first):
             break
