@@ -235,7 +235,8 @@ class Controller(FlowState):
                 if site in useless:
                     effects += self._join_failed(task, f"site {gone[0]} died: {event.reason}")
         if any(s in before.members for s in gone):
-            view = moves.without_moves(view, self.shape)  # recovery comes first
+            view = self._without(gone, moves.without_moves(before, self.shape))
+            view = moves.without_moves(view, self.shape)
         return effects + self._take_over(view, useless) + self._recover()
 
     def _take_over(self, view: View, gone: Collection[SiteId]) -> list[ControllerEffect]:
@@ -262,9 +263,9 @@ class Controller(FlowState):
             return [self._doubtful.add(event)]
         return self._fail(site_lost(self._latest, self.shape, gone, lost, event.reason))
 
-    def _without(self, gone: Collection[SiteId]) -> View:
+    def _without(self, gone: Collection[SiteId], view: View | None = None) -> View:
         """The next view, without these sites. A mirror is lost with any of its sites."""
-        view = self._latest.without(self._mirrors.lost_with(self._latest, gone))
+        view = (view or self._latest).without(self._mirrors.lost_with(self._latest, gone))
         return replace(view, members=tuple(s for s in self._latest.members if s not in gone))
 
     def _can_lose(self, *sites: SiteId) -> bool:

@@ -109,7 +109,9 @@ def given_up(group: PartitionGroup, guard: ProtectionSpec) -> PartitionGroup:
 
 
 def without_moves(view: View, shape: Shape) -> View:
-    """This view with all moves given up that can be."""
+    """This view with all moves given up that can be. When sites are lost, this comes before and
+    after: a move whose leaving replica is lost is none in the view without it, and yet its new
+    replica must join anew."""
     groups = tuple(
         tuple(given_up(group, stage.guard) for group in groups)
         for stage, groups in zip(shape.stages, view.groups, strict=True)

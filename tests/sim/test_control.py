@@ -13,10 +13,11 @@ from holdfast.core import requests
 from holdfast.core.leadership import Role
 from holdfast.errors import InvariantError
 from holdfast.lab.sim import flows
-from holdfast.lab.sim.bugs import BUGS, Bug
+from holdfast.lab.sim.bugs import BUGS
 from holdfast.lab.sim.checks import WorldChecks
 from holdfast.lab.sim.explore import OPTIONS, PROTOCOLS, Case, run
 from holdfast.lab.sim.faults import APP_KINDS, Fault
+from holdfast.lab.sim.planted import Bug
 from holdfast.lab.sim.timed import TimedWorld
 
 LEASE = OPTIONS.lease_s

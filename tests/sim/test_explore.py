@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from holdfast.lab.sim import exhaust
-from holdfast.lab.sim.bugs import BUGS, Bug
+from holdfast.lab.sim.bugs import BUGS
 from holdfast.lab.sim.explore import ALONE, MIRRORED, PROTOCOLS, Case, run, shrink
 from holdfast.lab.sim.faults import KINDS, PAIRS, PHASES, Fault, schedule
 from holdfast.lab.sim.flows import FLOWS
+from holdfast.lab.sim.planted import Bug
 from holdfast.ui import cli
 from tests.support import find_seeds
 from tests.support.tiers import nightly

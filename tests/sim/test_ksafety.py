@@ -14,9 +14,10 @@ from holdfast.core.placement import place
 from holdfast.core.replica import Replica
 from holdfast.errors import FlowError, HostError, ProtocolError
 from holdfast.lab.sim import explore, flows
-from holdfast.lab.sim.bugs import BUGS, Bug
+from holdfast.lab.sim.bugs import BUGS
 from holdfast.lab.sim.explore import PROTOCOLS, Case, run
 from holdfast.lab.sim.faults import PHASES, Fault
+from holdfast.lab.sim.planted import Bug
 from holdfast.plan.planner import plan, shape
 from tests.support.tiers import nightly
 

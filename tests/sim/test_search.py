@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from holdfast.core import flow_phase, leadership, replica
-from holdfast.lab.sim.bugs import BUGS, Bug
+from holdfast.lab.sim.bugs import BUGS
 from holdfast.lab.sim.edges import EDGES, Edge, reached, share, summary
 from holdfast.lab.sim.explore import PROTOCOLS, Case, Failure, run
 from holdfast.lab.sim.faults import STARTING, Fault
 from holdfast.lab.sim.flows import FLOWS
+from holdfast.lab.sim.planted import Bug
 from holdfast.lab.sim.search import GROUP, UNMIXED, drawn
 from holdfast.ui import cli
 from tests.support.find_seeds import stored

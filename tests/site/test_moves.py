@@ -66,7 +66,7 @@ def test_what_cannot_be_moved_is_refused_by_name(kept, tmp_path) -> None:
         run.move("totals", [0, 1], to=third, source=third + 10)
     with pytest.raises(HostError, match="the flow has no site 9"):
         run.drain(9)
-    with pytest.raises(HostError, match="1 sites are too few: stage .* wants 2 replicas"):
+    with pytest.raises(HostError, match=r"1 sites are too few: stage .* wants 2 replicas"):
         run.scale(1)
     check_rows(run, kept, tmp_path)
 

@@ -15,8 +15,9 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from holdfast.lab.sim.bugs import BUGS, Bug
+from holdfast.lab.sim.bugs import BUGS
 from holdfast.lab.sim.explore import run
+from holdfast.lab.sim.planted import Bug
 
 FILE = Path(__file__).with_name("caught.json")
 AGAIN = "look for seeds again: python -m tests.support.find_seeds"

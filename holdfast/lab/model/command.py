@@ -10,7 +10,7 @@ from rich.status import Status
 from holdfast.lab.model.search import ModelSearch, SearchResult
 from holdfast.lab.model.trace import in_words
 from holdfast.lab.model.world import ModelBounds
-from holdfast.lab.sim.bugs import Bug
+from holdfast.lab.sim.planted import Bug
 
 
 def explore(

@@ -7,9 +7,7 @@ change, by the seed that `tests/support/caught.json` stores). ``holdfast sim --b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -36,8 +34,9 @@ from holdfast.engine.batches import Track
 from holdfast.engine.state import StateTable
 from holdfast.engine.watermark import Watermark
 from holdfast.lab.sim import push_bugs
-from holdfast.lab.sim.explore import Case, forget
-from holdfast.lab.sim.faults import KINDS, Fault
+from holdfast.lab.sim.faults import Fault
+from holdfast.lab.sim.move_bugs import MOVE_BUGS
+from holdfast.lab.sim.planted import Bug
 from holdfast.lab.sim.site_shell import SiteShell
 from holdfast.site.egress import Egress
 from holdfast.site.handover import Incoming, IncomingCheckpoint
@@ -47,52 +46,6 @@ from holdfast.site.push_log import PushLog
 from holdfast.site.replica_reports import ReplicaReports
 from holdfast.site.stages import TaskRunner
 from holdfast.site.transfers import Transfers
-
-Make = Callable[[Any], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Bug:
-    """A mistake: a wrong method that replaces the right one."""
-
-    name: str
-    what: str
-    owner: Any
-    method: str
-    make: Make
-    flow: str = "windows"
-    protocol: str = "pairs"
-    kinds: tuple[str, ...] = KINDS
-    """The kinds of faults that expose it."""
-    beyond: float = 0.1
-    """The share of runs whose faults may exceed what the protection survives."""
-    then: str | None = None
-    """The protection to which the first keyed stage changes during the run; None: it does not."""
-    faults: tuple[Fault, ...] | None = None
-    """The schedule that exposes it, if those of the seeds hardly ever do."""
-    apps: int = 1
-    """The number of applications of a run."""
-    seeds: int = 60
-    """The number of seeds within which it is caught."""
-
-    def case(self, seed: int) -> Case:
-        """Return a run that may expose it."""
-        case = Case(seed, self.flow, self.protocol, kinds=self.kinds, beyond=self.beyond)
-        sites = 3 if self.faults else 0  # a schedule names its sites by rank
-        return replace(case, then=self.then, faults=self.faults, sites=sites, apps=self.apps)
-
-    @contextmanager
-    def planted(self) -> Iterator[None]:
-        """Plant the bug in this context. The memory of results is cleared before and after, because
-        right code has filled it, or wrong code."""
-        right = self.owner.__dict__[self.method]
-        setattr(self.owner, self.method, self.make(right))
-        forget()
-        try:
-            yield
-        finally:
-            setattr(self.owner, self.method, right)
-            forget()
 
 
 def _no_acks_to_followers(right: Any) -> Any:
@@ -625,4 +578,5 @@ BUGS = [
         PushLog, "_enter_known", push_bugs.entered_on_arrival, faults=_SENT_TO_ONE),
     Bug("overtaken view", "a leader sends all views that waited for the arbiter, not only the last",
         PendingDecisions, "add", _overtaken_views_are_given_out),
+    *MOVE_BUGS,
 ]  # fmt: skip

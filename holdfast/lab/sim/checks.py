@@ -13,6 +13,7 @@ from holdfast.core.flow_phase import FlowPhase
 from holdfast.core.ids import Epoch, ExchangeId, GroupId, SiteId, TaskId
 from holdfast.core.layout import View
 from holdfast.core.placement import may_join
+from holdfast.core.roster import EMPTIED
 from holdfast.errors import OperatorError, SiteLostError
 from holdfast.lab.sim.flows import expected, in_order
 from holdfast.lab.sim.timed import TimedWorld
@@ -59,6 +60,7 @@ class WorldChecks:
             self._one(site, node)
         if view is not None:
             self._apart(view)
+            self._not_exposed_by_moves(view)
             if not self.world.exceeded:
                 self._nothing_lost(view)
 
@@ -127,6 +129,17 @@ class WorldChecks:
                 raise Violation(
                     f"task {task}: two replicas in one {stage.guard.failure_domain}: {view}"
                 )
+
+    def _not_exposed_by_moves(self, view: View) -> None:
+        """As long as no site has died, all replicas that are wanted are there."""
+        controller = self.world.controller
+        died = any(reason != EMPTIED for reason in controller.dead.values())
+        if died or view.guards or not controller.running:
+            return
+        for task in view.tasks():
+            group, guard = view.group(task), controller.shape.stages[task[0]].guard
+            if len(group.replicas) + len(group.standbys) < guard.wanted:
+                raise Violation(f"task {task} lacks a replica, and no site has died: {view}")
 
     def _nothing_lost(self, view: View) -> None:
         """For every epoch that a live replica lacks, a live replica of the producer holds the

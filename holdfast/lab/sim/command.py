@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from holdfast.errors import FlowError
-from holdfast.lab.sim.bugs import BUGS, Bug
+from holdfast.lab.sim.bugs import BUGS
 from holdfast.lab.sim.explore import Case, Outcome, run, shrink
 from holdfast.lab.sim.faults import PAIRS
+from holdfast.lab.sim.planted import Bug
 from holdfast.lab.sim.timeline import TimelineEvent
 from holdfast.lab.sim.timeline_picture import svg_timeline
 from holdfast.lab.sim.timeline_text import text_timeline

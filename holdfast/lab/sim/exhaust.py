@@ -31,9 +31,9 @@ from holdfast.connectors.sinks import discard
 from holdfast.connectors.sources import rows
 from holdfast.core.sequencer import Budget
 from holdfast.errors import HoldfastError, SiteLostError
-from holdfast.lab.sim.bugs import Bug
 from holdfast.lab.sim.flows import in_order
 from holdfast.lab.sim.memory import Memory
+from holdfast.lab.sim.planted import Bug
 from holdfast.lab.sim.world import World
 
 WINDOW = 6

@@ -281,7 +281,7 @@ def _open_gate(world: TimedWorld, injector: Injector, finished_before: bool) -> 
         world.gate_is_open = True
     if any(fault.phase != "ending" for fault in injector.waiting):
         return
-    if phase_of(world) in ("protected", "written"):
+    if phase_of(world) in ("protected", "written") and not world.moves_are_open:
         world.gate_is_open = True
     elif world.time > injector.last_at + PROTECTED_S_MAX:
         raise Stall(f"the flow is not protected again: {world.describe()}")

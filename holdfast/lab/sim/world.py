@@ -301,6 +301,14 @@ class World:
         left = view.without([s for s in view.members if s not in living])
         return lost_stretch(left, self.controller.shape, self._weak(view)) is None
 
+    @property
+    def moves_are_open(self) -> bool:
+        """Whether replicas are to leave their sites, or sites the flow."""
+        view = self.controller.view
+        if view is None:
+            return False
+        return bool(view.emptying or any(view.group(u).leaving for u in view.tasks()))
+
     def _weak(self, view: View) -> list[TaskId]:
         """The tasks that are being rebuilt, or were rebuilt so lately that what they keep is not
         enough for all of their consumers to be rebuilt from."""
