@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from holdfast.api.security import Security, level_of
 from holdfast.core.sequencer import Budget
@@ -114,6 +115,9 @@ class Options:
     """The interval at which sites report their status."""
     budget: Budget = field(default_factory=Budget)
     """How large epochs are, and how many are in flight."""
+    balance: Literal["auto", "manual", "off"] = "manual"
+    """Who moves partitions between sites. ``"auto"``: the flow itself, so that no site is busier
+    than it must be; ``"manual"``: ``run.move`` only; ``"off"``: nobody."""
     groups_per_site: int = 1
     """Number of partition groups of each keyed stage for each site that the flow begins on. A group
     is processed in one call, and is what can be moved to another site. More groups move in smaller
@@ -169,6 +173,8 @@ class Options:
         ):
             if getattr(self, name) <= 0:
                 raise FlowError(f"{name} must be positive, not {getattr(self, name)}")
+        if self.balance not in ("auto", "manual", "off"):
+            raise FlowError(f"balance must be auto, manual or off, not {self.balance!r}")
         level_of(self.security)
         if self.log_bytes_max < 0:
             raise FlowError(f"log_bytes_max must not be negative, as {self.log_bytes_max} is")

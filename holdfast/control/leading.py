@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from holdfast.control import events as ev
 from holdfast.control import orders
+from holdfast.control.balancer import Balancer
 from holdfast.control.decisions import PendingDecisions
 from holdfast.control.knowledge import VERSION, Knowledge
 from holdfast.control.orders import Audience
@@ -39,9 +40,10 @@ class Leading:
         running: bool,
         sites: SiteWatch,
         next_id: int = 0,
+        balancer: Balancer | None = None,
     ) -> None:
         """`next_id` is what the last leader committed."""
-        self.term, self.controller = term, controller
+        self.term, self.controller, self.balancer = term, controller, balancer
         self._app, self._app_of, self._sites = app, app_of, sites
         self.running = running
         """Whether the start of the flow is committed."""

@@ -31,6 +31,7 @@ from holdfast import errors
 from holdfast.api.options import Options
 from holdfast.control import events as ev
 from holdfast.control.arbiter_watch import ArbiterWatch
+from holdfast.control.balancer import Balancer
 from holdfast.control.knowledge import Knowledge, continue_flow, decode
 from holdfast.control.leading import Leading, LeadingEffect
 from holdfast.control.site_watch import GATHER_S, SiteWatch
@@ -246,12 +247,18 @@ class ControlNode:
         self._taking_over = (probe.number, entry, known)
         self._do(probe)
 
+    def _balancer(self) -> Balancer | None:
+        """The balancer of a term. Each begins anew: what it measures is soon measured again."""
+        return Balancer() if self.options.balance == "auto" else None
+
     def _begin_flow(self, term: int) -> None:
         ids = [SiteId(first_id(term) + i) for i in range(self._sites + self._spares)]
         sites, spares = ids[: self._sites], ids[self._sites :]
         controller = self._machine(self.shape, sites, spares, term)
         app_of = {int(s): s % self.apps for s in ids}
-        leading = Leading(term, controller, self.app, app_of, False, self.watch)
+        leading = Leading(
+            term, controller, self.app, app_of, False, self.watch, balancer=self._balancer()
+        )
         self.leading = leading
         self.watch.suspects.forget_all()
         self._lead(core.TermTaken(term))
@@ -268,7 +275,14 @@ class ControlNode:
         controller, effects = flow.controller, flow.effects
         app_of = {int(s): a for s, a in known.app_of.items()}
         leading = Leading(
-            entry.term, controller, self.app, app_of, known.running, self.watch, known.next_id
+            entry.term,
+            controller,
+            self.app,
+            app_of,
+            known.running,
+            self.watch,
+            known.next_id,
+            self._balancer(),
         )
         self.leading = leading
         self._lead(core.TermTaken(entry.term))
@@ -487,6 +501,8 @@ class ControlNode:
             self._control(self.watch.hung())
         if leading.controller.view is not None:
             self._control(self.watch.stuck(leading.controller.view, now))
+        if leading.balancer is not None and not leading.frozen:
+            self._control(leading.balancer.step(leading.controller, self.watch.status, now))
 
 
 def _rebuilt(message: wire.Failed) -> Exception:

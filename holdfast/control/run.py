@@ -319,6 +319,8 @@ class Run:
         `HostError` if they cannot be there, or if it is not done within `timeout`: a failure gives
         up a move.
         """
+        if self.options.balance == "off":
+            raise errors.FlowError("Options(balance='off'): nothing is moved")
         busy = self._busy()
         wanted: list[MovesWanted] = []
 
@@ -466,7 +468,9 @@ class Run:
         controller = self._controller
         if controller is None:
             return self._control.leader_status
-        return status.described(controller, list(self._control.status.values()), self.options)
+        leading, sites = self._control.node.leading, list(self._control.status.values())
+        balancer = leading.balancer if leading is not None else None
+        return status.described(controller, sites, self.options, balancer)
 
     def records(self) -> list[EpochRecord]:
         """The epoch records so far: the last 100,000, or fewer if 64 MB do not hold as many, as

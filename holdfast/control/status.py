@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.api.options import Options
+from holdfast.control.balancer import Balancer
 from holdfast.core.controller import Controller
 
 UNKNOWN: dict[str, Any] = {
@@ -14,13 +15,17 @@ UNKNOWN: dict[str, Any] = {
     "partitions": [],
     "exposed": [],
     "emptying": [],
+    "balance": None,
     "dead": {},
 }
 """The status of a flow as long as no application is known to lead."""
 
 
 def described(
-    controller: Controller, sites: list[dict[str, Any]], options: Options
+    controller: Controller,
+    sites: list[dict[str, Any]],
+    options: Options,
+    balancer: Balancer | None,
 ) -> dict[str, Any]:
     """What only the leading application knows. `sites` is what sites reported last."""
     view = controller.view
@@ -31,6 +36,7 @@ def described(
         "partitions": _groups(controller, sites, options),
         "exposed": [str(exposure) for exposure in controller.exposures],
         "emptying": list(view.emptying) if view else [],
+        "balance": balancer.metrics() if balancer is not None else None,
         "dead": {int(s): reason for s, reason in controller.dead.items()},
     }
 

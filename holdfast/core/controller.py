@@ -59,7 +59,6 @@ from holdfast.core.losses import (
     unrecoverable,
 )
 from holdfast.core.placement import (
-    Candidates,
     assign,
     load_of,
     missing,
@@ -67,6 +66,7 @@ from holdfast.core.placement import (
     substituted,
 )
 from holdfast.core.requests import (
+    Change,
     EmptySites,
     MovesWanted,
     ProtectionWanted,
@@ -74,7 +74,6 @@ from holdfast.core.requests import (
     StopRequested,
 )
 from holdfast.core.roster import EMPTIED, FAILED_STARTS_MAX, RELAUNCH_MS, SiteRoster, first_id
-from holdfast.core.separation import lost_stretch
 from holdfast.core.timers import DoubtTimer, PatienceTimer, RejoinTimer
 from holdfast.core.view_reports import ViewReports
 from holdfast.errors import HoldfastError, HostError
@@ -158,6 +157,12 @@ class Controller(FlowState):
                 return self._on_wait_over(event)
             case StopRequested():
                 return self._on_stop_requested(event)
+            case ProtectionWanted() | MovesWanted() | EmptySites() | SitesWanted():
+                return self._on_change(event) if self.state is FlowPhase.RUNNING else []
+        assert_never(event)
+
+    def _on_change(self, event: Change) -> list[ControllerEffect]:
+        match event:
             case ProtectionWanted():
                 return self._on_protection_wanted(event)
             case MovesWanted():
@@ -263,18 +268,6 @@ class Controller(FlowState):
             return [self._doubtful.add(event)]
         return self._fail(site_lost(self._latest, self.shape, gone, lost, event.reason))
 
-    def _without(self, gone: Collection[SiteId], view: View | None = None) -> View:
-        """The next view, without these sites. A mirror is lost with any of its sites."""
-        view = (view or self._latest).without(self._mirrors.lost_with(self._latest, gone))
-        return replace(view, members=tuple(s for s in self._latest.members if s not in gone))
-
-    def _can_lose(self, *sites: SiteId) -> bool:
-        """Whether the flow can continue without these sites. A task that was rebuilt just now may
-        not keep enough yet for another to be rebuilt from."""
-        view = self._without(sites)
-        weak = [u for u, _ in self.joins.replaying if self.shape.stages[u[0]].guard.rebuild_level]
-        return not unrecoverable(view, self.shape) and not lost_stretch(view, self.shape, weak)
-
     def _remove(self, gone: Collection[SiteId], reason: str) -> list[ControllerEffect]:
         """Never deal with these sites again; launch others in the place of those that were not to
         leave anyway."""
@@ -355,10 +348,6 @@ class Controller(FlowState):
         if assigned.waits or not assigned.joiners:
             effects += self.roster.wait_for_launched()
         return effects
-
-    @property
-    def _candidates(self) -> Candidates:
-        return self.roster.candidates(closed=self._latest.emptying)
 
     def _recover_mirror(self, tasks: list[TaskId]) -> list[ControllerEffect]:
         """Begin to rebuild a whole mirror, with the flow standing still."""
@@ -450,11 +439,9 @@ class Controller(FlowState):
     # --- changing protection --------------------------------------------------------------------
 
     def _on_protection_wanted(self, event: ProtectionWanted) -> list[ControllerEffect]:
-        if self.view is None or self.state is not FlowPhase.RUNNING:
-            return []
         self.lifecycle.note("protection changes")
         self.joins.allow_another()
-        begun = protection_change.begun(self.view, self.shape, event.guards)
+        begun = protection_change.begun(self._latest, self.shape, event.guards)
         return self._commit(begun) + self._recover()
 
     def _complete_change(self) -> list[ControllerEffect]:
@@ -468,33 +455,30 @@ class Controller(FlowState):
     # --- moves ----------------------------------------------------------------------------------
 
     def _on_moves_wanted(self, event: MovesWanted) -> list[ControllerEffect]:
-        if self.view is None or self.state is not FlowPhase.RUNNING:
-            return []
-        possible = moves.possible(self.view, self.shape, self.roster.domains, event.moves)
-        return self._commit(moves.begun(self.view, possible)) if possible else []
+        view, domains = self._latest, self.roster.domains
+        possible = moves.possible(view, self.shape, domains, event.moves)
+        return self._commit(moves.begun(view, possible)) if possible else []
 
     def _on_empty_sites(self, event: EmptySites) -> list[ControllerEffect]:
-        if self.view is None or self.state is not FlowPhase.RUNNING:
-            return []
-        domains, gone = self.roster.domains, {*self.view.emptying, *event.sites}
+        view, domains = self._latest, self.roster.domains
+        gone = {*view.emptying, *event.sites}
         if self._mirrors.used or moves.too_few(self.shape, set(domains) - gone, domains):
             return []
         effects: list[ControllerEffect] = []
         for site in event.sites:
-            if site not in self.view.members and self.roster.knows(site):
+            if site not in view.members and self.roster.knows(site):
                 effects += self.roster.retire(site, EMPTIED)
-        view = moves.emptying(self.view, event.sites)
-        if view.emptying != self.view.emptying:
-            effects += self._commit(view)
+        emptying = moves.emptying(view, event.sites)
+        if emptying.emptying != view.emptying:
+            effects += self._commit(emptying)
         return effects + self._recover()
 
     def _on_sites_wanted(self, event: SitesWanted) -> list[ControllerEffect]:
-        if self.view is None or self.state is not FlowPhase.RUNNING:
-            return []
-        surplus = len(self.roster.sites) - len(self.view.emptying) - event.count
+        view = self._latest
+        surplus = len(self.roster.sites) - len(view.emptying) - event.count
         if surplus > 0:
-            return self._on_empty_sites(EmptySites(moves.easiest_to_empty(self.view, surplus)))
-        return [*self.roster.resize(event.count + len(self.view.emptying))]
+            return self._on_empty_sites(EmptySites(moves.easiest_to_empty(view, surplus)))
+        return [*self.roster.resize(event.count + len(view.emptying))]
 
     def _make_room(self) -> list[ControllerEffect]:
         """Begin to move replicas away from sites that are to be emptied, and let go of those that

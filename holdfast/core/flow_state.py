@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
+
 from holdfast.core.effects import ControllerEffect, DrainFlow, PauseFlow
 from holdfast.core.flow_phase import FlowPhase, Lifecycle
 from holdfast.core.ids import SiteId, TaskId
 from holdfast.core.joins import ReplicaJoins
 from holdfast.core.layout import Shape, View
+from holdfast.core.losses import unrecoverable
 from holdfast.core.mirrors import Mirrors
+from holdfast.core.placement import Candidates
 from holdfast.core.protection_change import ProtectionChange
 from holdfast.core.roster import SiteRoster
-from holdfast.core.separation import Exposure, exposures, joint_exposures
+from holdfast.core.separation import Exposure, exposures, joint_exposures, lost_stretch
 from holdfast.core.task_phase import SAFE, task_phase
 from holdfast.core.view_reports import ViewReports
 
@@ -57,6 +62,22 @@ class FlowState:
     @property
     def _change(self) -> ProtectionChange:
         return ProtectionChange(self._latest, self.shape)
+
+    def _without(self, gone: Collection[SiteId], view: View | None = None) -> View:
+        """The next view, without these sites. A mirror is lost with any of its sites."""
+        view = (view or self._latest).without(self._mirrors.lost_with(self._latest, gone))
+        return replace(view, members=tuple(s for s in self._latest.members if s not in gone))
+
+    def _can_lose(self, *sites: SiteId) -> bool:
+        """Whether the flow can continue without these sites. A task that was rebuilt just now may
+        not keep enough yet for another to be rebuilt from."""
+        view = self._without(sites)
+        weak = [u for u, _ in self.joins.replaying if self.shape.stages[u[0]].guard.rebuild_level]
+        return not unrecoverable(view, self.shape) and not lost_stretch(view, self.shape, weak)
+
+    @property
+    def _candidates(self) -> Candidates:
+        return self.roster.candidates(closed=self._latest.emptying)
 
     def orders_for(self, site: SiteId) -> list[ControllerEffect]:
         """The last orders for a site, in case they were lost with its connection."""

@@ -54,4 +54,6 @@ class SitesWanted:
     count: int
 
 
-Request = StopRequested | ProtectionWanted | MovesWanted | EmptySites | SitesWanted
+Change = ProtectionWanted | MovesWanted | EmptySites | SitesWanted
+"""What only a flow that runs can do."""
+Request = StopRequested | Change

@@ -491,6 +491,8 @@ class Site:
             "rss_mb": usage.ru_maxrss / 1024,
             "memory_limit_mb": self._limit / 2**20,
             "cpu_s": usage.ru_utime + usage.ru_stime,
+            "at_s": time.monotonic(),
+            "idle_s": self._selector.idle_s,
             "busy": self._busy.part(time.monotonic(), self._selector.idle_s),
             "queued_bytes": self.peers.queued_bytes,
             "sent_bytes": self.peers.sent_bytes,
