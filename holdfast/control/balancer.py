@@ -20,7 +20,6 @@ from holdfast.core.balance import (
     BalanceParams,
     Collection,
     PartLoad,
-    Relocation,
     Round,
     SiteLoad,
     next_collect_ms,
@@ -30,7 +29,7 @@ from holdfast.core.controller import Controller
 from holdfast.core.flow_phase import FlowPhase
 from holdfast.core.ids import GroupId, SiteId, StageId, TaskId
 from holdfast.core.layout import partitions_of
-from holdfast.core.requests import Move, MovesWanted
+from holdfast.core.requests import MovesWanted, Relocation
 from holdfast.errors import InvariantError
 
 ROUNDS_KEPT = 20
@@ -187,7 +186,7 @@ class Balancer:
         assert view is not None and self._first_at is not None
 
         def may_hold(task: TaskId, source: SiteId, target: SiteId) -> bool:
-            return moves.refusal(view, shape, domains, Move(task, source, target)) is None
+            return moves.refusal(view, shape, domains, Relocation(task, source, target)) is None
 
         found: Round = plan_round(
             sites,
@@ -209,8 +208,7 @@ class Balancer:
             )
         )
         self._collect_ms, self._before = found.next_collect_ms, {}
-        wanted = _one_of_each(found.moves)
-        return MovesWanted(wanted) if wanted else None
+        return MovesWanted(found.moves) if found.moves else None
 
     def metrics(self) -> dict[str, Any]:
         """What `Run.status` shows of it."""
@@ -234,11 +232,3 @@ def _site_load(site: SiteId, status: Status, before: Status) -> SiteLoad:
         state_bytes=sum(m["state_bytes"] for m in status["stages"]),
         cpu_s=max(0.0, status["cpu_s"] - before["cpu_s"]),
     )
-
-
-def _one_of_each(found: tuple[Relocation, ...]) -> tuple[Move, ...]:
-    """The moves, one for each task."""
-    first: dict[TaskId, Move] = {}
-    for m in found:
-        first.setdefault(m.task, Move(m.task, m.source, m.target))
-    return tuple(first.values())

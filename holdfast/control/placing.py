@@ -9,7 +9,7 @@ from holdfast.core import moves
 from holdfast.core.controller import Controller
 from holdfast.core.ids import GroupId, SiteId, StageId, TaskId
 from holdfast.core.layout import PartitionGroup, View, spans
-from holdfast.core.requests import EmptySites, Move, MovesWanted, SitesWanted
+from holdfast.core.requests import EmptySites, MovesWanted, Relocation, SitesWanted
 from holdfast.errors import FlowError, HostError
 
 
@@ -25,7 +25,7 @@ def moves_wanted(
     holds a replica."""
     view = _view(controller)
     wanted = [
-        Move(task, _source(view.group(task), source, busy), SiteId(to))
+        Relocation(task, _source(view.group(task), source, busy), SiteId(to))
         for task in _tasks(controller, view, stage, partitions)
         if to not in view.group(task).staying
     ]

@@ -321,7 +321,7 @@ class Run:
         """
         if self.options.balance == "off":
             raise errors.FlowError("Options(balance='off'): nothing is moved")
-        busy = self._busy()
+        busy = self._look(lambda: {n: s["busy"] for n, s in self._control.status.items()})
         wanted: list[MovesWanted] = []
 
         def make(controller: Controller) -> MovesWanted:
@@ -346,22 +346,21 @@ class Run:
         """
         make = partial(sites_to_empty, sites=(site,))
         self._look(partial(self._control.request, "drain a site", make))
-        left = partial(_has_left, site)
-        self._await(left, timeout, f"site {site} is not drained")
+        left = f"site {site} is not drained"
+        self._await(lambda view: site not in view.members, timeout, left)
 
     def scale(self, sites: int, timeout: Seconds = 600.0) -> None:
         """Run on this number of sites from now on. More are launched; if there are too many, some
         are drained. Waits until they have come or left. Raises `HostError` if that takes longer
         than `timeout`, or if the stages cannot be protected on so few."""
-        make = partial(sites_wanted, count=sites)
-        self._look(partial(self._control.request, "change its number of sites", make))
+        make, what = partial(sites_wanted, count=sites), "change its number of sites"
+        self._look(partial(self._control.request, what, make))
 
         def done(view: View) -> bool:
-            controller = self._controller
-            if controller is None:
+            roster = self._controller.roster if self._controller is not None else None
+            if roster is None or view.emptying or len(roster.sites) != sites:
                 return False
-            ready = [s for s in controller.roster.sites if s in controller.roster.domains]
-            return len(ready) == len(controller.roster.sites) == sites and not view.emptying
+            return all(s in roster.domains for s in roster.sites)
 
         self._await(done, timeout, f"the flow does not run on {sites} sites")
 
@@ -379,10 +378,6 @@ class Run:
         if controller is None or controller.view is None:
             return False
         return controller.seen_by_all and done(controller.view)
-
-    def _busy(self) -> dict[int, float]:
-        """By site: what part of its time it was busy, as it reported last."""
-        return self._look(lambda: {n: s.get("busy", 0.0) for n, s in self._control.status.items()})
 
     def rotate_secret(self, secret: str | None = None, timeout: Seconds = 60.0) -> str:
         """Replace the flow's secret, while it runs, by `secret` or a random one, and return the new
@@ -469,8 +464,9 @@ class Run:
         if controller is None:
             return self._control.leader_status
         leading, sites = self._control.node.leading, list(self._control.status.values())
-        balancer = leading.balancer if leading is not None else None
-        return status.described(controller, sites, self.options, balancer)
+        return status.described(
+            controller, sites, self.options, leading.balancer if leading else None
+        )
 
     def records(self) -> list[EpochRecord]:
         """The epoch records so far: the last 100,000, or fewer if 64 MB do not hold as many, as
@@ -634,7 +630,3 @@ def _limit(timeout: Seconds | None) -> float | None:
     if isinstance(timeout, int | float):
         timeout = max(0.0, timeout)
     return None if timeout is None else seconds(timeout, "timeout")
-
-
-def _has_left(site: int, view: View) -> bool:
-    return site not in view.members and site not in view.emptying

@@ -29,12 +29,12 @@ from holdfast.core.relocations import (
     BalanceParams,
     BalancePolicy,
     MoveLimits,
-    Relocation,
     RelocationPlan,
     ShortageLevel,
     SiteLevel,
     UtilisationLevel,
 )
+from holdfast.core.requests import Relocation
 
 __all__ = [
     "BalanceHistory",

@@ -24,11 +24,13 @@ from holdfast.core.joins import ReplicaJoins
 from holdfast.core.layout import Domain, PartitionGroup, Shape, View, partitions_of
 from holdfast.core.placement import Assignment, may_join, place
 from holdfast.core.protection import ProtectionSpec
-from holdfast.core.requests import Move
+from holdfast.core.requests import Relocation
 from holdfast.errors import HostError
 
 
-def refusal(view: View, shape: Shape, domains: Mapping[SiteId, Domain], move: Move) -> str | None:
+def refusal(
+    view: View, shape: Shape, domains: Mapping[SiteId, Domain], move: Relocation
+) -> str | None:
     """Why a move cannot begin now; None if it can."""
     stage, group = shape.stages[move.task[0]], view.group(move.task)
     name = partitions_of(view, [move.task], shape)
@@ -52,24 +54,24 @@ def refusal(view: View, shape: Shape, domains: Mapping[SiteId, Domain], move: Mo
 
 
 def possible(
-    view: View, shape: Shape, domains: Mapping[SiteId, Domain], moves: Iterable[Move]
-) -> list[Move]:
+    view: View, shape: Shape, domains: Mapping[SiteId, Domain], moves: Iterable[Relocation]
+) -> list[Relocation]:
     """Those of the moves that can begin now, one for each task at most."""
-    first: dict[TaskId, Move] = {}
+    first: dict[TaskId, Relocation] = {}
     for move in moves:
         if refusal(view, shape, domains, move) is None:
             first.setdefault(move.task, move)
     return list(first.values())
 
 
-def begun(view: View, moves: Iterable[Move]) -> View:
+def begun(view: View, moves: Iterable[Relocation]) -> View:
     """The next view, in which these moves begin. Each task is moved once at most."""
     joiners = {m.task: m.target for m in moves}
     marked = view.changed({m.task: _without_source(view, m) for m in moves})
     return Assignment(joiners, tuple(joiners.values())).view(replace(marked, number=view.number))
 
 
-def _without_source(view: View, move: Move) -> PartitionGroup:
+def _without_source(view: View, move: Relocation) -> PartitionGroup:
     return replace(view.group(move.task), leaving=(move.source,))
 
 

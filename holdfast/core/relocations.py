@@ -15,6 +15,7 @@ from math import inf
 
 from holdfast.core.ids import SiteId, TaskId
 from holdfast.core.load import LoadEstimate, PartKey, PartLoad, SiteLoad
+from holdfast.core.requests import Relocation
 
 
 class BalancePolicy(Enum):
@@ -59,16 +60,6 @@ class BalanceParams:
     """How fast measurements of earlier rounds are forgotten; 0 if only the last one counts."""
     evidence_ms: float = 250.0
     """For how long statistics must have been collected before anything moves."""
-
-
-@dataclass(frozen=True, slots=True)
-class Relocation:
-    """A move of one replica of a task from a site to another."""
-
-    task: TaskId
-    source: SiteId
-    target: SiteId
-    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from holdfast.core.ids import SiteId, TaskId
 from holdfast.core.protection import ProtectionSpec
 from holdfast.core.values import value
 
 
-class Move(NamedTuple):
-    """The replica of a task at `source` is to be at `target`."""
+@dataclass(frozen=True, slots=True)
+class Relocation:
+    """A move of one replica of a task from a site to another."""
 
     task: TaskId
     source: SiteId
     target: SiteId
+    reason: str = ""
 
 
 @value
@@ -37,7 +39,7 @@ class ProtectionWanted:
 class MovesWanted:
     """Move replicas to other sites. Those that cannot be moved now stay where they are."""
 
-    moves: tuple[Move, ...]
+    moves: tuple[Relocation, ...]
 
 
 @value

@@ -12,14 +12,14 @@ from holdfast.core.ids import GroupId, StageId, TaskId
 from holdfast.core.protection import ProtectionSpec
 from holdfast.core.requests import (
     EmptySites,
-    Move,
     MovesWanted,
     ProtectionWanted,
+    Relocation,
     SitesWanted,
     StopRequested,
 )
 from holdfast.core.roster import EMPTIED
-from tests.core.test_controller import PAIRS, replicas, running, seen, views
+from tests.support.controllers import PAIRS, registered, replicas, running, seen, views
 
 KEYED: TaskId = (StageId(1), GroupId(0))
 PASSIVE = ProtectionSpec("passive", 1, "process", standbys=1, every_ms=100)
@@ -39,7 +39,7 @@ def test_a_replica_leaves_when_the_new_one_has_caught_up() -> None:
     controller = running(PAIRS, sites=3, spares=0)
     first, second = controller.view.group(KEYED).replicas
     third = next(s for s in controller.view.members if s not in (first, second))
-    begun = controller.handle(MovesWanted((Move(KEYED, first, third),)))
+    begun = controller.handle(MovesWanted((Relocation(KEYED, first, third),)))
     (view,) = [e.view for e in begun if isinstance(e, CommitView)]
     group = view.group(KEYED)
     assert (group.replicas, group.joining, group.leaving) == ((first, second), (third,), (first,))
@@ -59,7 +59,7 @@ def test_a_move_twice_is_one_move() -> None:
     controller = running(PAIRS, sites=3, spares=0)
     first, second = controller.view.group(KEYED).replicas
     third = next(s for s in controller.view.members if s not in (first, second))
-    wanted = MovesWanted((Move(KEYED, first, third), Move(KEYED, second, third)))
+    wanted = MovesWanted((Relocation(KEYED, first, third), Relocation(KEYED, second, third)))
     assert len(views(controller.handle(wanted))) == 1
     assert controller.handle(wanted) == []
     assert controller.view.group(KEYED).joining == (third,)
@@ -70,7 +70,7 @@ def test_a_failure_gives_up_a_move_that_has_no_state_yet(dies: str) -> None:
     controller = running(PAIRS, sites=4, spares=0)
     first, second = controller.view.group(KEYED).replicas
     third = next(s for s in controller.view.members if s not in (first, second))
-    controller.handle(MovesWanted((Move(KEYED, first, third),)))
+    controller.handle(MovesWanted((Relocation(KEYED, first, third),)))
     seen(controller)
     victim = {"the new one": third, "the donor": second, "the one that leaves": first}[dies]
     controller.handle(SitesFailed((victim,), "killed"))
@@ -89,7 +89,7 @@ def test_a_failure_after_the_new_one_has_its_state_leaves_the_move_to_go_on() ->
     controller = running(PAIRS, sites=4, spares=0)
     first, second = controller.view.group(KEYED).replicas
     third, fourth = (s for s in controller.view.members if s not in (first, second))
-    controller.handle(MovesWanted((Move(KEYED, first, third),)))
+    controller.handle(MovesWanted((Relocation(KEYED, first, third),)))
     seen(controller)
     reports(controller, KEYED, third, "installed")
     controller.handle(SitesFailed((fourth,), "killed"))
@@ -103,13 +103,13 @@ def test_a_standby_moves_and_a_computing_replica_moves_past_its_standby() -> Non
     group = controller.view.group(KEYED)
     (computes,), (standby,) = group.replicas, group.standbys
     third = next(s for s in controller.view.members if s not in (computes, standby))
-    controller.handle(MovesWanted((Move(KEYED, standby, third),)))
+    controller.handle(MovesWanted((Relocation(KEYED, standby, third),)))
     seen(controller)
     reports(controller, KEYED, third, "installed")
     group = controller.view.group(KEYED)
     assert (group.replicas, group.standbys, group.leaving) == ((computes,), (third,), ())
     seen(controller)
-    controller.handle(MovesWanted((Move(KEYED, computes, standby),)))
+    controller.handle(MovesWanted((Relocation(KEYED, computes, standby),)))
     seen(controller)
     reports(controller, KEYED, standby, "installed")
     assert controller.view.group(KEYED).replicas == (computes, standby)
@@ -126,14 +126,16 @@ def test_what_cannot_move() -> None:
     ends = (StageId(0), GroupId(0))
 
     def refusal(task: TaskId, source: int, target: int) -> str | None:
-        return moves.refusal(controller.view, controller.shape, domains, Move(task, source, target))
+        return moves.refusal(
+            controller.view, controller.shape, domains, Relocation(task, source, target)
+        )
 
     assert refusal(KEYED, first, third) is None
     assert "is a source" in str(refusal(ends, view.group(ends).replicas[0], third))
     assert "does not hold" in str(refusal(KEYED, third, first))
     assert "takes no partitions" in str(refusal(KEYED, first, 77))
     assert "shares its" in str(refusal(KEYED, first, second))
-    controller.handle(MovesWanted((Move(KEYED, first, third),)))
+    controller.handle(MovesWanted((Relocation(KEYED, first, third),)))
     assert "already being moved" in str(refusal(KEYED, second, third))
 
 
@@ -196,8 +198,6 @@ def test_the_number_of_sites_changes() -> None:
     assert [e.site for e in launched] == [3, 4]
     assert controller.handle(SitesWanted(5)) == []
     for effect in launched:
-        from tests.core.test_controller import registered
-
         controller.handle(registered(effect.site))
     controller.handle(SitesWanted(3))
     settle(controller)
@@ -209,7 +209,7 @@ def test_nothing_moves_while_the_flow_drains() -> None:
     controller.handle(StopRequested(drain=True))
     first, second = controller.view.group(KEYED).replicas
     third = next(s for s in controller.view.members if s not in (first, second))
-    assert controller.handle(MovesWanted((Move(KEYED, first, third),))) == []
+    assert controller.handle(MovesWanted((Relocation(KEYED, first, third),))) == []
     assert controller.handle(EmptySites((0,))) == []
     assert controller.handle(SitesWanted(5)) == []
 
@@ -218,7 +218,7 @@ def test_a_change_of_protection_gives_up_a_move() -> None:
     controller = running(PAIRS, sites=4, spares=0)
     first, second = controller.view.group(KEYED).replicas
     third = next(s for s in controller.view.members if s not in (first, second))
-    controller.handle(MovesWanted((Move(KEYED, first, third),)))
+    controller.handle(MovesWanted((Relocation(KEYED, first, third),)))
     seen(controller)
     controller.handle(ProtectionWanted(shape(PASSIVE).guards))
     assert controller.view.group(KEYED).leaving == ()

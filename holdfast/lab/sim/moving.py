@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from holdfast.core import moves
-from holdfast.core.requests import EmptySites, Move, MovesWanted, SitesWanted
+from holdfast.core.requests import EmptySites, MovesWanted, Relocation, SitesWanted
 from holdfast.lab.sim.timed import TimedWorld
 
 INTERVAL_S = (0.001, 0.02)
@@ -56,7 +56,7 @@ class Mover:
             wanted = [self._any_move(chance) for _ in range(chance.randint(1, AT_ONCE_MAX))]
             self.world.plane.request(MovesWanted(tuple(wanted)))
 
-    def _any_move(self, chance: random.Random) -> Move:
+    def _any_move(self, chance: random.Random) -> Relocation:
         """A move that the controller accepts, mostly."""
         controller = self.world.controller
         view, domains = controller.view, controller.roster.domains
@@ -64,7 +64,7 @@ class Mover:
         for _ in range(20):
             task = chance.choice(view.tasks())
             group, sites = view.group(task), sorted(domains)
-            move = Move(task, chance.choice(group.all or sites), chance.choice(sites))
+            move = Relocation(task, chance.choice(group.all or sites), chance.choice(sites))
             if moves.refusal(view, controller.shape, domains, move) is None:
                 break
         return move
