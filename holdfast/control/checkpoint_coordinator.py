@@ -101,9 +101,12 @@ class CheckpointCoordinator:
         tell: Callable[[wire.Message], None],
         term: Callable[[], int],
         fail: Callable[[Exception], None],
+        under_way: Callable[[bool], None] = lambda _: None,
     ) -> None:
+        """`under_way` is told when a checkpoint begins and when it has ended."""
         self._store, self._common = store, common
         self._tell, self._term, self._fail = tell, term, fail
+        self._under_way = under_way
         self._view: View | None = None
         """The last view that was committed."""
         self._place = store.place
@@ -252,7 +255,10 @@ class CheckpointCoordinator:
 
     def _handle(self, event: StoreEvent) -> None:
         before = self._machine.failure, self._machine.epoch
-        for effect in self._machine.handle(event):
+        effects = self._machine.handle(event)
+        if (self._machine.epoch is None) != (before[1] is None):
+            self._under_way(self._machine.epoch is not None)
+        for effect in effects:
             self._apply(effect)
         if self._machine.failure and (self._machine.failure, self._machine.epoch) != before:
             log.info("no checkpoint of epoch %s: %s", before[1], self._machine.failure)

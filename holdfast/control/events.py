@@ -16,6 +16,7 @@ from holdfast.core.events import (
     LeaseLost,
     Renewed,
     Resigned,
+    StoreUnderWay,
 )
 from holdfast.core.ids import Entry, SiteId
 from holdfast.core.layout import View
@@ -145,6 +146,7 @@ ControlEvent = (
     | ArbiterAnswer
     | Request
     | FlowFailed
+    | StoreUnderWay
 )
 
 # --- timers -------------------------------------------------------------------------------------

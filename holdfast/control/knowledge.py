@@ -14,8 +14,9 @@ from holdfast.core.ids import SiteId
 from holdfast.core.layout import Domain, Shape, View
 from holdfast.net import wire
 
-VERSION = 1
-"""The version of what is committed. Version 0 had none, and no `next_id`: it is read."""
+VERSION = 2
+"""The version of what is committed. Version 0 had none, and no `next_id`; version 1 had no moves
+and no number of sites. Both are read."""
 
 
 class Knowledge(msgspec.Struct, frozen=True):
@@ -36,6 +37,8 @@ class Knowledge(msgspec.Struct, frozen=True):
     next_id: int = 0
     """No site has this number or a higher one, also none whose launch is not committed."""
     version: int = 0
+    sites: int = 0
+    """The number of sites that the flow is to run on; 0: as many as are members."""
 
     @property
     def failure(self) -> Exception | None:
@@ -127,4 +130,4 @@ def _sites(known: Knowledge, addresses: Iterable[SiteId]) -> list[SiteId]:
             same_app = [s for s in fresh if app_of.get(s) == app_of.get(site)] or fresh
             members[at] = same_app[0]
             fresh.remove(same_app[0])
-    return members
+    return [*members, *fresh[: max(0, known.sites - len(members))]]

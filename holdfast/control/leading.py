@@ -141,6 +141,7 @@ class Leading:
             str(error) if error else None,
             next_id=ids_end(controller.roster.next_id),
             version=VERSION,
+            sites=len(controller.roster.sites),
         )
 
     # --- sites ----------------------------------------------------------------------------------
@@ -182,10 +183,13 @@ class Leading:
 
     def _launch_after(self, effect: LaunchSite) -> list[LeadingEffect]:
         site = effect.site
-        # A new site belongs to the application of the site that it replaces.
+        # A new site belongs to the application of the site that it replaces, or else to the one
+        # that has the fewest.
         replaced = self.controller.roster.replaced.items()
         before = next((old for old, new in replaced if new == site), None)
-        self._app_of[site] = self._app_of.get(before, 0) if before is not None else 0
+        apps = [self._app, *self.agents]
+        fewest = min(apps, key=lambda app: (list(self._app_of.values()).count(app), app))
+        self._app_of[site] = self._app_of.get(before, fewest) if before is not None else fewest
         if effect.after_ms:
             return [ev.SetTimer(ev.LaunchTimer(self.term, site), effect.after_ms / 1e3)]
         return self.launch(site)

@@ -173,6 +173,7 @@ class ControlNode:
                 | requests.EmptySites()
                 | requests.SitesWanted()
                 | core.FlowFailed()
+                | core.StoreUnderWay()
             ):
                 self._control(event)
             case _:

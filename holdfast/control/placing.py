@@ -55,7 +55,8 @@ def sites_wanted(controller: Controller, count: int) -> SitesWanted:
         raise FlowError(f"a flow needs at least 1 site, not {count}")
     surplus = len(roster.sites) - len(view.emptying) - count
     if surplus > 0:
-        gone = {*view.emptying, *moves.easiest_to_empty(view, surplus)}
+        surplus_sites = moves.easiest_to_empty(view, roster.sites, roster.domains, surplus)
+        gone = {*view.emptying, *surplus_sites}
         _check_rest(controller, gone, f"{count} sites are too few")
     return SitesWanted(count)
 
@@ -64,7 +65,7 @@ def _check_rest(controller: Controller, gone: Collection[SiteId], what: str) -> 
     domains = controller.roster.domains
     if controller.shape.granularity != "partition":
         raise HostError(f"{what}: with {controller.shape.granularity} pairs the sites are fixed")
-    reason = moves.too_few(controller.shape, [s for s in domains if s not in gone], domains)
+    reason = moves.too_few(controller.shape, _view(controller), gone, domains)
     if reason is not None:
         raise HostError(f"{what}: {reason}", hint="add sites first, with run.scale()")
 

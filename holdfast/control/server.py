@@ -156,6 +156,7 @@ class Control:
                 tell=self._sites.send_all,
                 term=lambda: self.node.term,
                 fail=lambda error: self.handle(core.FlowFailed(SiteId(-1), error)),
+                under_way=lambda stores: self.handle(core.StoreUnderWay(stores)),
             )
 
     # --- life -----------------------------------------------------------------------------------
@@ -236,8 +237,9 @@ class Control:
             assert controller.view is not None
             shape = controller.shape.guarded(tuple(guards))
             wanted = widen_failure_domains(shape, self.place.apps)
-            # It raises if there are too few sites.
-            place(wanted, controller.view.members, controller.roster.domains)
+            view, domains = controller.view, controller.roster.domains
+            staying = [s for s in view.members if s not in view.emptying]
+            place(wanted, staying, domains)  # it raises if there are too few sites
             return requests.ProtectionWanted(wanted.guards)
 
         self.request("change its protection", make)

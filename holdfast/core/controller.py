@@ -43,6 +43,7 @@ from holdfast.core.events import (
     SitesFailed,
     SitesHung,
     SitesPartitioned,
+    StoreUnderWay,
     ViewSeen,
     WaitOver,
 )
@@ -96,6 +97,8 @@ class Controller(FlowState):
         super().__init__(shape, SiteRoster(sites, spares, relaunch_ms))
         self.term, self._groups_per_site = term, groups_per_site
         self._doubtful = DoubtfulLosses()
+        self._stores = False
+        """Whether a checkpoint is being stored: a leader that left would make it fail."""
 
     def resume(
         self,
@@ -150,7 +153,11 @@ class Controller(FlowState):
             case SitesHung():
                 return self._on_sites_hung(event)
             case FlowFailed():
-                return self._fail(event.error)
+                left = event.site >= 0 and self.is_dead(event.site)
+                return [] if left else self._fail(event.error)
+            case StoreUnderWay():
+                self._stores = event.under_way
+                return self._complete_moves()
             case SiteFinished():
                 return self._on_site_finished(event)
             case WaitOver():
@@ -201,6 +208,8 @@ class Controller(FlowState):
     def _commit(self, view: View) -> list[ControllerEffect]:
         """Make this the latest view."""
         self.view, self.shape = view, self.shape.under(view)
+        self.joins.on_view(view)
+        self.roster.on_members(view.members)
         self._reports = ViewReports()
         addresses = {s: self.roster.addresses[s] for s in view.members}
         effects: list[ControllerEffect] = [CommitView(view, addresses), *self._mirrors.pause(view)]
@@ -240,8 +249,7 @@ class Controller(FlowState):
                 if site in useless:
                     effects += self._join_failed(task, f"site {gone[0]} died: {event.reason}")
         if any(s in before.members for s in gone):
-            view = self._without(gone, moves.without_moves(before, self.shape))
-            view = moves.without_moves(view, self.shape)
+            view = self._without(gone, moves.without_moves(before))  # recovery comes first
         return effects + self._take_over(view, useless) + self._recover()
 
     def _take_over(self, view: View, gone: Collection[SiteId]) -> list[ControllerEffect]:
@@ -398,9 +406,8 @@ class Controller(FlowState):
             return self._fail_unrecovered(event.task)
         if self._mirrors.used:
             return effects + self._break_off_mirror(event.site)
-        guard = self.shape.stages[event.task[0]].guard
-        left = moves.given_up(group.without([event.site]), guard)
-        return effects + self._commit(self._latest.changed({event.task: left}))
+        view = self._latest.changed({event.task: group.without([event.site])})
+        return effects + self._commit(view)
 
     def _break_off_mirror(self, site: SiteId) -> list[ControllerEffect]:
         """A replica of a mirror failed to join at this site: no other one of it remains. Its sites
@@ -413,6 +420,9 @@ class Controller(FlowState):
 
     def _join_failed(self, task: TaskId, reason: str) -> list[ControllerEffect]:
         self.lifecycle.note(f"a replica of {task} failed to join: {reason}")
+        targets = [target for _, target in self._latest.group(task).moving]
+        if targets:
+            return [*self.joins.on_move_failed(task, targets)]
         return [*self.joins.on_failed(task, reason)]
 
     def _on_wait_over(self, event: WaitOver) -> list[ControllerEffect]:
@@ -439,6 +449,10 @@ class Controller(FlowState):
     # --- changing protection --------------------------------------------------------------------
 
     def _on_protection_wanted(self, event: ProtectionWanted) -> list[ControllerEffect]:
+        view, domains = self._latest, self.roster.domains
+        aims = replace(view, aims=event.guards)
+        if view.emptying and moves.too_few(self.shape, aims, view.emptying, domains):
+            return []
         self.lifecycle.note("protection changes")
         self.joins.allow_another()
         begun = protection_change.begun(self._latest, self.shape, event.guards)
@@ -462,7 +476,7 @@ class Controller(FlowState):
     def _on_empty_sites(self, event: EmptySites) -> list[ControllerEffect]:
         view, domains = self._latest, self.roster.domains
         gone = {*view.emptying, *event.sites}
-        if self._mirrors.used or moves.too_few(self.shape, set(domains) - gone, domains):
+        if self._mirrors.used or moves.too_few(self.shape, view, gone, domains):
             return []
         effects: list[ControllerEffect] = []
         for site in event.sites:
@@ -475,10 +489,16 @@ class Controller(FlowState):
 
     def _on_sites_wanted(self, event: SitesWanted) -> list[ControllerEffect]:
         view = self._latest
-        surplus = len(self.roster.sites) - len(view.emptying) - event.count
+        going = [s for s in self.roster.sites if s in view.emptying]
+        surplus = len(self.roster.sites) - len(going) - event.count
         if surplus > 0:
-            return self._on_empty_sites(EmptySites(moves.easiest_to_empty(view, surplus)))
-        return [*self.roster.resize(event.count + len(view.emptying))]
+            known = self.roster.domains
+            gone = moves.easiest_to_empty(view, self.roster.sites, known, surplus)
+            return self._on_empty_sites(EmptySites(gone))
+        launched = self.roster.resize(event.count + len(going))
+        if not launched:
+            return []
+        return [*launched, *self._commit(replace(view, number=view.number + 1))]
 
     def _make_room(self) -> list[ControllerEffect]:
         """Begin to move replicas away from sites that are to be emptied, and let go of those that
@@ -492,8 +512,6 @@ class Controller(FlowState):
         room, assigned = moves.with_room_made(
             view, lambda v, u: assign(v, self.shape, u, self._candidates), self.joins.may_begin
         )
-        for task, reason in assigned.impossible.items():
-            self.joins.give_up(task, reason)
         if room is not None:
             return self._commit(room)
         return [*self.roster.wait_for_launched()] if assigned.waits else []
@@ -502,7 +520,7 @@ class Controller(FlowState):
         """Remove replicas that leave and that others have replaced."""
         if not self.running:
             return []
-        gone = moves.completed(self._latest, self.shape, self.joins)
+        gone = moves.completed(self._latest, self.shape, self.joins, self._stores)
         effects = self._commit(self._latest.changed(gone)) if gone else []
         return effects + self._recover() if gone or self._latest.emptying else []
 

@@ -598,6 +598,14 @@ StoreEvent = (
     RecordArrived | ViewCommitted | PeerLost | StoreDue | TaskStored | StoreFailed | ManifestWritten
 )
 
+
+@value
+class StoreUnderWay:
+    """A checkpoint of the flow is being stored, or no longer."""
+
+    under_way: bool
+
+
 ControllerEvent = (
     SiteRegistered
     | ViewSeen
@@ -609,5 +617,6 @@ ControllerEvent = (
     | FlowFailed
     | SiteFinished
     | WaitOver
+    | StoreUnderWay
     | Request
 )

@@ -77,7 +77,7 @@ class FlowState:
 
     @property
     def _candidates(self) -> Candidates:
-        return self.roster.candidates(closed=self._latest.emptying)
+        return self.roster.candidates(self._latest.emptying, self.joins.failed_at)
 
     def orders_for(self, site: SiteId) -> list[ControllerEffect]:
         """The last orders for a site, in case they were lost with its connection."""

@@ -7,7 +7,7 @@ place, the replica is a full one, and replays until it has caught up.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from holdfast.core.effects import OrderCatchUp, Wait
 from holdfast.core.events import ReplicaReported, SitesFailed
@@ -18,6 +18,9 @@ from holdfast.core.timers import DoubtTimer, RejoinTimer
 
 JOINS_MAX = 5
 """After this many failed attempts in a row a replica is given up, and reported."""
+
+MOVE_AGAIN_MS = 500
+"""How long a task rests after a move of it has failed."""
 
 DOUBT_MS = 300
 """How long to wait for a report of a joining replica whose donor died."""
@@ -38,6 +41,8 @@ class ReplicaJoins:
         """By task: how many attempts in a row have failed."""
         self._backing_off: set[TaskId] = set()
         """Tasks whose last attempt failed and that wait for their `RejoinTimer`."""
+        self.failed_at: dict[TaskId, set[SiteId]] = {}
+        """By task: the sites that it failed to move to since a replica last joined."""
         self._chain_changed = 0
         """The number of the view in which a replica of the sequencer was last lost."""
         self._leader_changed: dict[TaskId, int] = {}
@@ -53,6 +58,10 @@ class ReplicaJoins:
         }
         # What was reported before may be about a leader that was lost before.
         self._leader_changed = dict.fromkeys(view.tasks(), view.number)
+
+    def on_view(self, view: View) -> None:
+        """Forget replicas that the view does not have."""
+        self.replaying = {(u, s) for u, s in self.replaying if s in view.group(u).replicas}
 
     # --- orders ---------------------------------------------------------------------------------
 
@@ -106,6 +115,7 @@ class ReplicaJoins:
         """The state of a replica is in place. If it computes, it has to catch up."""
         self.ordered.pop((task, site), None)
         self._failures.pop(task, None)
+        self.failed_at.pop(task, None)
         if computes:
             self.replaying.add((task, site))
 
@@ -138,6 +148,17 @@ class ReplicaJoins:
         self._backing_off.add(task)
         return [Wait(RejoinTimer(task), backoff_ms(count - 1))]
 
+    def on_move_failed(self, task: TaskId, targets: Iterable[SiteId]) -> list[Wait]:
+        """A replica that was to take the place of another one has failed to join. Nothing is
+        missing, so this does not count as an attempt. Another move waits for a while, and tries
+        another site."""
+        self.failed_at.setdefault(task, set()).update(targets)
+        self.ordered = {key: order for key, order in self.ordered.items() if key[0] != task}
+        if task in self._backing_off:
+            return []
+        self._backing_off.add(task)
+        return [Wait(RejoinTimer(task), MOVE_AGAIN_MS)]
+
     def on_wait_over(self, timer: RejoinTimer) -> None:
         self._backing_off.discard(timer.task)
 
@@ -156,6 +177,7 @@ class ReplicaJoins:
         """A new site has registered: forget failed attempts."""
         self.unrecovered.clear()
         self._failures.clear()
+        self.failed_at.clear()
 
 
 class DoubtfulLosses:

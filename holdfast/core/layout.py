@@ -91,14 +91,19 @@ class PartitionGroup:
     replica from an earlier one at the same site. Replicas of the first view have 0."""
     standbys: tuple[SiteId, ...] = ()
     """The sites that have a checkpoint, and compute from there when no replica is left."""
-    leaving: tuple[SiteId, ...] = ()
-    """Those of `replicas` and `standbys` that leave as soon as others are in their place: see
-    `holdfast.core.moves`."""
+    moving: tuple[tuple[SiteId, SiteId], ...] = ()
+    """A replica or standby that leaves, and the one that takes its place: see
+    `holdfast.core.moves`. At most one at a time."""
 
     @property
     def all(self) -> tuple[SiteId, ...]:
         """All sites that hold something of it, or are about to."""
         return self.replicas + self.joining + self.standbys
+
+    @property
+    def leaving(self) -> tuple[SiteId, ...]:
+        """Those that leave as soon as others have taken their place."""
+        return tuple(source for source, _ in self.moving)
 
     @property
     def staying(self) -> tuple[SiteId, ...]:
@@ -130,7 +135,8 @@ class PartitionGroup:
         return replace(self, joining=rest, standbys=(*self.standbys, site))
 
     def without(self, gone: Iterable[SiteId]) -> PartitionGroup:
-        """This group without these sites. If no replica is left, a standby computes."""
+        """This group without these sites. If no replica is left, a standby computes. A move from or
+        to one of the sites is over."""
         left = set(self.all) - set(gone)
         replicas = tuple(s for s in self.replicas if s in left)
         standbys = tuple(s for s in self.standbys if s in left)
@@ -141,7 +147,7 @@ class PartitionGroup:
             joining=tuple(s for s in self.joining if s in left),
             standbys=standbys[promoted:],
             joined_view=tuple(pair for pair in self.joined_view if pair[0] in left),
-            leaving=tuple(s for s in self.leaving if s in left),
+            moving=tuple(move for move in self.moving if left.issuperset(move)),
         )
 
     def fitted(self, guard: ProtectionSpec, number: int) -> PartitionGroup:
@@ -150,13 +156,15 @@ class PartitionGroup:
         joins again: its state is ahead of the checkpoints that it would get."""
         if not self.replicas:
             return self
-        more = max(0, guard.replicas - len(self.replicas))
+        wanted = guard.replicas + len(self.moving)  # one that leaves is not one that is wanted
+        more = max(0, wanted - len(self.replicas))
         replicas, standbys = self.replicas + self.standbys[:more], self.standbys[more:]
-        surplus, standbys = replicas[guard.replicas :], standbys[: guard.standbys]
-        kept = {*replicas[: guard.replicas], *standbys}
+        surplus, standbys = replicas[wanted:], standbys[: guard.standbys]
+        kept = {*replicas[:wanted], *standbys}
         joined_view = tuple(pair for pair in self.joined_view if pair[0] in kept)
+        moving = tuple(move for move in self.moving if kept.issuperset(move))
         fitted = PartitionGroup(
-            self.first, self.end, replicas[: guard.replicas], (), joined_view, standbys
+            self.first, self.end, replicas[:wanted], (), joined_view, standbys, moving
         )
         for site in surplus[: guard.standbys - len(standbys)]:
             fitted = fitted.joined_by(site, number)

@@ -1,13 +1,13 @@
 """Planned moves: a replica leaves a site as soon as another one has taken its place.
 
-A view marks the replica as leaving and has another one join. From then on this is an ordinary
-catch-up, with a donor that stays, if there is one. The replica that leaves counts until the new one
-has its state and has caught up; then a view removes it. So a move exposes nothing, no task waits
-for it, and a controller that takes over finds it in the view.
+A view names the replica that leaves and has another one join (`PartitionGroup.moving`). From then
+on this is an ordinary catch-up, with a donor that stays, if there is one. The replica that leaves
+counts until the new one has its state and has caught up; then a view removes it. So a move exposes
+nothing, no task waits for it, and a controller that takes over finds it in the view.
 
-A failure comes first: it gives up all moves whose new replica has no state yet (`given_up`). So
-does a failed attempt. Sites that are to be emptied are members of the view's `emptying`, and are
-tried again when nothing is missing.
+A failure comes first: it gives up all moves whose new replica has no state yet (`given_up`), and no
+move begins while a replica is missing. Sites that are to be emptied are in the view's `emptying`;
+their tasks are moved when nothing is missing.
 
 A site that is emptied gives up its tasks one after another. Tasks of sources and sinks remain until
 the end: no view takes a sequencer or a sink from a site that lives. When all of these could
@@ -16,16 +16,19 @@ continue without it, the site leaves the flow with them, like a site that died.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from holdfast.core.ids import SiteId, TaskId
 from holdfast.core.joins import ReplicaJoins
 from holdfast.core.layout import Domain, PartitionGroup, Shape, View, partitions_of
-from holdfast.core.placement import Assignment, may_join, place
-from holdfast.core.protection import ProtectionSpec
+from holdfast.core.placement import Assignment, may_join, missing, place
 from holdfast.core.requests import Relocation
+from holdfast.core.separation import exposures
 from holdfast.errors import HostError
+
+NOWHERE = SiteId(-1)
+"""The target of a move that is not known yet."""
 
 
 def refusal(
@@ -50,14 +53,32 @@ def refusal(
             f"site {move.target} shares its {stage.guard.failure_domain} with another replica of "
             f"{name}"
         )
+    if _exposes(view, shape, domains, move):
+        return f"site {move.target} has partitions that must not be lost together with {name}"
     return None
+
+
+def _exposes(view: View, shape: Shape, domains: Mapping[SiteId, Domain], move: Relocation) -> bool:
+    """Whether a move brings stages together that must not be lost together."""
+    if not shape.stages[move.task[0]].guard.rebuild_level:
+        return False
+    group = view.group(move.task)
+    replicas, standbys = (
+        tuple(move.target if s == move.source else s for s in some)
+        for some in (group.replicas, group.standbys)
+    )
+    after = view.changed({move.task: replace(group, replicas=replicas, standbys=standbys)})
+    return len(exposures(after, shape, domains)) > len(exposures(view, shape, domains))
 
 
 def possible(
     view: View, shape: Shape, domains: Mapping[SiteId, Domain], moves: Iterable[Relocation]
 ) -> list[Relocation]:
-    """Those of the moves that can begin now, one for each task at most."""
+    """Those of the moves that can begin now, one for each task at most. None while a replica is
+    missing: recovery comes first."""
     first: dict[TaskId, Relocation] = {}
+    if missing(view, shape):
+        return []
     for move in moves:
         if refusal(view, shape, domains, move) is None:
             first.setdefault(move.task, move)
@@ -72,7 +93,7 @@ def begun(view: View, moves: Iterable[Relocation]) -> View:
 
 
 def _without_source(view: View, move: Relocation) -> PartitionGroup:
-    return replace(view.group(move.task), leaving=(move.source,))
+    return replace(view.group(move.task), moving=((move.source, move.target),))
 
 
 def is_replaced(view: View, shape: Shape, task: TaskId, joins: ReplicaJoins) -> bool:
@@ -85,40 +106,44 @@ def is_replaced(view: View, shape: Shape, task: TaskId, joins: ReplicaJoins) -> 
     return len(group.staying) >= guard.wanted and not late
 
 
-def completed(view: View, shape: Shape, joins: ReplicaJoins) -> dict[TaskId, PartitionGroup]:
+def completed(
+    view: View, shape: Shape, joins: ReplicaJoins, leaders_stay: bool
+) -> dict[TaskId, PartitionGroup]:
     """The keyed tasks whose moves are complete, without the replicas that leave."""
-    return {
-        u: view.group(u).without(view.group(u).leaving)
-        for u in view.tasks()
-        if view.group(u).leaving
-        and shape.stages[u[0]].kind == "keyed"
-        and is_replaced(view, shape, u, joins)
-    }
+    found = {}
+    for task in view.tasks():
+        group = view.group(task)
+        keyed = bool(group.leaving) and shape.stages[task[0]].kind == "keyed"
+        if leaders_stay and any(group.led_by(site) for site in group.leaving):
+            continue
+        if keyed and is_replaced(view, shape, task, joins):
+            found[task] = group.without(group.leaving)
+    return found
 
 
-def given_up(group: PartitionGroup, guard: ProtectionSpec) -> PartitionGroup:
-    """This group without its move, unless the new replica has its state: nobody leaves, and nobody
-    joins. A replica that is missing joins anew, because the one that was to join for the move may
-    already believe that it computes, or is a standby."""
-    standbys = [s for s in group.standbys if s not in group.leaving]
-    lacks_standby = len(standbys) < guard.standbys
-    computes = any(s in group.replicas for s in group.leaving)
-    if not group.leaving or not (
-        group.lacks_replica(guard.replicas) if computes else lacks_standby
-    ):
-        return group
-    return replace(group.without(group.joining), leaving=())
+def given_up(group: PartitionGroup) -> PartitionGroup:
+    """This group without its move, unless the new replica has its state. A replica that is missing
+    joins anew, because the one that was to join for the move may already believe that it computes,
+    or is a standby."""
+    return group.without([target for _, target in group.moving if target in group.joining])
 
 
-def without_moves(view: View, shape: Shape) -> View:
-    """This view with all moves given up that can be. When sites are lost, this comes before and
-    after: a move whose leaving replica is lost is none in the view without it, and yet its new
-    replica must join anew."""
-    groups = tuple(
-        tuple(given_up(group, stage.guard) for group in groups)
-        for stage, groups in zip(shape.stages, view.groups, strict=True)
-    )
+def without_moves(view: View) -> View:
+    """This view with all moves given up that can be."""
+    groups = tuple(tuple(given_up(group) for group in groups) for groups in view.groups)
     return replace(view, groups=groups)
+
+
+def settled(view: View, shape: Shape) -> View:
+    """This view without moves of keyed tasks, in which protection can change: a replica whose
+    successor has its state has left, the others stay."""
+    stages = []
+    for stage, groups in zip(shape.stages, view.groups, strict=True):
+        rest = [given_up(group) for group in groups]
+        if stage.kind == "keyed":
+            rest = [group.without(group.leaving) for group in rest]
+        stages.append(tuple(rest))
+    return replace(view, groups=tuple(stages))
 
 
 # --- emptying sites -----------------------------------------------------------------------------
@@ -130,19 +155,27 @@ def emptying(view: View, sites: Iterable[SiteId]) -> View:
     return replace(view, number=view.number + 1, emptying=tuple(wanted))
 
 
-def too_few(shape: Shape, sites: Iterable[SiteId], domains: Mapping[SiteId, Domain]) -> str | None:
-    """Why the flow cannot be protected as it is on these sites alone; None if it can."""
-    try:
-        place(shape, [s for s in sites if s in domains], domains)
-    except HostError as error:
-        return str(error)
+def too_few(
+    shape: Shape, view: View, gone: Collection[SiteId], domains: Mapping[SiteId, Domain]
+) -> str | None:
+    """Why the flow cannot be protected, as it is or is to be, without these sites; None if it
+    can."""
+    for guards in {shape.guards, view.aims or shape.guards}:
+        try:
+            place(shape.guarded(guards), [s for s in domains if s not in gone], domains)
+        except HostError as error:
+            return str(error)
     return None
 
 
-def easiest_to_empty(view: View, count: int) -> tuple[SiteId, ...]:
-    """The members with the fewest tasks that are not to be emptied yet; of equals, the latest."""
-    staying = [s for s in view.members if s not in view.emptying]
-    return tuple(sorted(staying, key=lambda s: (len(view.tasks_at(s)), -s))[:count])
+def easiest_to_empty(
+    view: View, sites: Iterable[SiteId], known: Collection[SiteId], count: int
+) -> tuple[SiteId, ...]:
+    """The sites, of those that are not to be emptied yet, with the fewest tasks: first those that
+    are not `known` because they are being launched; of equals, the latest."""
+    staying = [s for s in sites if s not in view.emptying]
+    order = sorted(staying, key=lambda s: (s in known, len(view.tasks_at(s)), -s))
+    return tuple(order[:count])
 
 
 def with_room_made(
@@ -153,15 +186,17 @@ def with_room_made(
     """The next view, in which replicas at the sites to be emptied begin to leave: as many as
     `assign` finds sites for. None if there is none."""
     away = {
-        u: replace(view.group(u), leaving=_next_to_empty(view, u))
+        u: replace(view.group(u), moving=((_next_to_empty(view, u)[0], NOWHERE),))
         for u in view.tasks()
         if not view.group(u).leaving and _next_to_empty(view, u) and may_begin(u)
     }
     found = assign(view.changed(away), list(away))
-    if not found.joiners:
-        return None, found
-    marked = view.changed({u: away[u] for u in found.joiners})
-    return found.view(replace(marked, number=view.number)), found
+    wanted = [
+        Relocation(u, away[u].leaving[0], target)
+        for u, target in found.joiners.items()
+        if target not in view.emptying
+    ]
+    return (begun(view, wanted) if wanted else None), found
 
 
 def _next_to_empty(view: View, task: TaskId) -> tuple[SiteId, ...]:

@@ -238,7 +238,10 @@ class Candidates:
     await_launch: bool
     """Whether it is still worth waiting for those."""
     closed: Collection[SiteId] = ()
-    """Registered sites that no replica may join at."""
+    """Registered sites that a replica joins at only if there is no other, and none is waited
+    for."""
+    failed: Mapping[TaskId, Collection[SiteId]] = field(default_factory=dict)
+    """By task: the sites at which a replica of it has failed to join. Others are tried first."""
 
 
 def missing(view: View, shape: Shape) -> list[TaskId]:
@@ -279,13 +282,7 @@ def assign(view: View, shape: Shape, tasks: Sequence[TaskId], candidates: Candid
         if begun:
             continue
         stage = shape.stages[task[0]]
-        fit = [
-            s
-            for s in load
-            if s not in candidates.closed
-            and s not in group.leaving
-            and may_join(stage, group.staying, s, candidates.domains)
-        ]
+        fit = _fitting(stage, group, load, candidates)
         if not fit:
             if not candidates.launching:
                 domain = stage.guard.failure_domain
@@ -293,7 +290,8 @@ def assign(view: View, shape: Shape, tasks: Sequence[TaskId], candidates: Candid
             continue
         harm = {s: near.harm(task, s) for s in fit}
         far = {s: closeness(group.staying, s, candidates.domains) for s in fit}
-        best = min(fit, key=lambda s: (*harm[s], load[s], far[s], s))
+        failed = candidates.failed.get(task, ())
+        best = min(fit, key=lambda s: (*harm[s], s in failed, load[s], far[s], s))
         exposed = harm[best][0] > 0 or (group.all and load[best] >= fair)
         if exposed and candidates.await_launch:
             waits = True
@@ -303,3 +301,16 @@ def assign(view: View, shape: Shape, tasks: Sequence[TaskId], candidates: Candid
         near.add(task, best)
         busy.add(task[0])
     return Assignment(joiners, tuple(joiners.values()), impossible, waits)
+
+
+def _fitting(
+    stage: StageShape, group: PartitionGroup, sites: Iterable[SiteId], candidates: Candidates
+) -> list[SiteId]:
+    """The sites at which a further replica of a task can join."""
+    fit = [
+        s
+        for s in sites
+        if s not in group.leaving and may_join(stage, group.staying, s, candidates.domains)
+    ]
+    open_sites = [s for s in fit if s not in candidates.closed]
+    return open_sites if open_sites or candidates.await_launch else fit

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from holdfast.core import moves
 from holdfast.core.effects import OrderRetention
 from holdfast.core.ids import TaskId
 from holdfast.core.layout import Shape, View
@@ -28,6 +29,7 @@ def begun(view: View, shape: Shape, aims: Sequence[ProtectionSpec]) -> View:
         for s, aim in zip(shape.stages, aims, strict=True)
     )
     guards = tuple(g.towards(aim) for g, aim in zip(shape.guards, aims, strict=True))
+    view = moves.settled(view, shape)
     return view.guarded(shape.guards, guards, () if guards == aims else aims)
 
 
@@ -66,7 +68,8 @@ class ProtectionChange:
                 return None
             if self._lacks_retention(task) and not reports.is_retained(task, group.replicas):
                 return None
-        return self._view.guarded(self._shape.guards, self._view.aims)
+        view = moves.settled(self._view, self._shape)
+        return view.guarded(self._shape.guards, view.aims)
 
     def _lacks_retention(self, task: TaskId) -> bool:
         """Whether a task cannot be rebuilt yet at the level that it is to be."""

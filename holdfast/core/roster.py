@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from holdfast.core.effects import FenceSite, LaunchSite, Wait
-from holdfast.core.ids import SiteId
+from holdfast.core.ids import SiteId, TaskId
 from holdfast.core.layout import Domain
 from holdfast.core.placement import Candidates
 from holdfast.core.timers import PatienceTimer
@@ -151,6 +151,14 @@ class SiteRoster:
                 group.remove(site)
         return [FenceSite(site)]
 
+    def on_members(self, members: Collection[SiteId]) -> None:
+        """A spare that has become a member is one of the sites, and the one that it stands in for
+        is a spare."""
+        for at, spare in enumerate(self.spares):
+            idle = next((s for s in self.sites if s not in members), None)
+            if spare in members and idle is not None:
+                self.sites[self.sites.index(idle)], self.spares[at] = spare, idle
+
     def resize(self, count: int) -> list[LaunchSite]:
         """Have the flow run on this many sites from now on. Launch those that are missing; sites
         beyond the number are emptied first, and stay until then."""
@@ -184,11 +192,16 @@ class SiteRoster:
 
     # --- waiting for launched sites -------------------------------------------------------------
 
-    def candidates(self, closed: Collection[SiteId] = ()) -> Candidates:
-        """The sites that new replicas can join at; none joins at those that are `closed`."""
+    def candidates(
+        self,
+        closed: Collection[SiteId] = (),
+        failed: Mapping[TaskId, Collection[SiteId]] | None = None,
+    ) -> Candidates:
+        """The sites that new replicas can join at: see `Candidates`."""
         launching = bool(self.launched)
         await_launch = launching and self._waited_for != self._replacements
-        return Candidates(self.domains, len(self.sites), launching, await_launch, closed)
+        planned = len(self.sites)
+        return Candidates(self.domains, planned, launching, await_launch, closed, failed or {})
 
     def wait_for_launched(self) -> list[Wait]:
         """Limit the wait for the sites that are being launched, unless a wait has begun since the

@@ -11,7 +11,6 @@ from holdfast.core.controller import Controller
 from holdfast.core.ids import SiteId, TaskId
 from holdfast.core.joins import ReplicaJoins
 from holdfast.core.layout import PartitionGroup, Shape, View
-from holdfast.core.protection import ProtectionSpec
 from holdfast.core.roster import SiteRoster
 from holdfast.lab.sim.planted import Bug
 
@@ -40,14 +39,14 @@ def _counts_those_that_leave(_: Any) -> Any:
 
 
 def _joins_all_the_same(_: Any) -> Any:
-    def given_up(group: PartitionGroup, guard: ProtectionSpec) -> PartitionGroup:
-        return replace(group, leaving=())
+    def given_up(group: PartitionGroup) -> PartitionGroup:
+        return replace(group, moving=())
 
     return given_up
 
 
 def _never_given_up(_: Any) -> Any:
-    def given_up(group: PartitionGroup, guard: ProtectionSpec) -> PartitionGroup:
+    def given_up(group: PartitionGroup) -> PartitionGroup:
         return group
 
     return given_up
