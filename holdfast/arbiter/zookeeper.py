@@ -70,7 +70,9 @@ class ZooKeeperArbiter(Arbiter):
             **self._access.client_settings(),
         )
         self._session_s: float | None = None
-        self._note_sessions()
+        self._refused = False
+        """Whether the server refused the credentials. The client does not connect again."""
+        self._watch_connections()
         self._client.start_async()
 
     @property
@@ -78,17 +80,24 @@ class ZooKeeperArbiter(Arbiter):
         """The server may grant another time-out than was asked for, by default at least 4 s."""
         return self._session_s or self._lease_s
 
-    def _note_sessions(self) -> None:
-        """kazoo keeps the time-out that was granted to itself."""
+    def _watch_connections(self) -> None:
+        """kazoo keeps the time-out that was granted to itself. It also takes a server that goes
+        away during SASL for one that refuses the password, and would never connect again."""
         connection = self._client._connection
         connect = connection._connect
 
-        def noted(*args: Any) -> Any:
-            read_ms, connect_ms = connect(*args)
+        def watched(*args: Any) -> Any:
+            try:
+                read_ms, connect_ms = connect(*args)
+            except kazoo_errors.AuthFailedError as error:
+                if isinstance(error.__cause__, kazoo_errors.ConnectionDropped):
+                    raise error.__cause__ from None
+                self._refused = True
+                raise
             self._session_s = read_ms * 1.5 / 1e3
             return read_ms, connect_ms
 
-        connection._connect = noted
+        connection._connect = watched
 
     def read(self) -> Entry:
         def sync_and_get() -> Any:
@@ -245,6 +254,8 @@ class ZooKeeperArbiter(Arbiter):
         deadline = time.monotonic() + ANSWER_S_MAX
         while True:
             while not self._client.connected:
+                if self._refused:
+                    raise self._not_permitted("it does not accept the credentials")
                 if time.monotonic() > deadline:
                     raise self._away("no connection")
                 time.sleep(0.005)
