@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from holdfast.arbiter import Arbiter, following, pack, unpack
 from holdfast.arbiter.zookeeper_access import ZooKeeperAccess
@@ -168,6 +168,23 @@ class ZooKeeperArbiter(Arbiter):
         if last.term == self._term != 0:
             self._transact(change)
         self._term = 0
+
+    def names(self) -> list[str]:
+        try:
+            found = self._ask(partial(self._client.get_children_async, ROOT))
+        except kazoo_errors.NoNodeError:
+            return []
+        return [unquote(name) for name in found]
+
+    def remove(self, entry: Entry) -> bool:
+        if self.read() != entry or self._owner() is not None:
+            return False
+
+        def change(transaction: TransactionRequest) -> None:
+            transaction.delete(self._entry, entry.version)
+            transaction.delete(self._root)  # fails if somebody leads: there is another znode
+
+        return self._transact(change)
 
     def close(self) -> None:
         """End the session, and with it any leadership; wait for at most `ANSWER_S_MAX`."""

@@ -109,9 +109,8 @@ class Control:
             sites=sites,
             spares=spares,
         )
-        # A flow that is started again must not find the entry of its last start.
-        key = f"{flow.name}-{self.credentials.keys.incarnation}"
-        self.arbiter = ArbiterClient(place.arbiter_url, key, options.lease_s)
+        incarnation = self.credentials.keys.incarnation
+        self.arbiter = ArbiterClient(place.arbiter_url, flow.name, incarnation, options.lease_s)
         self.launcher = SiteLauncher(
             flow, host, place, options, self.credentials, generation, self.post
         )
@@ -146,7 +145,6 @@ class Control:
         if options.store is not None and place.apps == 1:
             self.store = CheckpointStore(options.store, generation)
         if self.store is not None and options.store_every_ms:
-            incarnation = self.credentials.keys.incarnation
             common = common_restore_point(flow, plan, options, incarnation, generation)
             self.checkpoints = CheckpointCoordinator(
                 self.store,

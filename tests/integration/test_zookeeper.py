@@ -27,6 +27,7 @@ from tests.support.arbiter_contract import (
 )
 from tests.support.certificates import Authority, Certificate
 from tests.support.secure_zookeeper import SaslZooKeeper, SecureZooKeeper
+from tests.support.starts_contract import StartsContract
 
 
 @pytest.fixture
@@ -70,6 +71,12 @@ class TestZooKeeper(Contract, ContractBetweenProcesses):
 
     def expire(self, leader: Arbiter) -> None:
         end_session(leader)
+
+
+class TestZooKeeperStarts(StartsContract):
+    @pytest.fixture
+    def url(self, url: str) -> str:
+        return url
 
 
 def test_a_session_that_ended_is_noticed_without_a_pause(party: MakeParty) -> None:
