@@ -13,7 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, assert_never
 
@@ -99,7 +99,7 @@ class Control:
         self._host = host
         hosts = [host.listen_host, *(name for name, _ in place.controls)]
         self.credentials = Credentials(
-            secret, options.security, hosts, place.app, stage_marks(plan)
+            secret, options.security, hosts, place.app, stage_marks(plan), flow.name
         )
         self.node = ControlNode(
             self.shape,
@@ -114,6 +114,7 @@ class Control:
         self.launcher = SiteLauncher(
             flow, host, place, options, self.credentials, generation, self.post
         )
+        self._stretcher = ThreadPoolExecutor(1, thread_name_prefix="holdfast-keys")
         self._feeder = SourceFeeder(
             plan, flow.name, self.credentials.pusher, self._locate, self._on_push_failed
         )
@@ -127,6 +128,7 @@ class Control:
             term=lambda: self.node.term,
             leads=lambda: self.controller is not None,
             members=self._members,
+            stretch=self._stretch,
         )
         self._handlers = protocol.handlers({Receiver.CONTROL: self, Receiver.ROTATOR: self.rotator})
         self._port = 0
@@ -179,6 +181,7 @@ class Control:
             await asyncio.sleep(0.05)
             await self._cancel_rest()
             self.arbiter.close()
+            self._stretcher.shutdown(wait=False, cancel_futures=True)
 
     async def _cancel_rest(self) -> None:
         """Cancel all tasks that are under way."""
@@ -233,14 +236,22 @@ class Control:
         )  # raises if there are too few sites
         self.handle(core.ProtectionWanted(wanted.guards))
 
-    def rotate_secret(self, secret: str | None) -> Future[str]:
+    def _stretch(self, secrets: Sequence[bytes], then: Callable[[], None]) -> None:
+        def work() -> None:
+            self.credentials.stretch(secrets)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the flow has ended
+                self.loop.call_soon_threadsafe(then)
+
+        self._stretcher.submit(work)
+
+    def rotate_secret(self, secret: str | None, wanted: bytes | None = None) -> Future[str]:
         """Replace the flow's secret. Called in the controller's thread; the future gets the new
         secret when no process accepts the old one."""
         if self.controller is None or self.controller.state is not FlowPhase.RUNNING:
             raise errors.HostError(
                 "only the application that leads a running flow can replace its secret"
             )
-        return self.rotator.ask(secret)
+        return self.rotator.ask(secret, wanted)
 
     def _members(self) -> tuple[Member, ...]:
         """Who must hold new keys before they are used: also sites and applications that are just
