@@ -104,6 +104,7 @@ class Apps:
             term=lambda: 3,
             leads=lambda: self.leads,
             members=lambda: ((wire.AGENT, 1), (wire.AGENT, 2)),
+            stretch=lambda _, then: then(),
         )
 
     def send(self, message: wire.Message) -> None:

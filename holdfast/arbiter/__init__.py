@@ -62,6 +62,21 @@ class Arbiter(ABC):
     def resign(self, entry: Entry) -> None:
         """Give up the lease of `entry`'s term, so that another party can lead immediately."""
 
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Return the flows that have an entry in the same place, this one included."""
+
+    @abstractmethod
+    def remove(self, entry: Entry) -> bool:
+        """Remove the entry, and return True, if it is still `entry` and nobody leads. The caller
+        sees to it that nobody needs it: afterwards versions and terms begin again."""
+
+    @property
+    def removed(self) -> bool:
+        """Whether the entry is away, and not only out of reach. An arbiter that then behaves as if
+        there had never been one says False."""
+        return False
+
     def close(self) -> None:  # noqa: B027 (most have nothing to close)
         """Close connections. A leader calls `resign` first."""
 

@@ -21,12 +21,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import socket
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from holdfast.arbiter import pack, unpack
 from holdfast.arbiter.leased import LeasedArbiter, VersionRecord
@@ -35,6 +36,10 @@ from holdfast.errors import ArbiterAway, HostError
 
 KEPT = 16
 """Versions kept, so that a reader can open the version that it has just listed."""
+
+
+_REMOVED = "%removed-"
+"""Begins the names of directories that are being removed. No flow's directory has it."""
 
 
 class FileArbiter(LeasedArbiter):
@@ -101,6 +106,21 @@ class FileArbiter(LeasedArbiter):
         with self._reached():
             temporary = self._write(f"lease-{term:012d}", str(until_ns).encode(), durable=False)
             os.replace(temporary, self._lease_file(term))
+
+    def names(self) -> list[str]:
+        with self._reached():
+            return [unquote(n) for n in os.listdir(self.directory.parent) if _REMOVED not in n]
+
+    @property
+    def removed(self) -> bool:
+        return self.directory.parent.exists() and not self.directory.exists()
+
+    def _remove(self) -> None:
+        with self._reached():
+            gone = self.directory.with_name(f"{_REMOVED}{uuid.uuid4().hex}")
+            self.directory.rename(gone)  # at once: nobody sees half of the files
+            for left in self.directory.parent.glob(f"{_REMOVED}*"):
+                shutil.rmtree(left, ignore_errors=True)
 
     def _decode(self, version: int, data: bytes) -> VersionRecord:
         header, value = unpack(data)

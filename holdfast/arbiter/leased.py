@@ -25,7 +25,7 @@ class VersionRecord:
 
 
 class LeasedArbiter(Arbiter):
-    """The rules of leadership, over five primitives that a subclass implements."""
+    """The rules of leadership, over six primitives that a subclass implements."""
 
     def __init__(self, flow: str, lease_s: float) -> None:
         super().__init__(flow, lease_s)
@@ -48,6 +48,10 @@ class LeasedArbiter(Arbiter):
     @abstractmethod
     def _extend(self, term: int, until_ns: int) -> None:
         """Set the lease of `term`. Only the leader of that term calls this."""
+
+    @abstractmethod
+    def _remove(self) -> None:
+        """Remove all that is stored for the flow."""
 
     def read(self) -> Entry:
         return self._latest().entry
@@ -93,6 +97,13 @@ class LeasedArbiter(Arbiter):
         if entry.term == self._term != 0:
             self._extend(entry.term, 0)
             self._term = 0
+
+    def remove(self, entry: Entry) -> bool:
+        now, record = self._clock_ns(), self._latest()
+        if record.entry != entry or now < self._until_ns(record):
+            return False
+        self._remove()
+        return True
 
     def _leads(self, record: VersionRecord, term: int) -> bool:
         return term == self._term == record.entry.term and self._clock_ns() < self._until_ns(record)

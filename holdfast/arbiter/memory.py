@@ -31,6 +31,13 @@ class MemoryArbiter(LeasedArbiter):
     def _until_ns(self, record: VersionRecord) -> int:
         return self.store.leases.get(record.entry.term, record.until_ns)
 
+    def names(self) -> list[str]:
+        return [self.flow] if self.store.record.entry.version else []
+
+    def _remove(self) -> None:
+        with self.store.lock:
+            self.store.record, self.store.leases = VersionRecord(), {}
+
     def _extend(self, term: int, until_ns: int) -> None:
         self.store.leases = {term: until_ns} | {
             later: until for later, until in self.store.leases.items() if later > term

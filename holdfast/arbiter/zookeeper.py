@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from holdfast.arbiter import Arbiter, following, pack, unpack
 from holdfast.arbiter.zookeeper_access import ZooKeeperAccess
@@ -70,7 +70,9 @@ class ZooKeeperArbiter(Arbiter):
             **self._access.client_settings(),
         )
         self._session_s: float | None = None
-        self._note_sessions()
+        self._refused = False
+        """Whether the server refused the credentials. The client does not connect again."""
+        self._watch_connections()
         self._client.start_async()
 
     @property
@@ -78,17 +80,24 @@ class ZooKeeperArbiter(Arbiter):
         """The server may grant another time-out than was asked for, by default at least 4 s."""
         return self._session_s or self._lease_s
 
-    def _note_sessions(self) -> None:
-        """kazoo keeps the time-out that was granted to itself."""
+    def _watch_connections(self) -> None:
+        """kazoo keeps the time-out that was granted to itself. It also takes a server that goes
+        away during SASL for one that refuses the password, and would never connect again."""
         connection = self._client._connection
         connect = connection._connect
 
-        def noted(*args: Any) -> Any:
-            read_ms, connect_ms = connect(*args)
+        def watched(*args: Any) -> Any:
+            try:
+                read_ms, connect_ms = connect(*args)
+            except kazoo_errors.AuthFailedError as error:
+                if isinstance(error.__cause__, kazoo_errors.ConnectionDropped):
+                    raise error.__cause__ from None
+                self._refused = True
+                raise
             self._session_s = read_ms * 1.5 / 1e3
             return read_ms, connect_ms
 
-        connection._connect = noted
+        connection._connect = watched
 
     def read(self) -> Entry:
         def sync_and_get() -> Any:
@@ -159,6 +168,23 @@ class ZooKeeperArbiter(Arbiter):
         if last.term == self._term != 0:
             self._transact(change)
         self._term = 0
+
+    def names(self) -> list[str]:
+        try:
+            found = self._ask(partial(self._client.get_children_async, ROOT))
+        except kazoo_errors.NoNodeError:
+            return []
+        return [unquote(name) for name in found]
+
+    def remove(self, entry: Entry) -> bool:
+        if self.read() != entry or self._owner() is not None:
+            return False
+
+        def change(transaction: TransactionRequest) -> None:
+            transaction.delete(self._entry, entry.version)
+            transaction.delete(self._root)  # fails if somebody leads: there is another znode
+
+        return self._transact(change)
 
     def close(self) -> None:
         """End the session, and with it any leadership; wait for at most `ANSWER_S_MAX`."""
@@ -245,6 +271,8 @@ class ZooKeeperArbiter(Arbiter):
         deadline = time.monotonic() + ANSWER_S_MAX
         while True:
             while not self._client.connected:
+                if self._refused:
+                    raise self._not_permitted("it does not accept the credentials")
                 if time.monotonic() > deadline:
                     raise self._away("no connection")
                 time.sleep(0.005)

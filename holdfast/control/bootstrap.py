@@ -22,6 +22,7 @@ from holdfast.api.graph import Flow
 from holdfast.api.nodes import SourceNode
 from holdfast.arbiter import Arbiter, arbiter
 from holdfast.control.hosting import Place
+from holdfast.control.starts import resolved_key
 from holdfast.core.ids import Entry
 from holdfast.errors import ArbiterAway, Superseded
 from holdfast.plan.planner import losses
@@ -61,7 +62,7 @@ def resolved(
     if place.arbiter_url is None:
         found = look_up()
     else:
-        key = f"{flow.name}-{incarnation}-resolved"
+        key = resolved_key(flow.name, incarnation)
         party = arbiter(place.arbiter_url, key, lease_s)
         try:
             agreed = _agreed(party, look_up, lease_s, f"application {place.app}")

@@ -22,10 +22,12 @@ class Credentials:
         hosts: Iterable[str],
         app: int,
         plan: Mapping[str, str],
+        flow: str = "",
     ) -> None:
         """`hosts` are the addresses that the flow's processes listen at, `plan` the marks of its
         stages."""
-        keys = Keys.of(secret)
+        self._flow = flow
+        keys = Keys.of(secret, flow)
         self._secrets = {keys.id: secret}
         self._sets = {keys.id: keys}
         self._held: tuple[str, ...] = (keys.id,)
@@ -83,12 +85,17 @@ class Credentials:
         """The secret in the form that names the start of the flow; None: a random one."""
         return rotated(self.keys, secret)
 
-    def add(self, secret: str | None) -> str:
-        """Make a secret known; None: a random one. Return the id of its keys."""
-        return self._know(self.wanted(secret))
+    def add(self, secret: bytes) -> str:
+        """Make a secret known that `wanted` has returned. Return the id of its keys."""
+        return self._know(secret)
+
+    def stretch(self, secrets: Iterable[bytes]) -> None:
+        """Derive the keys of secrets, which takes long. For a thread; later it is quick."""
+        for secret in secrets:
+            Keys.of(secret, self._flow)
 
     def _know(self, secret: bytes) -> str:
-        keys = Keys.of(secret)
+        keys = Keys.of(secret, self._flow)
         self._secrets[keys.id], self._sets[keys.id] = secret, keys
         return keys.id
 

@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 from holdfast import errors
 from holdfast.api.security import Level
@@ -31,6 +32,10 @@ from holdfast.net.connection import Connection
 log = logging.getLogger("holdfast.control")
 
 
+Stretch = Callable[[Sequence[bytes], Callable[[], None]], None]
+"""Derives the keys of secrets outside the event loop, then calls back in it, in order."""
+
+
 class KeyRotator:
     """`agents` are the connections to the applications that follow, `members` who must hold new
     keys before they are used."""
@@ -43,9 +48,11 @@ class KeyRotator:
         term: Callable[[], int],
         leads: Callable[[], bool],
         members: Callable[[], tuple[Member, ...]],
+        stretch: Stretch,
     ) -> None:
         self._credentials, self._sites, self._agents = credentials, sites, agents
         self._term, self._leads, self._members = term, leads, members
+        self._stretch = stretch
         self._rotation = Rotation()
         self._done: Future[str] = Future()
         self._known: tuple[Member, ...] = ()
@@ -54,8 +61,9 @@ class KeyRotator:
     def waits_for(self) -> list[Member]:
         return self._rotation.waits_for
 
-    def ask(self, secret: str | None) -> Future[str]:
-        """Begin. The future gets the new secret when no process accepts the old one."""
+    def ask(self, secret: str | None, wanted: bytes | None = None) -> Future[str]:
+        """Begin. The future gets the new secret when no process accepts the old one. `wanted` is
+        the secret as `Credentials.wanted` returns it, if a thread has stretched it already."""
         if self._rotation.phase is not RotationPhase.STEADY:
             if secret is None or self._credentials.wanted(secret) in self._credentials.secrets:
                 return self._done  # it goes on
@@ -69,7 +77,10 @@ class KeyRotator:
                 "on their way to the sites",
                 hint="run the flow with security='tls'; or stop it and start it with a new secret",
             )
-        old, new = self._credentials.keys.id, self._credentials.add(secret)
+        old, new = (
+            self._credentials.keys.id,
+            self._credentials.add(wanted or self._credentials.wanted(secret)),
+        )
         self._done = Future()
         self._known = self._members()
         self._handle(Asked(old, new, self._known))
@@ -109,6 +120,11 @@ class KeyRotator:
         """This application follows, and the leader rotates."""
         if self._leads() or message.term < self._term():
             raise errors.ProtocolError("it does not lead")
+        self._stretch(message.secrets, partial(self._hold_secrets, connection, message))
+
+    def _hold_secrets(self, connection: Connection, message: wire.NewSecrets) -> None:
+        if self._leads() or message.term < self._term():
+            return  # the leader was replaced while the keys were derived
         connection.send(wire.KeysHeld(self._credentials.hold_secrets(message.secrets)))
         self._credentials.close_retired()
 

@@ -82,7 +82,7 @@ def start(
     """
     options, place = (options or Options()).resolved(), place or Place()
     secret = secret or secrets.token_bytes(32)
-    incarnation = Keys.of(secret).incarnation
+    incarnation = Keys.of(secret, flow.name).incarnation
     if history is not None and options.restore_from is not None:
         raise errors.FlowError(
             "a flow begins with history= or continues with restore_from=, not both"
@@ -388,7 +388,9 @@ class Run:
         others could read the new keys, or if a site has not confirmed within `timeout`; then both
         secrets are good, and it can be called again with the same one.
         """
-        done = self._look(partial(self._control.rotate_secret, secret))
+        wanted = self._control.credentials.wanted(secret)
+        self._control.credentials.stretch([wanted])  # here, and not in the control's event loop
+        done = self._look(partial(self._control.rotate_secret, secret, wanted))
         deadline = time.monotonic() + seconds(timeout, "timeout")
         while time.monotonic() < deadline and not self._served.is_set():
             with contextlib.suppress(TimeoutError):

@@ -13,7 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, assert_never
 
@@ -100,7 +100,7 @@ class Control:
         self._host = host
         hosts = [host.listen_host, *(name for name, _ in place.controls)]
         self.credentials = Credentials(
-            secret, options.security, hosts, place.app, stage_marks(plan)
+            secret, options.security, hosts, place.app, stage_marks(plan), flow.name
         )
         self.node = ControlNode(
             self.shape,
@@ -110,12 +110,12 @@ class Control:
             sites=sites,
             spares=spares,
         )
-        # A flow that is started again must not find the entry of its last start.
-        key = f"{flow.name}-{self.credentials.keys.incarnation}"
-        self.arbiter = ArbiterClient(place.arbiter_url, key, options.lease_s)
+        incarnation = self.credentials.keys.incarnation
+        self.arbiter = ArbiterClient(place.arbiter_url, flow.name, incarnation, options.lease_s)
         self.launcher = SiteLauncher(
             flow, host, place, options, self.credentials, generation, self.post
         )
+        self._stretcher = ThreadPoolExecutor(1, thread_name_prefix="holdfast-keys")
         self._feeder = SourceFeeder(
             plan, flow.name, self.credentials.pusher, self._locate, self._on_push_failed
         )
@@ -129,6 +129,7 @@ class Control:
             term=lambda: self.node.term,
             leads=lambda: self.controller is not None,
             members=self._members,
+            stretch=self._stretch,
         )
         self._handlers = protocol.handlers({Receiver.CONTROL: self, Receiver.ROTATOR: self.rotator})
         self._port = 0
@@ -147,7 +148,6 @@ class Control:
         if options.store is not None and place.apps == 1:
             self.store = CheckpointStore(options.store, generation)
         if self.store is not None and options.store_every_ms:
-            incarnation = self.credentials.keys.incarnation
             common = common_restore_point(flow, plan, options, incarnation, generation)
             self.checkpoints = CheckpointCoordinator(
                 self.store,
@@ -183,6 +183,7 @@ class Control:
             await asyncio.sleep(0.05)
             await self._cancel_rest()
             self.arbiter.close()
+            self._stretcher.shutdown(wait=False, cancel_futures=True)
 
     async def _cancel_rest(self) -> None:
         """Cancel all tasks that are under way."""
@@ -244,14 +245,22 @@ class Control:
 
         self.request("change its protection", make)
 
-    def rotate_secret(self, secret: str | None) -> Future[str]:
+    def _stretch(self, secrets: Sequence[bytes], then: Callable[[], None]) -> None:
+        def work() -> None:
+            self.credentials.stretch(secrets)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the flow has ended
+                self.loop.call_soon_threadsafe(then)
+
+        self._stretcher.submit(work)
+
+    def rotate_secret(self, secret: str | None, wanted: bytes | None = None) -> Future[str]:
         """Replace the flow's secret. Called in the controller's thread; the future gets the new
         secret when no process accepts the old one."""
         if self.controller is None or self.controller.state is not FlowPhase.RUNNING:
             raise errors.HostError(
                 "only the application that leads a running flow can replace its secret"
             )
-        return self.rotator.ask(secret)
+        return self.rotator.ask(secret, wanted)
 
     def _members(self) -> tuple[Member, ...]:
         """Who must hold new keys before they are used: also sites and applications that are just

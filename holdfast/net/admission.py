@@ -35,6 +35,11 @@ ACCEPTS_PER_TURN = 16
 RETRY_S = 0.5
 """The wait after ``accept`` has failed because the process or the machine has no descriptor."""
 BACKLOG = 512
+TLS_MAX = 32
+"""Maximum handshakes of TLS at once. Each takes 0.3 MB, most of it a buffer of asyncio's, so
+strangers take 10 MB in all."""
+TLS_S = 1.0
+"""How long a handshake of TLS may take while others wait for its place."""
 ALIVE = b"\0"
 """Sent on a connection that is closed at once: a probe takes any byte for a sign of life, and an
 end without one for the death of the process (`holdfast.net.connection.is_listening`)."""
@@ -136,11 +141,72 @@ def network_of(address: str) -> str:
     return address
 
 
+class TlsGate(Generic[C]):
+    """Lets `TLS_MAX` connections begin TLS at once; the others wait, and cost next to nothing.
+    Addresses take turns. A connection that takes longer than `TLS_S` is dropped if others wait.
+
+    >>> gate, begun = TlsGate(print, places=1), []
+    >>> for name in "abc":
+    ...     gate.enter(name, "h" if name < "c" else "i", lambda name=name: begun.append(name), 0.0)
+    >>> gate.leave("a", 0.0); gate.leave("b", 0.0); begun
+    ['a', 'b', 'c']
+    >>> gate.enter("d", "h", lambda: None, 1.1)
+    c
+    """
+
+    def __init__(self, drop: Callable[[C], None], places: int = TLS_MAX) -> None:
+        self._drop, self._places = drop, places
+        self.running: dict[C, float] = {}
+        """By connection: since when it has a place."""
+        self._queues: dict[str, dict[C, Callable[[], None]]] = {}
+        self._addresses: dict[C, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._addresses)
+
+    def enter(self, connection: C, address: str, begin: Callable[[], None], now: float) -> None:
+        """Call `begin` when there is a place."""
+        address = self._addresses[connection] = network_of(address)
+        self._queues.setdefault(address, {})[connection] = begin
+        self.tend(now)
+
+    def leave(self, connection: C, now: float) -> None:
+        """A connection has authenticated, or is closed."""
+        self.running.pop(connection, None)
+        self._take(connection)
+        self.tend(now)
+
+    def tend(self, now: float) -> None:
+        """Fill the places, and drop who has had one for too long. To be called now and then."""
+        late = [c for c, since in self.running.items() if since + TLS_S < now]
+        for connection in late[: len(self)]:
+            del self.running[connection]
+            self._drop(connection)
+        while self._queues and len(self.running) < self._places:
+            first = next(iter(self._queues))
+            connection, begin = next(iter(self._queues[first].items()))
+            self._take(connection)
+            self.running[connection] = now
+            if first in self._queues:  # the others come first now
+                self._queues[first] = self._queues.pop(first)
+            begin()
+
+    def _take(self, connection: C) -> None:
+        address = self._addresses.pop(connection, None)
+        if address is not None:
+            del self._queues[address][connection]
+            if not self._queues[address]:
+                del self._queues[address]
+
+
 class Guest(Protocol):
     """A connection that is accepted here, as far as this module knows it."""
 
     settled: Callable[[], None]
     """Called when the connection has authenticated, and when it is closed."""
+
+    before_tls: Callable[[Callable[[], None]], None]
+    """Called with what begins TLS."""
 
     def abort(self) -> None: ...
 
@@ -152,8 +218,13 @@ GuestMaker = Callable[[], Any]
 class _Arrival:
     """A connection from ``accept`` on: asyncio may still be making a transport of it."""
 
-    def __init__(self, make: GuestMaker, settled: Callable[[_Arrival], None]) -> None:
-        self._make, self._settled = make, settled
+    def __init__(
+        self,
+        make: GuestMaker,
+        settled: Callable[[_Arrival], None],
+        before_tls: Callable[[_Arrival, Callable[[], None]], None],
+    ) -> None:
+        self._make, self._settled, self._before_tls = make, settled, before_tls
         self._guest: Guest | None = None
         self._task: asyncio.Task[Any] | None = None
 
@@ -170,6 +241,7 @@ class _Arrival:
     def _protocol(self) -> Any:
         self._guest = self._make()
         self._guest.settled = partial(self._settled, self)
+        self._guest.before_tls = partial(self._before_tls, self)
         return self._guest
 
     def _made(self, task: asyncio.Task[Any]) -> None:
@@ -199,6 +271,8 @@ class Listener:
         self._tls, self._patience_s = tls, patience_s
         self._limits = limits or AdmissionLimits.of_process()
         self.waiting: WaitingRoom[_Arrival] = WaitingRoom(self._limits)
+        self.gate: TlsGate[_Arrival] = TlsGate(self._drop)
+        self._tending: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         for listening in sockets:
             self._resume(listening)
@@ -241,11 +315,29 @@ class Listener:
                 self._refuse(accepted, address)
                 return
             self._drop(oldest)
-        arrival = _Arrival(self._make, self.waiting.leave)
+        arrival = _Arrival(self._make, self._settle, partial(self._before_tls, address))
         evicted = self.waiting.enter(arrival, address)
         if evicted is not None:
             self._drop(evicted)
         arrival.begin(accepted, self._tls, self._patience_s)
+
+    def _settle(self, arrival: _Arrival) -> None:
+        self.waiting.leave(arrival)
+        self.gate.leave(arrival, self._loop.time())
+
+    def _before_tls(self, address: str, arrival: _Arrival, begin: Callable[[], None]) -> None:
+        self.gate.enter(arrival, address, begin, self._loop.time())
+        self._tend()
+
+    def _tend(self) -> None:
+        """Tend the gate as long as somebody waits there."""
+        if self._tending is None and len(self.gate):
+            self._tending = self._loop.call_later(TLS_S / 5, self._tend_now)
+
+    def _tend_now(self) -> None:
+        self._tending = None
+        self.gate.tend(self._loop.time())
+        self._tend()
 
     def _drop(self, arrival: _Arrival) -> None:
         limited.warning(

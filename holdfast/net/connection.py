@@ -75,6 +75,8 @@ class Connection(asyncio.BufferedProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self.settled: Callable[[], None] = _nothing
         """Called when the connection has authenticated, and when it is closed."""
+        self.before_tls: Callable[[Callable[[], None]], None] = _at_once
+        """Called with what begins TLS, when it is dialled."""
 
     # --- asyncio's side -------------------------------------------------------------------------
 
@@ -86,7 +88,11 @@ class Connection(asyncio.BufferedProtocol):
         if not self._dials:
             self._write(wire.encode(self._handshake.challenge))
             self._flush()
-            self._secure()
+            if self._handshake.level is Level.TLS:
+                transport.pause_reading()  # what comes next is of TLS
+                self.before_tls(self._secure)
+            else:
+                self._secure()
 
     def _use(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -362,6 +368,10 @@ class _Large:
 
 def _empty(nbytes: int) -> memoryview:
     return np.empty(nbytes, np.uint8).data  # not zeroed, unlike a bytearray
+
+
+def _at_once(begin: Callable[[], None]) -> None:
+    begin()
 
 
 def _nothing() -> None:

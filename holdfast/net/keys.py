@@ -48,10 +48,10 @@ class Keys:
     held: Mapping[str, bytes]
 
     @classmethod
-    def of(cls, secret: bytes) -> Keys:
-        """All keys. A secret in which an incarnation comes first, as `rotated` makes it, belongs to
-        a flow that was started with another one."""
-        master = _stretched(secret)
+    def of(cls, secret: bytes, flow: str = "") -> Keys:
+        """All keys of a flow, by its name. A secret in which an incarnation comes first, as
+        `rotated` makes it, belongs to a flow that was started with another one."""
+        master = _stretched(secret, flow)
         named = _NAMED.fullmatch(secret)
         incarnation = named[1].decode() if named else _derive(master, "incarnation").hex()[:12]
         names = (CONTROL, AUTHORITY, AGENT, SITE, PUSHER, READER)
@@ -139,9 +139,12 @@ def _of_site(site: int) -> str:
 
 
 @lru_cache(maxsize=8)
-def _stretched(secret: bytes) -> bytes:
-    """A key from a secret. It takes 16 MB and some tens of milliseconds, once a process."""
-    return hashlib.scrypt(secret, salt=b"holdfast", n=1 << 14, r=8, p=1, dklen=32)
+def _stretched(secret: bytes, flow: str) -> bytes:
+    """A key from a secret. It takes 16 MB and some tens of milliseconds, once a process, so event
+    loops call `Keys.of` only for secrets that a thread has asked for before. The salt is the flow's
+    name, which all who know the secret know: a guess is good for the flows of one name only."""
+    salt = b"holdfast:" + flow.encode()
+    return hashlib.scrypt(secret, salt=salt, n=1 << 14, r=8, p=1, dklen=32)
 
 
 def _derive(key: bytes, name: str) -> bytes:

@@ -23,6 +23,8 @@ from holdfast.errors import FlowError, HoldfastError
 from holdfast.ui.http_access import Access
 from holdfast.ui.http_server import GuardedHandler, GuardedServer
 
+ASK_FOR_TOKEN = b"send the token: Authorization: Bearer TOKEN, or open /login?token=TOKEN\n"
+
 
 class ServedFlow(Protocol):
     """A flow that can be served: a `Run`."""
@@ -199,17 +201,16 @@ class _Handler(GuardedHandler):
     def _login(self, token: str) -> None:
         """Exchange the token for a cookie. Its link does not stay in the browser's history."""
         if not self.access.knows(token):
-            self._turn_away()
+            self._turn_away(b"this is not the token; the link is in what the flow printed\n")
             return
         secure = "; Secure" if self.access.tls is not None else ""
         cookie = f"{self._cookie}={self.access.cookie_value}; Path=/; HttpOnly; SameSite=Lax"
         self.respond(303, "text/plain", b"", Location="/", Set_Cookie=cookie + secure)
 
-    def _turn_away(self) -> None:
+    def _turn_away(self, text: bytes = ASK_FOR_TOKEN) -> None:
         if self.access.token is None:
             self.respond(403, "text/plain", b"the Host header names another machine\n")
             return
-        text = b"send the token: Authorization: Bearer TOKEN, or open /login?token=TOKEN\n"
         self.respond(401, "text/plain", text, WWW_Authenticate="Bearer")
 
     def _table(self, sink: str, key: list[str]) -> None:

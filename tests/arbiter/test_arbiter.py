@@ -256,7 +256,8 @@ def test_errors_survive_pickling(error: HoldfastError) -> None:
 
 def test_the_interface_is_all_there_is() -> None:
     offered = {n for n in dir(Arbiter) if not n.startswith("_")}
-    assert offered == {"lease_s", "read", "commit", "lead", "renew", "resign", "close"}
+    asked = {"lease_s", "read", "commit", "lead", "renew", "resign", "close"}
+    assert offered == asked | {"names", "remove", "removed"}
 
 
 def test_an_entry_of_a_later_format_is_refused_and_one_without_a_format_is_read(

@@ -140,7 +140,7 @@ def test_nothing_is_lost_or_repeated_whoever_is_killed(
     with Apps(FILE, apps=2, sites=4) as apps:
         until(apps, lambda: apps.protected, "everything is protected", within=180)
         place = apps.configs[0].place
-        url = url_of("ends", Keys.of(apps.configs[0].secret), place.controls)
+        url = url_of("ends", Keys.of(apps.configs[0].secret, "ends"), place.controls)
         feed.start()
         reader = Reader(spark, url, tmp_path)
         for fault in faults:

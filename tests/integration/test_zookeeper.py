@@ -1,6 +1,8 @@
 """The arbiter in a real ZooKeeper: the contract, and what only a server on its own can do."""
 
 import signal
+import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -24,7 +26,8 @@ from tests.support.arbiter_contract import (
     led,
 )
 from tests.support.certificates import Authority, Certificate
-from tests.support.secure_zookeeper import SecureZooKeeper
+from tests.support.secure_zookeeper import SaslZooKeeper, SecureZooKeeper
+from tests.support.starts_contract import StartsContract
 
 
 @pytest.fixture
@@ -68,6 +71,12 @@ class TestZooKeeper(Contract, ContractBetweenProcesses):
 
     def expire(self, leader: Arbiter) -> None:
         end_session(leader)
+
+
+class TestZooKeeperStarts(StartsContract):
+    @pytest.fixture
+    def url(self, url: str) -> str:
+        return url
 
 
 def test_a_session_that_ended_is_noticed_without_a_pause(party: MakeParty) -> None:
@@ -335,6 +344,8 @@ def test_permissions_that_are_given_are_used(
         ("?cert=/etc/hostname", "no ca"),
         ("?password=x", "unknown settings: password"),
         ("?acl=everybody", "is no permission"),
+        ("?scheme=kerberos", "scheme=kerberos: there are digest and sasl"),
+        ("?scheme=sasl", "no credentials"),
     ],
 )
 def test_settings_that_are_wrong_are_named(query: str, said: str) -> None:
@@ -371,3 +382,93 @@ def test_tls_with_certificates_of_both_sides(tmp_path: Path) -> None:
         for one in made:
             one.close()
         server.kill()
+
+
+# --- SASL -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sasl_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SaslZooKeeper]:
+    users = {"flow": "its password", "other": "another password"}
+    server = SaslZooKeeper(tmp_path_factory.mktemp("sasl"), users)
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def sasl_party(sasl_server: SaslZooKeeper, tmp_path: Path) -> Iterator[Callable[..., Arbiter]]:
+    flow, made = f"flow/{uuid.uuid4()}", []
+
+    def make(credentials: str = "flow:its password") -> Arbiter:
+        file = tmp_path / credentials.replace(":", "-")
+        file.write_text(credentials)
+        made.append(arbiter(f"{sasl_server.url}?auth_file={file}&scheme=sasl", flow, 2.0))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_an_entry_of_a_sasl_user_is_its_own(
+    sasl_party: Callable[..., Arbiter], sasl_server: SaslZooKeeper
+) -> None:
+    a, b = sasl_party(), sasl_party()
+    assert isinstance(a, ZooKeeperArbiter)
+    entry = eventually(lambda: a.commit(led(a, "a"), b"a view"))
+    assert b.read() == entry
+    acls, _ = a._client.get_acls(a._entry)
+    assert [(one.id.scheme, one.id.id) for one in acls] == [("sasl", "flow")]
+    nobody = arbiter(sasl_server.url, a.flow, 2.0)
+    for stranger in (sasl_party("other:another password"), nobody):
+        for call in (stranger.read, lambda s=stranger: s.lead("s")):  # type: ignore[misc]
+            with pytest.raises(HostError, match="may not use /holdfast/flow"):
+                eventually(call)
+    nobody.close()
+    a.resign(entry)
+    assert led(b, "b").term == entry.term + 1
+
+
+def test_a_password_that_is_wrong_is_said(sasl_party: Callable[..., Arbiter]) -> None:
+    wrong = sasl_party("flow:a wrong password")
+    for call in (wrong.read, lambda: wrong.lead("a")):
+        with pytest.raises(HostError, match="does not accept the credentials"):
+            eventually(call)
+
+
+def test_a_server_with_sasl_that_is_killed_and_comes_back(
+    sasl_party: Callable[..., Arbiter], sasl_server: SaslZooKeeper
+) -> None:
+    a = sasl_party()
+    entry = eventually(lambda: a.commit(led(a, "a"), b"before"))
+    sasl_server.kill()
+    with pytest.raises(ArbiterAway):
+        a.read()
+    sasl_server.start()
+    assert eventually(a.read) == entry
+    go_on(a, entry)
+
+
+def test_a_server_that_is_lost_while_it_checks_a_password_has_not_refused_it(
+    sasl_server: SaslZooKeeper, auth_file: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        greeter = threading.Thread(target=_greet_and_hang_up, args=(listener, sasl_server.port))
+        greeter.start()
+        url = f"zk://127.0.0.1:{listener.getsockname()[1]}?auth_file={auth_file}&scheme=sasl"
+        party = arbiter(url, f"flow/{uuid.uuid4()}", 2.0)
+        greeter.join()
+    assert isinstance(party, ZooKeeperArbiter)
+    party._client.set_hosts(f"127.0.0.1:{sasl_server.port}")
+    assert eventually(party.read) == Entry()
+    party.close()
+
+
+def _greet_and_hang_up(listener: socket.socket, port: int) -> None:
+    """Let a client have a session, and close its connection when it begins to authenticate."""
+    client, _ = listener.accept()
+    with client, socket.create_connection(("127.0.0.1", port)) as server:
+        server.sendall(client.recv(1 << 16))
+        client.sendall(server.recv(1 << 16))
+        assert client.recv(1 << 16)

@@ -14,13 +14,20 @@ import pytest
 
 from holdfast.api.graph import Flow
 from holdfast.api.options import Options
+from holdfast.api.security import Level
 from holdfast.control.run import Run, start
 from holdfast.hosts.fork_server import Work
 from holdfast.hosts.processes import ProcessHost
 from holdfast.net import wire
-from holdfast.net.admission import ACCEPTS_PER_TURN, AdmissionLimits, Listener, open_listener
+from holdfast.net.admission import (
+    ACCEPTS_PER_TURN,
+    TLS_MAX,
+    AdmissionLimits,
+    Listener,
+    open_listener,
+)
 from holdfast.net.client import Client
-from holdfast.net.connection import Connection, is_listening
+from holdfast.net.connection import Connection, dial, is_listening, listen
 from holdfast.net.handshake import Party
 from holdfast.protections import pairs
 from holdfast.sinks import parquet
@@ -230,3 +237,51 @@ def test_a_listener_that_is_closed_drops_those_that_wait() -> None:
         writer.close()
 
     asyncio.run(asyncio.wait_for(main(), 20))
+
+
+# --- TLS ------------------------------------------------------------------------------------------
+
+
+def secure_door(opened: list[Connection]) -> Any:
+    own = party(level=Level.TLS)
+    return lambda: Connection(own, opened.append, _ignore, _ignore)
+
+
+def test_strangers_that_wait_for_tls_take_no_more_places_than_there_are() -> None:
+    async def main() -> None:
+        opened: list[Connection] = []
+        listener, port = await listen(secure_door(opened), "127.0.0.1")
+        silent = [await knock(port) for _ in range(2 * TLS_MAX)]
+        for reader, _ in silent:
+            assert await reader.read(1)
+        assert len(listener.waiting) == 2 * TLS_MAX
+        assert len(listener.gate.running) == TLS_MAX and len(listener.gate) == TLS_MAX
+        await authenticate(port)
+        assert len(opened) == 1
+        listener.close()
+        for _, writer in silent:
+            writer.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_many_tasks_of_one_machine_that_connect_at_once_all_get_in() -> None:
+    async def main() -> None:
+        opened: list[Connection] = []
+        listener, port = await listen(secure_door(opened), "127.0.0.1")
+        own = party((wire.SITE, 1), level=Level.TLS)
+        lost: list[Connection] = []
+
+        def dialler() -> Connection:
+            def closed(connection: Connection, _: Exception | None) -> None:
+                lost.append(connection)
+
+            return Connection(own, _ignore, _ignore, closed, (wire.SITE, 1), (wire.SITE, 0))
+
+        made = await asyncio.gather(*(dial(dialler, ("127.0.0.1", port)) for _ in range(200)))
+        while len(opened) + len(lost) < len(made):
+            await asyncio.sleep(0.01)
+        assert not lost
+        listener.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))

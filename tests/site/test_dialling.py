@@ -5,10 +5,16 @@ import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import pytest
+
 from holdfast.core.ids import SiteId
+from holdfast.net import wire
+from holdfast.net.connection import Connection, listen
+from holdfast.site import runtime
 from holdfast.site.peers import REDIAL_S
 from holdfast.site.runtime import Site
 from tests.support.lonely_site import lonely_site
+from tests.support.parties import party
 
 
 async def count_callers(callers: list[int]) -> tuple[str, int]:
@@ -73,3 +79,31 @@ def test_a_site_that_does_not_answer_does_not_keep_others_from_being_dialled() -
     for s in (listening, *waiting):
         s.close()
     assert callers
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_site_that_all_controls_refuse_leaves(
+    started: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have another secret, for example because it was rotated while the site was away."""
+    monkeypatch.setattr(runtime, "ORPHAN_S", 5 * REDIAL_S)
+    opened: list[Connection] = []
+    refused: list[Exception | None] = []
+
+    def closed(_: Connection, error: Exception | None) -> None:
+        refused.append(error)
+
+    def accept() -> Connection:
+        control = party((wire.SERVER, 0), secret=b"another secret than the site's")
+        return Connection(control, opened.append, lambda *_: None, closed)
+
+    async def scene() -> None:
+        listeners = [await listen(accept, "127.0.0.1") for _ in range(2)]
+        site = lonely_site(tuple(("127.0.0.1", port) for _, port in listeners))
+        site._started = started
+        await asyncio.wait_for(site.run(), 60)
+        for listener, _ in listeners:
+            listener.close()
+
+    asyncio.run(scene())
+    assert not opened and len(refused) >= 2

@@ -1,6 +1,7 @@
 """A flow is stored while it runs, and goes on after everything was killed as if nothing were."""
 
 import os
+import tempfile
 import threading
 import time
 from functools import partial
@@ -379,3 +380,35 @@ def test_what_has_changed_is_added_to_what_was_stored_before(
         found, wanted = (pq.read_table(tmp_path / out / name) for out in ("out", "alone"))
         order = [(n, "ascending") for n in wanted.column_names if n.startswith("__o")]
         assert found.sort_by(order).equals(wanted.sort_by(order)), name
+
+
+def few_keys(split: int, offset: int, count: int) -> pa.RecordBatch:
+    return pa.record_batch({"k": np.arange(offset, offset + count) % 7})
+
+
+def test_files_do_not_grow_with_generations_and_checkpoints(
+    kept: list[Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the store, of temporary folders, and those in a sink's folder that are no results."""
+    store, out, temporary = tmp_path / "store", tmp_path / "out", tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    counts, sizes = [], []
+    for generation in range(8):
+        flow = Flow("long", protect=pairs(failure_domain="process"))
+        source = generator(few_keys, few_keys(0, 0, 1).schema, rate=2_000)
+        flow.source("rows", source).key_by("k").agg(n=F.count()).sink(
+            "out", parquet(out, interval=0.05)
+        )
+        how = {"restore_from": str(store)} if generation else {}
+        run = start(kept, flow, checkpoint=Checkpoint(str(store), interval=0.05), **how)
+        until_stored(run, 4)
+        lose(run)
+        run.wait(PATIENCE_S)
+        found = [f for folder in (store, temporary, out) for f in folder.rglob("*")]
+        files = [f for f in found if f.is_file() and f.suffix != ".parquet"]
+        counts.append(len(files))
+        sizes.append(sum(f.stat().st_size for f in files))
+    assert max(counts) <= 24, counts
+    assert max(sizes) <= 64 << 10, sizes

@@ -204,6 +204,13 @@ def test_a_rotated_secret_has_other_keys_of_the_same_incarnation() -> None:
     assert Keys.of(rotated(new)).incarnation == old.incarnation
 
 
+def test_flows_with_the_same_secret_have_other_keys() -> None:
+    a, b = Keys.of(SECRET, "a"), Keys.of(SECRET, "b")
+    assert a.id != b.id and a.incarnation != b.incarnation
+    assert not set(a.held.values()) & set(b.held.values())
+    assert Keys.of(SECRET, "a") == a
+
+
 def test_a_secret_of_another_start_or_a_short_one_is_refused() -> None:
     with pytest.raises(FlowError, match="of start 0123456789ab of a flow"):
         rotated(Keys.of(SECRET), "0123456789ab:another secret altogether")

@@ -82,7 +82,9 @@ def test_a_token_that_is_given_is_asked_for_at_a_loopback_address_too() -> None:
 
 def test_a_link_gives_a_browser_a_cookie_in_place_of_the_token() -> None:
     with served(Http(":0", token=TOKEN)) as web, served(Http(":0", token=TOKEN[::-1])) as other:
-        assert answer(web, "/login?token=wrong").getheader("Set-Cookie") is None
+        wrong = answer(web, "/login?token=wrong")
+        assert wrong.getheader("Set-Cookie") is None and b"not the token" in wrong.read()
+        assert b"send the token" in answer(web, "/").read()
         login = answer(web, web.login_url.removeprefix(web.url.rstrip("/")))
         cookie = login.getheader("Set-Cookie") or ""
         assert login.status == 303 and login.getheader("Location") == "/"

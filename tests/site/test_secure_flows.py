@@ -1,8 +1,11 @@
 """Real flows at every level of security: kills, a relay, rotation of the secret."""
 
+import hashlib
 import os
 import signal
+import threading
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -94,6 +97,24 @@ def test_the_secret_is_replaced_while_rows_flow(level: str, tmp_path: Path) -> N
         assert again.endswith(":a secret of the operator's own")
         assert run.wait(60)
     check(tmp_path)
+
+
+def test_no_event_loop_of_a_control_derives_keys_from_a_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes 0.1 s."""
+    threads: list[str] = []
+    derive = hashlib.scrypt
+
+    def noted(*args: Any, **settings: Any) -> bytes:
+        threads.append(threading.current_thread().name)
+        return derive(*args, **settings)
+
+    with counted(tmp_path).start(sites=2) as run:
+        monkeypatch.setattr(hashlib, "scrypt", noted)
+        run.rotate_secret()
+        assert threads == [threading.current_thread().name]
+        assert run.wait(60)
 
 
 def _ask_once(url: str) -> None:

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -39,6 +40,10 @@ def led(party: Arbiter, holder: str) -> Entry:
     entry = party.lead(holder)
     assert entry is not None
     return entry
+
+
+def a_version_before(entry: Entry) -> Entry:
+    return replace(entry, version=entry.version - 1)
 
 
 class Contract:
@@ -140,6 +145,17 @@ class Contract:
             a.commit(old, b"void")
         assert a.lead("a") is None
         assert b.commit(new, b"view") == b.read()
+
+    def test_an_entry_that_is_removed_was_never_there(self, party: MakeParty) -> None:
+        a, b = party(), party()
+        entry = a.commit(led(a, "a"), b"view")
+        assert a.names() == [a.flow]
+        assert not b.remove(entry), "a leads"
+        a.resign(entry)
+        assert not b.remove(a_version_before(entry)) and b.read() == entry
+        assert b.remove(entry)
+        assert b.names() == []
+        assert led(party(), "c") == Entry(1, 1, "c", b"")
 
     def test_of_two_that_ask_at_once_one_leads(self, party: MakeParty) -> None:
         won: dict[str, list[int]] = {"a": [], "b": []}

@@ -11,7 +11,8 @@ from tests.support.lines import SCHEMA, numbers
 from tests.support.parties import party
 
 
-def lonely_site() -> Site:
+def lonely_site(controllers: tuple[tuple[str, int], ...] = ()) -> Site:
     flow = Flow("line")
     flow.source("numbers", generator(numbers, SCHEMA)).sink("out", discard())
-    return Site(flow, SiteConfig(0, party(), (), "127.0.0.1", Options()), IdleSelector())
+    config = SiteConfig(0, party(), controllers, "127.0.0.1", Options())
+    return Site(flow, config, IdleSelector())

@@ -1,4 +1,4 @@
-"""A ZooKeeper server with a port for TLS, at which clients need certificates."""
+"""ZooKeeper servers with a port for TLS, at which clients need certificates, and with SASL."""
 
 from __future__ import annotations
 
@@ -39,6 +39,28 @@ class SecureZooKeeper(ZooKeeperServer):
         given = [f"-Dzookeeper.{name}={value}" for name, value in settings.items()]
         return subprocess.Popen(
             ["java", "-Xmx128m", *given, "-cp", f"{JAR}:{NETTY}", MAIN, self._config],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+
+class SaslZooKeeper(ZooKeeperServer):
+    """Knows users by SASL, with DIGEST-MD5."""
+
+    def __init__(self, directory: Path, users: dict[str, str]) -> None:
+        super().__init__(directory)
+        module = "org.apache.zookeeper.server.auth.DigestLoginModule"
+        known = "\n".join(f'user_{name}="{password}"' for name, password in users.items())
+        self._logins = directory / "jaas.conf"
+        self._logins.write_text(f"Server {{ {module} required\n{known}; }};\n")
+        with open(self._config, "a") as config:
+            provider = "org.apache.zookeeper.server.auth.SASLAuthenticationProvider"
+            config.write(f"authProvider.1={provider}\n")
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        settings = ["-Dzookeeper.forceSync=no", f"-Djava.security.auth.login.config={self._logins}"]
+        return subprocess.Popen(
+            ["java", "-Xmx128m", *settings, "-cp", JAR, MAIN, self._config],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
