@@ -39,7 +39,7 @@ class BalanceParams:
     """A site that is more utilised than this receives nothing."""
     margin: float = 0.5
     """A move must lower the higher of both sites by this part of what the task weighs there."""
-    severe: float = 1.5
+    severe: float = 1.2
     """A site gives or takes one task in a round, unless a donor exceeds the mean by this factor."""
     moves_max: int = 16
     """Most moves at a time, those under way included."""
@@ -55,7 +55,7 @@ class BalanceParams:
     """For how long such a site receives nothing."""
     collect_ms_min: float = 250.0
     collect_ms_max: float = 5_000.0
-    smooth_ms: float = 500.0
+    smooth_ms: float = 1_000.0
     """How fast measurements of earlier rounds are forgotten; 0 if only the last one counts."""
     evidence_ms: float = 250.0
     """For how long statistics must have been collected before anything moves."""
@@ -290,8 +290,9 @@ class UtilisationLevel(SiteLevel):
 
     def __init__(self, plan: RelocationPlan) -> None:
         super().__init__(plan, plan.utilisation)
-        usable = [self.value[s] for s in plan.receivers]
-        self._mean = sum(usable) / max(1, len(usable))
+        usable = {s: self.value[s] for s in plan.receivers}
+        self._mean = sum(usable.values()) / max(1, len(usable))
+        self._severe = {s for s, u in usable.items() if u >= plan.params.severe * self._mean}
 
     def weight(self, part: PartLoad, site: SiteId) -> float:
         return self.plan.work_of(part) / self.plan.load.capacity[site]
@@ -306,7 +307,7 @@ class UtilisationLevel(SiteLevel):
         return [s for s in self.plan.receivers if s != donor and self.value[s] <= high]
 
     def severe(self, donor: SiteId) -> bool:
-        return self.value[donor] >= self.plan.params.severe * self._mean
+        return donor in self._severe
 
     def words(self, part: PartLoad, target: SiteId, name: str) -> str:
         donor, value = part.site, self.value
