@@ -146,8 +146,8 @@ def estimate(
     new = _newness(collected_ms, smooth_ms, history.seen_ms)
     total = sum(weights.values())
     rate = total / seconds if total else history.rate
-    before = _carried_over(parts, history.shares)
-    shares = _smoothed_shares(parts, weights, total, new, before, unsettled)
+    before = _carried_over(weights, history.shares)
+    shares = _smoothed_shares(weights, total, new, before, unsettled)
     shares = _no_less_where_saturated(sites, shares, before)
     work = {key: share * rate for key, share in shares.items()}
     done: dict[SiteId, float] = {}
@@ -176,9 +176,9 @@ def _weights(parts: Sequence[PartLoad]) -> tuple[dict[PartKey, float], bool]:
     work = sum(p.work_s for p in parts)
     rows = sum(p.rows for p in parts if p.work_s)
     if not work:
-        return {p.key: float(p.rows) for p in parts}, True
+        return {(p.task, p.site): float(p.rows) for p in parts}, True
     cost = work / rows if rows else 0.0
-    return {p.key: p.work_s or p.rows * cost for p in parts}, False
+    return {(p.task, p.site): p.work_s or p.rows * cost for p in parts}, False
 
 
 def _newness(collected_ms: float, smooth_ms: float, seen_ms: float) -> float:
@@ -188,7 +188,6 @@ def _newness(collected_ms: float, smooth_ms: float, seen_ms: float) -> float:
 
 
 def _smoothed_shares(
-    parts: Sequence[PartLoad],
     weights: Mapping[PartKey, float],
     total: float,
     new: float,
@@ -196,7 +195,7 @@ def _smoothed_shares(
     unsettled: Container[TaskId],
 ) -> dict[PartKey, float]:
     if not total:
-        return {p.key: before.get(p.key, 0.0) for p in parts}
+        return {key: before.get(key, 0.0) for key in weights}
     shares = {}
     for key, weight in weights.items():
         share, old = weight / total, before.get(key)
@@ -227,11 +226,11 @@ def _no_less_where_saturated(
 
 
 def _carried_over(
-    parts: Sequence[PartLoad], before: Mapping[PartKey, float]
+    parts: Mapping[PartKey, float], before: Mapping[PartKey, float]
 ) -> Mapping[PartKey, float]:
     """Shares before, in which a replica that was not there has the share of the task's other
     replicas, or of the one that it replaces."""
-    new = [p.key for p in parts if p.key not in before] if before else []
+    new = parts.keys() - before.keys() if before else ()
     if not new:
         return before
     others: dict[TaskId, list[float]] = {}

@@ -112,18 +112,16 @@ class RelocationPlan:
         self._name = name
         self._under_way = {m.task for m in in_flight}
         self._count, self._bytes = len(in_flight), 0
-        self._holders: dict[TaskId, set[SiteId]] = {}
         self._at: dict[SiteId, list[PartLoad]] = {s.site: [] for s in sites}
         self._took_part: set[SiteId] = set()
         for p in parts:
-            self._holders.setdefault(p.task, set()).add(p.site)
             self._at[p.site].append(p)
         moving = {(m.task, m.source): m for m in in_flight}
         for p in parts if moving else ():
             move = moving.get(p.key)
             if move is not None:
                 self._bytes += p.state_bytes
-                there = move.target in self._holders[p.task]
+                there = (p.task, move.target) in load.work
                 self._shift(p, None if there else move.target)
 
     # --- what the sites would be like -----------------------------------------------------------
@@ -238,7 +236,7 @@ class RelocationPlan:
 
     def _may_move(self, part: PartLoad, target: SiteId) -> bool:
         return (
-            target not in self._holders[part.task]
+            (part.task, target) not in self.load.work
             and (part.task, target) not in self.limits.left
             and self.limits.may_hold(part.task, part.site, target)
         )
