@@ -120,7 +120,10 @@ def plan_round(
     their tasks do not move again and count where they go. Everything leaves the sites of `drain`.
     """
     before = history or BalanceHistory()
-    load, loads = estimate(sites, parts, collection.collected_ms, params.smooth_ms, before.loads)
+    unsettled = {m.task for m in in_flight} | before.resting.keys()
+    load, loads = estimate(
+        sites, parts, collection.collected_ms, params.smooth_ms, before.loads, unsettled
+    )
     hopeless = _hopeless(sites, load, before, params, collection)
     closed = frozenset(hopeless) | frozenset(drain)
     steady = before.mode is BalanceMode.STEADY

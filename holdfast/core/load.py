@@ -12,7 +12,7 @@ capacity: neither changes when a partition moves, or when a bottleneck is gone a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
@@ -20,6 +20,8 @@ from holdfast.core.ids import SiteId, StageId, TaskId
 
 BUSY_S_MIN = 5e-4
 """A site that was busy for less than this says nothing about its capacity."""
+SATURATED = 0.98
+"""A site that is busy for this part of a round may do less than it should."""
 STALLED = 0.5
 """A site that got nothing done is slow if it was busy for this part of a round; else it had nothing
 to do."""
@@ -132,8 +134,11 @@ def estimate(
     collected_ms: float,
     smooth_ms: float,
     history: LoadHistory,
+    unsettled: Container[TaskId] = (),
 ) -> tuple[LoadEstimate, LoadHistory]:
-    """Combine the measurements of a round with those of earlier ones."""
+    """Combine the measurements of a round with those of earlier ones. Tasks that are unsettled have
+    moved: what they did in this round was held up, or had been held up before, and says nothing
+    about their share of the work."""
     seconds = collected_ms / 1e3
     weights, in_rows = _weights(parts)
     if in_rows != history.in_rows and history.rate:
@@ -141,7 +146,9 @@ def estimate(
     new = _newness(collected_ms, smooth_ms, history.seen_ms)
     total = sum(weights.values())
     rate = total / seconds if total else history.rate
-    shares = _smoothed_shares(parts, weights, total, new, history)
+    before = _carried_over(weights, history.shares)
+    shares = _smoothed_shares(weights, total, new, before, unsettled)
+    shares = _no_less_where_saturated(sites, shares, before)
     work = {key: share * rate for key, share in shares.items()}
     done: dict[SiteId, float] = {}
     for (_, site), weight in weights.items():
@@ -169,9 +176,9 @@ def _weights(parts: Sequence[PartLoad]) -> tuple[dict[PartKey, float], bool]:
     work = sum(p.work_s for p in parts)
     rows = sum(p.rows for p in parts if p.work_s)
     if not work:
-        return {p.key: float(p.rows) for p in parts}, True
+        return {(p.task, p.site): float(p.rows) for p in parts}, True
     cost = work / rows if rows else 0.0
-    return {p.key: p.work_s or p.rows * cost for p in parts}, False
+    return {(p.task, p.site): p.work_s or p.rows * cost for p in parts}, False
 
 
 def _newness(collected_ms: float, smooth_ms: float, seen_ms: float) -> float:
@@ -181,34 +188,56 @@ def _newness(collected_ms: float, smooth_ms: float, seen_ms: float) -> float:
 
 
 def _smoothed_shares(
-    parts: Sequence[PartLoad],
     weights: Mapping[PartKey, float],
     total: float,
     new: float,
-    history: LoadHistory,
+    before: Mapping[PartKey, float],
+    unsettled: Container[TaskId],
 ) -> dict[PartKey, float]:
-    """A replica that was not there before begins with the share of the task's other replicas, or of
-    the one that it replaces."""
     if not total:
-        shares = {p.key: history.shares.get(p.key, 0.0) for p in parts}
-    else:
-        before = history.shares
-        shares = {}
-        for key, weight in weights.items():
-            share = weight / total
-            old = before.get(key)
-            shares[key] = share if old is None else old + new * (share - old)
-        moved = shares.keys() - before.keys() if before else ()
-        if moved:
-            others: dict[TaskId, list[float]] = {}
-            for (task, _), share in before.items():
-                others.setdefault(task, []).append(share)
-            for key in moved:
-                if key[0] in others:
-                    old = sum(others[key[0]]) / len(others[key[0]])
-                    shares[key] = old + new * (shares[key] - old)
+        return {key: before.get(key, 0.0) for key in weights}
+    shares = {}
+    for key, weight in weights.items():
+        share, old = weight / total, before.get(key)
+        if old is not None:
+            share = old if key[0] in unsettled else old + new * (share - old)
+        shares[key] = share
+    return shares
+
+
+def _no_less_where_saturated(
+    sites: Sequence[SiteLoad], shares: dict[PartKey, float], before: Mapping[PartKey, float]
+) -> dict[PartKey, float]:
+    """Scale shares to a sum of 1. A site that never waits may have got slower and do less of what
+    it should do, while its input is held up elsewhere: its tasks together have no less than they
+    had before."""
+    full = {s.site for s in sites if s.busy >= SATURATED}
+    now: dict[SiteId, float] = {}
+    then: dict[SiteId, float] = {}
+    for key, share in shares.items() if full else ():
+        if key[1] in full:
+            now[key[1]] = now.get(key[1], 0.0) + share
+            then[key[1]] = then.get(key[1], 0.0) + before.get(key, share)
+    more = {s: then[s] / now[s] for s in now if 0 < now[s] < then[s]}
+    if more:
+        shares = {key: share * more.get(key[1], 1.0) for key, share in shares.items()}
     scale = sum(shares.values())
     return {key: share / scale for key, share in shares.items()} if scale else shares
+
+
+def _carried_over(
+    parts: Mapping[PartKey, float], before: Mapping[PartKey, float]
+) -> Mapping[PartKey, float]:
+    """Shares before, in which a replica that was not there has the share of the task's other
+    replicas, or of the one that it replaces."""
+    new = parts.keys() - before.keys() if before else ()
+    if not new:
+        return before
+    others: dict[TaskId, list[float]] = {}
+    for (task, _), share in before.items():
+        others.setdefault(task, []).append(share)
+    means = {key: others[key[0]] for key in new if key[0] in others}
+    return {**before, **{key: sum(some) / len(some) for key, some in means.items()}}
 
 
 def _smoothed_capacities(

@@ -40,7 +40,7 @@ class BalanceParams:
     """A site that is more utilised than this receives nothing."""
     margin: float = 0.5
     """A move must lower the higher of both sites by this part of what the task weighs there."""
-    severe: float = 1.5
+    severe: float = 1.2
     """A site gives or takes one task in a round, unless a donor exceeds the mean by this factor."""
     moves_max: int = 16
     """Most moves at a time, those under way included."""
@@ -56,7 +56,7 @@ class BalanceParams:
     """For how long such a site receives nothing."""
     collect_ms_min: float = 250.0
     collect_ms_max: float = 5_000.0
-    smooth_ms: float = 500.0
+    smooth_ms: float = 1_000.0
     """How fast measurements of earlier rounds are forgotten; 0 if only the last one counts."""
     evidence_ms: float = 250.0
     """For how long statistics must have been collected before anything moves."""
@@ -103,18 +103,16 @@ class RelocationPlan:
         self._name = name
         self._under_way = {m.task for m in in_flight}
         self._count, self._bytes = len(in_flight), 0
-        self._holders: dict[TaskId, set[SiteId]] = {}
         self._at: dict[SiteId, list[PartLoad]] = {s.site: [] for s in sites}
         self._took_part: set[SiteId] = set()
         for p in parts:
-            self._holders.setdefault(p.task, set()).add(p.site)
             self._at[p.site].append(p)
         moving = {(m.task, m.source): m for m in in_flight}
         for p in parts if moving else ():
             move = moving.get(p.key)
             if move is not None:
                 self._bytes += p.state_bytes
-                there = move.target in self._holders[p.task]
+                there = (p.task, move.target) in load.work
                 self._shift(p, None if there else move.target)
 
     # --- what the sites would be like -----------------------------------------------------------
@@ -229,7 +227,7 @@ class RelocationPlan:
 
     def _may_move(self, part: PartLoad, target: SiteId) -> bool:
         return (
-            target not in self._holders[part.task]
+            (part.task, target) not in self.load.work
             and (part.task, target) not in self.limits.left
             and self.limits.may_hold(part.task, part.site, target)
         )
@@ -281,8 +279,9 @@ class UtilisationLevel(SiteLevel):
 
     def __init__(self, plan: RelocationPlan) -> None:
         super().__init__(plan, plan.utilisation)
-        usable = [self.value[s] for s in plan.receivers]
-        self._mean = sum(usable) / max(1, len(usable))
+        usable = {s: self.value[s] for s in plan.receivers}
+        self._mean = sum(usable.values()) / max(1, len(usable))
+        self._severe = {s for s, u in usable.items() if u >= plan.params.severe * self._mean}
 
     def weight(self, part: PartLoad, site: SiteId) -> float:
         return self.plan.work_of(part) / self.plan.load.capacity[site]
@@ -297,7 +296,7 @@ class UtilisationLevel(SiteLevel):
         return [s for s in self.plan.receivers if s != donor and self.value[s] <= high]
 
     def severe(self, donor: SiteId) -> bool:
-        return self.value[donor] >= self.plan.params.severe * self._mean
+        return donor in self._severe
 
     def words(self, part: PartLoad, target: SiteId, name: str) -> str:
         donor, value = part.site, self.value

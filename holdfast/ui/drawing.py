@@ -22,8 +22,16 @@ COLOURS = {
     "cluster pairs": "#8c2f39",
     "disjoint pairs": "#4a7c93",
     "none": "#66788a",
+    "unloaded": "#66788a",
+    "ideal": "#66788a",
+    "static": "#c8553d",
+    "divided buffer": "#c8553d",
+    "shared buffer": "#3e5c76",
+    "thesis' rules": "#3e5c76",
+    "formula as printed": "#8c2f39",
+    "Holdfast": "#1b8a5a",
 }
-"""Colours of the protections, the same in every chart."""
+"""Colours of the protections and policies, the same in every chart."""
 STYLE = (
     "text{font:12px Inter,'Helvetica Neue',Helvetica,Arial,'DejaVu Sans',sans-serif;"
     f"fill:{INK}}} .title{{font-size:16px;font-weight:600}} .pale{{fill:{PALE}}}"

@@ -114,8 +114,8 @@ def test_a_busy_site_receives_nothing() -> None:
 
 
 def test_one_move_a_site_unless_the_load_is_severe() -> None:
-    parts = [*(part(n, 0, 0.06) for n in range(15)), part(90, 1, 0.5), part(91, 2, 0.6)]
-    mild = plan_round([site(0, 0.9), site(1, 0.5), site(2, 0.6)], parts, SECOND, EXACT, anywhere)
+    parts = [*(part(n, 0, 0.05) for n in range(16)), part(90, 1, 0.6), part(91, 2, 0.65)]
+    mild = plan_round([site(0, 0.8), site(1, 0.6), site(2, 0.65)], parts, SECOND, EXACT, anywhere)
     assert len(mild.moves) == 1
     parts = [*(part(n, 0, 0.06) for n in range(15)), part(90, 1, 0.1), part(91, 2, 0.2)]
     severe = plan_round([site(0, 0.9), site(1, 0.1), site(2, 0.2)], parts, SECOND, EXACT, anywhere)
@@ -175,6 +175,32 @@ def test_short_rounds_wait_for_evidence_and_are_smoothed() -> None:
     assert history.loads.shares[key] < after.shares[key] < 0.5 * measured
 
 
+def test_what_has_just_moved_does_not_change_its_share() -> None:
+    """It was held up, and then gets all that waited for it: both say nothing."""
+    sites = [site(0, 0.8), site(1, 0.2)]
+    parts = [part(0, 0, 0.5), part(1, 0, 0.3), part(2, 1, 0.2)]
+    found = plan_round(sites, parts, SECOND, EXACT, anywhere)
+    assert moved(found) == [(1, 0, 1)]
+    burst = [part(0, 0, 0.3), part(1, 1, 0.6), part(2, 1, 0.1)]
+    sites = [site(0, 0.3), site(1, 0.7)]
+    after = plan_round(sites, burst, SECOND, EXACT, anywhere, history=found.history)
+    assert after.moves == ()
+    assert after.history.loads.shares[task(1), SiteId(1)] == pytest.approx(0.3, abs=0.15)
+
+
+def test_the_tasks_of_a_site_that_got_slower_keep_their_share() -> None:
+    """Four equal sites never wait, since buffers before them are full. One gets slower, and at
+    first the others have enough to do. Its tasks have not become smaller."""
+    full = [site(n, 1.0) for n in range(4)]
+    parts = [part(n, n % 4, 0.25) for n in range(16)]
+    history = plan_round(full, parts, SECOND, EXACT, anywhere).history
+    slow = [replace(p, work_s=0.1) if p.site == 3 else p for p in parts]
+    found = plan_round(full, slow, SECOND, EXACT, anywhere, history=history)
+    shares = found.history.loads.shares
+    assert sum(share for (_, at), share in shares.items() if at == 3) > 0.22
+    assert found.moves == () and found.imbalance > 1.5
+
+
 # --- sites that cannot keep up --------------------------------------------------------------------
 
 
@@ -187,7 +213,9 @@ def test_a_stalled_site_is_left_and_that_is_said() -> None:
     assert found.reasons[0] == words
     left = [site(0, 0.0), site(1, 0.6), site(2, 0.6)]
     parts = [part(0, 1, 0.3), part(1, 2, 0.3), part(2, 1, 0.3), part(3, 2, 0.3)]
-    later = plan_round(left, parts, SECOND, EXACT, anywhere, history=found.history)
+    assert found.history.resting.keys() == {task(0), task(1)}
+    rested = replace(found.history, resting={})
+    later = plan_round(left, parts, SECOND, EXACT, anywhere, history=rested)
     assert later.leaving == (0,) and later.moves == ()
     retried = plan_round(left, parts, Collection(60_000.0), EXACT, anywhere, history=later.history)
     assert retried.leaving == ()

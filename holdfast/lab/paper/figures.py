@@ -26,7 +26,7 @@ from holdfast.ui.drawing import (
 from holdfast.ui.report import number, show
 
 THIN = ("rollback", "pairs")
-DASHES = {"paper": "2 4", "model": "", "Monte Carlo": "", "Holdfast": "8 4"}
+DASHES = {"paper": "2 4", "model": "", "Monte Carlo": "", "simulated": "", "Holdfast": "8 4"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,14 @@ def add_to(commands: Any) -> None:
         "The experiments of Highly-Available, Fault-Tolerant, Parallel Dataflows, 2004, on sites "
         "that are plain processes: figure 8 and the overhead comparison.",
     )
+    _add(
+        papers,
+        "fluxlb",
+        _fluxlb,
+        "load balancing on 32 simulated machines, by the thesis' rules and by Holdfast's",
+        "The simulations of the Flux thesis, chapter 4: buffers against short bursts, moving "
+        "partitions away from loaded machines and from those without memory.",
+    )
     mttf = _add(
         papers,
         "mttf",
@@ -78,6 +86,12 @@ def _flux04(options: argparse.Namespace, console: Console) -> int:
     from holdfast.lab.paper import flux04
 
     return _written(options, flux04.run(_folder(options), options.quick, console))
+
+
+def _fluxlb(options: argparse.Namespace, console: Console) -> int:
+    from holdfast.lab.paper import fluxlb
+
+    return _written(options, fluxlb.run(_folder(options), options.quick, console))
 
 
 def _mttf(options: argparse.Namespace, console: Console) -> int:
