@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.control.balancer import Balancer, RoundPhase
+from holdfast.control.balancer import LoadBalancer, RoundPhase
 from holdfast.core.controller import Controller
 from holdfast.core.events import ReplicaReported, SitesFailed
 from holdfast.core.requests import MovesWanted
@@ -57,25 +57,25 @@ def controller() -> Controller:
     return running(PAIRS, sites=4, spares=0)
 
 
-def step(balancer: Balancer, sites: Sites, seconds: float = 0.3) -> MovesWanted | None:
+def step(balancer: LoadBalancer, sites: Sites, seconds: float = 0.3) -> MovesWanted | None:
     sites.pass_time(seconds)
     return balancer.step(sites.controller, sites.status(), sites.now)
 
 
-def rounds(balancer: Balancer, sites: Sites, count: int) -> list[MovesWanted]:
+def rounds(balancer: LoadBalancer, sites: Sites, count: int) -> list[MovesWanted]:
     found = [step(balancer, sites) for _ in range(count)]
     return [f for f in found if f is not None]
 
 
 def test_sites_that_are_alike_keep_what_they_have(controller: Controller) -> None:
-    balancer, sites = Balancer(), Sites(controller)
+    balancer, sites = LoadBalancer(), Sites(controller)
     assert rounds(balancer, sites, 10) == []
     assert balancer.phase is RoundPhase.COLLECTING
     assert balancer.rounds[-1].imbalance == pytest.approx(1.0)
 
 
 def test_a_busy_site_gives_and_the_next_round_waits_for_the_move(controller: Controller) -> None:
-    balancer, sites = Balancer(), Sites(controller)
+    balancer, sites = LoadBalancer(), Sites(controller)
     held = {s: controller.view.tasks_at(s) for s in controller.view.members}
     keyed = [s for s, tasks in held.items() if sum(u[0] == 1 for u in tasks) > 1]
     sites.busy = dict.fromkeys(sites.busy, 0.2) | {keyed[0]: 1.0}
@@ -95,7 +95,7 @@ def test_a_busy_site_gives_and_the_next_round_waits_for_the_move(controller: Con
 
 
 def test_a_failure_abandons_the_round(controller: Controller) -> None:
-    balancer, sites = Balancer(), Sites(controller)
+    balancer, sites = LoadBalancer(), Sites(controller)
     step(balancer, sites)
     controller.handle(SitesFailed((3,), "killed"))
     del sites.busy[3]
@@ -105,6 +105,6 @@ def test_a_failure_abandons_the_round(controller: Controller) -> None:
 
 
 def test_a_site_that_has_not_reported_is_waited_for(controller: Controller) -> None:
-    balancer, sites = Balancer(), Sites(controller)
+    balancer, sites = LoadBalancer(), Sites(controller)
     sites.busy = {0: 1.0, 1: 0.1}
     assert rounds(balancer, sites, 5) == [] and not balancer.rounds

@@ -82,7 +82,7 @@ class RoundReport:
     """Sites that everything leaves."""
 
 
-class Balancer:
+class LoadBalancer:
     """The machine. `step` is called often, and returns moves when a round is over."""
 
     def __init__(self, params: BalanceParams | None = None) -> None:

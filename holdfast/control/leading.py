@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from holdfast.control import events as ev
 from holdfast.control import orders
-from holdfast.control.balancer import Balancer
+from holdfast.control.balancer import LoadBalancer
 from holdfast.control.decisions import PendingDecisions
 from holdfast.control.knowledge import VERSION, Knowledge
 from holdfast.control.orders import Audience
@@ -40,7 +40,7 @@ class Leading:
         running: bool,
         sites: SiteWatch,
         next_id: int = 0,
-        balancer: Balancer | None = None,
+        balancer: LoadBalancer | None = None,
     ) -> None:
         """`next_id` is what the last leader committed."""
         self.term, self.controller, self.balancer = term, controller, balancer

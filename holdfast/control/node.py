@@ -31,7 +31,7 @@ from holdfast import errors
 from holdfast.api.options import Options
 from holdfast.control import events as ev
 from holdfast.control.arbiter_watch import ArbiterWatch
-from holdfast.control.balancer import Balancer
+from holdfast.control.balancer import LoadBalancer
 from holdfast.control.knowledge import Knowledge, continue_flow, decode
 from holdfast.control.leading import Leading, LeadingEffect
 from holdfast.control.site_watch import GATHER_S, SiteWatch
@@ -248,9 +248,9 @@ class ControlNode:
         self._taking_over = (probe.number, entry, known)
         self._do(probe)
 
-    def _balancer(self) -> Balancer | None:
+    def _balancer(self) -> LoadBalancer | None:
         """The balancer of a term. Each begins anew: what it measures is soon measured again."""
-        return Balancer() if self.options.balance == "auto" else None
+        return LoadBalancer() if self.options.balance == "auto" else None
 
     def _begin_flow(self, term: int) -> None:
         ids = [SiteId(first_id(term) + i) for i in range(self._sites + self._spares)]

@@ -37,7 +37,6 @@ from holdfast.core.controller import Controller
 from holdfast.core.layout import View
 from holdfast.core.protection import ProtectionSpec
 from holdfast.core.records import EpochRecord
-from holdfast.core.requests import MovesWanted
 from holdfast.engine.durations import Seconds, seconds
 from holdfast.hosts.processes import ProcessHost
 from holdfast.net.addresses import is_wildcard
@@ -322,14 +321,11 @@ class Run:
         if self.options.balance == "off":
             raise errors.FlowError("Options(balance='off'): nothing is moved")
         busy = self._look(lambda: {n: s["busy"] for n, s in self._control.status.items()})
-        wanted: list[MovesWanted] = []
-
-        def make(controller: Controller) -> MovesWanted:
-            wanted.append(moves_wanted(controller, stage, partitions, to, source, busy))
-            return wanted[-1]
-
-        self._look(partial(self._control.request, "move partitions", make))
-        tasks = [m.task for m in wanted[-1].moves]
+        make = partial(
+            moves_wanted, stage=stage, partitions=partitions, to=to, source=source, busy=busy
+        )
+        wanted = self._look(partial(self._control.request, "move partitions", make))
+        tasks = [m.task for m in wanted.moves]
 
         def done(view: View) -> bool:
             groups = [view.group(u) for u in tasks]
@@ -366,18 +362,18 @@ class Run:
 
     def _await(self, done: Callable[[View], bool], timeout: Seconds, failure: str) -> None:
         """Wait until the view is as it should be, and all sites act on it."""
+
+        def is_done() -> bool:
+            controller = self._controller
+            view = controller.view if controller is not None and controller.seen_by_all else None
+            return view is not None and done(view)
+
         deadline = time.monotonic() + seconds(timeout, "timeout")
-        while not self._look(lambda: self._view_is(done)):
+        while not self._look(is_done):
             if self._ended.is_set() or time.monotonic() >= deadline:
                 hint = "the flow has ended" if self._ended.is_set() else "see run.status()"
                 raise errors.HostError(f"{failure} within {timeout} s", hint=hint)
             time.sleep(AWAIT_S)
-
-    def _view_is(self, done: Callable[[View], bool]) -> bool:
-        controller = self._controller
-        if controller is None or controller.view is None:
-            return False
-        return controller.seen_by_all and done(controller.view)
 
     def rotate_secret(self, secret: str | None = None, timeout: Seconds = 60.0) -> str:
         """Replace the flow's secret, while it runs, by `secret` or a random one, and return the new

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, assert_never
+from typing import Any, TypeVar, assert_never
 
 import msgspec
 
@@ -60,6 +60,7 @@ from holdfast.net.protocol import Receiver
 from holdfast.plan.fingerprint import stage_marks
 from holdfast.plan.planner import Plan, shape
 
+R = TypeVar("R", bound=requests.Request)
 log = logging.getLogger("holdfast.control")
 
 LAST_WORDS_S = 2.0
@@ -221,7 +222,7 @@ class Control:
         the others as well; if none leads just now, the next leader acts on it."""
         self.post(requests.StopRequested(drain))
 
-    def request(self, what: str, make: Callable[[Controller], requests.Request]) -> None:
+    def request(self, what: str, make: Callable[[Controller], R]) -> R:
         """Have the controller do what the request says that `make` returns, or raises for. Called
         in the controller's thread."""
         controller = self.controller
@@ -229,7 +230,9 @@ class Control:
             raise errors.HostError("another application leads the flow", hint=f"{what} there")
         if controller.view is None or controller.state is not FlowPhase.RUNNING:
             raise errors.HostError(f"the flow is {controller.state.value}: it cannot {what} now")
-        self.handle(make(controller))
+        request = make(controller)
+        self.handle(request)
+        return request
 
     def protect(self, guards: Sequence[ProtectionSpec]) -> None:
         """Change the protection of stages. Called in the controller's thread."""

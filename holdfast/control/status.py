@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.api.options import Options
-from holdfast.control.balancer import Balancer
+from holdfast.control.balancer import LoadBalancer
 from holdfast.core.controller import Controller
 
 UNKNOWN: dict[str, Any] = {
@@ -25,7 +25,7 @@ def described(
     controller: Controller,
     sites: list[dict[str, Any]],
     options: Options,
-    balancer: Balancer | None,
+    balancer: LoadBalancer | None,
 ) -> dict[str, Any]:
     """What only the leading application knows. `sites` is what sites reported last."""
     view = controller.view

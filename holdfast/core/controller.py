@@ -5,7 +5,8 @@ sites that failed (take-over), and replaces missing replicas, at most one of a s
 (catch-up): it puts the new replica into a view as joining, waits until all members act on that
 view, orders the donor to hand over, and makes it a full replica when its state is in place.
 
-The controller is the one way in, and the only part that makes views. Its parts keep the rest:
+The controller is the one way in. It knows the flow's state (`FlowState`) and makes views
+(`ViewMaker`). Its parts keep the rest:
 
 - `Lifecycle`: the phase that the flow is in;
 - `SiteRoster`: which sites are launched, registered or dead;
@@ -20,7 +21,7 @@ loss of a site means (`holdfast.core.losses`), when a change of protection is co
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import assert_never
 
@@ -48,7 +49,6 @@ from holdfast.core.events import (
     WaitOver,
 )
 from holdfast.core.flow_phase import FlowPhase, PhaseEvent
-from holdfast.core.flow_state import FlowState
 from holdfast.core.ids import SiteId, TaskId
 from holdfast.core.joins import DoubtfulLosses
 from holdfast.core.layout import Domain, Shape, View
@@ -60,9 +60,7 @@ from holdfast.core.losses import (
     unrecoverable,
 )
 from holdfast.core.placement import (
-    assign,
     load_of,
-    missing,
     place,
     substituted,
 )
@@ -76,11 +74,11 @@ from holdfast.core.requests import (
 )
 from holdfast.core.roster import EMPTIED, FAILED_STARTS_MAX, RELAUNCH_MS, SiteRoster, first_id
 from holdfast.core.timers import DoubtTimer, PatienceTimer, RejoinTimer
-from holdfast.core.view_reports import ViewReports
+from holdfast.core.view_maker import ViewMaker
 from holdfast.errors import HoldfastError, HostError
 
 
-class Controller(FlowState):
+class Controller(ViewMaker):
     """The machine. The flow begins on `sites`; `spares` register and wait."""
 
     def __init__(
@@ -97,8 +95,6 @@ class Controller(FlowState):
         super().__init__(shape, SiteRoster(sites, spares, relaunch_ms))
         self.term, self._groups_per_site = term, groups_per_site
         self._doubtful = DoubtfulLosses()
-        self._stores = False
-        """Whether a checkpoint is being stored: a leader that left would make it fail."""
 
     def resume(
         self,
@@ -205,18 +201,6 @@ class Controller(FlowState):
         number = 0 if before is None else before.number + 1
         return self._commit(replace(placed, term=self.term, number=number))
 
-    def _commit(self, view: View) -> list[ControllerEffect]:
-        """Make this the latest view."""
-        self.view, self.shape = view, self.shape.under(view)
-        self.joins.on_view(view)
-        self.roster.on_members(view.members)
-        self._reports = ViewReports()
-        addresses = {s: self.roster.addresses[s] for s in view.members}
-        effects: list[ControllerEffect] = [CommitView(view, addresses), *self._mirrors.pause(view)]
-        if self.state is FlowPhase.DRAINING:
-            effects.append(DrainFlow(view.sequencers[0]))
-        return effects
-
     def _on_view_seen(self, event: ViewSeen) -> list[ControllerEffect]:
         if self.view is None or (event.term, event.number) != (self.view.term, self.view.number):
             return []  # that was an earlier view
@@ -252,15 +236,6 @@ class Controller(FlowState):
             view = self._without(gone, moves.without_moves(before))  # recovery comes first
         return effects + self._take_over(view, useless) + self._recover()
 
-    def _take_over(self, view: View, gone: Collection[SiteId]) -> list[ControllerEffect]:
-        """Go on with this view, without the replicas at these sites."""
-        before = self._latest
-        self.joins.on_sites_lost(gone)
-        if view.members == before.members:
-            return []
-        self.joins.on_take_over(before, view, self.shape)
-        return self._commit(view)
-
     def _on_tasks_lost(
         self, event: SitesFailed, gone: list[SiteId], view: View, lost: list[TaskId]
     ) -> list[ControllerEffect]:
@@ -275,17 +250,6 @@ class Controller(FlowState):
         if all(view.group(u).joining for u in lost):
             return [self._doubtful.add(event)]
         return self._fail(site_lost(self._latest, self.shape, gone, lost, event.reason))
-
-    def _remove(self, gone: Collection[SiteId], reason: str) -> list[ControllerEffect]:
-        """Never deal with these sites again; launch others in the place of those that were not to
-        leave anyway."""
-        emptying = self.view.emptying if self.view is not None else ()
-        effects = self.roster.remove([s for s in gone if s not in emptying], reason)
-        for site in gone:
-            if site in emptying:
-                effects += self.roster.retire(site, reason)
-            self.lifecycle.note(f"site {site} failed: {reason}")
-        return [*effects]
 
     def _remove_early(self, gone: list[SiteId], reason: str) -> list[ControllerEffect]:
         """Remove sites before the flow has started. The others are placed again when the sites are
@@ -335,40 +299,6 @@ class Controller(FlowState):
                 return []
 
     # --- catch-up -------------------------------------------------------------------------------
-
-    def _recover(self) -> list[ControllerEffect]:
-        """Begin to make replicas that are missing."""
-        if not self.running:
-            return []
-        view, tasks = self._latest, missing(self._latest, self.shape)
-        if self._mirrors.used:
-            return self._recover_mirror(tasks)
-        for task in tasks:
-            if not view.group(task).replicas and task in self.joins.unrecovered:
-                return self._fail_unrecovered(task)
-        if not tasks:
-            return self._make_room()
-        wanted = [u for u in tasks if self.joins.may_begin(u)]
-        assigned = assign(view, self.shape, wanted, self._candidates)
-        for task, reason in assigned.impossible.items():
-            self.joins.give_up(task, reason)
-        effects = self._commit(assigned.view(view)) if assigned.joiners else []
-        if assigned.waits or not assigned.joiners:
-            effects += self.roster.wait_for_launched()
-        return effects
-
-    def _recover_mirror(self, tasks: list[TaskId]) -> list[ControllerEffect]:
-        """Begin to rebuild a whole mirror, with the flow standing still."""
-        view = self._latest
-        assigned = self._mirrors.assign(view, self.shape, tasks, self.roster.domains)
-        if assigned is None or not all(self.joins.may_begin(u) for u in tasks):
-            return []
-        return self._commit(assigned.view(view))
-
-    def _fail_unrecovered(self, task: TaskId) -> list[ControllerEffect]:
-        """End the flow: a task has no replica, and all attempts to rebuild it have failed."""
-        reason = self.joins.unrecovered[task]
-        return self._fail(site_lost(self._latest, self.shape, [], [task], reason))
 
     def _on_replica_reported(self, event: ReplicaReported) -> list[ControllerEffect]:
         if event.phase == "caught_up":
@@ -500,36 +430,6 @@ class Controller(FlowState):
             return []
         return [*launched, *self._commit(replace(view, number=view.number + 1))]
 
-    def _make_room(self) -> list[ControllerEffect]:
-        """Begin to move replicas away from sites that are to be emptied, and let go of those that
-        the flow can do without. Nothing is missing."""
-        view = self._latest
-        for site in view.emptying:
-            if moves.is_superfluous(view, self.shape, site, self.joins):
-                return self._let_go(site)
-        if not view.emptying:
-            return []
-        room, assigned = moves.with_room_made(
-            view, lambda v, u: assign(v, self.shape, u, self._candidates), self.joins.may_begin
-        )
-        if room is not None:
-            return self._commit(room)
-        return [*self.roster.wait_for_launched()] if assigned.waits else []
-
-    def _complete_moves(self) -> list[ControllerEffect]:
-        """Remove replicas that leave and that others have replaced."""
-        if not self.running:
-            return []
-        gone = moves.completed(self._latest, self.shape, self.joins, self._stores)
-        effects = self._commit(self._latest.changed(gone)) if gone else []
-        return effects + self._recover() if gone or self._latest.emptying else []
-
-    def _let_go(self, site: SiteId) -> list[ControllerEffect]:
-        """Go on without a site that holds nothing which the flow needs."""
-        self.lifecycle.note(f"site {site} is empty")
-        effects: list[ControllerEffect] = [*self.roster.retire(site, EMPTIED)]
-        return effects + self._take_over(self._without([site]), [site]) + self._recover()
-
     # --- the end --------------------------------------------------------------------------------
 
     def _on_site_finished(self, event: SiteFinished) -> list[ControllerEffect]:
@@ -551,7 +451,3 @@ class Controller(FlowState):
     def _end(self) -> list[ControllerEffect]:
         self.lifecycle.advance(PhaseEvent.ENDED)
         return [EndFlow(None)]
-
-    def _fail(self, error: Exception) -> list[ControllerEffect]:
-        self.lifecycle.advance(PhaseEvent.FLOW_FAILED)
-        return [EndFlow(error)]

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+
 from holdfast.core.exchange import Producer
 from holdfast.core.ids import GroupId
 from holdfast.core.layout import View
 from holdfast.lab.model.flow import LAST, SOURCE
-from holdfast.lab.model.parts import Parts
+from holdfast.lab.model.memo import Fingerprints, Memo
 from holdfast.lab.model.site import ModelSite
+from holdfast.lab.model.state import Rows
+from holdfast.lab.model.world import ModelWorld
 from holdfast.lab.sim.checks import Violation
+
+_SPREAD = np.uint64(0xD6E8FEB86659FD93)
 
 
 class _LaneFacts(NamedTuple):
@@ -37,30 +43,52 @@ class _Facts(NamedTuple):
 
 
 class StateChecks:
-    """Checks states of a world; the same sites are checked once."""
+    """Checks states of a world; the same facts are checked once."""
 
-    def __init__(self, sites: Parts) -> None:
-        self._sites = sites
-        self._facts: dict[int, _Facts] = {}
-        self._right: set[tuple[object, ...]] = set()
+    def __init__(self, world: ModelWorld) -> None:
+        self._world = world
+        self._facts: list[_Facts | None] = [None]
+        self._numbers: dict[str, int] = {}
+        self._of_machine, self._of_control = Memo(self._facts_of), Memo(self._view_of)
+        self._views: list[View | None] = [None]
+        self._right = Fingerprints()
 
-    def check(self, view: View, sites: tuple[tuple[int, int], ...], exceeded: bool) -> None:
-        """Raise a `Violation` unless everything holds."""
-        key = (id(view), sites, exceeded)
-        if key in self._right:
-            return
-        facts = {site: self._facts_of(machine) for site, machine in sites}
+    def check(self, rows: Rows) -> tuple[int, str] | None:
+        """Which of these states is wrong, and why; None if all are right."""
+        c = self._world.columns
+        views = self._of_control(rows[c.control].astype(np.int64))
+        facts = [self._of_machine(rows[m].astype(np.int64)) for m in c.machine]
+        keys = views.astype(np.uint64)
+        for known in facts:
+            keys = (keys ^ (keys >> np.uint64(29))) * _SPREAD + known.astype(np.uint64)
+        for at in np.flatnonzero(self._right.add(np.maximum(keys, np.uint64(1)))).tolist():
+            try:
+                self._check(int(views[at]), [int(known[at]) for known in facts])
+            except Violation as violation:
+                return at, str(violation)
+        return None
+
+    def _check(self, view: int, numbers: list[int]) -> None:
+        facts = {s: known for s, n in enumerate(numbers) if (known := self._facts[n]) is not None}
         for site, known in facts.items():
             _acked_no_more_than_received(site, known, facts)
-        if not exceeded:
-            _nothing_lost(view, facts)
-        self._right.add(key)
+        if (latest := self._views[view]) is not None:
+            _nothing_lost(latest, facts)
 
-    def _facts_of(self, machine: int) -> _Facts:
-        found = self._facts.get(machine)
-        if found is None:
-            found = self._facts[machine] = _facts(self._sites.get(machine))
+    def _facts_of(self, machine: int) -> int:
+        if not machine:
+            return 0
+        facts = _facts(self._world.sites.get(machine))
+        found = self._numbers.setdefault(repr(facts), len(self._facts))
+        if found == len(self._facts):
+            self._facts.append(facts)
         return found
+
+    def _view_of(self, control: int) -> int:
+        view = self._world.view(control) if control else None
+        if view not in self._views:
+            self._views.append(view)
+        return self._views.index(view)
 
 
 def _facts(site: ModelSite) -> _Facts:

@@ -34,7 +34,19 @@ class ModelControl:
         self._out = []
         getattr(self, f"_on_{kind}")(*what)
         found, self._out = tuple(self._out), []
+        self._forget()
         return found
+
+    def _forget(self) -> None:
+        """Forget changes of leaders that no report can be older than: those before the replica
+        began to join, or, if none joins, all."""
+        view, joins = self.controller.view, self.controller.joins
+        groups = {task: view.group(task) for task in view.tasks()} if view is not None else {}
+        joins._leader_changed = {
+            task: number
+            for task, number in joins._leader_changed.items()
+            if any(groups[task].joined_view_of(s) < number for s in groups[task].joining)
+        }
 
     def _on_registered(self, site: SiteId) -> None:
         process = f"p{site}"

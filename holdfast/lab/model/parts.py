@@ -1,9 +1,9 @@
 """The parts of the world's state, each kept once, and what each step of a part leads to.
 
 A state of the world is a tuple of small numbers: one for the controller, one for each site, one for
-each message under way. `Parts` has the machines behind these numbers, pickled, and remembers every
-step of a machine. So a step is computed once, however many states of the world it occurs in, and
-a state of the world costs neither copying nor hashing of machines.
+each link. `Parts` has the machines behind these numbers, pickled. A step of a machine is computed
+once, however many states of the world it occurs in (`holdfast.lab.model.world` remembers it), so a
+state of the world costs neither copying nor hashing of machines.
 """
 
 from __future__ import annotations
@@ -78,22 +78,16 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Parts:
-    """The machines of one kind."""
+    """The machines of one kind. Number 0 is none."""
 
     def __init__(self, messages: Values) -> None:
         self._messages = messages
         self._shared = _Shared()
         self._numbers: dict[bytes, int] = {}
-        self._pickled: list[bytes] = []
-        self._steps: dict[tuple[Any, ...], tuple[int, tuple[Output, ...]] | str] = {}
+        self._pickled: list[bytes] = [b""]
 
     def __len__(self) -> int:
-        return len(self._pickled)
-
-    @property
-    def steps(self) -> int:
-        """How many different steps were computed."""
-        return len(self._steps)
+        return len(self._pickled) - 1
 
     def add(self, machine: Any) -> int:
         """The number of a machine in its present state."""
@@ -110,24 +104,13 @@ class Parts:
         """A copy of a machine."""
         return _Unpickler(self._pickled[number], self._shared).load()
 
-    def step(self, number: int, key: tuple[Any, ...], kind: str, *what: Any) -> Any:
-        """The machine after a step, and what the step does to others. `key` identifies the step
-        among all steps of this machine."""
-        known = self._steps.get((number, *key))
-        if known is None:
-            known = self._steps[number, *key] = self._compute(number, kind, what)
-        if isinstance(known, str):
-            raise Broken(known)
-        return known
-
-    def _compute(
-        self, number: int, kind: str, what: tuple[Any, ...]
-    ) -> tuple[int, tuple[Output, ...]] | str:
+    def step(self, number: int, kind: str, *what: Any) -> tuple[int, tuple[Output, ...]]:
+        """The machine after a step, and what the step does to others; raises `Broken`."""
         machine = self.get(number)
         try:
             outputs = machine.step(kind, *what)
         except (HoldfastError, AssertionError, KeyError, AttributeError, IndexError) as error:
-            return f"{type(error).__name__}: {error}"
+            raise Broken(f"{type(error).__name__}: {error}") from error
         return self.add(machine), tuple(self._numbered(output) for output in outputs)
 
     def _numbered(self, output: Output) -> Output:

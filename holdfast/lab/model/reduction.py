@@ -11,9 +11,10 @@ add messages behind those. Hence its events are a persistent set, and it is enou
 them happen next. This holds only when
 
 - no fault is left that may happen: a crash adds and removes events of others,
-- no site is about to start, and no epoch is about to be recorded, as both add events to others,
-- and the next view in line, if there is one, neither makes nor drops connections, which changes
-  links in both directions.
+- no site is about to start, to be noticed dead or to be fenced, as that adds or ends events of
+  others,
+- and no view that is under way, or the latest, makes or drops a connection, because that changes
+  both directions of a link: all sites that live are connected, and are the members of these views.
 
 An end of the flow stops all other events. It is reached in every order, with the same result.
 
@@ -26,11 +27,15 @@ unless it is asked for.
 
 from __future__ import annotations
 
-from holdfast.lab.model import messages as ms
-from holdfast.lab.model.state import CONTROL, ModelState, Move
-from holdfast.lab.model.world import ModelWorld
+from typing import Any
 
-_OF_CONTROL = ("timer", "notice")
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.lab.model.state import CONTROL, Rows
+from holdfast.lab.model.world import EVERY, ModelWorld
+
+_BOTH = 3
 
 
 class Reduction:
@@ -39,47 +44,42 @@ class Reduction:
     def __init__(self, world: ModelWorld) -> None:
         self._world = world
 
-    def enough(self, state: ModelState, moves: list[Move]) -> list[Move]:
-        """A persistent set of these events: those of one machine, or all."""
-        if state.crashes or state.suspicions or state.starting or len(moves) < 2:
-            return moves
-        if state.recorded < self._world.bounds.epochs:
-            return moves
-        links, alive = dict(state.links), [site for site, _ in state.sites]
-        if self._fences(links):
-            return moves
-        smallest = moves
-        for machine in (CONTROL, *alive):
-            senders = [s for s in (CONTROL, *alive) if s != machine]
-            if not all(links.get((s, machine)) for s in senders):
-                continue
-            if machine != CONTROL and self._relinks(machine, links, alive):
-                continue
-            own = [move for move in moves if owner(move) == machine]
-            if own and len(own) < len(smallest):
-                smallest = own
-        return smallest
+    def only(self, rows: Rows) -> NDArray[np.int64]:
+        """By state: the machine whose events are enough, or `EVERY`."""
+        c, lives = self._world.columns, self._world.living(rows)
+        orders = [self._world.control_heads(rows[c.control_link[s]]) for s in c.sites]
+        links = {pair: self._world.heads(rows[k]) for pair, k in c.site_link.items()}
+        quiet = self._is_quiet(rows, lives, orders, links)
+        found = np.full(rows.shape[1], EVERY, np.int64)
+        for site in c.sites:
+            full = quiet & (lives >> site & 1 > 0) & (orders[site][:, 0] >= 0)
+            for other in c.sites:
+                if other != site:
+                    pair = (min(site, other), max(site, other))
+                    head = links[pair][:, 0 if other < site else 3]
+                    full &= (head >= 0) | (lives >> other & 1 == 0)
+            found[full] = site
+        full = quiet & (lives > 0)
+        for site in c.sites:
+            full &= (orders[site][:, 2] >= 0) | (lives >> site & 1 == 0)
+        found[full] = CONTROL
+        return found
 
-    def _fences(self, links: dict[tuple[int, int], tuple[int, ...]]) -> bool:
-        """Whether a site is about to be fenced, which ends it."""
-        messages = self._world.messages.all
-        ordered = [m for (s, _), queue in links.items() if s == CONTROL for m in queue]
-        return any(isinstance(messages[m], ms.FenceSent) for m in ordered)
-
-    def _relinks(
-        self, site: int, links: dict[tuple[int, int], tuple[int, ...]], alive: list[int]
-    ) -> bool:
-        """Whether the site's next view makes or drops connections."""
-        message = self._world.messages.all[links[CONTROL, site][0]]
-        if not isinstance(message, ms.ViewSent):
-            return False
-        members = set(message.view.members)
-        peers = {a if b == site else b for a, b in links if site in (a, b)} - {CONTROL}
-        return peers != members - {site} or not members.issubset(alive)
-
-
-def owner(move: Move) -> int:
-    """The machine that takes the step."""
-    if move.kind in _OF_CONTROL:
-        return CONTROL
-    return move.who[-1] if move.kind in ("deliver", "lose") else move.who[0]
+    def _is_quiet(
+        self,
+        rows: Rows,
+        lives: NDArray[np.int64],
+        orders: list[NDArray[Any]],
+        links: dict[tuple[int, int], NDArray[Any]],
+    ) -> NDArray[np.bool_]:
+        """Whether nothing is left that ends or begins a site, or changes connections."""
+        c = self._world.columns
+        starting, _, unnoticed, crashes, suspicions, _ = self._world.rest_facts(rows[c.rest]).T
+        quiet = (starting | unnoticed | crashes | suspicions) == 0
+        quiet &= self._world.control_facts(rows[c.control])[:, 1] == lives
+        for found in orders:
+            quiet &= (found[:, 5] == 0) & ((found[:, 6] == lives) | (found[:, 6] == -1))
+        for (a, b), found in links.items():
+            together = lives >> a & lives >> b & 1 > 0
+            quiet &= ~together | (found[:, 6] == _BOTH)
+        return quiet

@@ -1,23 +1,30 @@
-"""Breadth-first search through all states of the model."""
+"""Breadth-first search through all states of the model.
+
+Of a visited state the search keeps 64 bits, and the event that led to it. With n states, the chance
+that two of them have the same 64 bits, so that one is left out, is n² / 2^65: one in 3,700 for a
+hundred million states.
+"""
 
 from __future__ import annotations
 
-import marshal
 import resource
 import time
-from array import array
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
 
 from holdfast.lab.model.checks import StateChecks
-from holdfast.lab.model.parts import Broken
+from holdfast.lab.model.memo import Fingerprints
 from holdfast.lab.model.reduction import Reduction
-from holdfast.lab.model.state import ModelState, Move
-from holdfast.lab.model.symmetry import SiteNames
-from holdfast.lab.model.world import ModelBounds, ModelWorld
-from holdfast.lab.sim.checks import Violation
+from holdfast.lab.model.state import Interned, Move, Rows
+from holdfast.lab.model.steps import ModelBounds
+from holdfast.lab.model.symmetry import StateKeys
+from holdfast.lab.model.world import ModelWorld, Successors, Wrong
+
+AT_ONCE = 1 << 16
+"""How many states are visited at once."""
 
 
 @dataclass(slots=True)
@@ -28,9 +35,10 @@ class SearchResult:
     states: int = 0
     transitions: int = 0
     depth: int = 0
-    """The number of events on the shortest way to the farthest state."""
-    ends: dict[str, int] = field(default_factory=dict)
-    """How many different ends there are, by kind."""
+    """The number of events on the shortest way to the farthest state. All states that are nearer
+    were visited."""
+    ends: set[str] = field(default_factory=set)
+    """How the flow ends."""
     problem: str | None = None
     trace: list[Move] = field(default_factory=list)
     """The shortest sequence of events that leads to the problem."""
@@ -40,11 +48,26 @@ class SearchResult:
     control_states: int = 0
     steps: int = 0
     """How many different steps machines have taken."""
-    terminal: set[ModelState] = field(default_factory=set)
 
     @property
     def memory_mb(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+class _Level:
+    """The states that are reached with the same number of events: how each was reached."""
+
+    def __init__(self) -> None:
+        self.rows: list[Rows] = []
+        self.parents: list[NDArray[np.uint32]] = []
+        self.moves: list[NDArray[np.uint16]] = []
+        self.size = 0
+
+    def add(self, rows: Rows, parents: NDArray[np.int64], move: int) -> None:
+        self.rows.append(rows)
+        self.parents.append(parents.astype(np.uint32))
+        self.moves.append(np.full(len(parents), move, np.uint16))
+        self.size += len(parents)
 
 
 class ModelSearch:
@@ -53,8 +76,8 @@ class ModelSearch:
     def __init__(
         self,
         bounds: ModelBounds,
-        states_max: int = 1 << 62,
         seconds_max: float = 1e9,
+        memory_mb_max: int = 8_000,
         progress: Callable[[SearchResult], None] | None = None,
         symmetry: bool = True,
         reduced: bool = False,
@@ -63,120 +86,102 @@ class ModelSearch:
         orders that make no difference are left out, see `holdfast.lab.model.reduction`."""
         self.world = ModelWorld(bounds)
         self.found = SearchResult(bounds)
-        self._checks = StateChecks(self.world.sites)
-        self._states_max, self._seconds_max = states_max, seconds_max
+        self._checks = StateChecks(self.world)
+        self._seconds_max, self._memory_mb_max = seconds_max, memory_mb_max
         self._progress = progress
-        self._names = SiteNames(self.world) if symmetry else None
+        self._keys = StateKeys(self.world, symmetry)
         self._reduction = Reduction(self.world) if reduced else None
-        self._numbers: dict[bytes, int] = {}
-        self._parents = array("I")
-        self._depths = array("H")
+        self._visited = Fingerprints()
+        self._moves = Interned()
+        self._ways: list[tuple[NDArray[np.uint32], NDArray[np.uint16]]] = []
+        """By number of events: of each state the state before it, and the event."""
+        self._begun = 0.0
 
     def run(self) -> SearchResult:
-        begun = time.perf_counter()
+        self._begun = time.perf_counter()
         found = self.found
-        first = self.world.begin()
-        self._add(first, 0, 0)
-        waiting = deque([(first, 0)])
-        while waiting:
-            if len(self._parents) > self._states_max:
-                break
-            if found.transitions % 1024 < 8:
-                found.seconds = time.perf_counter() - begun
-                self._note()
-                if found.seconds > self._seconds_max:
-                    break
-                if self._progress:
-                    self._progress(found)
-            state, number = waiting.popleft()
-            if not self._visit(state, number, waiting):
-                break
-        found.complete = not waiting and found.problem is None
-        found.seconds = time.perf_counter() - begun
+        level = _Level()
+        level.add(self.world.begin(), np.zeros(1, np.int64), 0)
+        self._visited.add(self._keys.of(level.rows[0]))
+        while level.size and found.problem is None and not self._is_over():
+            level = self._next(level)
+        found.complete = not level.size and found.problem is None
         self._note()
         return found
 
+    def _is_over(self) -> bool:
+        self._note()
+        if self._progress:
+            self._progress(self.found)
+        found = self.found
+        return found.seconds > self._seconds_max or found.memory_mb > self._memory_mb_max
+
     def _note(self) -> None:
         found, world = self.found, self.world
-        found.states = len(self._parents)
+        found.seconds = time.perf_counter() - self._begun
+        found.states = self._visited.size
         found.site_states, found.control_states = len(world.sites), len(world.controls)
-        found.steps = world.sites.steps + world.controls.steps
+        found.steps = world.steps
 
-    def _add(self, state: ModelState, parent: int, depth: int) -> bool:
-        """Note a state; False if it is known."""
-        key = self._key(state)
-        if key in self._numbers:
-            return False
-        self._numbers[key] = len(self._parents)
-        self._parents.append(parent)
-        self._depths.append(depth)
-        return True
-
-    def _key(self, state: ModelState) -> bytes:
-        key = tuple(state) if self._names is None else self._names.key(state)
-        return blake2b(marshal.dumps(key, 2), digest_size=12).digest()
-
-    def _visit(
-        self, state: ModelState, number: int, waiting: deque[tuple[ModelState, int]]
-    ) -> bool:
-        """Add all states that follow a state; False if one of them is wrong."""
-        found, depth = self.found, self._depths[number]
-        found.depth = max(found.depth, depth)
-        moves = list(self.world.moves(state))
-        if not moves:
-            return self._visit_end(state, number)
-        if self._reduction is not None:
-            moves = self._reduction.enough(state, moves)
-        for move in moves:
-            found.transitions += 1
-            try:
-                after = self._after(state, move)
-            except (Broken, Violation) as error:
-                self._fail(str(error), number)
-                return False
-            if self._add(after, number, depth + 1):
-                waiting.append((after, len(self._parents) - 1))
-        return True
-
-    def _after(self, state: ModelState, move: Move) -> ModelState:
-        """The state after an event, with all checks."""
-        after = self.world.after(state, move)
-        if after.ended is None:
-            view = self.world.view(after.control)
-            self._checks.check(view, after.sites, after.exceeded)
+    def _next(self, level: _Level) -> _Level:
+        """All new states that follow the states of a level."""
+        self._ways.append((np.concatenate(level.parents), np.concatenate(level.moves)))
+        self.found.depth = len(self._ways) - 1
+        after, offset = _Level(), 0
+        rows = np.concatenate(level.rows, axis=1)
+        level.rows.clear()
+        for begin in range(0, rows.shape[1], AT_ONCE):
+            part = rows[:, begin : begin + AT_ONCE]
+            if not self._visit(part, offset, after) or (begin and self._is_over()):
+                after.size = max(after.size, 1)
+                return after
+            offset += part.shape[1]
         return after
 
-    def _visit_end(self, state: ModelState, number: int) -> bool:
-        if state.ended is None:
-            self._fail("nothing can happen any more, and the flow has not ended", number)
+    def _visit(self, rows: Rows, offset: int, after: _Level) -> bool:
+        """Add all states that follow these; False if one of them is wrong."""
+        moved = np.zeros(rows.shape[1], np.bool_)
+        try:
+            only = self._reduction.only(rows) if self._reduction is not None else None
+            for found in self.world.moves(rows, only):
+                moved[found.parents] = True
+                if not self._add(found, offset, after):
+                    return False
+        except Wrong as wrong:
+            self._fail(wrong.problem, offset + wrong.parent, wrong.move)
             return False
-        name = state.ended or "all delivered"
-        self.found.ends[name] = self.found.ends.get(name, 0) + 1
-        self.found.terminal.add(state)
+        return self._visit_ends(rows, offset, ~moved)
+
+    def _add(self, found: Successors, offset: int, after: _Level) -> bool:
+        self.found.transitions += len(found.parents)
+        new = np.flatnonzero(self._visited.add(self._keys.of(found.rows)))
+        if not len(new):
+            return True
+        rows, parents = found.rows[:, new], found.parents[new] + offset
+        wrong = self._checks.check(rows)
+        if wrong is not None:
+            at, problem = wrong
+            self._fail(problem, int(parents[at]), found.move)
+            return False
+        after.add(rows, parents, self._moves.number(found.move))
         return True
 
-    def _fail(self, problem: str, number: int) -> None:
-        self.found.problem = problem
-        self.found.trace = self._way_to(number)
+    def _visit_ends(self, rows: Rows, offset: int, still: NDArray[np.bool_]) -> bool:
+        ended = self.world.ended(rows)
+        stuck = np.flatnonzero(still & ~ended)
+        if len(stuck):
+            problem = "nothing can happen any more, and the flow has not ended"
+            self._fail(problem, offset + int(stuck[0]))
+            return False
+        for rest in np.unique(rows[self.world.columns.rest, ended]).tolist():
+            self.found.ends.add(self.world.rests.all[rest].ended or "all delivered")
+        return True
 
-    def _way_to(self, number: int) -> list[Move]:
-        """The events that lead to a state, and the one that goes wrong there. Only the numbers of
-        states are kept, so take the way once more and look which event leads to the next. Sites may
-        have other numbers on this way than they had in the search."""
-        numbers = [number]
-        while numbers[-1]:
-            numbers.append(self._parents[numbers[-1]])
-        state, way = self.world.begin(), []
-        for wanted in reversed(numbers[:-1]):
-            for move in self.world.moves(state):
-                after = self.world.after(state, move)
-                if self._numbers[self._key(after)] == wanted:
-                    state = after
-                    way.append(move)
-                    break
-        for move in self.world.moves(state):
-            try:
-                self._after(state, move)
-            except (Broken, Violation):
-                return [*way, move]
-        return way
+    def _fail(self, problem: str, at: int, move: Move | None = None) -> None:
+        """Note the problem, and the way to it."""
+        self.found.problem = problem
+        way = [move] if move is not None else []
+        for parents, moves in reversed(self._ways[1:]):
+            way.append(self._moves.all[moves[at]])
+            at = int(parents[at])
+        self.found.trace = way[::-1]

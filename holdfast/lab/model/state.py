@@ -1,46 +1,65 @@
-"""A state of the model's world, and the events that lead from one to the next."""
+"""A state of the model's world as a row of numbers, and the events that lead to the next.
+
+A row has the controller, the `Rest`, then for each site its machine (0: it does not live) and its
+`ControlLink`, then a `SiteLink` for each two sites. Equal numbers are equal values: see
+`holdfast.lab.model.parts`. States are kept as columns of one array, so that numpy computes a step
+of many states at once.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 CONTROL = -1
 """The controller's number on links."""
 
-Link = tuple[int, int]
-"""Sender and receiver."""
-
-
-class ModelState(NamedTuple):
-    """Numbers only: see `holdfast.lab.model.parts`."""
-
-    control: int
-    sites: tuple[tuple[int, int], ...]
-    """By live site: its machine."""
-    links: tuple[tuple[Link, tuple[int, ...]], ...]
-    """By link: the messages under way, the oldest first."""
-    starting: tuple[int, ...]
-    """Sites that are launched and have not registered."""
-    timers: tuple[int, ...]
-    unnoticed: tuple[int, ...]
-    """Dead sites that the controller believes alive."""
-    written: tuple[int, ...]
-    """By partition group of the last stage: how many epochs the store has."""
-    recorded: int
-    """How many epochs are recorded."""
-    crashes: int
-    """How many crashes may still happen."""
-    suspicions: int
-    """How often a live site may still be believed dead."""
-    exceeded: bool = False
-    """Whether a crash took the last replica of a task."""
-    ended: str | None = None
-    """How the flow has ended: empty if all was delivered, else the name of the error."""
+Rows = NDArray[np.int32]
+"""States: one line for each column of the row, one place in it for each state."""
 
 
 class Move(NamedTuple):
-    """An event that can happen next. `who` has sites, or sender and receiver."""
+    """An event that can happen next. `who` has sites, or sender and receiver; `what` is which of
+    several that the machine can do by itself, or a timer."""
 
     kind: str
     who: tuple[int, ...]
-    what: tuple[int, ...] = ()
+    what: int = 0
+
+
+class Columns:
+    """Where things are in a row of a world with this many sites."""
+
+    def __init__(self, sites: int) -> None:
+        self.sites = range(sites)
+        self.control, self.rest = 0, 1
+        self.machine = [2 + s for s in self.sites]
+        self.control_link = [2 + sites + s for s in self.sites]
+        pairs = [(a, b) for b in self.sites for a in range(b)]
+        self.site_link = {pair: 2 + 2 * sites + i for i, pair in enumerate(pairs)}
+        self.count = 2 + 2 * sites + len(pairs)
+
+    def between(self, one: int, other: int) -> tuple[int, int]:
+        """The column of the link between two sites, and on which side of it the first is."""
+        if one < other:
+            return self.site_link[one, other], 0
+        return self.site_link[other, one], 1
+
+
+class Interned:
+    """Hashable values; each is a number. The first is 0."""
+
+    def __init__(self, *first: Any) -> None:
+        self.all: list[Any] = []
+        self._numbers: dict[Any, int] = {}
+        for value in first:
+            self.number(value)
+
+    def number(self, value: Any) -> int:
+        found = self._numbers.get(value)
+        if found is None:
+            found = self._numbers[value] = len(self.all)
+            self.all.append(value)
+        return found

@@ -12,11 +12,17 @@ Only the key under which a visited state is remembered is renamed, never a machi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from holdfast.core.layout import PartitionGroup, View
 from holdfast.lab.model.freeze import OMITTED, digest_of, freeze
-from holdfast.lab.model.state import CONTROL, ModelState
+from holdfast.lab.model.links import Rest
+from holdfast.lab.model.memo import Hashes, Memo
+from holdfast.lab.model.state import CONTROL, Rows
 from holdfast.lab.model.world import ModelWorld
 
 Names = Mapping[int, int]
@@ -143,61 +149,120 @@ def _group(group: PartitionGroup, names: Names) -> Any:
     return (_list(group.replicas, names), _list(group.joining, names), joined)
 
 
-class SiteNames:
-    """Makes the keys of a world's states."""
+class StateKeys:
+    """Makes the fingerprints of a world's states.
 
-    def __init__(self, world: ModelWorld) -> None:
-        self._world = world
-        bounds = world.bounds
-        self._sites = range(3 + bounds.crashes + bounds.suspicions)
-        self._names: dict[int, tuple[int, Names]] = {}
-        """By controller: the names, and their number."""
-        self._known: dict[tuple[tuple[int, int], ...], int] = {}
-        self._forms: dict[tuple[str, int, int], int] = {}
-        self._numbers: dict[bytes, int] = {}
+    The fingerprint of a row is the sum of one number for each column: that of the value's form,
+    times an odd number for its place. Without `symmetry` sites keep their numbers."""
 
-    def key(self, state: ModelState) -> tuple[Any, ...]:
-        """Equal for states that differ only in the numbers of sites."""
-        if state.ended is not None:
-            return tuple(state)
-        number, names = self._names_of(state.control)
-        messages = self._world.messages.all
-        links = [
-            (
-                (names.get(a, a), names.get(b, b)),
-                tuple([self._form("message", m, number, names, messages) for m in queue]),
-            )
-            for (a, b), queue in state.links
-        ]
-        sites = [(names[s], self._form("site", m, number, names, None)) for s, m in state.sites]
-        return (
-            self._form("control", state.control, number, names, None),
-            tuple(sorted(sites)),
-            tuple(sorted(links)),
-            tuple(names[s] for s in state.starting),
-            state.timers,
-            tuple(sorted(names[s] for s in state.unnoticed)),
-            *state[6:],
+    def __init__(self, world: ModelWorld, symmetry: bool) -> None:
+        self._world, self._symmetry = world, symmetry
+        self._names: list[Names] = []
+        self._numbers: dict[tuple[tuple[int, int], ...], int] = {}
+        self._by_control = Memo(self._names_of)
+        self._hashes: dict[tuple[str, int], NDArray[np.uint64]] = {}
+        self._message_forms: dict[tuple[int, int], bytes] = {}
+
+    def of(self, rows: Rows) -> Hashes:
+        """Equal for states that differ only in the numbers of sites; never 0."""
+        columns = self._world.columns
+        found = np.zeros(rows.shape[1], np.uint64)
+        names = self._by_control(rows[columns.control].astype(np.int64))
+        for number in np.unique(names).tolist():
+            where = np.flatnonzero(names == number)
+            part = rows[:, where] if len(where) < rows.shape[1] else rows
+            found[where] = self._sum(part, number)
+        return np.maximum(found, np.uint64(1))
+
+    def _sum(self, rows: Rows, number: int) -> Hashes:
+        c, names = self._world.columns, self._names[number]
+        total = self._hash("control", rows[c.control], number) * _odd("control", 0)
+        total += self._hash("rest", rows[c.rest], number) * _odd("rest", 0)
+        for site in c.sites:
+            name = names[site]
+            total += self._hash("site", rows[c.machine[site]], number) * _odd("site", name)
+            links = rows[c.control_link[site]]
+            total += self._hash("orders", links, number) * _odd("orders", name)
+        for (a, b), column in c.site_link.items():
+            one, other = sorted((names[a], names[b]))
+            kind = "link" if names[a] < names[b] else "turned"
+            odd = _odd("link", 16 * one + other)
+            total += self._hash(kind, rows[column], number) * odd
+        return total
+
+    def _hash(self, kind: str, values: NDArray[Any], number: int) -> Hashes:
+        table = self._hashes.get((kind, number))
+        last = int(values.max(initial=0))
+        if table is None or len(table) <= last:
+            old = table if table is not None else np.zeros(0, np.uint64)
+            table = np.zeros(max(1024, 2 * last), np.uint64)
+            table[: len(old)] = old
+            self._hashes[kind, number] = table
+        found: Hashes = table[values]
+        if not found.all():
+            for value in np.unique(values[found == 0]).tolist():
+                table[value] = self._hash_of(kind, value, number)
+            found = table[values]
+        return np.where(found == _NOTHING, np.uint64(0), found)
+
+    def _hash_of(self, kind: str, value: int, number: int) -> int:
+        form = self._form(kind, value, self._names[number], number)
+        if form is None:
+            return int(_NOTHING)
+        return int.from_bytes(digest_of((kind.replace("turned", "link"), form))[:8], "little") | 2
+
+    def _form(self, kind: str, value: int, names: Names, number: int) -> Any:
+        """The form of a value; None if it is as good as not there."""
+        world = self._world
+        match kind:
+            case "control":
+                return frozen(world.controls.get(value), names) if value else None
+            case "site":
+                return frozen(world.sites.get(value), names) if value else None
+            case "orders":
+                return self._queues(world.control_links.all[value], number)
+            case "link":
+                return self._queues(world.site_links.all[value].queues, number)
+            case "turned":
+                return self._queues(world.site_links.all[value].queues[::-1], number)
+        rest: Rest = world.rests.all[value]
+        starting = tuple(sorted(names[s] for s in rest.starting))
+        unnoticed = tuple(sorted(names[s] for s in rest.unnoticed))
+        return tuple(rest._replace(starting=starting, unnoticed=unnoticed))
+
+    def _queues(self, queues: Any, number: int) -> Any:
+        if all(queue is None for queue in queues):
+            return None
+        return tuple(
+            None if queue is None else tuple(self._message(m, number) for m in queue)
+            for queue in queues
         )
 
-    def _names_of(self, control: int) -> tuple[int, Names]:
-        found = self._names.get(control)
+    def _message(self, message: int, number: int) -> bytes:
+        found = self._message_forms.get((message, number))
         if found is None:
-            view = self._world.view(control)
-            first = [s for u in view.tasks() for s in view.group(u).all]
-            names = {CONTROL: CONTROL}
-            for site in (*first, *self._sites):
-                names.setdefault(site, len(names) - 1)
-            number = self._known.setdefault(tuple(names.items()), len(self._known))
-            found = self._names[control] = (number, names)
+            form = frozen(self._world.messages.all[message], self._names[number])
+            found = self._message_forms[message, number] = digest_of(form)
         return found
 
-    def _form(self, kind: str, part: int, number: int, names: Names, values: Any) -> int:
-        found = self._forms.get((kind, part, number))
-        if found is None:
-            parts = {"control": self._world.controls, "site": self._world.sites}
-            value = values[part] if values is not None else parts[kind].get(part)
-            key = digest_of((kind, frozen(value, names)))
-            found = self._numbers.setdefault(key, len(self._numbers))
-            self._forms[kind, part, number] = found
+    def _names_of(self, control: int) -> int:
+        """The number of the names under a controller: the view's sites first, as it names them."""
+        names = {CONTROL: CONTROL}
+        view = self._world.view(control) if control and self._symmetry else None
+        first = [s for u in view.tasks() for s in view.group(u).all] if view is not None else []
+        for site in (*first, *self._world.columns.sites, len(self._world.columns.sites)):
+            names.setdefault(site, len(names) - 1)
+        key = tuple(names.items())
+        found = self._numbers.setdefault(key, len(self._names))
+        if found == len(self._names):
+            self._names.append(names)
         return found
+
+
+_NOTHING = np.uint64(1)
+
+
+@cache
+def _odd(kind: str, place: int) -> np.uint64:
+    """An odd number for a place in the row."""
+    return np.uint64(int.from_bytes(digest_of((kind, place))[:8], "little") | 1)

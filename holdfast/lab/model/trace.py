@@ -7,37 +7,34 @@ from typing import Any
 from holdfast.core.messages import Ack
 from holdfast.lab.model import messages as ms
 from holdfast.lab.model.flow import LAST, SOURCE
-from holdfast.lab.model.parts import Broken
-from holdfast.lab.model.state import CONTROL, ModelState, Move
-from holdfast.lab.model.world import ModelWorld
-from holdfast.lab.sim.checks import Violation
+from holdfast.lab.model.state import CONTROL, Move, Rows
+from holdfast.lab.model.world import ModelWorld, Wrong
 
 NAMES = {SOURCE: "source", LAST: "counts"}
 
 
 def in_words(world: ModelWorld, moves: list[Move]) -> list[str]:
     """One line for each event."""
-    state, lines = world.begin(), [f"the flow starts: {world.view(world.begin().control)}"]
+    row = world.begin()
+    lines = [f"the flow starts: {world.view(int(row[world.columns.control, 0]))}"]
     for move in moves:
-        lines.append(_words(world, state, move))
+        lines.append(_words(world, row, move))
         try:
-            state = world.after(state, move)
-        except (Broken, Violation):
+            row = next(found.rows for found in world.moves(row) if found.move == move)
+        except Wrong:
             break
     return lines
 
 
-def _words(world: ModelWorld, state: ModelState, move: Move) -> str:
+def _words(world: ModelWorld, row: Rows, move: Move) -> str:
     who = " and ".join(str(s) for s in move.who)
     match move.kind:
         case "deliver":
             sender, receiver = (_name(s) for s in move.who)
-            number = dict(state.links)[move.who[0], move.who[1]][0]
-            return f"{receiver} gets from {sender}: {message_in_words(world.messages.all[number])}"
-        case "work":
-            return f"site {who} works on {_task(move.what)}"
-        case "rest":
-            return f"site {who} sends the state of {_task(move.what)} to site {move.what[2]}"
+            message = world.messages.all[_oldest(world, row, *move.who)]
+            return f"{receiver} gets from {sender}: {message_in_words(message)}"
+        case "local":
+            return f"site {who} {_work(world, row, move)}"
         case "crash":
             return f"site {who} crashes"
         case "notice":
@@ -48,10 +45,26 @@ def _words(world: ModelWorld, state: ModelState, move: Move) -> str:
             return f"what else site {move.who[0]} had sent to {_name(move.who[1])} is lost"
         case "start":
             return f"site {who} starts and registers"
-        case "timer":
-            return f"a timer of the controller fires: {world.timers.all[move.what[0]]}"
         case _:
-            return "another epoch is recorded"
+            return f"a timer of the controller fires: {world.timers.all[move.what]}"
+
+
+def _oldest(world: ModelWorld, row: Rows, sender: int, receiver: int) -> int:
+    """The message that is delivered next."""
+    c = world.columns
+    if CONTROL in (sender, receiver):
+        site, place = (receiver, 0) if sender == CONTROL else (sender, 2)
+        return int(world.control_heads(row[c.control_link[site]])[0, place])
+    column, side = c.between(sender, receiver)
+    return int(world.heads(row[column])[0, 3 * side])
+
+
+def _work(world: ModelWorld, row: Rows, move: Move) -> str:
+    machine = row[world.columns.machine[move.who[0]]]
+    kind, task, *joiner = world.event(int(world.locals(machine)[0, move.what]))
+    if kind == "work":
+        return f"works on {_task(task)}"
+    return f"sends the state of {_task(task)} to site {joiner[0]}"
 
 
 def message_in_words(message: Any) -> str:

@@ -1,362 +1,361 @@
-"""The closed world of the model: which events can happen in a state, and what each leads to.
+"""The closed world of the model: which events can happen in states, and what each leads to.
 
 Each link keeps its order; across links every order is possible. A site that dies leaves what it had
 sent under way; any suffix of that may be lost, on each link. There is no time: a timer fires, a
 death is noticed, and a launched site registers at any moment after it may.
+
+`moves` takes many states at once. What a machine does in a step, and what that does to a link, is
+computed once for each machine and event, and for each link and change (`Memo`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from holdfast.core.ids import GroupId, SiteId
-from holdfast.core.layout import View
-from holdfast.lab.model import flow
-from holdfast.lab.model import messages as ms
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.core.ids import SiteId
 from holdfast.lab.model.control import ModelControl
-from holdfast.lab.model.outputs import (
-    FlowOver,
-    Join,
-    LaunchOrder,
-    Members,
-    Output,
-    Send,
-    StartTimer,
-    Tell,
-    Vanish,
-    Write,
-)
-from holdfast.lab.model.parts import Parts, Values
+from holdfast.lab.model.links import Rest
+from holdfast.lab.model.memo import Memo
 from holdfast.lab.model.site import ModelSite
-from holdfast.lab.model.state import CONTROL, Link, ModelState, Move
-from holdfast.lab.sim.checks import Violation
+from holdfast.lab.model.state import CONTROL, Move, Rows
+from holdfast.lab.model.steps import LOCAL_MAX, Steps
 
-Key = tuple[object, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelBounds:
-    """How large the world is, and how much may go wrong."""
-
-    epochs: int = 2
-    sources: int = 2
-    """Partitions of the first stage."""
-    partitions: int = 2
-    """Partitions of the second stage."""
-    crashes: int = 1
-    suspicions: int = 0
-    window: int = 1
-    """Credit of a consumer, in epochs."""
-    cuts: bool = False
-    """Whether epochs are recorded one after another, at any moment; otherwise all are recorded when
-    the flow starts."""
+EVERY = -2
+"""All machines."""
+Only = NDArray[np.int64] | None
 
 
-class _Draft:
-    """A state that is being changed."""
+@dataclass(slots=True)
+class Successors:
+    """What one kind of event leads to."""
 
-    def __init__(self, state: ModelState) -> None:
-        self.control = state.control
-        self.sites = dict(state.sites)
-        self.links = dict(state.links)
-        self.starting, self.timers = list(state.starting), list(state.timers)
-        self.unnoticed = list(state.unnoticed)
-        self.written = list(state.written)
-        self.recorded = state.recorded
-        self.crashes, self.suspicions = state.crashes, state.suspicions
-        self.exceeded, self.ended = state.exceeded, state.ended
-
-    def state(self) -> ModelState:
-        if self.ended is not None:  # nothing counts any more but the result
-            written = () if self.ended else tuple(self.written)
-            return ModelState(0, (), (), (), (), (), written, 0, 0, 0, self.exceeded, self.ended)
-        return ModelState(
-            self.control,
-            tuple(sorted(self.sites.items())),
-            tuple(sorted(self.links.items())),
-            tuple(self.starting),
-            tuple(sorted(self.timers)),
-            tuple(self.unnoticed),
-            tuple(self.written),
-            self.recorded,
-            self.crashes,
-            self.suspicions,
-            self.exceeded,
-        )
+    move: Move
+    parents: NDArray[np.int64]
+    """Which of the given states it happens in."""
+    rows: Rows
+    """The states after it."""
 
 
-class ModelWorld:
-    """All that is known of a world with these bounds. It grows as states are visited."""
+class Wrong(Exception):
+    """An event leads to something wrong. Carries the event, in which of the states, and why."""
 
-    def __init__(self, bounds: ModelBounds) -> None:
-        self.bounds = bounds
-        self.shape = flow.shape(bounds.sources, bounds.partitions)
-        self.messages, self.timers = Values(), Values()
-        self.sites, self.controls = Parts(self.messages), Parts(self.messages)
-        self._down = self.messages.number(ms.LinkDown())
-        self._up = self.messages.number(ms.LinkUp())
-        self._fenced = self.messages.number(ms.FenceSent())
-        self._work: dict[int, tuple[Move, ...]] = {}
-        self._views: dict[int, View] = {}
-        self._known: dict[tuple[int, int], bool] = {}
+    def __init__(self, move: Move, parent: int, problem: str) -> None:
+        super().__init__(problem)
+        self.move, self.parent, self.problem = move, parent, problem
+
+
+class ModelWorld(Steps):
+    """What happens in states of a world with these bounds."""
 
     # --- the beginning --------------------------------------------------------------------------
 
-    def begin(self) -> ModelState:
+    def begin(self) -> Rows:
         """The state in which the flow starts: all sites act on the first view, are connected, and
         have told each other so."""
-        control = self.controls.add(ModelControl(self.shape, 2))
-        draft = _Draft(ModelState(control, (), (), (0, 1), (), (), (), 0, 0, 0))
-        draft.written = [0] * min(2, self.bounds.partitions)
+        c = self.columns
+        row = np.zeros((c.count, 1), np.int32)
+        row[c.control] = self.controls.add(ModelControl(self.shape, 2))
+        groups = min(2, self.bounds.partitions)
+        row[c.rest] = self.rests.number(Rest(starting=(0, 1), written=(0,) * groups))
         for site in (0, 1):
-            self._start(draft, site)
-        while queued := [link for link, queue in draft.links.items() if queue]:
-            self._deliver(draft, min(queued))
-        if not self.bounds.cuts:
-            self._record(draft, self.bounds.epochs)
-        draft.crashes, draft.suspicions = self.bounds.crashes, self.bounds.suspicions
-        return draft.state()
+            self._start(row, site, records=False)
+        while delivered := next(self._deliveries(row), None):
+            row = delivered.rows
+        for site in (0, 1):
+            self._step_sites(row, site, self._event("records", 0, *self._records))
+        rest = self.rests.all[row[c.rest, 0]]
+        faults = {"crashes": self.bounds.crashes, "suspicions": self.bounds.suspicions}
+        row[c.rest] = self.rests.number(rest._replace(**faults))
+        return row
 
-    def view(self, control: int) -> View:
-        """The latest view of a controller."""
-        found = self._views.get(control)
-        if found is None:
-            found = self._views[control] = self.controls.get(control).controller.view
-        return found
+    @property
+    def _records(self) -> tuple[int, int]:
+        return (self.bounds.epochs, self.bounds.epochs)
 
     # --- what can happen ------------------------------------------------------------------------
 
-    def moves(self, state: ModelState) -> Iterator[Move]:
-        """All events that can happen next."""
-        if state.ended is not None:
-            return
-        for site, machine in state.sites:
-            for kind, _, what in self._work_of(machine):
-                yield Move(kind, (site,), what)
-        alive = dict(state.sites)
-        for link, queue in state.links:
-            if queue:
-                yield Move("deliver", link)
-                if link[0] not in alive and CONTROL not in link and len(queue) > 1:
-                    yield Move("lose", link)
-        yield from (Move("start", (site,)) for site in state.starting)
-        yield from (Move("timer", (), (timer,)) for timer in state.timers)
-        yield from (Move("notice", (site,)) for site in state.unnoticed)
-        if len(state.unnoticed) > 1:
-            yield Move("notice", state.unnoticed)
-        if state.recorded < self.bounds.epochs:
-            yield Move("record", ())
-        yield from self._faults(state)
+    def moves(self, rows: Rows, only: Only = None) -> Iterator[Successors]:
+        """All events that can happen next in these states; raises `Wrong`. `only`: by state, the
+        machine whose events count, or `EVERY`."""
+        yield from self._local_moves(rows, only)
+        yield from self._deliveries(rows, only)
+        yield from self._losses(rows, only)
+        yield from self._moves_of_rest(rows, only)
 
-    def _faults(self, state: ModelState) -> Iterator[Move]:
-        if state.crashes:
-            yield from (Move("crash", (site,)) for site, _ in state.sites)
-        if state.suspicions:
-            members = self.view(state.control).members
-            yield from (Move("suspect", (s,)) for s, _ in state.sites if s in members)
+    def _local_moves(self, rows: Rows, only: Only) -> Iterator[Successors]:
+        for site in self.columns.sites:
+            machines = rows[self.columns.machine[site]]
+            events = self.locals(machines)
+            for which in range(LOCAL_MAX):
+                able = _where(events[:, which] > 0, site, only)
+                if not len(able):
+                    break
+                yield self._taken(Move("local", (site,), which), rows, able, events[able, which])
 
-    def _work_of(self, machine: int) -> tuple[Move, ...]:
-        """What a site can do by itself."""
-        found = self._work.get(machine)
-        if found is None:
-            site = self.sites.get(machine)
-            works = [Move("work", (), task) for task in site.orders]
-            rests = [Move("rest", (), (*task, joiner)) for task, joiner in site.outgoing]
-            found = self._work[machine] = (*works, *rests)
-        return found
+    def _taken(
+        self, move: Move, rows: Rows, able: NDArray[np.int64], events: NDArray[Any]
+    ) -> Successors:
+        new = rows[:, able]
+        with _Naming(move, able):
+            self._step_sites(new, move.who[0], events)
+        return Successors(move, able, new)
+
+    def _deliveries(self, rows: Rows, only: Only = None) -> Iterator[Successors]:
+        c = self.columns
+        for site in c.sites:
+            heads = self.control_heads(rows[c.control_link[site]])
+            able = _where(heads[:, 0] >= 0, site, only)
+            if len(able):
+                move, new, heads_ = Move("deliver", (CONTROL, site)), rows[:, able], heads[able]
+                new[c.control_link[site]] = heads_[:, 1]
+                with _Naming(move, able):
+                    self._step_sites(new, site, _from(CONTROL, heads_[:, 0]))
+                yield Successors(move, able, new)
+            able = _where(heads[:, 2] >= 0, CONTROL, only)
+            if len(able):
+                move, new, heads_ = Move("deliver", (site, CONTROL)), rows[:, able], heads[able]
+                new[c.control_link[site]] = heads_[:, 3]
+                with _Naming(move, able):
+                    self._step_control(new, _from(site, heads_[:, 2]))
+                yield Successors(move, able, new)
+        for (a, b), column in c.site_link.items():
+            heads = self.heads(rows[column])
+            for side, (sender, receiver) in enumerate(((a, b), (b, a))):
+                able = _where(heads[:, 3 * side] >= 0, receiver, only)
+                if not len(able):
+                    continue
+                move, new, heads_ = Move("deliver", (sender, receiver)), rows[:, able], heads[able]
+                new[column] = heads_[:, 3 * side + 1]
+                with _Naming(move, able):
+                    self._step_sites(new, receiver, _from(sender, heads_[:, 3 * side]))
+                yield Successors(move, able, new)
+
+    def _losses(self, rows: Rows, only: Only) -> Iterator[Successors]:
+        for (a, b), column in self.columns.site_link.items():
+            heads = self.heads(rows[column])
+            for side, ends in enumerate(((a, b), (b, a))):
+                able = _where(heads[:, 3 * side + 2] >= 0, ends[1], only)
+                if len(able):
+                    new = rows[:, able]
+                    new[column] = heads[able, 3 * side + 2]
+                    yield Successors(Move("lose", ends), able, new)
+
+    def _moves_of_rest(self, rows: Rows, only: Only) -> Iterator[Successors]:
+        c = self.columns
+        facts = self.rest_facts(rows[c.rest])
+        starting, timers, unnoticed, crashes, suspicions = facts[:, :5].T
+        members = self.control_facts(rows[c.control])[:, 1]
+        lives = self.living(rows)
+        for site in c.sites:
+            bit = 1 << site
+            yield from self._each(rows, starting & bit > 0, Move("start", (site,)), only)
+            yield from self._each(rows, unnoticed & bit > 0, Move("notice", (site,)), only)
+            able = (crashes > 0) & (lives & bit > 0)
+            yield from self._each(rows, able, Move("crash", (site,)), only)
+            able = (suspicions > 0) & (lives & members & bit > 0)
+            yield from self._each(rows, able, Move("suspect", (site,)), only)
+        for two in c.site_link:
+            both = (1 << two[0]) | (1 << two[1])
+            yield from self._each(rows, unnoticed & both == both, Move("notice", two), only)
+        for timer in range(len(self.timers.all)):
+            able = timers & (1 << timer) > 0
+            yield from self._each(rows, able, Move("timer", (), timer), only)
+
+    def living(self, rows: Rows) -> NDArray[np.int64]:
+        lives = np.zeros(rows.shape[1], np.int64)
+        for site in self.columns.sites:
+            lives |= (rows[self.columns.machine[site]] > 0).astype(np.int64) << site
+        return lives
+
+    def _each(
+        self, rows: Rows, able: NDArray[np.bool_], move: Move, only: Only
+    ) -> Iterator[Successors]:
+        where = _where(able, CONTROL, only)
+        if len(where):
+            new = rows[:, where]
+            with _Naming(move, where):
+                self._do(new, move)
+            yield Successors(move, where, new)
+
+    def _do(self, new: Rows, move: Move) -> None:
+        c = self.columns
+        match move.kind:
+            case "start":
+                self._start(new, move.who[0], records=True)
+            case "crash":
+                self._crash(new, move.who[0])
+            case "notice":
+                self._notice(new, move.who)
+            case "suspect":
+                self._change(new, c.rest, self._after_rest, ("suspect",))
+                self._step_control(new, self._event("failed", move.who, False))
+            case "timer":
+                self._change(new, c.rest, self._after_rest, ("fired", move.what))
+                timer = self.timers.all[move.what]
+                self._step_control(new, self._event("timer", timer))
+            case _:
+                raise ValueError(move)
 
     # --- what it leads to -----------------------------------------------------------------------
 
-    def after(self, state: ModelState, move: Move) -> ModelState:
-        """The state after an event; raises `Broken` or `Violation`."""
-        draft = _Draft(state)
-        match move.kind:
-            case "deliver":
-                self._deliver(draft, (move.who[0], move.who[1]))
-            case "work":
-                self._step_site(draft, move.who[0], ("work", move.what), "work", move.what)
-            case "rest":
-                task, joiner = move.what[:2], move.what[2]
-                self._step_site(draft, move.who[0], ("rest", move.what), "rest", task, joiner)
-            case "crash":
-                self._crash(draft, move.who[0])
-            case "notice":
-                self._notice(draft, move.who)
-            case "suspect":
-                draft.suspicions -= 1
-                self._step_control(draft, ("failed", move.who, False), "failed", move.who, False)
-            case "lose":
-                draft.links[move.who[0], move.who[1]] = (self._down,)
-            case "start":
-                self._start(draft, move.who[0])
-            case "timer":
-                draft.timers.remove(move.what[0])
-                timer = self.timers.all[move.what[0]]
-                self._step_control(draft, ("timer", move.what[0]), "timer", timer)
-            case "record":
-                self._record(draft, draft.recorded + 1)
-            case _:
-                raise ValueError(move)
-        self._drop_stale(draft)
-        return draft.state()
+    def _start(self, new: Rows, site: int, records: bool) -> None:
+        c = self.columns
+        machine = self.sites.add(ModelSite(SiteId(site), self.shape, self.bounds.window))
+        new[c.machine[site]] = machine
+        self._change(new, c.rest, self._after_rest, ("started", site))
+        self._change(new, c.control_link[site], self._after_control_link, (("start",),))
+        for other in c.sites:
+            if other != site:
+                column, side = c.between(site, other)
+                self._change(new, column, self._after_link, (side, (("start",),)))
+        if records:
+            self._step_sites(new, site, self._event("records", 0, *self._records))
+        self._step_control(new, self._event("registered", site))
 
-    def _drop_stale(self, draft: _Draft) -> None:
+    def _crash(self, new: Rows, site: int) -> None:
+        c = self.columns
+        known = self.control_facts(new[c.control])[:, 0] >> site & 1
+        self._change(new, c.rest, self._after_rest, ("crash",))
+        counts = np.flatnonzero(known)
+        if len(counts):
+            rest = new[c.rest, counts]
+            new[c.rest, counts] = self._changed(rest, self._after_rest, ("unnoticed", site))
+        self._vanish(new, site)
+
+    def _vanish(self, new: Rows, site: int) -> None:
+        c = self.columns
+        new[c.machine[site]] = 0
+        self._change(new, c.control_link[site], self._after_control_link, (("vanish",),))
+        for other in c.sites:
+            if other != site:
+                column, side = c.between(site, other)
+                self._change(new, column, self._after_link, (side, (("vanish",),)))
+
+    def _notice(self, new: Rows, sites: tuple[int, ...]) -> None:
+        c = self.columns
+        for site in sites:
+            self._change(new, c.rest, self._after_rest, ("noticed", site))
+            self._change(new, c.control_link[site], self._after_control_link, (("notice",),))
+        self._step_control(new, self._event("failed", sites, True))
+
+    def _step_sites(self, new: Rows, site: int, events: NDArray[Any] | int) -> None:
+        c = self.columns
+        keys = (new[c.machine[site]].astype(np.int64) << 32) | events
+        steps = self._step_of_site(keys)
+        self._stop_if_wrong(steps)
+        found = self._steps.all[steps]
+        new[c.machine[site]] = found[:, 0]
+        for other in c.sites:
+            if other != site:
+                column, _ = c.between(site, other)
+                self._apply(new, column, self._after_link, found[:, 1 + other])
+        told = self._apply(new, c.control_link[site], self._after_control_link, found[:, 1 + site])
+        if len(told):
+            self._drop_stale(new, site)
+        self._apply(new, c.rest, self._after_rest, found[:, -2])
+
+    def _step_control(self, new: Rows, events: NDArray[Any] | int) -> None:
+        c = self.columns
+        before = new[c.control].astype(np.int64)
+        steps = self._step_of_control((before << 32) | events)
+        self._stop_if_wrong(steps)
+        found = self._steps.all[steps]
+        new[c.control] = found[:, 0]
+        for site in c.sites:
+            self._apply(new, c.control_link[site], self._after_control_link, found[:, 1 + site])
+            self._drop_stale(new, site)
+        self._apply(new, c.rest, self._after_rest, found[:, -2])
+        over = np.flatnonzero(found[:, -1])
+        if len(over):
+            self._end(new, over, before)
+
+    def _end(self, new: Rows, over: NDArray[np.int64], before: NDArray[np.int64]) -> None:
+        """The flow has ended: nothing counts any more but the result."""
+        c = self.columns
+        failed = over[self.rest_facts(new[c.rest, over])[:, 5] == 2]
+        lives = self.living(new[:, failed])
+        legal = self._may_fail((before[failed] << 32) | lives)
+        if not legal.all():
+            raise _Wrong(int(failed[np.argmin(legal)]), "the flow stopped without a reason")
+        rest = new[c.rest, over]
+        new[:, over] = 0
+        new[c.rest, over] = rest
+
+    def _drop_stale(self, new: Rows, site: int) -> None:
         """Drop reports about earlier views. The controller ignores them, now and later, so a state
         with them is the same as one without."""
-        if draft.ended is not None:
-            return
-        number = self.view(draft.control).number
-        for link, queue in draft.links.items():
-            if link[1] == CONTROL and queue:
-                left = tuple(m for m in queue if not self._is_stale(m, number))
-                if len(left) < len(queue):
-                    draft.links[link] = left
+        c = self.columns
+        column = new[c.control_link[site]]
+        where = np.flatnonzero(self.control_heads(column)[:, 4])
+        if len(where):
+            numbers = self.control_facts(new[c.control, where])[:, 2]
+            keys = (column[where].astype(np.int64) << 32) | numbers
+            new[c.control_link[site], where] = self._trimmed(keys)
 
-    def _is_stale(self, message: int, number: int) -> bool:
-        found = self.messages.all[message]
-        return isinstance(found, ms.ViewActedOn | ms.SiteDone) and found.number < number
+    # --- changes --------------------------------------------------------------------------------
 
-    def _start(self, draft: _Draft, site: int) -> None:
-        draft.starting.remove(site)
-        made = ModelSite(SiteId(site), self.shape, self.bounds.window)
-        draft.sites[site] = self.sites.add(made)
-        draft.links[site, CONTROL] = draft.links[CONTROL, site] = ()
-        if draft.recorded:
-            self._give_records(draft, site, 0)
-        self._step_control(draft, ("registered", site), "registered", site)
+    def _apply(self, new: Rows, column: int, memo: Memo, changes: NDArray[Any]) -> NDArray[Any]:
+        """Apply these changes to a column; returns where there is one."""
+        where = np.flatnonzero(changes)
+        if len(where):
+            keys = (new[column, where].astype(np.int64) << 32) | changes[where]
+            after = memo(keys)
+            wrong = np.flatnonzero(after < 0)
+            if len(wrong):
+                at = int(wrong[0])
+                raise _Wrong(int(where[at]), self._problems.all[-after[at]])
+            new[column, where] = after
+        return where
 
-    def _record(self, draft: _Draft, upto: int) -> None:
-        """Record epochs. All sites learn of it at once."""
-        first, draft.recorded = draft.recorded, upto
-        for site in list(draft.sites):
-            self._give_records(draft, site, first)
+    def _change(self, new: Rows, column: int, memo: Memo, change: tuple[Any, ...]) -> None:
+        new[column] = self._changed(new[column], memo, change)
 
-    def _give_records(self, draft: _Draft, site: int, first: int) -> None:
-        what = (first, draft.recorded, self.bounds.epochs)
-        self._step_site(draft, site, ("records", *what), "records", *what)
+    def _changed(self, values: NDArray[Any], memo: Memo, change: tuple[Any, ...]) -> NDArray[Any]:
+        return memo((values.astype(np.int64) << 32) | self._changes.number(change))
 
-    def _deliver(self, draft: _Draft, link: Link) -> None:
-        sender, receiver = link
-        number, *rest = draft.links[link]
-        draft.links[link] = tuple(rest)
-        message = self.messages.all[number]
-        if number == self._down:
-            del draft.links[link]
-        if receiver == CONTROL:
-            self._step_control(draft, ("message", sender, number), "message", sender, message)
-        else:
-            key = ("message", sender, number)
-            self._step_site(draft, receiver, key, "message", sender, message)
+    def _stop_if_wrong(self, steps: NDArray[np.int32]) -> None:
+        wrong = np.flatnonzero(steps < 0)
+        if len(wrong):
+            raise _Wrong(int(wrong[0]), self._problems.all[-steps[wrong[0]]])
 
-    def _crash(self, draft: _Draft, site: int) -> None:
-        draft.crashes -= 1
-        view = self.view(draft.control)
-        living = set(draft.sites) - {site}
-        groups = [view.group(task) for task in view.tasks()]
-        if not all(living.intersection(group.replicas) for group in groups):
-            draft.exceeded = True
-        self._vanish(draft, site)
-        if site in view.members or self._is_waiting(draft.control, site):
-            draft.unnoticed.append(site)
+    def ended(self, rows: Rows) -> NDArray[np.bool_]:
+        """In which of these states the flow has ended."""
+        found: NDArray[np.bool_] = self.rest_facts(rows[self.columns.rest])[:, 5] > 0
+        return found
 
-    def _is_waiting(self, control: int, site: int) -> bool:
-        """Whether the controller counts on a site that is no member."""
-        known = self._known.get((control, site))
-        if known is None:
-            roster = self.controls.get(control).controller.roster
-            known = self._known[control, site] = roster.knows(site)
-        return known
 
-    def _notice(self, draft: _Draft, sites: tuple[int, ...]) -> None:
-        for site in sites:
-            draft.unnoticed.remove(site)
-            draft.links.pop((site, CONTROL), None)
-        self._step_control(draft, ("failed", sites, True), "failed", sites, True)
+class _Wrong(Exception):
+    """Something is wrong in one of the states after an event."""
 
-    def _vanish(self, draft: _Draft, site: int) -> None:
-        del draft.sites[site]
-        for link in [k for k in draft.links if site in k]:
-            _, receiver = link
-            if receiver == site:
-                del draft.links[link]
-            elif receiver in draft.sites:
-                draft.links[link] = (*draft.links[link], self._down)
+    def __init__(self, at: int, problem: str) -> None:
+        super().__init__(problem)
+        self.at, self.problem = at, problem
 
-    # --- outputs --------------------------------------------------------------------------------
 
-    def _step_site(self, draft: _Draft, site: int, key: Key, kind: str, *what: object) -> None:
-        machine, outputs = self.sites.step(draft.sites[site], key, kind, *what)
-        draft.sites[site] = machine
-        for output in outputs:
-            self._apply(draft, site, output)
+class _Naming:
+    """Names the event that leads to something wrong."""
 
-    def _step_control(self, draft: _Draft, key: Key, kind: str, *what: object) -> None:
-        draft.control, outputs = self.controls.step(draft.control, key, kind, *what)
-        for output in outputs:
-            self._apply(draft, CONTROL, output)
+    def __init__(self, move: Move, parents: NDArray[np.int64]) -> None:
+        self._move, self._parents = move, parents
 
-    def _apply(self, draft: _Draft, who: int, output: Output) -> None:
-        match output:
-            case Send():
-                self._put(draft, (who, output.site), output.message)
-                if output.message == self._fenced:
-                    draft.links.pop((output.site, CONTROL), None)
-                    if output.site in draft.unnoticed:
-                        draft.unnoticed.remove(output.site)
-            case Tell():
-                self._put(draft, (who, CONTROL), output.message)
-            case Members():
-                self._connect(draft, who, output.members)
-            case Write():
-                self._write(draft, output.task[1], output.epoch, output.result, who)
-            case Join():
-                for epoch, result in enumerate(output.results):
-                    self._write(draft, output.task[1], epoch, result, who)
-            case Vanish():
-                self._vanish(draft, who)
-            case LaunchOrder():
-                draft.starting.append(output.site)
-            case StartTimer():
-                draft.timers.append(self.timers.number(output.timer))
-            case FlowOver():
-                self._end(draft, output.error)
+    def __enter__(self) -> None:
+        pass
 
-    def _put(self, draft: _Draft, link: Link, message: int) -> None:
-        queue = draft.links.get(link)
-        if queue is not None and link[1] != CONTROL and link[1] not in draft.sites:
-            return
-        if queue is not None:
-            draft.links[link] = (*queue, message)
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, _Wrong):
+            raise Wrong(self._move, int(self._parents[error.at]), error.problem) from error
 
-    def _connect(self, draft: _Draft, site: int, members: tuple[int, ...]) -> None:
-        """A site accepts nothing from sites that are not members, and connects to those that
-        are."""
-        for one, other in [k for k in draft.links if site in k and CONTROL not in k]:
-            peer = one if other == site else other
-            if peer in members:
-                continue
-            del draft.links[one, other]
-            if other != site and other in draft.sites:
-                draft.links[one, other] = (self._down,)
-        for other in members:
-            if other != site and other in draft.sites and (other, site) not in draft.links:
-                lost = (self._down,) if (site, other) in draft.links else ()
-                draft.links[site, other] = (*lost, self._up)
-                draft.links[other, site] = (self._up,)
 
-    def _write(self, draft: _Draft, group: int, epoch: int, result: int, site: int) -> None:
-        task = (flow.LAST, GroupId(group))
-        producers = len(self.view(draft.control).groups[flow.SOURCE])
-        if epoch > draft.written[group]:
-            raise Violation(f"site {site} wrote epoch {epoch} of {task}, and the one before lacks")
-        if result != flow.reference(task, epoch, producers):
-            raise Violation(f"site {site} wrote a wrong result of {task}, epoch {epoch}")
-        draft.written[group] = max(draft.written[group], epoch + 1)
+def _where(able: NDArray[np.bool_], owner: int, only: Only) -> NDArray[np.int64]:
+    if only is not None:
+        able = able & ((only == EVERY) | (only == owner))
+    return np.flatnonzero(able)
 
-    def _end(self, draft: _Draft, error: str) -> None:
-        draft.ended = error
-        if error and not draft.exceeded:
-            raise Violation(f"the flow stopped without a reason: {error}")
-        if not error and any(n != self.bounds.epochs for n in draft.written):
-            raise Violation(f"the flow ended, and the store has {draft.written} epochs")
+
+def _from(sender: int, messages: NDArray[Any]) -> NDArray[np.int64]:
+    return (messages.astype(np.int64) << 4) | (sender + 1)

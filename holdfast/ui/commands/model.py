@@ -14,8 +14,8 @@ def add_to(commands: Any) -> None:
         help="check partition pairs in every order of events",
         description="Visits every state that the machines of partition pairs can reach in a small "
         "world, whatever the order of messages, with crashes and false suspicions at any moment. "
-        "Prints the shortest way to a wrong state. Exit status 1 if there is one, 2 if the time "
-        "ran out before all states were visited.",
+        "Prints the shortest way to a wrong state. Exit status 1 if there is one, 2 if time or "
+        "memory ran out before all states were visited.",
     )
     model.add_argument("--epochs", type=int, default=1, help="epochs of the flow (1)")
     model.add_argument("--sources", type=int, default=1, help="partitions of the first stage (1)")
@@ -30,13 +30,14 @@ def add_to(commands: Any) -> None:
         "--reduced", action="store_true", help="leave orders out that make no difference"
     )
     model.add_argument("--seconds", type=float, default=1e9, help="when to stop (never)")
+    model.add_argument("--memory-mb", type=int, default=8_000, help="when to stop (8000)")
     model.add_argument("--bug", help="plant a bug of `holdfast sim` and expect to catch it")
     model.set_defaults(command=execute)
 
 
 def execute(options: argparse.Namespace, console: Console) -> int:
     from holdfast.lab.model import command
-    from holdfast.lab.model.world import ModelBounds
+    from holdfast.lab.model.steps import ModelBounds
     from holdfast.lab.sim.command import bug_named
 
     bounds = ModelBounds(
@@ -47,5 +48,10 @@ def execute(options: argparse.Namespace, console: Console) -> int:
         suspicions=options.suspicions,
     )
     return command.explore(
-        bounds, console, bug_named(options.bug), options.seconds, options.reduced
+        bounds,
+        console,
+        bug_named(options.bug),
+        options.seconds,
+        options.reduced,
+        options.memory_mb,
     )
