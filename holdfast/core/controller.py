@@ -25,6 +25,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from holdfast.core import protection_change
+from holdfast.core.departures import DepartedSites
 from holdfast.core.effects import (
     CommitView,
     ControllerEffect,
@@ -96,6 +97,7 @@ class Controller:
         self._reports = ViewReports()
         self._mirrors = Mirrors(used=shape.granularity != "partition")
         self._doubtful = DoubtfulLosses()
+        self._departed = DepartedSites()
 
     def resume(
         self,
@@ -189,7 +191,7 @@ class Controller:
     def _commit(self, view: View) -> list[ControllerEffect]:
         """Make this the latest view."""
         self.view, self.shape = view, self.shape.under(view)
-        self._reports = ViewReports()
+        self._reports = ViewReports(self._departed.sites)
         addresses = {s: self.roster.addresses[s] for s in view.members}
         effects: list[ControllerEffect] = [CommitView(view, addresses), *self._mirrors.pause(view)]
         if self.state is FlowPhase.DRAINING:
@@ -220,7 +222,7 @@ class Controller:
             return []  # they may live
         before, view = self._latest, self._without(gone)
         useless = self._mirrors.lost_with(before, gone)
-        if lost := unrecoverable(view, self.shape):
+        if lost := self._lost_in(view):
             return self._on_tasks_lost(event, gone, view, lost)
         effects = self._remove(gone, event.reason)
         for task in before.tasks():
@@ -237,13 +239,11 @@ class Controller:
         self, event: SitesFailed, gone: list[SiteId], view: View, lost: list[TaskId]
     ) -> list[ControllerEffect]:
         """No replica of these tasks would be left: end the flow, unless the sites have finished, or
-        joining replicas may be in place. If all leaders have finished, everything is delivered; a
-        site that waits for a replica which nobody can hand over would never report that it has."""
+        joining replicas may be in place. If all leaders have finished, everything is delivered."""
         if self._reports.have_finished(gone):
-            groups = [self._latest.group(u) for u in self._latest.tasks()]
-            leaders = [group.replicas[0] for group in groups if group.replicas]
-            done = len(leaders) == len(groups) and self._reports.have_finished(leaders)
-            return self._end() if done else []
+            after = self._departed.add(gone, self._latest)
+            done = self._reports.leaders_have_finished(self._latest)
+            return self._end() if done else self._commit(after) if after is not None else []
         if all(view.group(u).joining for u in lost):
             return [self._doubtful.add(event)]
         return self._fail(site_lost(self._latest, self.shape, gone, lost, event.reason))
@@ -258,7 +258,10 @@ class Controller:
         not keep enough yet for another to be rebuilt from."""
         view = self._without(sites)
         weak = [u for u, _ in self.joins.replaying if self.shape.stages[u[0]].guard.rebuild_level]
-        return not unrecoverable(view, self.shape) and not lost_stretch(view, self.shape, weak)
+        return not self._lost_in(view) and not lost_stretch(view, self.shape, weak)
+
+    def _lost_in(self, view: View) -> list[TaskId]:
+        return unrecoverable(view, self.shape) + self._departed.lost(self._latest, view, self.shape)
 
     def _remove(self, gone: Collection[SiteId], reason: str) -> list[ControllerEffect]:
         """Never deal with these sites again; launch others in their place."""
@@ -318,7 +321,7 @@ class Controller:
 
     def _recover(self) -> list[ControllerEffect]:
         """Begin to make replicas that are missing."""
-        if not self.running:
+        if not self.running or self._departed.sites:
             return []
         view, tasks = self._latest, missing(self._latest, self.shape)
         if self._mirrors.used:
