@@ -225,7 +225,7 @@ class Controller(ViewMaker):
             return []  # they may live
         before, view = self._latest, self._without(gone)
         useless = self._mirrors.lost_with(before, gone)
-        if lost := unrecoverable(view, self.shape):
+        if lost := self._lost_in(view):
             return self._on_tasks_lost(event, gone, view, lost)
         effects = self._remove(gone, event.reason)
         for task in before.tasks():
@@ -240,13 +240,11 @@ class Controller(ViewMaker):
         self, event: SitesFailed, gone: list[SiteId], view: View, lost: list[TaskId]
     ) -> list[ControllerEffect]:
         """No replica of these tasks would be left: end the flow, unless the sites have finished, or
-        joining replicas may be in place. If all leaders have finished, everything is delivered; a
-        site that waits for a replica which nobody can hand over would never report that it has."""
+        joining replicas may be in place. If all leaders have finished, everything is delivered."""
         if self._reports.have_finished(gone):
-            groups = [self._latest.group(u) for u in self._latest.tasks()]
-            leaders = [group.replicas[0] for group in groups if group.replicas]
-            done = len(leaders) == len(groups) and self._reports.have_finished(leaders)
-            return self._end() if done else []
+            after = self._departed.add(gone, self._latest)
+            done = self._reports.leaders_have_finished(self._latest)
+            return self._end() if done else self._commit(after) if after is not None else []
         if all(view.group(u).joining for u in lost):
             return [self._doubtful.add(event)]
         return self._fail(site_lost(self._latest, self.shape, gone, lost, event.reason))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from holdfast.core.departures import DepartedSites
 from holdfast.core.effects import ControllerEffect, DrainFlow, PauseFlow
 from holdfast.core.flow_phase import FlowPhase, Lifecycle
 from holdfast.core.ids import SiteId, TaskId
@@ -30,6 +31,7 @@ class FlowState:
         self.joins = ReplicaJoins()
         self._reports = ViewReports()
         self._mirrors = Mirrors(used=shape.granularity != "partition")
+        self._departed = DepartedSites()
 
     @property
     def state(self) -> FlowPhase:
@@ -73,7 +75,10 @@ class FlowState:
         not keep enough yet for another to be rebuilt from."""
         view = self._without(sites)
         weak = [u for u, _ in self.joins.replaying if self.shape.stages[u[0]].guard.rebuild_level]
-        return not unrecoverable(view, self.shape) and not lost_stretch(view, self.shape, weak)
+        return not self._lost_in(view) and not lost_stretch(view, self.shape, weak)
+
+    def _lost_in(self, view: View) -> list[TaskId]:
+        return unrecoverable(view, self.shape) + self._departed.lost(self._latest, view, self.shape)
 
     @property
     def _candidates(self) -> Candidates:

@@ -33,7 +33,7 @@ class ViewMaker(FlowState):
         self.view, self.shape = view, self.shape.under(view)
         self.joins.on_view(view)
         self.roster.on_members(view.members)
-        self._reports = ViewReports()
+        self._reports = ViewReports(self._departed.sites)
         addresses = {s: self.roster.addresses[s] for s in view.members}
         effects: list[ControllerEffect] = [CommitView(view, addresses), *self._mirrors.pause(view)]
         if self.state is FlowPhase.DRAINING:
@@ -66,7 +66,7 @@ class ViewMaker(FlowState):
 
     def _recover(self) -> list[ControllerEffect]:
         """Begin to make replicas that are missing."""
-        if not self.running:
+        if not self.running or self._departed.sites:
             return []
         view, tasks = self._latest, missing(self._latest, self.shape)
         if self._mirrors.used:

@@ -11,9 +11,10 @@ from holdfast.core.layout import View
 class ViewReports:
     """The reports of members that act on a view."""
 
-    def __init__(self) -> None:
+    def __init__(self, departed: Iterable[SiteId] = ()) -> None:
+        """The `departed` had finished before."""
         self._seen: set[SiteId] = set()
-        self._finished: set[SiteId] = set()
+        self._finished: set[SiteId] = set(departed)
         self._retained: set[tuple[TaskId, SiteId]] = set()
 
     def on_seen(self, site: SiteId) -> None:
@@ -34,6 +35,11 @@ class ViewReports:
 
     def have_finished(self, sites: Iterable[SiteId]) -> bool:
         return self._finished.issuperset(sites)
+
+    def leaders_have_finished(self, view: View) -> bool:
+        """Whether every task has a leader, and all leaders have finished: all is delivered."""
+        groups = [view.group(task) for task in view.tasks()]
+        return all(g.replicas and g.replicas[0] in self._finished for g in groups)
 
     def is_retained(self, task: TaskId, sites: Iterable[SiteId]) -> bool:
         """Whether the replicas of a task at all of these sites could be rebuilt."""

@@ -587,6 +587,51 @@ def test_a_site_that_gets_a_replica_after_it_had_finished_is_not_finished() -> N
     assert controller.handle(finished(controller, 0)) == [EndFlow(None)]
 
 
+def finished_donor_lost() -> Controller:
+    """Site 0 leads the source and joins the sink, whose donor dies after it has finished: nobody
+    can hand over, and a site that waits for state does not report that it has finished."""
+    controller = running(LINE, 4, 0)
+    controller.handle(SitesFailed((3,), "killed"))
+    controller.handle(WaitOver(PatienceTimer(1)))
+    assert replicas(controller) == "0,1 | 1,2 | 2+0"
+    seen(controller)
+    controller.handle(finished(controller, 2))
+    controller.handle(SitesFailed((2,), "killed"))
+    return controller
+
+
+def test_a_leader_that_joins_at_a_finished_donor_which_dies_can_finish() -> None:
+    controller = finished_donor_lost()
+    assert replicas(controller) == "0,1 | 1,2 | 2", "the join is broken off"
+    controller.handle(registered(4))
+    assert replicas(controller) == "0,1 | 1,2 | 2", "and no other begins: nobody can hand over"
+    assert controller.handle(finished(controller, 0)) == []
+    assert controller.handle(finished(controller, 1)) == [EndFlow(None)]
+
+
+def test_a_site_that_died_when_it_had_finished_is_not_missed_in_later_views() -> None:
+    controller = finished_donor_lost()
+    controller.handle(SitesFailed((1,), "killed"))
+    assert replicas(controller) == "0 | 2 | 2"
+    assert controller.handle(finished(controller, 0)) == [EndFlow(None)]
+
+
+def test_a_site_that_died_when_it_had_finished_cannot_lead_a_sink() -> None:
+    """What the leader of the sink has not written is lost with both."""
+    controller = running(LINE, 4, 0)
+    controller.handle(SitesFailed((0,), "killed"))
+    controller.handle(WaitOver(PatienceTimer(1)))
+    assert replicas(controller) == "1+3 | 1,2 | 2,3"
+    seen(controller)
+    controller.handle(reported(controller, 3, (0, 0), "installed"))
+    controller.handle(SitesFailed((1,), "killed"))
+    assert replicas(controller) == "3 | 2 | 2,3"
+    controller.handle(finished(controller, 3))
+    assert controller.handle(SitesFailed((3,), "killed")) == []
+    (end,) = controller.handle(SitesFailed((2,), "killed"))
+    assert isinstance(end.error, SiteLostError)
+
+
 def test_replicas_of_tasks_that_are_through_do_not_keep_the_flow_from_ending() -> None:
     controller = running(LINE, 2, 1)
     controller.handle(finished(controller, 0))

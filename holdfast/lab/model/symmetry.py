@@ -91,6 +91,7 @@ FORMS: dict[tuple[str, str], Form] = {
     ("SiteRoster", "_failed_starts"): _by_site,
     ("ReplicaJoins", "ordered"): _orders,
     ("DoubtfulLosses", "_waiting"): _losses,
+    ("DepartedSites", "sites"): _set,
     ("ViewReports", "_seen"): _set,
     ("ViewReports", "_finished"): _set,
 }
