@@ -181,12 +181,14 @@ def _hopeless(
     collection: Collection,
 ) -> dict[SiteId, float]:
     """The sites that cannot keep up, and for how many more ms they receive nothing. An empty site
-    measures no capacity, so it remains one for a while."""
+    measures no capacity, so it remains one for a while. A site that lacks memory is slow because of
+    its disk: what it has too much leaves it, not everything."""
     elapsed = collection.collected_ms + collection.moves_took_ms
     found = {}
     for s in sites:
         rest = before.hopeless.get(s.site, 0.0) - elapsed
-        if load.capacity[s.site] >= params.hopeless * load.typical:
+        lacks_memory = s.memory_max is not None and s.state_bytes > s.memory_max
+        if lacks_memory or load.capacity[s.site] >= params.hopeless * load.typical:
             continue
         if s.busy > params.receiver_max:
             found[s.site] = params.retry_ms

@@ -56,7 +56,7 @@ class BalanceParams:
     """For how long such a site receives nothing."""
     collect_ms_min: float = 250.0
     collect_ms_max: float = 5_000.0
-    smooth_ms: float = 1_000.0
+    smooth_ms: float = 2_000.0
     """How fast measurements of earlier rounds are forgotten; 0 if only the last one counts."""
     evidence_ms: float = 250.0
     """For how long statistics must have been collected before anything moves."""

@@ -223,6 +223,14 @@ def test_a_stalled_site_is_left_and_that_is_said() -> None:
     assert [target for _, _, target in moved(tried)] == [0]
 
 
+def test_a_site_that_lacks_memory_is_slow_but_not_left() -> None:
+    limits = {"memory_max": 3 * MB, "state_bytes": 4 * MB, "disk_bytes": MB}
+    sites = [site(0, 1.0, **limits), site(1, 0.3), site(2, 0.3)]
+    parts = [*(part(n, 0, 0.001) for n in range(4)), part(4, 1, 0.3), part(5, 2, 0.3)]
+    found = plan_round(sites, parts, SECOND, EXACT, anywhere)
+    assert found.leaving == () and moved(found) == [(0, 0, 1)]
+
+
 def test_nothing_is_forced_on_sites_that_are_full() -> None:
     sites = [site(0, 1.0), site(1, 0.95)]
     parts = [part(0, 0, 0.01), part(1, 1, 0.95)]

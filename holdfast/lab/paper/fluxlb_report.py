@@ -14,7 +14,7 @@ TRACES = ("4.6", "4.10", "4.11")
 BARS = ("4.14", "4.15a", "4.15b")
 NONE_AT = 16
 """Where no buffer stands on a logarithmic axis."""
-SHOWN_S = (1, 2, 4, 6, 7, 8, 9, 10, 12, 14, 16, 20, 24, 30, 36, 40, 50)
+SHOWN_S = (1, 4, 6, 7, 8, 9, 10, 14, 20, 24, 36, 40)
 """The seconds of a trace that are printed."""
 
 
@@ -172,7 +172,7 @@ def collection_time(
             "thesis' rules: with T of the receiver, as the thesis derives it, the popular "
             "partition fits nowhere and stays.",
             "Holdfast: the same, and all rounds count, so that the least collection hardly "
-            "matters. Rounds below 50 ms were not simulated.",
+            "matters. Rounds below 100 ms were not simulated.",
         ),
         log_x=True,
     )
