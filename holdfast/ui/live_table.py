@@ -107,7 +107,7 @@ def _recovery(partitions: list[dict[str, Any]]) -> Table | Text:
             str(first) if first == last else f"{first}-{last}",
             p["phase"] + (f": {p['reason']}" if p["reason"] else ""),
             " ".join(str(s) for s in p["replicas"]),
-            " ".join(str(s) for s in p["joining"]),
+            " ".join([*map(str, p["joining"]), *(f"-{s}" for s in p["leaving"])]),
             f"{p['bytes_to_go'] / 1e6:,.1f}",
             str(p["epochs_to_go"]),
             f"{p['seconds_to_go']:.1f}",

@@ -19,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from holdfast.api.options import Http
+from holdfast.core.task_phase import SAFE
 from holdfast.errors import FlowError, HoldfastError
 from holdfast.ui.http_access import Access
 from holdfast.ui.http_server import GuardedHandler, GuardedServer
@@ -91,9 +92,7 @@ def _by_replicas(flow: list[str], partitions: list[dict[str, Any]]) -> Iterator[
     )
     for stage in dict.fromkeys(p["stage"] for p in partitions):
         own = [p for p in partitions if p["stage"] == stage]
-        unprotected = sum(
-            p["phase"] not in ("protected", "not protected", "replaying") for p in own
-        )
+        unprotected = sum(p["phase"] not in (*SAFE, "replaying") for p in own)
         missing.add_metric([*flow, stage], unprotected)
         lag.add_metric([*flow, stage], max(p["epochs_to_go"] for p in own))
     yield missing
@@ -118,12 +117,17 @@ def _by_stage(flow: list[str], sites: list[dict[str, Any]]) -> Iterator[Metric]:
         ),
         "keys": GaugeMetricFamily("holdfast_state_keys", "Keys with state", labels=labels),
     }
+    busy = GaugeMetricFamily(
+        "holdfast_site_busy", "Part of its time that a site is not idle", labels=["flow", "site"]
+    )
     for site in sites:
+        busy.add_metric([*flow, str(site["site"])], site["busy"])
         for stage in dict.fromkeys(s["stage"] for s in site["stages"]):
             own = [s for s in site["stages"] if s["stage"] == stage]
             for name, family in families.items():
                 family.add_metric([*flow, stage, str(site["site"])], sum(s[name] for s in own))
     yield from families.values()
+    yield busy
 
 
 class Web:

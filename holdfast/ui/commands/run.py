@@ -45,6 +45,19 @@ def add_to(commands: Any) -> None:
     run.add_argument("--spares", type=int, default=0, help="number of spare sites (0)")
     run.add_argument("--partitions", type=int, default=32, help="partitions of a keyed stage (32)")
     run.add_argument(
+        "--balance",
+        choices=("auto", "manual", "off"),
+        default="manual",
+        help="who moves partitions between sites: the flow, run.move, or nobody (manual)",
+    )
+    run.add_argument(
+        "--groups-per-site",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of partition groups of a keyed stage for each site: what can be moved (1)",
+    )
+    run.add_argument(
         "--host",
         choices=("spark", "process"),
         default="spark",
@@ -155,6 +168,8 @@ def _run_here(options: argparse.Namespace, console: Console, spark: Any) -> None
         sites=options.sites,
         spares=options.spares,
         partitions=options.partitions,
+        balance=options.balance,
+        groups_per_site=options.groups_per_site,
         checkpoint=_checkpoint(options),
         restore_from=options.restore_from,
         http=_http(options),
@@ -218,7 +233,12 @@ def _run_apps(options: argparse.Namespace, console: Console) -> int:
         host=options.host,
         master=options.master,
         arbiter=options.arbiter,
-        options=Options(partitions=options.partitions, security=_security(options)),
+        options=Options(
+            partitions=options.partitions,
+            balance=options.balance,
+            groups_per_site=options.groups_per_site,
+            security=_security(options),
+        ),
         http=http,
     )
     with stoppable(), apps:
