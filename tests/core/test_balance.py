@@ -289,6 +289,16 @@ def test_the_cpu_policy_of_the_hybrid_needs_memory_at_the_receiver() -> None:
     assert {target for _, _, target in moved(by_cpu)} == {1, 2}
 
 
+def test_the_hybrid_balances_cpu_when_memory_lacks_everywhere_alike() -> None:
+    def lacking(number: int, busy: float, lack: int) -> SiteLoad:
+        state, memory = 10 * MB, (10 - lack) * MB
+        return site(number, busy, memory_max=memory, state_bytes=state, disk_bytes=lack * MB)
+
+    sites = [lacking(0, 0.9, 2), lacking(1, 0.1, 2), lacking(2, 0.3, 1)]
+    parts = [*(part(n, 0, 0.1) for n in range(9)), part(90, 1, 0.1), part(91, 2, 0.3)]
+    assert moved(plan_round(sites, parts, SECOND, EXACT, anywhere)) == [(0, 0, 2)]
+
+
 # --- from any load --------------------------------------------------------------------------------
 
 

@@ -86,8 +86,9 @@ def rotation(buffers: Sequence[int], found: Mapping[str, Sequence[float]]) -> Ta
             "paper: without a buffer throughput drops to about half, and a shared buffer soon "
             "comes close to the unloaded flow. The picture is not in the text.",
             "Without a buffer there is only what two packets on each connection hold.",
-            "In half a second a loaded machine lacks 6,100 tuples: 192 of each producer. A shared "
-            "buffer of that size absorbs them all. A divided one must have as much for each of 32 "
+            "In half a second a loaded machine lacks 6,100 tuples: 192 of each producer. What one "
+            "machine lacks stays in the buffers until others lack as much, so that a shared "
+            "buffer should have some times that. A divided one must have it for each of 32 "
             "machines.",
         ),
         log_x=True,
@@ -168,7 +169,8 @@ def collection_time(
             "at first only buffers fill.",
             "formula as printed: the thesis prints a receiver's utilisation as growing by N/T of "
             "the donor. By that the popular partition always seems to fit elsewhere. It moves in "
-            "every round, and the flow waits for it. That is what the thesis reports.",
+            "every round, and the flow waits for it: less than static at small values, as the "
+            "thesis reports, but not half of it.",
             "thesis' rules: with T of the receiver, as the thesis derives it, the popular "
             "partition fits nowhere and stays.",
             "Holdfast: the same, and all rounds count, so that the least collection hardly "
@@ -195,8 +197,8 @@ def one_pressed(traces: Mapping[str, SkewTrace]) -> list[Table]:
         *told,
         "Both: a machine that writes to disk answers no request. Moves and statistics wait "
         "until the partition is written.",
-        "Holdfast: what a machine lacks is known at once, so all that must leave it is ordered in "
-        "few rounds, and most of it never goes to disk.",
+        "Holdfast: what a machine lacks is known at once, so that up to 16 partitions leave it at "
+        "a time. Further moves even out the load of the receivers.",
     )
     paper: dict[str, list[float | None]] = {
         "thesis' rules": [690.0 if second >= 37 else None for second in places]
@@ -246,8 +248,12 @@ def many_pressed(pressed: Sequence[int], found: Mapping[str, Sequence[SkewTrace]
             (
                 "paper: static degrades with the first machine; with balancing the memory of all "
                 "is used until it is exhausted at 16 machines. The pictures are not in the text.",
-                "Figures are means of the last 15 s. At 12 machines more than 4 GB must move over "
-                "500 Mbit/s, which takes most of the time that is simulated.",
+                "Figures are means of the last 15 s. At 12 machines more than 3 GB must move over "
+                "500 Mbit/s, which takes half of the time that is simulated; the thesis' rules are "
+                "not done by then.",
+                "From 16 machines on some partition is always on disk, and machines swap all the "
+                "time. The fewer there are on disk, the less input has come for each when it is "
+                "read: latency is lower, and so is throughput.",
             ),
         ),
         Table(
