@@ -64,7 +64,7 @@ LARGE = SkewSetting(partitions=128, state_bytes=6 * MB, slice_s=0.02)
 
 
 TIGHT = BalanceParams(imbalance_min=1.06, settled=1.03, receiver_max=0.97)
-"""Simulated machines measure exactly, so their load can be evened out more than by default."""
+"""Chosen on figures 4.6 and 4.7; `docs/papers.md` has what the defaults give."""
 
 
 def static() -> Balancer | None:
