@@ -10,7 +10,7 @@ from holdfast.api.options import Options
 from holdfast.arbiter import Entry
 from holdfast.control import events as ev
 from holdfast.control.hosting import widen_failure_domains
-from holdfast.control.knowledge import decode
+from holdfast.control.knowledge import VERSION, decode
 from holdfast.control.node import ControlNode
 from holdfast.control.site_watch import GATHER_S
 from holdfast.core import events as core
@@ -330,12 +330,15 @@ def test_an_entry_of_a_later_version_ends_an_application_and_not_the_flow() -> N
         desk.on(ev.Began())
     follower.on(core.LeadRefused(AskLead(1, None)))
     (end,) = (
-        e for e in follower.on(core.EntryRead(AskRead(2), entry_of(2))) if isinstance(e, ev.End)
+        e
+        for e in follower.on(core.EntryRead(AskRead(2), entry_of(VERSION + 1)))
+        if isinstance(e, ev.End)
     )
     assert isinstance(end.error, HostError)
-    assert "version 2, and this Holdfast reads version 1" in str(end.error)
+    said = f"version {VERSION + 1}, and this Holdfast reads version {VERSION}"
+    assert said in str(end.error)
     assert "the same version of Holdfast in all applications" in str(end.error)
-    effects = leader.on(core.LeadGranted(AskLead(1, None), entry_of(2), LEASE))
+    effects = leader.on(core.LeadGranted(AskLead(1, None), entry_of(VERSION + 1), LEASE))
     assert [type(e) for e in effects if isinstance(e, AskResign | ev.End | AskCommit)] == [
         AskResign,
         ev.End,

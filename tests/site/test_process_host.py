@@ -355,7 +355,7 @@ import asyncio, sys
 from types import SimpleNamespace
 from holdfast.site import runtime
 runtime.Site = lambda *_: SimpleNamespace(run=lambda: None)
-asyncio.run = lambda _: sys.exit("pandas" not in sys.modules)
+asyncio.Runner.run = lambda *_: sys.exit("pandas" not in sys.modules)
 runtime.run_site(None, None)
 """
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
