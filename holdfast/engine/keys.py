@@ -146,42 +146,24 @@ def segment_sums(words: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     return total[ends[1:]] - total[ends[:-1]]
 
 
-_EMPTY = -1
-_BITS_MIN = 10
-ADVANCE = 6
-"""Slots by which `KeyIndex.advance` must be called to advance for every new key, so that a rebuilt
-index is complete before the old one is full."""
-_CLEARED = 3
-"""Places of a new index that are cleared in the time in which a slot is entered."""
-
-
 class KeyIndex:
     """A hash table from key to slot (0, 1, 2, ...), looked up a whole column at a time.
 
-    It uses open addressing with linear probing. Each round of probing is one numpy pass over the
-    rows that are still unresolved; the first round resolves almost all.
-
-    The index is rebuilt in slices: once half of its places are taken, `advance` enters the keys of
-    some slots at a time into a successor, and the index is replaced when the successor has all of
-    them. Only if many keys come before that is it rebuilt in one call.
+    It uses open addressing with linear probing and is at most half full. Each round of probing is
+    one numpy pass over the rows that are still unresolved; the first round resolves almost all.
 
     If the allocation for new keys fails, the index is unchanged.
     """
 
     def __init__(self, capacity: int = 512) -> None:
         self.size = 0
-        self._bits = max(_BITS_MIN, (2 * capacity - 1).bit_length())
+        self._bits = max(10, (2 * capacity - 1).bit_length())
         self._mask = (1 << self._bits) - 1
         self._low = np.zeros(1 << self._bits, np.int64)
         self._high: np.ndarray | None = None
-        self._slot = np.full(1 << self._bits, _EMPTY, np.int32)
-        """By place: the slot of its key; `_EMPTY`, or less if the key was deleted."""
-        self._deleted = 0
+        self._slot = np.full(1 << self._bits, -1, np.int32)
         self._begun: tuple[int, list[np.ndarray]] = (0, [])
         """What `undo` restores: the number of keys, and the places of the keys added since."""
-        self._successor: KeyIndex | None = None
-        self._cleared = self._entered = 0
-        """The successor's places that are clear, and the slots that it has."""
 
     def _home(self, words: KeyWords) -> np.ndarray:
         z = words.low.view(_U) * _MIX1
@@ -195,13 +177,7 @@ class KeyIndex:
     @property
     def nbytes(self) -> int:
         high = 0 if self._high is None else self._high.nbytes
-        successor = 0 if self._successor is None else self._successor.nbytes
-        return self._low.nbytes + self._slot.nbytes + high + successor
-
-    @property
-    def _taken(self) -> int:
-        """The places that are not empty."""
-        return self.size + self._deleted
+        return self._low.nbytes + self._slot.nbytes + high
 
     def lookup(self, words: KeyWords) -> tuple[np.ndarray, np.ndarray]:
         """Return the slot of every row's key, and the rows with new keys, in slot order. `undo`
@@ -224,7 +200,7 @@ class KeyIndex:
         sequence passes over them."""
         size, placed = self._begun
         for where in placed:
-            self._slot[where] = _EMPTY
+            self._slot[where] = -1
         self.size = size
 
     def _lookup(self, words: KeyWords) -> tuple[np.ndarray, np.ndarray] | None:
@@ -260,43 +236,23 @@ class KeyIndex:
 
     def find(self, words: KeyWords) -> np.ndarray:
         """Return the slot of every row's key; -1 for unknown keys."""
-        places = self.places(words)
-        slots = self._slot.take(places).astype(np.int64)
-        slots[places < 0] = -1
-        return slots
-
-    def places(self, words: KeyWords) -> np.ndarray:
-        """Return the place of every row's key, for `renumber` before the next `lookup`; -1 for
-        unknown keys."""
         if (words.high is None) != (self._high is None):
             zeros = np.zeros(words.low.size, np.int64)
             if self._high is not None:
                 words = KeyWords(words.low, zeros)
             else:  # no known key has a second word
                 known = words.high == 0 if words.high is not None else zeros == 0
-                return np.where(known, self.places(KeyWords(words.low, None)), -1)
+                return np.where(known, self.find(KeyWords(words.low, None)), -1)
         at = self._home(words)
-        places = np.full(words.low.size, -1, np.int64)
+        slots = np.full(words.low.size, -1, np.int64)
         pending = np.arange(words.low.size)
         while pending.size:
-            where = at[pending]
-            found = self._slot[where]
-            hit = self._matches(where, words.take(pending)) & (found >= 0)
-            places[pending[hit]] = where[hit]
-            pending = pending[~hit & (found != _EMPTY)]
+            found = self._slot[at[pending]]
+            hit = self._matches(at[pending], words.take(pending)) & (found >= 0)
+            slots[pending[hit]] = found[hit]
+            pending = pending[~hit & (found >= 0)]
             at[pending] = (at[pending] + 1) & self._mask
-        return places
-
-    def renumber(
-        self, deleted: np.ndarray, moved: np.ndarray, slots: np.ndarray, size: int
-    ) -> None:
-        """Delete the keys at some places and give those at others new slots, after which all slots
-        are below `size`. There must be no successor."""
-        self._slot[deleted] = _EMPTY - 1
-        self._slot[moved] = slots
-        self._deleted += deleted.size
-        self.size = size
-        self.settle()
+        return slots
 
     def _matches(self, at: np.ndarray, words: KeyWords) -> np.ndarray:
         same = self._low.take(at) == words.low
@@ -310,17 +266,19 @@ class KeyIndex:
         """Insert the keys of rows whose place is empty; the first row of each place wins. Return
         0, or, if there is no room, the number of keys to make room for beyond the settled ones."""
         where = at[pending]
-        empty = self._slot[where] == _EMPTY
+        empty = self._slot[where] < 0
         if not empty.any():
             return 0
         rows, where = pending[empty], where[empty]
-        if self._taken + rows.size > (self._mask + 1) // 4 * 3:
+        if self.size + rows.size > (self._mask + 1) // 2:
             return int(self.size - self._begun[0] + rows.size)
-        claim = _EMPTY - 1 - np.arange(rows.size, dtype=np.int32)
-        self._begun[1].append(where)
+        claim = -2 - np.arange(
+            rows.size, dtype=np.int32
+        )  # negative, so the place still counts as empty
         self._slot[where[::-1]] = claim[::-1]
         won = self._slot[where] == claim
         rows, where = rows[won], where[won]
+        self._begun[1].append(where)
         self._place(where, words.take(rows), np.arange(self.size, self.size + rows.size))
         self.size += rows.size
         new_rows.append(rows)
@@ -338,76 +296,21 @@ class KeyIndex:
         while self.size + extra > (1 << bits) // 2:
             bits += 1
         grown = KeyIndex(1 << (bits - 1))
+        if self._high is not None:
+            grown._high = np.zeros(1 << bits, np.int64)
         used = self._slot >= 0
         words = KeyWords(self._low[used], None if self._high is None else self._high[used])
         grown._fill(words, self._slot[used])
-        self._become(grown)
-
-    def _become(self, other: KeyIndex) -> None:
-        other.size = self.size
-        other.settle()
-        vars(self).update(vars(other))
-
-    # --- rebuilding in slices ---------------------------------------------------------------------
-
-    @property
-    def is_rebuilding(self) -> bool:
-        return self._successor is not None
-
-    def advance(self, low: np.ndarray, high: np.ndarray, rows: int) -> bool:
-        """Enter the keys of the next `rows` slots into the successor, if the index needs or has
-        one; return whether it still has one. `low` and `high` have the words of each slot's key."""
-        successor = self._successor
-        if successor is None:
-            wanted = self._wanted_bits()
-            if wanted == self._bits and 2 * self._taken <= self._mask + 1:
-                return False
-            successor = KeyIndex()
-            successor._resize(wanted)
-            self._cleared, self._entered = 0, 0
-            self._successor = successor
-        if self._cleared <= successor._mask:
-            self._clear(successor, rows)
-            return True
-        end = min(self.size, self._entered + rows)
-        part = slice(self._entered, end)
-        words = KeyWords(low[part], None if self._high is None else high[part])
-        successor._fill(words, np.arange(self._entered, end))
-        self._entered = end
-        if end == self.size:
-            self._become(successor)
-        return self._successor is not None
-
-    def _wanted_bits(self) -> int:
-        """Return the size at which the keys fill a quarter to half of the places."""
-        places = self._mask + 1
-        if 2 * self.size <= places and 8 * self.size >= places:
-            return self._bits
-        return max(_BITS_MIN, (2 * self.size).bit_length())
-
-    def _resize(self, bits: int) -> None:
-        """Allocate an index without keys, of which all places have yet to be cleared."""
-        self._bits, self._mask = bits, (1 << bits) - 1
-        self._low = np.empty(1 << bits, np.int64)
-        self._slot = np.empty(1 << bits, np.int32)
-
-    def _clear(self, successor: KeyIndex, rows: int) -> None:
-        """Clear some places of the successor: in calls of its own, because the system provides its
-        memory meanwhile, and the first keys would touch all of it."""
-        end = self._cleared + _CLEARED * rows
-        successor._low[self._cleared : end] = 0
-        successor._slot[self._cleared : end] = _EMPTY
-        self._cleared = end
+        grown.size = self.size
+        grown.settle()
+        vars(self).update(vars(grown))
 
     def _fill(self, words: KeyWords, slots: np.ndarray) -> None:
-        """Insert distinct new keys into a table that has room for them. Keys that it has with the
-        same slots stay as they are."""
-        if words.high is not None and self._high is None:
-            self._high = np.zeros(self._mask + 1, np.int64)
+        """Insert distinct keys into an empty table that has room for them."""
         at = self._home(words)
         pending = np.arange(slots.size)
         while pending.size:
-            free = pending[self._slot[at[pending]] == _EMPTY]
+            free = pending[self._slot[at[pending]] < 0]
             self._place(at[free], words.take(free), slots[free])
             pending = pending[self._slot[at[pending]] != slots[pending]]
             at[pending] = (at[pending] + 1) & self._mask

@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow as pa
 
 from holdfast.engine.state_rows import (
-    CHUNK_BITS,
     StateRows,
     distinct,
     joined,
@@ -40,7 +39,7 @@ class Snapshot:
         self._table = table
         self._arrays = table._arrays()
         self._heaps = {name: heap.frozen() for name, heap in table._heaps.items()}
-        self._changed = table._changed[: (table._index.size >> CHUNK_BITS) + 1].copy()
+        self._changed = table._changed.copy()
         self._due = ~table._dead[: table._index.size]  # slots neither returned nor saved
         if partitions is not None:
             self._due &= table._in(partitions, table._part[: self._due.size])

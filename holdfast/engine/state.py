@@ -10,11 +10,6 @@ its last change, for incremental extraction.
 A table allocates memory before it changes anything: if an allocation fails, the table is
 unchanged.
 
-No call takes much longer than its rows do. The columns of a large table are in reserved memory, so
-they grow without being copied, and the index is rebuilt in slices (`KeyIndex.advance`). Removed
-keys keep their slots at first; `tidy` and `remove` then move rows from the last slots into those
-slots, in slices, and give the memory of the last slots back.
-
 Code that writes to slots calls `touch` first. A `Snapshot` can therefore return the table as it was
 at one moment while the table changes: the table saves rows to it before it overwrites them.
 """
@@ -29,15 +24,12 @@ import numpy as np
 import pyarrow as pa
 
 from holdfast.engine.batches import as_array
-from holdfast.engine.compaction import close_up, shrink
 from holdfast.engine.expressions import Column, unwrap
-from holdfast.engine.keys import ADVANCE, KeyIndex, KeyWords, partition_of
-from holdfast.engine.reserve import reserve, rows_reserved
+from holdfast.engine.keys import KeyIndex, KeyWords, partition_of
 from holdfast.engine.snapshot import Snapshot
 from holdfast.engine.state_rows import (
     CHUNK_BITS,
     NULL,
-    SMALL,
     Field,
     StateRows,
     distinct,
@@ -47,9 +39,6 @@ from holdfast.engine.state_rows import (
 
 _UNBORN = np.iinfo(np.int64).max
 _GARBAGE_MIN = 1 << 16
-SLICE = 1 << 13
-"""Slots that a call tidies at least, if there is something to tidy."""
-_DEAD_MIN = 1 << 10
 STANDBY = "standby"
 """The default reader of a table's changes: the standbys."""
 _Where = np.ndarray | tuple[np.ndarray, np.ndarray]
@@ -67,32 +56,26 @@ class StateTable:
         self._removed: dict[str, list[pa.RecordBatch]] = {}
         self.removals = 0
         """Keys removed so far."""
-        self._snapshots: list[Snapshot] = []
-        self._capacity = 512
-        self._is_reserved = False
-        self._index = KeyIndex(self._capacity)
-        self._low = np.zeros(self._capacity, np.int64)
-        self._high = np.zeros(self._capacity, np.int64)
-        self._part = np.zeros(self._capacity, np.uint16)
-        self._dead = np.zeros(self._capacity, bool)
+        self._reset(512)
+
+    def _reset(self, capacity: int) -> None:
+        self._snapshots: list[Snapshot] = []  # existing ones keep the old arrays
+        self._capacity = capacity
+        self._index = KeyIndex(capacity)
+        self._low = np.zeros(capacity, np.int64)
+        self._high = np.zeros(capacity, np.int64)
+        self._part = np.zeros(capacity, np.uint16)
+        self._dead = np.zeros(capacity, bool)
         self._dead_count = 0
-        self._dead_from = 0
-        """No slot before this one is dead."""
-        self._reclaim = 0
-        """Dead slots that `tidy` has to reuse or give back."""
-        self._provided = 0
-        """Slots of reserved columns that may have memory."""
-        self._changed = np.full((self._capacity >> CHUNK_BITS) + 1, -1, np.int64)
-        self._columns = {name: self._zeros(f.shape, f.dtype) for name, f in self.fields.items()}
-        self._fills = {name: f.allocate(1)[0] for name, f in self.fields.items()}
+        self._changed = np.full((capacity >> CHUNK_BITS) + 1, -1, np.int64)
+        self._columns = {name: f.allocate(capacity) for name, f in self.fields.items()}
         self._null: dict[str, np.ndarray] = {}  # created with the first null of a column
         self._heaps = {name: f.new_heap() for name, f in self.fields.items() if not f.fixed}
         self._compacted = {name: heap.nbytes for name, heap in self._heaps.items()}
-
-    def _zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """Return an array of zeros with a row of this shape for each slot."""
-        make = reserve if self._is_reserved else np.zeros
-        return make((self._capacity, *shape), np.dtype(dtype))
+        if self._born is not None:
+            self._born = np.full(capacity, _UNBORN)
+        if self._touched is not None:
+            self._touched = np.full(capacity, -1)
 
     def follow(self, *, births: bool, changes: Collection[str] = ()) -> None:
         """Start or stop tracking changes.
@@ -103,11 +86,11 @@ class StateTable:
         """
         born = self._born if births else None
         if births and born is None:
-            born = self._zeros((), np.dtype(np.int64))
+            born = np.full(self._capacity, _UNBORN)
+            born[: self._index.size] = 0
         touched = self._touched if changes else None
         if changes and touched is None:
-            touched = self._zeros((), np.dtype(np.int64))
-            touched[: self._index.size] = -1
+            touched = np.full(self._capacity, -1)
         self._born, self._touched = born, touched
         self._removed = {reader: self._removed.get(reader, []) for reader in changes}
 
@@ -132,18 +115,11 @@ class StateTable:
 
     @property
     def nbytes(self) -> int:
-        rows = self._provided if self._is_reserved else self._capacity
-        own: list[np.ndarray] = [
-            self._low,
-            self._high,
-            self._part,
-            self._dead,
-            *self._columns.values(),
-        ]
+        own = (self._low, self._high, self._part, self._dead, self._changed)
         return (
             self._index.nbytes
-            + self._changed.nbytes
-            + sum(a[:rows].nbytes for a in own)
+            + sum(a.nbytes for a in own)
+            + sum(a.nbytes for a in self._columns.values())
             + sum(h.nbytes for h in self._heaps.values())
         )
 
@@ -179,8 +155,6 @@ class StateTable:
             if self._dead_count:
                 self._revive(slots[self._dead[slots]])
             self._index.settle()
-            if rows.size or self._index.is_rebuilding:
-                self._index.advance(self._low, self._high, SLICE + ADVANCE * rows.size)
         except BaseException:
             self._index.undo()
             raise
@@ -195,18 +169,14 @@ class StateTable:
     def _revive(self, slots: np.ndarray) -> None:
         slots = distinct(slots)
         self._save(slots)
-        self._begin(slots)
-        self._dead_count -= slots.size
-
-    def _begin(self, slots: np.ndarray | slice) -> None:
-        """Give these slots the state of new keys."""
-        for name, column in self._columns.items():
-            column[slots] = self._fills[name]
+        for name, field in self.fields.items():
+            self._columns[name][slots] = field.allocate(1)[0]
         for null in self._null.values():
             null[slots] = False
         if self._born is not None:
             self._born[slots] = _UNBORN
         self._dead[slots] = False
+        self._dead_count -= slots.size
 
     def put(
         self, name: str, slots: np.ndarray, values: Column, at: np.ndarray | None = None
@@ -229,7 +199,7 @@ class StateTable:
         if not (isinstance(values, pa.Array) and values.null_count > 0):
             return stored, None
         if name not in self._null:
-            self._null[name] = self._zeros(self.fields[name].shape, np.dtype(bool))
+            self._null[name] = np.zeros(self._columns[name].shape, bool)
         return stored, values.is_null().to_numpy(zero_copy_only=False)
 
     def _write(self, name: str, where: _Where, stored: np.ndarray, null: np.ndarray | None) -> None:
@@ -284,47 +254,33 @@ class StateTable:
             partition = partition_of(words, self.partitions)
         if size > self._capacity:
             self._enlarge(size)
-        if size >> CHUNK_BITS >= self._changed.size:
-            new_chunks = np.full((size >> CHUNK_BITS) + 1, -1, np.int64)
-            self._changed = np.concatenate([self._changed, new_chunks])
         new = slice(size - words.low.size, size)
         self._low[new] = words.low
         self._high[new] = 0 if words.high is None else words.high
         self._part[new] = partition
-        if self._touched is not None:
-            self._touched[new] = -1
-        self._begin(new)
-        self._provided = max(self._provided, size)
 
     def _enlarge(self, least: int) -> None:
-        """Enlarge all arrays, into reserved memory if they are large."""
-        if least > SMALL:
-            rows = rows_reserved(sum(a[:1].nbytes for a in self._arrays().values()) + 1)
-            try:
-                if rows >= 4 * least:
-                    return self._move_into(rows, reserved=True)
-            except OSError:
-                pass  # the system refuses reservations
-        self._move_into(1 << (least - 1).bit_length(), reserved=False)
-
-    def _move_into(self, capacity: int, *, reserved: bool) -> None:
-        """Copy all arrays into others. All are allocated before any is replaced."""
-        moved = copy.copy(self)
-        moved._capacity, moved._is_reserved = capacity, reserved
-        moved._snapshots = []  # existing ones keep the old arrays
-        rows = min(self._capacity, capacity, max(self._provided, self._index.size))
-
-        def copied(array: np.ndarray) -> np.ndarray:
-            other = moved._zeros(array.shape[1:], array.dtype)
-            other[:rows] = array[:rows]
-            return other
-
-        for name in ("_low", "_high", "_part", "_dead", "_born", "_touched"):
-            if (array := getattr(self, name)) is not None:
-                setattr(moved, name, copied(array))
-        moved._columns = {name: copied(column) for name, column in self._columns.items()}
-        moved._null = {name: copied(null) for name, null in self._null.items()}
-        vars(self).update(vars(moved))
+        """Enlarge all arrays. All are allocated before any is replaced."""
+        capacity = self._capacity
+        while capacity < least:
+            capacity *= 2
+        larger: dict[str, Any] = {
+            name: _extended(getattr(self, name), capacity, 0)
+            for name in ("_low", "_high", "_part", "_dead")
+        }
+        larger["_changed"] = _extended(self._changed, (capacity >> CHUNK_BITS) + 1, -1)
+        if self._born is not None:
+            larger["_born"] = _extended(self._born, capacity, _UNBORN)
+        if self._touched is not None:
+            larger["_touched"] = _extended(self._touched, capacity, -1)
+        columns = {}
+        for name, field in self.fields.items():
+            columns[name] = field.allocate(capacity)
+            columns[name][: self._capacity] = self._columns[name]
+        nulls = {name: _extended(null, capacity, 0) for name, null in self._null.items()}
+        larger |= {"_columns": columns, "_null": nulls, "_capacity": capacity}
+        larger["_snapshots"] = []  # existing ones keep the old arrays
+        vars(self).update(larger)
 
     def touch(self, slots: np.ndarray, epoch: int) -> None:
         """Record that these slots change in `epoch`. Call this before the first write."""
@@ -340,13 +296,13 @@ class StateTable:
 
     def _compact(self, name: str) -> None:
         """Drop replaced values from a heap. Snapshots keep the old indexes and values."""
-        size = self._index.size
-        column = self._columns[name][:size]
+        column, size = self._columns[name], self._index.size
         held = column > 0  # index 0 is the value of new keys
-        held[self._dead[:size]] = False
+        held[size:] = False
+        held[:size][self._dead[:size]] = False
         heap = self.fields[name].new_heap()
-        numbers = self._zeros(column.shape[1:], column.dtype)
-        numbers[:size][held] = self._heaps[name].copied_into(heap, column[held])
+        numbers = np.zeros_like(column)
+        numbers[held] = self._heaps[name].copied_into(heap, column[held])
         self._columns[name], self._heaps[name] = numbers, heap
         self._compacted[name] = heap.nbytes
 
@@ -401,26 +357,20 @@ class StateTable:
             gone = pa.record_batch({"__low": self._low[slots], "__high": self._high[slots]})
             for removed in self._removed.values():
                 removed.append(gone)
-        self._bury(slots)
+        self._dead[slots] = True
+        self._dead_count += slots.size
         self.removals += slots.size
-        if 2 * self._dead_count > max(self._index.size, _DEAD_MIN):
-            self._reclaim = self._dead_count
-        if self._reclaim:
-            self._tidy(max(SLICE, 4 * slots.size))
-
-    def _bury(self, slots: np.ndarray) -> None:
-        """Mark these slots, which are distinct, ascending and live, as dead."""
-        if slots.size:
-            self._dead_from = min(self._dead_from, int(slots[0]))
-            self._dead[slots] = True
-            self._dead_count += slots.size
+        if 2 * self._dead_count > max(self._index.size, 1024):
+            self._restore(self.extract())
 
     def extract(
         self, partitions: Iterable[int] | None = None, since: int | None = None
     ) -> pa.RecordBatch:
         """Return the state of some partitions (by default all) as a batch; with `since`, only
         chunks that changed after that epoch."""
-        slots = self.live() if partitions is None else self._slots_in(partitions)
+        slots = self.live()
+        if partitions is not None:
+            slots = slots[self._in(partitions, self._part[slots])]
         if since is not None:
             slots = slots[self._changed[slots >> CHUNK_BITS] > since]
         return state_batch(self.fields, self._heaps, rows_at(self._arrays(), self._changed, slots))
@@ -430,19 +380,10 @@ class StateTable:
         part = state.column("__part").to_numpy()
         return state.filter(pa.array((first <= part) & (part < end)))
 
-    def _slots_in(self, partitions: Iterable[int]) -> np.ndarray:
-        """Return the live slots of some partitions, ascending."""
-        slots = np.flatnonzero(self._in(partitions, self._part[: self._index.size]))
-        return slots[~self._dead[slots]]
-
     def _in(self, partitions: Iterable[int], part: np.ndarray) -> np.ndarray:
-        """Return which of these partitions are among `partitions`."""
-        wanted = np.unique(np.fromiter(partitions, np.int64))
-        if wanted.size and wanted[-1] - wanted[0] == wanted.size - 1:  # neighbours: no table
-            return part - part.dtype.type(wanted[0]) < wanted.size
-        listed = np.zeros(self.partitions, bool)
-        listed[wanted] = True
-        return listed[part]
+        wanted = np.zeros(self.partitions, bool)
+        wanted[list(partitions)] = True
+        return wanted[part]
 
     def _arrays(self) -> StateRows:
         own: StateRows = {"__low": self._low, "__high": self._high, "__part": self._part}
@@ -475,26 +416,16 @@ class StateTable:
             self._touched[slots] = state.column("__touched").to_numpy()
 
     def drop(self, partitions: Iterable[int]) -> None:
-        """Remove the state of some partitions, for example when they move to another site. Readers
-        of changes are not told. `tidy` gives the memory back."""
-        slots = self._slots_in(partitions)
-        self._bury(slots)
-        self._reclaim += slots.size
+        """Remove the state of some partitions, for example when they move to another site."""
+        gone = set(partitions)
+        self._restore(self.extract([p for p in range(self.partitions) if p not in gone]))
 
-    def tidy(self) -> bool:
-        """Do a slice of the work that removed keys and growth have left; return whether there is
-        more. Slots returned before this call are invalid afterwards."""
-        return self._tidy(SLICE)
-
-    def _tidy(self, rows: int) -> bool:
-        if self._index.advance(self._low, self._high, rows):
-            return True
-        self._reclaim = min(self._reclaim, self._dead_count)
-        if not self._reclaim:
-            return False
-        close_up(self, min(rows, self._reclaim))
-        shrink(self)
-        return True
+    def _restore(self, state: pa.RecordBatch) -> None:
+        """Replace all state by this one, in arrays of a matching size."""
+        restored = copy.copy(self)
+        restored._reset(max(512, 1 << (state.num_rows - 1).bit_length() if state.num_rows else 512))
+        restored.install(state)
+        vars(self).update(vars(restored))
 
 
 class _Objects:
@@ -516,3 +447,9 @@ class _Objects:
             slots, values = [slots], [values]
         kind = self._table.fields[self._name].kind
         self._table.put(self._name, np.asarray(slots), pa.array(list(values), kind))
+
+
+def _extended(column: np.ndarray, size: int, fill: int) -> np.ndarray:
+    longer = np.full((size, *column.shape[1:]), fill, column.dtype)
+    longer[: len(column)] = column
+    return longer

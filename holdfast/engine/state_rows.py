@@ -14,8 +14,6 @@ from holdfast.engine.expressions import Column, is_plain
 from holdfast.engine.heap import Heap
 
 CHUNK_BITS = 10
-SMALL = 1 << 16
-"""Tables with more slots than this have their columns in reserved memory."""
 NULL = "__null."
 StateRows = dict[str, np.ndarray]
 """Rows of a table: columns, key identities, and the null masks of columns with nulls."""
@@ -46,15 +44,11 @@ class Field:
             return np.dtype(self.kind.to_pandas_dtype())
         return np.dtype(f"i{self.kind.bit_width // 8}" if self.fixed else np.int64)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of a key's values."""
-        return () if self.width is None else (self.width,)
-
     def allocate(self, slots: int) -> np.ndarray:
         """Return a column of values of new keys; in a heap this is the value at index 0."""
+        shape = (slots,) if self.width is None else (slots, self.width)
         fill = self.fill if self.fixed and self.fill is not None else 0
-        return np.full((slots, *self.shape), fill, self.dtype)
+        return np.full(shape, fill, self.dtype)
 
     def new_heap(self) -> Heap:
         return Heap(pa.array([self.fill], self.kind))

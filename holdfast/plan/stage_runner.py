@@ -101,7 +101,6 @@ class StageRunner:
         """Process an epoch; `merged` holds each input of the head, in sequence order."""
         assert self.operator is not None
         with self._naming(epoch):
-            self.operator.tidy()
             registers = self._operate(merged, track, epoch)
             kept = {}
             for name, port in self.stage.ports.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import decimal
 import random
 
 import numpy as np
@@ -14,7 +15,11 @@ from holdfast.engine.keys import KeyWords, partition_of
 from holdfast.engine.state import StateTable
 from holdfast.engine.state_rows import CHUNK_BITS, Field
 from tests.support.harness import examples, through_ipc
-from tests.support.state_model import FIELDS, PARTITIONS, Model, key_lists, words_for
+from tests.support.state_model import FIELDS, FRESH, PARTITIONS, Model, key_lists, words_for
+
+FRESH |= {"reals": None, "pairs": None, "both": {"a": 1, "b": None}}
+FRESH |= {"exact": decimal.Decimal("0.50")}
+FRESH |= {"ring": (0.0,) * 3, "words": (None,) * 2, "lists": (None,) * 2}
 
 
 @examples(60)

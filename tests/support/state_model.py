@@ -63,23 +63,7 @@ POOLS: dict[str, list] = {
 }
 
 
-FRESH: dict[str, Any] = {
-    "n": 0,
-    "x": -1.5,
-    "flag": False,
-    "small": 7,
-    "text": None,
-    "raw": None,
-    "at": 0,
-    "day": 0,
-    "reals": None,
-    "pairs": None,
-    "both": {"a": 1, "b": None},
-    "exact": decimal.Decimal("0.50"),
-    "ring": (0.0,) * 3,
-    "words": (None,) * 2,
-    "lists": (None,) * 2,
-}
+FRESH = {"n": 0, "x": -1.5, "flag": False, "small": 7, "text": None, "raw": None, "at": 0, "day": 0}
 
 
 def words_for(keys: list[int | None]) -> KeyWords:

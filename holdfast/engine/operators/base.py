@@ -9,7 +9,7 @@ rows of these partitions in sequence order. Operators know no protocol, no parti
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
@@ -148,18 +148,6 @@ class KeyedOperator:
     def install(self, state: dict[str, pa.RecordBatch]) -> None:
         for name, batch in state.items():
             self.tables()[name].install(batch)
-
-    def drop(self, partitions: Collection[int]) -> None:
-        """Remove the state of some partitions, which another operator has. `tidy` gives its memory
-        back."""
-        for table in self.tables().values():
-            table.drop(partitions)
-
-    def tidy(self) -> bool:
-        """Do a slice of the work that growth and removed state have left in the tables; return
-        whether there is more. Call this between two calls of `process`."""
-        left = [table.tidy() for table in self.tables().values()]
-        return any(left)
 
     def extras(self) -> dict[str, int]:
         """Return the state outside the tables, as plain values."""

@@ -335,11 +335,7 @@ class _Side:
     def install(self, state: pa.RecordBatch) -> None:
         self.add(state)
 
-    def tidy(self) -> bool:
-        """Return that no work is left: `drop` does all of it."""
-        return False
-
-    def drop(self, partitions: Collection[int]) -> None:
+    def drop(self, partitions: Sequence[int]) -> None:
         gone = set(partitions)
         rest = self.extract([p for p in range(self.partitions) if p not in gone])
         self.runs = [self._run(rest)] if rest.num_rows else []

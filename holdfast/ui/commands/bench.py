@@ -11,7 +11,7 @@ from rich.console import Console
 from holdfast.errors import FlowError
 from holdfast.ui.report import write_json
 
-BENCHES = ("throughput", "scaling", "tables", "failover", "protections", "sim", "ends", "security")
+BENCHES = ("throughput", "scaling", "failover", "protections", "sim", "ends", "security")
 
 
 def add_to(commands: Any) -> None:
@@ -21,7 +21,6 @@ def add_to(commands: Any) -> None:
         description="Runs a benchmark, prints a table and optionally writes its figures as JSON. "
         "throughput: the network-monitoring flow against Structured Streaming on the same cores. "
         "scaling: cost per row as keys and partitions grow. "
-        "tables: the longest calls of a state table that grows and gives up partitions. "
         "failover: the effect of kill -9 of sites and of a Spark driver on the output, with pairs. "
         "protections: the cost of each protection, and the delay that a kill -9 causes. "
         "sim: simulated recoveries per second, and their coverage. "
